@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,34 @@ import speedtorch
 from benchmarks.harness import WARM_UPS, Figure, Measured, figure_of, forget, synchronize, turns
 from benchmarks.sizes import DEVICE, SIZES
 
-TENSORS = 510
+
+class Case(NamedTuple):
+    """So many square matrices.
+
+    Attributes:
+        more: what the names of sections have.
+    """
+
+    tensors: int
+    side: int
+    more: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return self.tensors * self.side * self.side * 4
+
+    @property
+    def title(self) -> str:
+        """Bytes and tensors."""
+        return f"{self.nbytes / 1e9:.2f} GB in {self.tensors:,} tensors"
+
+
+LARGE = Case(510, SIZES.state_side, "")
 """As in NVIDIA-NeMo/RL's issue 3976."""
-SIDE = SIZES.state_side
-NBYTES = TENSORS * SIDE * SIDE * 4
+SMALL = Case(SIZES.small_tensors, SIZES.small_side, ", small tensors")
 TITLE = (
-    f"{NBYTES / 1e9:.2f} GB in {TENSORS} tensors, three of four of them changed in between, to host"
+    f"{LARGE.title}, three of four of them changed in between, to host"
     " memory and back, the GPU's memory free meanwhile"
 )
 
@@ -25,9 +48,9 @@ _Way = tuple[Callable[[], object], Callable[[], object]]
 """Goes to sleep, and wakes."""
 
 
-def model() -> nn.ParameterList:
+def model(case: Case) -> nn.ParameterList:
     """Matrices, every fourth of which is not trained."""
-    made = (torch.randn(SIDE, SIDE, device=DEVICE) for _ in range(TENSORS))
+    made = (torch.randn(case.side, case.side, device=DEVICE) for _ in range(case.tensors))
     return nn.ParameterList(nn.Parameter(each, number % 4 > 0) for number, each in enumerate(made))
 
 
@@ -87,14 +110,14 @@ def module_to(parameters: nn.ParameterList) -> _Way:
     return sleep, lambda: parameters.to(DEVICE)
 
 
-def memcpy() -> Iterator[Figure]:
+def memcpy(case: Case) -> Iterator[Figure]:
     """The same bytes in one piece."""
     kind = "registered" if DEVICE == "cuda" else "plain"
-    host = speedtorch.empty((NBYTES // 4,), memory=kind)
+    host = speedtorch.empty((case.nbytes // 4,), memory=kind)
     there = torch.empty_like(host, device=DEVICE)
     for name, to, given in (("asleep", host, there), ("awake", there, host)):
         times = [timed(lambda to=to, given=given: to.copy_(given)) for _ in turns()]  # type: ignore[misc]
-        yield figure_of(name, "memcpy", times[WARM_UPS:], nbytes=NBYTES)
+        yield figure_of(name + case.more, "memcpy", times[WARM_UPS:], nbytes=case.nbytes)
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -114,10 +137,7 @@ def change(parameters: nn.ParameterList) -> None:
 
 
 def measured() -> Measured:
-    """Each way on a model of its own; the first time makes host memory, and is told apart."""
-    bounds = list(memcpy())
-    yield from bounds
-    forget()
+    """Large tensors in each way; small ones in those that pin memory once."""
     ways: dict[str, Callable[[nn.ParameterList], _Way]] = {
         "speedtorch, TrainingState": ours,
         "each tensor, pinned memory made once": each_pinned,
@@ -125,21 +145,35 @@ def measured() -> Measured:
         "each tensor .to()": lambda given: each_to(given, non_blocking=False),
         "module.to()": module_to,
     }
+    yield from measured_case(LARGE, ways)
+    few = {name: way for name, way in ways.items() if way in (ours, each_pinned)}
+    yield from measured_case(SMALL, few)
+
+
+def measured_case(
+    case: Case, ways: Mapping[str, Callable[[nn.ParameterList], _Way]]
+) -> Iterator[Figure | tuple[str, Any]]:
+    """Each way on a model of its own; the first time makes host memory, and is told apart."""
+    if case.more:
+        yield f"title{case.more}", case.title
+    bounds = list(memcpy(case))
+    yield from bounds
+    forget()
     for name, way in ways.items():
-        parameters = model()
+        parameters = model(case)
         sleep, wake = way(parameters)
         first = {"asleep, ms": timed(sleep), "awake, ms": timed(wake)}
         times: list[tuple[float, float]] = []
         for _ in turns(SIZES.sleeps):
             change(parameters)
             times.append((timed(sleep), timed(wake)))
-        for bound, section, some in zip(bounds, first, zip(*times, strict=True), strict=True):
-            told = {"nbytes": NBYTES, "bound": bound, "kind": name}
-            yield figure_of(section.split(",")[0], name, some, **told)  # type: ignore[arg-type]
+        for bound, some in zip(bounds, zip(*times, strict=True), strict=True):
+            told = {"nbytes": case.nbytes, "bound": bound, "kind": name}
+            yield figure_of(bound.section, name, some, **told)  # type: ignore[arg-type]
         facts = {f"the first time, {what}": round(ms, 1) for what, ms in first.items()}
         if name.startswith("speedtorch"):
             state = sleep.__self__  # type: ignore[attr-defined]
-            facts["host bytes beyond the state's"] = state.host_bytes - NBYTES
-        yield name, facts
+            facts["host bytes beyond the state's"] = state.host_bytes - case.nbytes
+        yield name + case.more, facts
         del parameters, sleep, wake
         forget()

@@ -30,6 +30,7 @@ STEMS = (
     "ranks",
     "layers",
     "training_state",
+    "state_swapper",
     "checkpoints",
     "transformer",
     "overlap",

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
 NGRAM_TABLES = ROOT / "docs/ngram_tables.md"
 SLEEP = ROOT / "docs/sleep.md"
+LAYERS = ROOT / "docs/layers.md"
 CHECKPOINTS = ROOT / "docs/checkpoints.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
@@ -140,18 +141,46 @@ def sleep_table(results: dict[str, Any]) -> str:
     """A training state that sleeps and wakes, in each way, with the machine."""
     if (result := results.get("training_state")) is None:
         return not_measured("training_state")
+    lines = [f"{result['title']}; {where(result)}:", "", *_sleep_lines(result, "")]
+    more = ", small tensors"
+    if (title := result["extra"].get(f"title{more}")) is not None:
+        lines += ["", f"{title}:", "", *_sleep_lines(result, more)]
+    return "\n".join(lines)
+
+
+def _sleep_lines(result: dict[str, Any], more: str) -> list[str]:
+    """One line for each way; `more` ends the names of sections and facts."""
+    lines = ["| way | asleep, ms | awake, ms | the first time, ms |", "|---|---|---|---|"]
+    times = {(each["section"], each["name"]): each["median_ms"] for each in result["figures"]}
+    for name in dict.fromkeys(name for section, name in times if section == f"asleep{more}"):
+        first = result["extra"].get(f"{name}{more}", {})
+        whole = [f"{first[k]:,.0f}" for k in first if k.startswith("the first time")]
+        both = (f"{times[f'{section}{more}', name]:,.1f}" for section in ("asleep", "awake"))
+        lines.append(f"| {name} | {' | '.join(both)} | {' / '.join(whole)} |")
+    return lines
+
+
+def state_table(results: dict[str, Any]) -> str:
+    """A step whose state is in host memory, in each way, with the machine."""
+    if (result := results.get("state_swapper")) is None:
+        return not_measured("state_swapper")
     lines = [
         f"{result['title']}; {where(result)}:",
         "",
-        "| way | asleep, ms | awake, ms | the first time, ms |",
-        "|---|---|---|---|",
+        "| way | ms a step | of the bound | GPU memory beside weights and gradients, GiB |"
+        " host memory, GiB | the first step, ms |",
+        "|---|---|---|---|---|---|",
     ]
-    times = {(each["section"], each["name"]): each["median_ms"] for each in result["figures"]}
-    for name in dict.fromkeys(each["name"] for each in result["figures"]):
-        first = result["extra"].get(name, {})
-        whole = [f"{first[k]:,.0f}" for k in first if k.startswith("the first time")]
-        cells = (f"{times['asleep', name]:,.1f}", f"{times['awake', name]:,.1f}", " / ".join(whole))
+    for figure in result["figures"]:
+        name, share = figure["name"], figure["share_of_bound"]
+        cells = [f"{figure['median_ms']:,.1f}", f"{share:.2f}" if share else "", "", "", ""]
+        if facts := result["extra"].get(name):
+            on_gpu = max(facts[key] for key in facts if key.startswith("GPU bytes beside"))
+            cells[2:4] = [f"{size / 2**30:.1f}" for size in (on_gpu, facts["host bytes"])]
+            cells[4] = f"{facts['the first step, ms']:,.0f}"
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    left = [name for name in result["extra"] if name.startswith("left out: ")]
+    lines += [f"\nL{name[1:]}: {result['extra'][name]}." for name in left]
     return "\n".join(lines)
 
 
@@ -279,6 +308,7 @@ def write_documents() -> None:
         (PERFORMANCE, BEGIN, END, tables(results)),
         (NGRAM_TABLES, BEGIN, END, ngram_table(results)),
         (SLEEP, BEGIN, END, sleep_table(results)),
+        (LAYERS, BEGIN, END, state_table(results)),
         (CHECKPOINTS, BEGIN, END, checkpoints_table(results)),
     ):
         document.write_text(replaced(document.read_text(), begin, end, made))

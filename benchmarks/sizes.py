@@ -53,6 +53,16 @@ class Sizes:
     """Of the square matrices of a whole training state."""
     sleeps = _of(7, 5, 2)
     """How often it sleeps and wakes."""
+    small_side = _of(256, 256, 8)
+    """Of such matrices where they are small."""
+    small_tensors = _of(4096, 4096, 64)
+    """How many there are of these."""
+    swapped_parameters = _of(2_000_000_000, 200_000_000, 20_000)
+    """Of a model whose optimizer's state is in host memory, at least."""
+    swapped_width = _of(2560, 1024, 16)
+    swapped_steps = _of(5, 5, 2)
+    swapped_budgets = _of((512 << 20, 1 << 30, 2 << 30), (256 << 20,), (64 << 10,))
+    """Bytes of the GPU for that state."""
     ngram_rows = _of((300_000_000, 100_000_000), (30_000_000, 10_000_000), (2_000, 1_000))
     """Of a language model's tables, with one number of state a row and with Adam."""
     saved_rows = _of(2_600_000, 600_000, 2_000)

@@ -14,9 +14,8 @@ sleep wakes all again, and what an error in that has left is completed by the ne
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +36,8 @@ __all__ = ["SleepingStorages", "Slot", "times_moved"]
 
 # Torch's allocator begins a tensor there: neighbours on the device are neighbours on the host, too.
 _ALIGNMENT = 512
+# Up to here torch's allocator gives memory of segments of 2 MiB, and of no larger one.
+_SMALL = 1 << 20
 # Where CUDA begins an allocation, across whose end it copies nothing.
 _SEGMENT = 2 << 20
 # Of Weyl's sequence, which splitmix64 takes; as a signed number of 64 bits.
@@ -67,45 +68,59 @@ def _up(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Layout(NamedTuple):
-    """How a tensor lies in its storage."""
+@dataclass(slots=True)
+class _Member:
+    """A tensor that has a storage, and how it lies in it."""
 
-    first: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    name: str
+    ref: weakref.ref[Tensor]
+    first: int = 0
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+    version: int = 0
+    """On the device."""
+    shown: int = -1
+    """Where its first byte is while it sleeps."""
 
-    def of(self, storage: torch.UntypedStorage) -> Tensor:
+    def note(self, tensor: Tensor) -> None:
+        """Notes how it lies now."""
+        self.first, self.size = int(tensor.storage_offset()), tuple(tensor.shape)
+        self.stride, self.dtype = tensor.stride(), tensor.dtype
+        self.version = version_of(tensor)
+
+    def show(self, tensor: Tensor, view: Tensor) -> None:
+        """Lets it be a view of what sleeps."""
+        self.shown = view.data_ptr()
+        set_versions((tensor,), (_ASLEEP + self.version,))
+        tensor.data = view
+
+    def of(self, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
         """Such a tensor in a storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        empty = torch.empty(0, dtype=self.dtype, device=device)
         return empty.set_(storage, self.first, self.size, self.stride)
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
-    """A storage of the device, and the tensors by name that are known to have it.
+    """A storage of the device, and the tensors that are known to have it.
 
     Attributes:
         storage: which is empty while it sleeps.
         nbytes: its bytes while it is awake.
-        tensors: by the first name of each; all of them are let see the host's copy. Of those that
-            are gone since then there is nothing to wake.
+        members: all of them are let see the host's copy. Of those that are gone since then there is
+            nothing to wake.
         is_kept: whether its bytes are copied; without it they are lost.
         is_frozen: whether its bytes are likely to be the same the next time.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
-    tensors: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    members: list[_Member] = field(default_factory=list)
     is_kept: bool = False
     is_frozen: bool = True
     begin: int = 0
     """Its place in host memory."""
-    layouts: dict[str, _Layout] = field(default_factory=dict)
-    versions: dict[str, int] = field(default_factory=dict)
-    """Of its tensors on the device."""
-    shown: dict[str, int] = field(default_factory=dict)
-    """Where each tensor's first byte is while it sleeps."""
 
     @property
     def end(self) -> int:
@@ -119,22 +134,22 @@ class Slot:
 
     def add(self, name: str, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
         """One more tensor that has the storage."""
-        if not any(each() is tensor for each in self.tensors.values()):
-            self.tensors[name] = weakref.ref(tensor)
+        if not self.members or not any(each.ref() is tensor for each in self.members):
+            self.members.append(_Member(name, weakref.ref(tensor)))
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
 
-    def living(self) -> dict[str, Tensor]:
+    def living(self) -> Iterator[tuple[_Member, Tensor]]:
         """Its tensors that there are still."""
-        return {n: tensor for n, ref in self.tensors.items() if (tensor := ref()) is not None}
+        for each in self.members:
+            if (tensor := each.ref()) is not None:
+                yield each, tensor
 
     def take_place(self, begin: int) -> int:
         """Notes where it begins in host memory, and how its tensors lie in it; gives its end."""
         self.begin = begin
-        for name, each in self.living().items():
-            first, size = int(each.storage_offset()), tuple(each.shape)
-            self.layouts[name] = _Layout(first, size, each.stride(), each.dtype)
-            self.versions[name] = version_of(each)
+        for member, tensor in self.living():
+            member.note(tensor)
         return self.end
 
     def has(self, tensor: Tensor) -> bool:
@@ -145,38 +160,40 @@ class Slot:
         """Its bytes on the device."""
         return _bytes_at(self.storage.data_ptr(), self.nbytes, self.storage.device)
 
-    def asleep(self, host: torch.UntypedStorage | None) -> dict[str, Tensor]:
+    def asleep(self, host: torch.UntypedStorage | None) -> list[Tensor]:
         """Its tensors as those of a host storage; None: what they have is lost."""
-        if host is not None:
-            return {name: layout.of(host) for name, layout in self.layouts.items()}
         device = self.storage.device
-        return {
-            name: torch.empty(0, dtype=layout.dtype, device=device)
-            for name, layout in self.layouts.items()
-        }
+        if host is not None:
+            return [each.of(host, device) for each in self.members]
+        return [torch.empty(0, dtype=each.dtype, device=device) for each in self.members]
 
-    def awake(self) -> dict[str, Tensor]:
+    def awake(self) -> list[Tensor]:
         """Its tensors as they are on the device."""
-        return {name: layout.of(self.storage) for name, layout in self.layouts.items()}
+        device = self.storage.device
+        return [each.of(self.storage, device) for each in self.members]
 
-    def fall_asleep(self, views: Mapping[str, Tensor]) -> None:
+    def fall_asleep(self, views: Sequence[Tensor]) -> None:
         """Lets its tensors be views that asleep() has made, and empties its storage."""
-        for name, tensor in self.living().items():
-            if self.has(tensor):
-                view = views[name]
-                self.shown[name] = view.data_ptr()
-                set_versions((tensor,), (_ASLEEP + self.versions[name],))
-                tensor.data = view
+        for member, view in zip(self.members, views, strict=True):
+            tensor = member.ref()
+            if tensor is not None and self.has(tensor):
+                member.show(tensor, view)
         self.storage.resize_(0)
 
-    def wake_up(self, views: Mapping[str, Tensor]) -> None:
-        """Lets its tensors be those of awake(), but for those that were given other memory."""
-        for name, tensor in self.living().items():
-            now, version = version_of(tensor), self.versions[name]
-            if self._sleeps(name, tensor):
+    def wake_up(self, views: Sequence[Tensor]) -> None:
+        """Lets its tensors be those of awake(), but for those that were given other memory.
+
+        Args:
+            views: none if there is no tensor that sleeps.
+        """
+        for number, member in enumerate(self.members):
+            if (tensor := member.ref()) is None:
+                continue
+            now, version = version_of(tensor), member.version
+            if self._sleeps(member, tensor):
                 is_same = self.is_kept and now == _ASLEEP + version
                 set_versions((tensor,), (version if is_same else version + 1,))
-                tensor.data = views[name]
+                tensor.data = views[number]
             elif now >= _ASLEEP:
                 set_versions((tensor,), (version + 1,))
 
@@ -185,12 +202,11 @@ class Slot:
         """Whether a tensor sleeps still, or something else has the storage, as a view does."""
         if storage_uses(self.storage) > 1:
             return True
-        return any(self._sleeps(name, each) for name, each in self.living().items())
+        return any(self._sleeps(member, each) for member, each in self.living())
 
-    def _sleeps(self, name: str, tensor: Tensor) -> bool:
+    def _sleeps(self, member: _Member, tensor: Tensor) -> bool:
         """Whether a tensor is where it was put to sleep."""
-        at = self.shown.get(name)
-        return at == tensor.data_ptr() and (self.is_kept or not tensor.numel())
+        return member.shown == tensor.data_ptr() and (self.is_kept or not tensor.numel())
 
 
 def _bytes_at(address: int, count: int, device: torch.device) -> Tensor:
@@ -258,7 +274,7 @@ class SleepingStorages:
     @property
     def tensors(self) -> list[Tensor]:
         """Those that sleep."""
-        return [each for slot in self._slots for each in slot.living().values()]
+        return [each for slot in self._slots for _, each in slot.living()]
 
     @property
     def is_half_way(self) -> bool:
@@ -316,7 +332,7 @@ class SleepingStorages:
         try:
             for some in _pieces(empty):
                 # Torch cuts this up for the storages, which come to lie one after another.
-                nbytes = sum(_up(each.nbytes) for each in some)
+                nbytes = sum(_up(each.nbytes) for each in some if each.nbytes > _SMALL)
                 torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 for slot in some:
                     slot.storage.resize_(slot.nbytes)
@@ -338,7 +354,7 @@ class SleepingStorages:
             raise
         try:
             for slot in self._slots:
-                slot.wake_up(awake.get(id(slot), {}))
+                slot.wake_up(awake.get(id(slot), ()))
             self._slots, self._known = [], known
         finally:
             self._wait()
@@ -361,14 +377,14 @@ class SleepingStorages:
         return made
 
     def _known_of(self, slot: Slot) -> tuple[weakref.ref[Tensor], int, Tensor]:
-        return next(iter(slot.tensors.values())), slot.nbytes, _fingerprint(slot.bytes())
+        return slot.members[0].ref, slot.nbytes, _fingerprint(slot.bytes())
 
     def _may_have(self, slot: Slot) -> bool:
         """Whether the host has had the bytes of a storage that is seldom written."""
         if not slot.is_frozen or (known := self._known.get(slot.begin)) is None:
             return False
         owner, nbytes, _ = known
-        return owner() is next(iter(slot.living().values())) and nbytes == slot.nbytes
+        return owner() is slot.members[0].ref() and nbytes == slot.nbytes
 
     def _forget_but(self, begins: Collection[int]) -> None:
         """Keeps what is known of these places of host memory, and of no other."""

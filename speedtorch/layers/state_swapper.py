@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -31,7 +31,7 @@ _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
 
 _AT_ONCE = 3
-"""Pieces on the device: one that is stepped, one that comes and one that leaves."""
+"""Pieces on the device: one that is stepped and leaves, and the two that come next."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class _Piece:
     ) -> None:
         self._optimizer = optimizer
         self._parameters = [weakref.ref(each) for each in parameters]
+        self._names: list[dict[Any, str]] = [{} for _ in parameters]
+        """Of each parameter's state by its keys: a step asks for thousands of them again."""
         self.pack = Pack(parameters[0].device, traffic)
 
     @property
@@ -97,28 +99,34 @@ class _Piece:
         """
         found: dict[str, Tensor] = {}
         device, state = self.pack.slab.device, self._optimizer.state
+        groups = self._optimizer.param_groups
+        may_stay = not all(group.get("capturable") or group.get("fused") for group in groups)
         for number, of in enumerate(self._parameters):
             parameter = of()
-            if parameter is None:
+            if parameter is None or not (kept := state.get(parameter)):
                 continue
-            own = _spans(parameter)
-            for key, value in state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and self._stays(number, parameter, key, value):
+            own, names = _spans(parameter), self._names[number]
+            for key, value in kept.items():
+                if (name := names.get(key)) is None:
+                    name = names[key] = f"{key} of parameter {number}"
+                if may_stay and key == "step" and self._stays(name, parameter, value):
                     continue
-                for name, each in plain_tensors(f"{key} of parameter {number}", value):
+                is_plain = type(value) is Tensor
+                for part, each in ((name, value),) if is_plain else plain_tensors(name, value):
                     if _is_within(each, own):
                         continue
-                    if shared[id(each)] > 1:
+                    if shared.get(id(each), 0) > 1:
                         if each.device != device:  # it came to the host when one alone had it
                             each.data = each.to(device)
-                    elif each.device == device or each.is_cpu:
-                        found[name] = each
+                    elif each.is_cpu or each.device == device:
+                        found[part] = each
         return Members(found, found.keys())
 
-    def _stays(self, number: int, parameter: Any, key: str, value: Tensor) -> bool:
-        if self.pack.has_place(f"{key} of parameter {number}", value):
+    def _stays(self, name: str, parameter: Tensor, value: Any) -> bool:
+        """Whether it is a count of steps that torch wants on the CPU."""
+        if not isinstance(value, Tensor) or not value.is_cpu or self.pack.has_place(name, value):
             return False
-        return stays_on_cpu(self._optimizer, parameter, key, value)
+        return stays_on_cpu(self._optimizer, parameter, "step", value)
 
 
 class StateSwapper:
@@ -248,33 +256,39 @@ class StateSwapper:
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
-            members = [each.members(shared) for each in pieces]
-            self._come(pieces[:1], members[:1])
+            coming = deque(self._come(each, each.members(shared)) for each in pieces[:2])
+        leaving: list[tuple[_Piece, Members]] = []
         for number, piece in enumerate(pieces):
             with as_plain(), torch.no_grad():
-                piece.pack.load(members[number])
+                piece.pack.load(coming.popleft())
                 piece.pack.slab.coming.join()
-                following = slice(number + 1, number + 2)
-                self._come(pieces[following], members[following])
             step.step(piece.parameters)
             with as_plain(), torch.no_grad():
-                piece.pack.write_back(piece.members(shared))
-                if number:
-                    self._leave(pieces[number - 1], shared)
+                members = piece.members(shared)
+                piece.pack.write_back(members)
+                # Found before the host waits: the link into the device is idle from then on.
+                following = [(each, each.members(shared)) for each in pieces[number + 2 :][:1]]
+                self._leave(leaving)
+                coming.extend(self._come(*each) for each in following)
+                # All that the step has changed is on its way: it is not copied again.
+                leaving = [(piece, Members(members.tensors, ()))]
         with as_plain(), torch.no_grad():
-            for piece in pieces[-1:]:
-                self._leave(piece, shared)
+            self._leave(leaving)
         return (step.twin(()), *args[1:]), kwargs, step.settle
 
     @staticmethod
-    def _come(pieces: Iterable[_Piece], members: Iterable[Members]) -> None:
-        """Begins to bring state, which is ready where load() finds it."""
-        for piece, own in zip(pieces, members, strict=True):
-            piece.pack.bring(own)
+    def _come(piece: _Piece, members: Members) -> Members:
+        """Begins to bring state; gives what load() is to be called with."""
+        # What an interrupted step has brought is copied again: the host may have changed since.
+        is_old = piece.pack.slab.is_filled
+        piece.pack.bring(members)
+        return members if is_old else Members(members.tensors, ())
 
     @staticmethod
-    def _leave(piece: _Piece, shared: Mapping[int, int]) -> None:
-        piece.pack.evict(piece.members(shared), search=False)
+    def _leave(pieces: Iterable[tuple[_Piece, Members]]) -> None:
+        """Ends copies to the host, and frees the device's memory."""
+        for piece, members in pieces:
+            piece.pack.evict(members, search=False)
 
     def _arranged(self, optimizer: Optimizer) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor."""
@@ -355,23 +369,34 @@ class _Loading:
 
 def _spans(parameter: Tensor) -> list[tuple[int, int]]:
     """Addresses and bytes of a parameter and its gradient."""
-    both = (e for of in (parameter, parameter.grad) for _, e in plain_tensors("", of))
-    return [(each.data_ptr(), each.nbytes) for each in both if each.layout == torch.strided]
+    found = []
+    for of in (parameter, parameter.grad):
+        if of is None:
+            continue
+        is_plain = type(of) is nn.Parameter or type(of) is Tensor
+        for each in (of,) if is_plain else [tensor for _, tensor in plain_tensors("", of)]:
+            if each.layout is torch.strided:
+                found.append((each.data_ptr(), each.nbytes))
+    return found
 
 
 def _is_within(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> bool:
     """Whether a tensor begins in one of them."""
-    if tensor.layout != torch.strided:
+    if tensor.layout is not torch.strided:
         return False
     address = tensor.data_ptr()
-    return any(0 <= address - begin < nbytes for begin, nbytes in spans)
+    return bool([begin for begin, nbytes in spans if 0 <= address - begin < nbytes])
 
 
 def _times_kept(optimizer: Optimizer) -> Counter[int]:
     """How many parameters' state has each tensor."""
     found: Counter[int] = Counter()
     for kept in optimizer.state.values():
-        found.update({id(each): 1 for _, each in plain_tensors("", kept)})
+        values = list(kept.values()) if type(kept) is dict else [kept]
+        if all(type(each) is Tensor or type(each) is float for each in values):
+            found.update({id(each) for each in values})
+        else:
+            found.update({id(each) for _, each in plain_tensors("", kept)})
     return found
 
 

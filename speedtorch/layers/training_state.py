@@ -239,7 +239,8 @@ class TrainingState:
         for part in wanted:
             for name, each in awake[part].items():
                 _check(name, each)
-                storage, key = each.untyped_storage(), _key(each)
+                storage = each.untyped_storage()
+                key = storage_id(storage)
                 if key in stay or not storage.resizable() or self._parts[part].is_asleep:
                     left.append(name)
                     stay.add(key)

@@ -754,7 +754,7 @@ def exact_device(device: torch.device | str) -> torch.device:
 
 def is_of_unit(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or buffer of a unit, of any Swapper."""
-    return Unit._owner_of(tensor) is not None
+    return len(_owners) > 0 and Unit._owner_of(tensor) is not None
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

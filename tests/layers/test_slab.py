@@ -52,6 +52,35 @@ def fits(slab: Slab, tensors: dict[str, Tensor]) -> bool:
     return slab.fits(tensors, slab.where(tensors))
 
 
+@pytest.mark.parametrize("memory", Memory)
+@pytest.mark.parametrize("without", [(), ("none",)], ids=["with no elements", "with elements"])
+def test_one_that_is_no_such_view_is_found_among_all(
+    without: tuple[str, ...], memory: Memory, device: str
+) -> None:
+    tensors = {name: each for name, each in several().items() if name not in without}
+    slab = filled(tensors, device)
+    slab.copy_to(Memory.DEVICE, [], [])
+    slab.coming.join()
+    views = {name: slab.view(name, memory) for name in tensors}
+    assert slab.where(views) == dict.fromkeys(tensors, memory)
+    assert slab.where(dict(reversed(views.items()))) == dict.fromkeys(tensors, memory)
+    other = Memory.HOST if memory is Memory.DEVICE else Memory.DEVICE
+    bits = views["matrix"].view(torch.int32)
+    for name, changed, place in (
+        ("matrix", views["matrix"].t(), None),
+        ("matrix", bits, None),
+        ("matrix", views["matrix"].view(-1), None),
+        ("matrix", views["matrix"].as_strided((5, 3), (1, 5)), None),
+        ("matrix", views["matrix"].clone(), None),
+        ("flags", views["flags"].to_sparse(), None),
+        ("base", slab.view("base", other), other),
+    ):
+        assert slab.where({**views, name: changed}) == {
+            **dict.fromkeys(tensors, memory),
+            name: place,
+        }
+
+
 def test_views_of_both_memories_are_the_tensors(device: str) -> None:
     tensors = several()
     slab = filled(tensors, device)

@@ -114,6 +114,23 @@ def test_state_is_on_the_host_between_steps(device: str) -> None:
     assert "pieces" in str(report) and "Adam; budget=700 B" in repr(ours.swapper)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_a_step_copies_state_once_each_way(fused: bool, device: str) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))).to(device)
+    optimizer = optim.AdamW(model.parameters(), fused=fused)
+    swapper = StateSwapper(optimizer, budget=9000)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    for _ in range(2):
+        optimizer.step()
+    before = swapper.report()
+    optimizer.step()
+    after = swapper.report()
+    assert after.pieces > 3
+    assert after.bytes_in - before.bytes_in == after.host_bytes
+    assert after.bytes_out - before.bytes_out == after.host_bytes
+
+
 def test_state_that_there_is_goes_to_the_host_at_once(device: str) -> None:
     ours, theirs = (Training(device, optim.Adam, None).step(3) for _ in range(2))
     ours.swapper = StateSwapper(ours.optimizer, budget="1KiB")

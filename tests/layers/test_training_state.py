@@ -402,6 +402,19 @@ def test_all_sleeps_on_where_the_device_has_too_little_memory() -> None:
     assert_equal(training.tensors(), before)
 
 
+@NEEDS_GPU
+@pytest.mark.parametrize("side", [128, 1024], ids=["small", "large"])
+def test_what_wakes_takes_no_more_memory_than_before(side: int) -> None:
+    torch.cuda.empty_cache()
+    count = (64 << 20) // (4 * side * side)
+    model = nn.ParameterList(torch.zeros(side, side, device="cuda") for _ in range(count))
+    before = torch.cuda.memory_reserved()
+    state = TrainingState(model)
+    state.sleep()
+    state.wake()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+
+
 def test_memory_of_two_parts_sleeps_with_both(device: str) -> None:
     layer = nn.Linear(2, 2, bias=False, device=device)
     both = torch.arange(8.0, device=device)

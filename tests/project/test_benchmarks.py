@@ -98,7 +98,29 @@ def test_the_table_of_training_states_has_each_way(
         "| memcpy",
         "| speedtorch, TrainingState",
     ]
-    assert len(lines) == 4 + 6
+    assert lines[10:12] == ["", "0.00 GB in 64 tensors:"]
+    assert [line.split(" | ")[0] for line in lines[15:]] == [
+        "| memcpy",
+        "| speedtorch, TrainingState",
+        "| each tensor, pinned memory made once",
+    ]
+
+
+@pytest.mark.examples
+def test_the_table_of_state_swappers_has_each_way_that_can_be_measured(
+    results: tuple[Path, dict[str, Any], str],
+) -> None:
+    lines = report.state_table(results[1]).splitlines()
+    assert lines[0].startswith("a step of AdamW with ")
+    assert [line.split(" | ")[0] for line in lines[4:7]] == [
+        "| bound: memcpy of the state, both ways at once",
+        "| torch, all on the GPU",
+        "| speedtorch, StateSwapper, at most 64 KiB",
+    ]
+    facts = results[1]["state_swapper"]["extra"]
+    assert "Left out: torchao, CPUOffloadOptimizer: " in "\n".join(lines)
+    digests = {told["digest of the weights"] for told in facts.values() if "pieces" in told}
+    assert digests == {facts["torch, all on the GPU"]["digest of the weights"]}
 
 
 @pytest.mark.examples
@@ -135,6 +157,8 @@ def test_the_documents_tables_are_those_of_the_results() -> None:
     assert page == report.ngram_table(results)
     page = between(report.SLEEP.read_text(), report.BEGIN, report.END)
     assert page == report.sleep_table(results)
+    page = between(report.LAYERS.read_text(), report.BEGIN, report.END)
+    assert page == report.state_table(results)
     page = between(report.CHECKPOINTS.read_text(), report.BEGIN, report.END)
     assert page == report.checkpoints_table(results)
     first = between(report.README.read_text(), report.FIRST, report.LAST)
