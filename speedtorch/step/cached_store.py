@@ -45,28 +45,32 @@ class CachedStore(RowStore):
         """As RowStore.exchange; before it rows may take slots of others."""
         lists = exchanged(leaving, arriving, self._arange)
         hot = self._ready(names, lists[1].device, leaves=lists[1].shape[0] > 0)
+        homes = self.fields(names)
         with self._writing(leaving):
-            exchange_cached(self.fields(names), hot.fields, hot.map, *lists)
+            exchange_cached(homes, hot.fields, hot.map, *lists)
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As RowStore.exchange_counted; before it rows may take slots of others."""
         hot = self._ready(names, leaving.ids.device, leaves=not leaving.are_none)
         lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
         numbers = (leaving.number, arriving.number)
+        homes = self.fields(names)
         with self._writing(leaving):
-            exchange_cached(self.fields(names), hot.fields, hot.map, leaving.rows, *lists, *numbers)
+            exchange_cached(homes, hot.fields, hot.map, leaving.rows, *lists, *numbers)
 
     def before_replay(self) -> None:
         """Rows may take slots of others before a CUDA graph with exchanges is replayed."""
         if (hot := self._hot) is not None:
+            homes = self.fields(hot.names)
             with self._writing():
-                hot.before_exchange(self.fields(hot.names))
+                hot.before_exchange(homes)
 
     def bring_home(self) -> None:
         """The table has every row after this, and may change; what it has then takes the slots."""
         if (hot := self._hot) is not None and not hot.are_away:  # the table may be closed then
+            homes = self.fields(hot.names)
             with self._writing():
-                hot.bring_home(self.fields(hot.names))
+                hot.bring_home(homes)
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """As RowStore.read."""
@@ -115,8 +119,9 @@ class CachedStore(RowStore):
             self._hot, self._made_for = self._made(made_for[0], device), made_for
         hot = self._hot
         if leaves and not captures:
+            homes = self.fields(names)
             with self._writing():
-                hot.before_exchange(self.fields(names))
+                hot.before_exchange(homes)
         return hot
 
     def _made(self, names: tuple[str, ...], device: torch.device) -> HotRows:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import exchange_rows, pinned_gather, pinned_scatter, wait_for_rows
+from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.torch_internals import current_stream
 
@@ -106,12 +107,18 @@ class RowStore:
         self._arange = Arange()
         self._reached: tuple[Iterable[str], int, list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
+        self._home: HostTable | None = None
+        """Where they are."""
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""
         lists = exchanged(leaving, arriving, self._arange)
+        homes = self.fields(names)
+        if (home := self._home) is None or home.changes is None:  # as a rule
+            exchange_rows(homes, *lists)
+            return
         with self._writing(leaving):
-            exchange_rows(self.fields(names), *lists)
+            exchange_rows(homes, *lists)
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As `exchange`, of so many rows as the device says.
@@ -120,12 +127,16 @@ class RowStore:
         """
         lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
         numbers = (leaving.number, arriving.number)
+        homes = self.fields(names)
         with self._writing(leaving):
-            exchange_rows(self.fields(names), leaving.rows, *lists, 1, *numbers)
+            exchange_rows(homes, leaving.rows, *lists, 1, *numbers)
 
     def _writing(self, leaving: Block | Counted | None = None) -> AbstractContextManager[None]:
-        """Notes rows that leave for the table within, if it was asked to note changes."""
-        if (changes := self._table.changes) is None:
+        """Notes rows that leave for the table within, if it was asked to note changes.
+
+        Called after fields() has said where that is.
+        """
+        if self._home is None or (changes := self._home.changes) is None:
             return _UNNOTED
         if leaving is None or (isinstance(leaving, Counted) and leaving.are_none):
             return changes.moving()
@@ -191,6 +202,7 @@ class RowStore:
         """All rows of the fields, where they are now, for an exchange of several tables."""
         reached, version = self._reached, self._table.version
         if reached is None or reached[0] is not names or reached[1] != version:
+            self._home = self._table.home_of("weight")
             found = [self._table.field(name) for name in names]
             reached = (names, self._table.version, found)
             # A table whose holder has none of its rows does not tell when it closes.

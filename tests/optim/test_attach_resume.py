@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from warm_python import warm_python
 
 import speedtorch
-from speedtorch.nn.graphed import _put_back
+from speedtorch.nn.captured_state import _put_back
 
 ROWS, WIDTH = 30, 4
 # Adagrad makes its state in its constructor; that of Rprop and ASGD starts with the learning rate.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,6 +194,21 @@ def test_a_graph_of_before_is_refused() -> None:
         emb.table.track_changes()
     del step
     emb.table.track_changes()
+
+
+def test_tables_that_others_write_are_refused(tmp_path: Path) -> None:
+    shared = HostTable(ROWS, 4, memory="shared")
+    with pytest.raises(ValueError, match="memory is 'shared', of which this process does not see"):
+        shared.track_changes()
+    for step in range(2):
+        values = {"rows": shared["weight"], "step": step}
+        speedtorch.save(tmp_path, base=step or None, **values)
+        shared["weight"].fill_(1.0)
+    assert not speedtorch.load(tmp_path, generation=1)["rows"].any()
+    assert speedtorch.load(tmp_path)["rows"].all()
+    shared.save(tmp_path / "table.npy")
+    with pytest.raises(ValueError, match="memory is 'mapped'"):
+        HostTable.open(tmp_path / "table.npy", "mapped").track_changes()
 
 
 def test_wrong_numbers_are_told() -> None:
