@@ -32,6 +32,11 @@ _READERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 
+# What NumPy raises; SystemError comes of a NUL byte in Python 3.12.
+_NO_HEADER = (
+    *(ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError, SystemError),
+)
+
 # NumPy's name of each dtype that it shares with torch.
 NPY_DTYPES: dict[str, torch.dtype] = {
     np.dtype(name).str: getattr(torch, name)
@@ -133,7 +138,7 @@ def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
         if (version := np.lib.format.read_magic(file)) not in _READERS:
             raise ValueError(f"it has version {version}; known are {', '.join(map(str, _READERS))}")
         shape, fortran, dtype = _READERS[version](file)
-    except (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
+    except _NO_HEADER as error:
         raise ValueError(f"this is no .npy header: {error}") from error
     if dtype.str not in NPY_DTYPES or dtype.hasobject or dtype.names:
         raise ValueError(f"arrays of dtype {dtype} are not read; known are {', '.join(NPY_DTYPES)}")
