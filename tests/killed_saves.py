@@ -15,6 +15,7 @@ import torch
 
 import speedtorch
 from speedtorch.files import system_calls
+from speedtorch.files.generations import generations_of
 from speedtorch.files.table_files import open_fields, save_fields
 
 
@@ -64,6 +65,45 @@ class Run:
         left = [each for each in os.listdir(self.folder) if each.startswith(".")]
         assert left == [], left
         assert len(os.listdir(self.folder)) == 2
+
+
+class Background(Run):
+    """A whole run, by a thread that saves copies."""
+
+    def save(self, step: int) -> None:
+        speedtorch.save(self.folder, background=True, **values(step)).result()
+
+
+class Deltas(Run):
+    """Rows that have changed since a save before, as a rule."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.table = speedtorch.HostTable(50, 2, torch.int64, memory="plain")
+        self.table.track_changes()
+        self.base: int | None = None
+
+    def save(self, step: int) -> None:
+        ids = torch.arange(step % 7, 50, 7)
+        self.table.scatter(ids, torch.full((len(ids), 2), step), "weight")
+        rows = self.table["weight"]
+        base = self.base if step % 5 else None
+        # More than those that a killed save may have made since.
+        saved = speedtorch.save(
+            self.folder, keep=4, base=base, rows=rows, step=step, expected=rows.tolist()
+        )
+        self.base = saved.generation
+
+    def step(self) -> int:
+        for number in generations_of(str(self.folder)):
+            found = speedtorch.load(self.folder, generation=number)
+            assert found["rows"].tolist() == found["expected"]
+        step: int = found["step"]
+        return step
+
+    def check_files(self, step: int) -> None:
+        assert not [each for each in os.listdir(self.folder) if each.startswith(".")]
+        assert len(os.listdir(self.folder)) <= 4 + 7
 
 
 FIELDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -129,7 +169,14 @@ def saved_and_killed(saved: Run | Table, step: int, number: int) -> tuple[bool, 
 def main(kind: str, folder: Path) -> None:
     """Kills a save at each call; prints how many kills there were, and how many were too late."""
     torch.set_num_threads(1)
-    saved = Run(folder) if kind == "run" else Table(folder, anew=kind == "first table")
+    kinds: dict[str, Callable[[Path], Run | Table]] = {
+        "run": Run,
+        "background": Background,
+        "deltas": Deltas,
+        "table": lambda folder: Table(folder, anew=False),
+        "first table": lambda folder: Table(folder, anew=True),
+    }
+    saved = kinds[kind](folder)
     if kind != "first table":
         saved.save(0)
     number = switched = 0

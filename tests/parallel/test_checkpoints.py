@@ -359,10 +359,13 @@ def test_too_small_a_disk_is_told_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["run", "background", "deltas"])
+def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(
+    kind: str, tmp_path: Path
+) -> None:
     root = Path(system_calls.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
-    command = [warm_python(), "-m", "killed_saves", "run", str(tmp_path / "runs")]
+    command = [warm_python(), "-m", "killed_saves", kind, str(tmp_path / "runs")]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
