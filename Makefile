@@ -67,8 +67,9 @@ test: setup ## the tests, on all cores; with a GPU those that need one, too
 examples: setup ## whole programs at a small size: examples, notebooks, benchmarks, a wheel
 	$(TEST) -m 'examples and not nightly' $(ARGS)
 
-nightly: setup ## the tests, whole grids, errors at every line, other random programs: hours
+nightly: setup ## the tests, whole grids, errors at every line, and make sanitize: hours
 	SPEEDTORCH_PROGRAMS=$(PROGRAMS) $(TEST) --dist load -m 'not clients' $(PATIENT) $(ARGS)
+	$(if $(ARGS),,$(MAKE) sanitize)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)

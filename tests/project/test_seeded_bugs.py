@@ -1,0 +1,154 @@
+"""The sanitizers of `make sanitize` see bugs that are put into the kernels, one at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+
+
+class Bug(NamedTuple):
+    """A change of one place of a file, a program that meets it, and what is said then."""
+
+    file: str
+    right: str
+    wrong: str
+    program: str
+    said: str
+
+
+BUGS = {
+    "a byte too many of each gathered row": Bug(
+        "move/cpu_copy.cpp",
+        "std::memcpy(out.row(i), table.row(id[i]), width); });",
+        "std::memcpy(out.row(i), table.row(id[i]), width + 1); });",
+        "speedtorch.pinned_gather(torch.zeros(9, 5), torch.arange(9))",
+        "heap-buffer-overflow",
+    ),
+    "a byte too many of each scattered row": Bug(
+        "move/cpu_copy.cpp",
+        "[width](char* row, const char* from) { std::memcpy(row, from, width); });",
+        "[width](char* row, const char* from) { std::memcpy(row, from, width + 1); });",
+        "speedtorch.pinned_scatter(torch.zeros(9, 5), torch.arange(9), torch.ones(9, 5))",
+        "heap-buffer-overflow",
+    ),
+    "ids that nobody looks at": Bug(
+        "core/tensor_checks.cpp",
+        "if (!good) all_good = false;",
+        "if (!good) all_good = true;",
+        "speedtorch.pinned_gather(torch.zeros(9, 5), torch.tensor([9]))",
+        "heap-buffer-overflow",
+    ),
+    "no room for a counter of each thread": Bug(
+        "move/cpu_copy.cpp",
+        "std::vector<int64_t> ends(static_cast<size_t>(chunks * stride));",
+        "std::vector<int64_t> ends(static_cast<size_t>(chunks * stride - stride - 1));",
+        "torch.set_num_threads(2); i = torch.arange(1 << 17) % 5000;"
+        " speedtorch.pinned_scatter(torch.zeros(5000, 64), i, torch.ones(1 << 17, 64))",
+        "heap-buffer-overflow",
+    ),
+    "a bag's last id and the one after it": Bug(
+        "ops/table_ids.cpp",
+        "i < work.offsets[bag + 1]; ++i",
+        "i <= work.offsets[bag + 1]; ++i",
+        "torch.ops.speedtorch.table_ids(torch.tensor([1, 2]), torch.tensor([0, 1, 2]),"
+        " torch.tensor([[0, 5]]), 2)",
+        "heap-buffer-overflow",
+    ),
+    "a row more than arrives": Bug(
+        "ops/optimizer_state_swap.cpp",
+        "torch::stable::parallel_for(0, load.count, entries_per_task",
+        "torch::stable::parallel_for(0, load.count + 1, entries_per_task",
+        "e = speedtorch.Embedding(9, 5); e(torch.tensor([3, 8]))",
+        "AddressSanitizer",
+    ),
+    "numbers that begin anywhere": Bug(
+        "move/cpu_copy.cpp",
+        "if (bits % sizeof(T) != 0) {",
+        "if (bits % sizeof(T) == 99) {",
+        "t = torch.frombuffer(bytearray(181), dtype=torch.float32, offset=1).view(9, 5);"
+        " speedtorch.pinned_scatter(t, torch.arange(9), torch.ones(9, 5), accumulate=True)",
+        "runtime error: (load of )?misaligned|misaligned address",
+    ),
+    "a sum of ids that is too large": Bug(
+        "ops/table_ids.cpp",
+        "id >= 0 && id < rows ?",
+        "id >= 0 ?",
+        "torch.ops.speedtorch.table_ids(torch.tensor([2**63 - 1]), torch.tensor([0, 1, 1]),"
+        " torch.tensor([[7, 5]]), 2)",
+        "signed integer overflow",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources, built once: after a change one file is compiled again."""
+    made = tmp_path_factory.mktemp("seeded")
+    for name in ("csrc", "speedtorch"):
+        shutil.copytree(ROOT / name, made / name, ignore=shutil.ignore_patterns("_C*.so", "*.pyc"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, made / name)
+    build(made)
+    return made
+
+
+def build(tree: Path) -> None:
+    environment = {
+        **os.environ,
+        "SPEEDTORCH_CUDA": "0",
+        "SPEEDTORCH_SANITIZE": "address,undefined",
+    }
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def run(tree: Path, program: str) -> subprocess.CompletedProcess[str]:
+    libraries = [
+        subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    code = f"import torch, speedtorch\n{program}\nprint(speedtorch.__file__)"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tree
+    )
+
+
+def test_what_is_right_is_silent(tree: Path) -> None:
+    for bug in BUGS.values():
+        done = run(tree, f"\ntry:\n    {bug.program}\nexcept IndexError: pass\n")
+        assert done.returncode == 0 and "runtime error" not in done.stderr, done.stderr
+        assert done.stdout.startswith(str(tree))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_seen(name: str, tree: Path) -> None:
+    bug = BUGS[name]
+    path = tree / "csrc" / bug.file
+    source = path.read_text()
+    assert source.count(bug.right) == 1
+    path.write_text(source.replace(bug.right, bug.wrong))
+    try:
+        build(tree)
+        done = run(tree, bug.program)
+        assert done.returncode != 0 and re.search(bug.said, done.stderr), done.stderr[-3000:]
+    finally:
+        path.write_text(source)
