@@ -41,9 +41,8 @@ _tables: weakref.WeakSet[HostTable] = weakref.WeakSet()
 def table_and_field(tensor: Tensor) -> tuple[HostTable, str] | None:
     """The table of which a tensor is all rows of a field, in its memory, and the field's name."""
     for table in list(_tables):
-        for name in table.fields if not table.closed else ():
-            if is_same(table.rows_of(name), tensor):
-                return table, name
+        if (name := table.field_of(tensor)) is not None:
+            return table, name
     return None
 
 
@@ -409,6 +408,11 @@ class HostTable:
         """As rows_of, for what reads alone: of rows that cannot be written nothing guards them."""
         return self._found(self._plain_views, field)
 
+    def field_of(self, tensor: Tensor) -> str | None:
+        """The field of which a tensor is all rows, in the table's memory; nothing is read."""
+        views = list(self._plain_views.items())
+        return next((name for name, each in views if is_same(each, tensor)), None)
+
     def _found(self, views: Mapping[str, Tensor], field: str) -> Tensor:
         self._placed().check()
         if field not in self.fields:
@@ -504,7 +508,7 @@ class HostTable:
 
     def noting(self, index: Tensor) -> AbstractContextManager[None]:
         """Notes rows that are written within, if track_changes() was called; ids may be bad."""
-        if self.changes is None or not self.rows:
+        if self.changes is None or not self.rows or not _may_be_ids(index):
             return nullcontext()
         ids = index.reshape(-1).to(torch.int64)
         return self.changes.writing(ids.clamp(0, self.rows - 1))
@@ -553,8 +557,9 @@ class HostTable:
 
         Trained rows count once their step is over, wherever they are held; a row that was written
         with the values of before counts, too. Writes in place, as `table["weight"][3] = 0`, do not
-        tell which rows they change: all rows count then. Writes past torch (into what `numpy()`
-        gives, or by `data_ptr()`) are not seen: write such rows with scatter().
+        tell which rows they change: all rows count then. Writes that torch does not count in a
+        tensor's `_version` (into what `numpy()` or `.data` gives, by `data_ptr()`, by its fused
+        optimizers) are not seen: write such rows with scatter().
 
         Args:
             since: What track_changes() has returned.
@@ -1010,6 +1015,13 @@ def _laid_out(data: Tensor, rows: int, layout: Record) -> tuple[dict[str, Tensor
     for each in (*fields.values(), record):
         host_memory.keep_pinned(each, data)
     return fields, record
+
+
+def _may_be_ids(index: object) -> bool:
+    """Whether an op looks at these; it refuses all else."""
+    if not isinstance(index, Tensor) or index.is_meta or index.layout != torch.strided:
+        return False
+    return index.dtype in (torch.int32, torch.int64)
 
 
 def _range_of(rows: slice, count: int, what: str) -> range:
