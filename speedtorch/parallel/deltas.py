@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,12 +15,13 @@ from speedtorch.table.host_table import HostTable, table_and_field
 
 __all__ = ["Delta", "Moments", "changed_rows", "moments_of", "remember"]
 
-Moments = list[tuple[HostTable, str, int]]
-"""Tables with a field of each, and the moment up to which its changes are saved."""
+Moments = list[tuple[HostTable, tuple[str, str], int]]
+"""Tables, with the key and the name of a field, and the moment up to which it is saved."""
 
-_known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str], int]]
+_known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str, str], int]]
 _known = weakref.WeakKeyDictionary()
-"""By the digest of a generation and a field: the moment when the table's was that."""
+"""By a generation's digest, a key in it and a field: the moment when the table's was that."""
+_MOST_KNOWN = 10_000  # of a table, as runs of months save often
 
 
 class Delta(NamedTuple):
@@ -47,7 +48,7 @@ def changed_rows(base: SavedGeneration, tensors: Mapping[str, Tensor]) -> Delta:
         if (found := table_and_field(tensor)) is None:
             continue
         table, field = found
-        moment = _known.get(table, {}).get((base.digest, field))
+        moment = _known.get(table, {}).get((base.digest, key, field))
         if table.changes is None and table.can_note_changes:
             table.track_changes()
         if moment is None or not base.has(key, tensor):
@@ -63,15 +64,19 @@ def changed_rows(base: SavedGeneration, tensors: Mapping[str, Tensor]) -> Delta:
     return Delta(made, ids_of)
 
 
-def moments_of(tensors: Iterable[Tensor]) -> Moments:
+def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
     """Begins a new moment of the tables that note their changes, for all fields among these."""
-    found = [each for tensor in tensors if (each := table_and_field(tensor)) is not None]
-    noting = {table for table, _ in found if table.changes is not None}
-    begun = {table: table.track_changes() for table in noting}
-    return [(table, field, begun[table]) for table, field in found if table in begun]
+    found = [(key, table_and_field(tensor)) for key, tensor in tensors.items()]
+    noted = [(each[0], (key, each[1])) for key, each in found if each and each[0].changes]
+    begun = {table: table.track_changes() for table in dict(noted)}
+    return [(table, place, begun[table]) for table, place in noted]
 
 
 def remember(digest: str, moments: Moments) -> None:
     """Says that a generation has these fields as they were at these moments."""
-    for table, field, moment in moments:
-        _known.setdefault(table, {})[digest, field] = moment
+    for table, (key, field), moment in moments:
+        of_table = _known.setdefault(table, {})
+        of_table.pop((digest, key, field), None)
+        of_table[digest, key, field] = moment
+        for oldest in list(of_table)[:-_MOST_KNOWN]:
+            of_table.pop(oldest, None)
