@@ -47,7 +47,7 @@ from speedtorch.parallel.sharded_saves import (
     own_digests,
     write_own,
 )
-from speedtorch.table.host_table import HostTable, any_notes_changes, table_and_field
+from speedtorch.table.host_table import FieldRows, any_notes_changes, field_rows
 from speedtorch.table.progress import progress_bar
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
@@ -381,14 +381,14 @@ def _loaded(
         opened.verify(progress)
     changes = None if since is None else opened.changed_since(since)
     states: dict[str, Any] = {}
-    patches: list[tuple[HostTable, str, Tensor, Tensor]] = []
+    patches: list[tuple[FieldRows, Tensor, Tensor]] = []
     for name, part in parts.items():
         live = _fields_in_place(opened, name, part) if changes else {}
         kept = {key: each for key, each in live.items() if key in (changes or {})}
         for key, each in kept.items():
-            found = table_and_field(each)
+            found = field_rows(each)
             assert found is not None
-            patches += [(*found, ids, rows) for ids, rows in (changes or {})[key]]
+            patches += [(found, ids, rows) for ids, rows in (changes or {})[key]]
         states[name] = opened.value(name, kept, copies=_copies(part))
     others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
     pairs: list[tuple[Any, Any]] = []  # before any of them is loaded
@@ -401,8 +401,8 @@ def _loaded(
             count = len(state) if isinstance(state, list) else "no list"
             raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
         pairs += zip(part, state, strict=True)
-    for table, field, ids, rows in patches:
-        table.scatter(ids, rows, field)
+    for (table, field, first), ids, rows in patches:
+        table.scatter(ids + first, rows, field)
     for each, state in pairs:
         each.load_state_dict(state)
         if isinstance(each, Optimizer):
@@ -428,16 +428,16 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
     return {
         key: each
         for key, each in tensors.by_key.items()
-        if table_and_field(each) is not None and opened.has(key, each)
+        if field_rows(each) is not None and opened.has(key, each)
     }
 
 
 def _are_same(field: Tensor, stored: Tensor) -> bool:
     """Whether rows that note their changes have the same bytes."""
-    found = table_and_field(field)
-    if found is None or found[0].changes is None:
+    found = field_rows(field)
+    if found is None or found.table.changes is None:
         return False
-    found[0].settle()
+    found.table.settle()
     blocks = zip(blocks_of_bytes(field), blocks_of_bytes(stored), strict=True)
     return all(torch.equal(one.cpu(), other) for (one, _), (other, _) in blocks)
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 import torch
@@ -26,7 +26,14 @@ from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.record_layout import Fields, Record, lay_out, weight_and_state
 from speedtorch.table.table_handle import TableHandle
 
-__all__ = ["HostTable", "RowHolder", "any_notes_changes", "is_same", "table_and_field"]
+__all__ = [
+    "FieldRows",
+    "HostTable",
+    "RowHolder",
+    "any_notes_changes",
+    "field_rows",
+    "is_same",
+]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
@@ -38,11 +45,19 @@ _Path = str | os.PathLike[str]
 _tables: weakref.WeakSet[HostTable] = weakref.WeakSet()
 
 
-def table_and_field(tensor: Tensor) -> tuple[HostTable, str] | None:
-    """The table of which a tensor is all rows of a field, in its memory, and the field's name."""
+class FieldRows(NamedTuple):
+    """Consecutive rows of a field, from `first` on."""
+
+    table: HostTable
+    field: str
+    first: int
+
+
+def field_rows(tensor: Tensor) -> FieldRows | None:
+    """Which rows a tensor is in the memory of a table: all of a field, or some of them."""
     for table in list(_tables):
-        if (name := table.field_of(tensor)) is not None:
-            return table, name
+        for name, first in table.places_of(tensor):
+            return FieldRows(table, name, first)
     return None
 
 
@@ -408,10 +423,17 @@ class HostTable:
         """As rows_of, for what reads alone: of rows that cannot be written nothing guards them."""
         return self._found(self._plain_views, field)
 
-    def field_of(self, tensor: Tensor) -> str | None:
-        """The field of which a tensor is all rows, in the table's memory; nothing is read."""
-        views = list(self._plain_views.items())
-        return next((name for name, each in views if is_same(each, tensor)), None)
+    def places_of(self, tensor: Tensor) -> Iterator[tuple[str, int]]:
+        """The field of which a tensor is rows in the table's memory, and the first; reads none."""
+        for name, each in list(self._plain_views.items()):
+            distance = tensor.data_ptr() - each.data_ptr()
+            if is_same(each, tensor):
+                yield name, 0
+            elif tensor.numel() and each.numel() and tensor.dim():
+                first, rest = divmod(distance, each.stride(0) * each.element_size())
+                part = each[first : first + len(tensor)] if first >= 0 == rest else each[:0]
+                if is_same(part, tensor):
+                    yield name, first
 
     def _found(self, views: Mapping[str, Tensor], field: str) -> Tensor:
         self._placed().check()

@@ -350,6 +350,36 @@ def test_state_beside_a_given_table_goes_by_rows(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
+def test_tables_of_a_collection_go_by_rows(device: str, tmp_path: Path) -> None:
+    def made() -> dict[str, Any]:
+        configs = [
+            speedtorch.EmbeddingConfig(
+                num_embeddings=rows, embedding_dim=4, name=name, feature_names=[name]
+            )
+            for name, rows in (("a", ROWS), ("b", 2 * ROWS), ("c", ROWS))
+        ]
+        model = speedtorch.EmbeddingCollection(tables=configs, device=device)
+        optimizer = optim.Adam(model.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, model)
+        return {"model": model, "optimizer": optimizer}
+
+    one, sizes = made(), []
+    for number in range(4):
+        batch = {name: torch.tensor([number, 7 * number], device=device) for name in "abc"}
+        sum(each.values().sin().sum() for each in one["model"](batch).values()).backward()
+        one["optimizer"].step()
+        sizes.append(size(speedtorch.save(tmp_path, keep=9, base=number or None, **one)))
+    assert max(sizes[2:]) < min(sizes[:2]) / 4
+    reader = made()
+    speedtorch.load(tmp_path, generation=3, **reader)
+    speedtorch.load(tmp_path, since=3, **reader)
+    again = made()
+    speedtorch.load(tmp_path, **again)
+    for name, expected in one["model"].state_dict().items():
+        for found in (again, reader):
+            assert torch.equal(found["model"].state_dict()[name], expected)
+
+
 def test_long_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "LONGEST_CHAIN", 40)
     table = speedtorch.HostTable(ROWS, 1, memory="plain")
