@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -22,6 +23,7 @@ _Tensors = Mapping[str, Tensor | SomeRows]
 
 _pending: dict[str, Future[Any]] = {}
 """By folder."""
+os.register_at_fork(after_in_child=_pending.clear)  # whose threads are not there
 
 
 def fitting(shards: Sequence[_Tensors], max_memory: int | None) -> int:
@@ -62,17 +64,28 @@ def begin(folder: str, work: Callable[[], _Result]) -> Future[_Result]:
         try:
             result = work()
         except BaseException as error:
+            # The future is not to keep what was saved, as the frames of its error would.
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             text = f"speedtorch.save in the background, to {folder}, has failed: {error!r}"
-            warnings.warn(text, RuntimeWarning, stacklevel=1)
-            _pending.pop(place, None)
-            done.set_exception(error)
+            try:
+                warnings.warn(text, RuntimeWarning, stacklevel=1)
+            finally:  # also where warnings are errors
+                _pending.pop(place, None)
+                done.set_exception(error)
         else:
             _pending.pop(place, None)
             done.set_result(result)
 
     done.set_running_or_notify_cancel()
     _pending[place] = done
-    threading.Thread(target=run, name="speedtorch save").start()
+    thread = threading.Thread(target=run, name="speedtorch save")
+    try:
+        thread.start()
+    except BaseException:
+        if thread.ident is None:  # there is no room for another
+            _pending.pop(place, None)
+        raise
     return done
 
 

@@ -25,7 +25,7 @@ from speedtorch.files.chunk_digests import DigestedFile
 from speedtorch.files.generations import Generation, generations_of, new_generation, path_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described
-from speedtorch.files.table_files import SomeRows, write_safetensors
+from speedtorch.files.table_files import SomeRows, blocks_of_bytes, write_safetensors
 from speedtorch.files.threads import ThreadPool, threads
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.parallel.background_saves import begin as begin_saving
@@ -47,7 +47,7 @@ from speedtorch.parallel.sharded_saves import (
     own_digests,
     write_own,
 )
-from speedtorch.table.host_table import HostTable, any_notes_changes, table_and_field
+from speedtorch.table.host_table import FieldRows, any_notes_changes, field_rows
 from speedtorch.table.progress import progress_bar
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
@@ -58,6 +58,7 @@ __all__ = ["Saved", "load", "save"]
 
 _Written = Mapping[str, Tensor | SomeRows]
 SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
+LONGEST_CHAIN = 256  # each file takes a descriptor when it is loaded
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def save(
             those that these need as their base.
         base: The number of a generation of this folder: of tables only rows are written that have
             changed since then. A table that had noted no changes is written as a whole, and notes
-            them from now on (HostTable.track_changes). Nobody else saves to the folder meanwhile.
+            them from now on (HostTable.track_changes). After 256 in a row all rows are written,
+            and Saved.base is None. Nobody else saves to the folder meanwhile.
         background: Copy what is saved, and write it while training goes on. The next save or load
             of the folder, and the end of the process, wait until it is written.
         max_memory: Most bytes of the copies, as a number or "64GiB"; by default half of the host
@@ -181,7 +183,11 @@ def save(
     if not parts:
         raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
     begin, folder = time.perf_counter(), os.fspath(path)
+    if background:  # the program may change its folder meanwhile
+        folder = os.path.abspath(folder)
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
+    if base is not None:
+        _check_number("base", base)
     wait_for(folder)
     with as_plain(), torch.no_grad(), given_in_place():
         tensors = _Tensors()
@@ -195,12 +201,15 @@ def save(
                     " together, whole and at once: leave base= and background= out"
                 )
             return _save_together(folder, keep, tensors, values, begin)
+        whole = Delta(dict(tensors.by_key), {})
         with ExitStack() as stack:
-            delta, against = Delta(dict(tensors.by_key), {}), None
+            delta, against = whole, None
             if base is not None:
-                against = stack.enter_context(SavedGeneration(folder, _chosen(folder, base)))
+                against = SavedGeneration.opened(folder, _chosen(folder, base))
                 delta = changed_rows(against, tensors.by_key)
-            moments = moments_of(tensors.by_key.values())
+                if len(against.chain) > LONGEST_CHAIN:
+                    delta, against, base = whole, None, None
+            moments = moments_of(tensors.by_key)
             shards = list(_shards(delta.tensors))
             later = fitting(shards, max_bytes) if background else 0
             now = shards[: len(shards) - later]
@@ -216,10 +225,12 @@ def save(
 
     def finish() -> Saved:
         with rest:
-            last = _write_shards(generation.folder, left, len(now) + 1, lambda _: None)
-            left.clear()
-            whole = [*files, *last]
-            written = _write_manifest(generation.folder, whole, values, against, delta.ids_of)
+            try:
+                last = _write_shards(generation.folder, left, len(now) + 1, lambda _: None)
+            finally:
+                left.clear()
+            every = [*files, *last]
+            written = _write_manifest(generation.folder, every, values, against, delta.ids_of)
             if against is not None and base not in generations_of(folder):
                 raise RuntimeError(
                     f"save: generation {base}, the base, was removed meanwhile: save without it"
@@ -337,14 +348,17 @@ def load(
         {'epoch': 3}
     """
     folder = os.fspath(path)
+    for what, number in (("generation", generation), ("since", since)):
+        if number is not None:
+            _check_number(what, number)
     wait_for(folder)
     for name, each in parts.items():
         _check_loads(name, each)
     while True:
         number = _chosen(folder, generation)
         try:
-            with SavedGeneration(folder, number) as opened:
-                return _loaded(opened, parts, since=since, verify=verify, progress=progress)
+            opened = SavedGeneration.opened(folder, number)
+            return _loaded(opened, parts, since=since, verify=verify, progress=progress)
         except FileNotFoundError:
             # It was removed between two looks, as a new one has come.
             if generation is not None or number in generations_of(folder):
@@ -367,14 +381,14 @@ def _loaded(
         opened.verify(progress)
     changes = None if since is None else opened.changed_since(since)
     states: dict[str, Any] = {}
-    patches: list[tuple[HostTable, str, Tensor, Tensor]] = []
+    patches: list[tuple[FieldRows, Tensor, Tensor]] = []
     for name, part in parts.items():
         live = _fields_in_place(opened, name, part) if changes else {}
         kept = {key: each for key, each in live.items() if key in (changes or {})}
         for key, each in kept.items():
-            found = table_and_field(each)
+            found = field_rows(each)
             assert found is not None
-            patches += [(*found, ids, rows) for ids, rows in (changes or {})[key]]
+            patches += [(found, ids, rows) for ids, rows in (changes or {})[key]]
         states[name] = opened.value(name, kept, copies=_copies(part))
     others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
     pairs: list[tuple[Any, Any]] = []  # before any of them is loaded
@@ -387,15 +401,19 @@ def _loaded(
             count = len(state) if isinstance(state, list) else "no list"
             raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
         pairs += zip(part, state, strict=True)
-    for table, field, ids, rows in patches:
-        table.scatter(ids, rows, field)
+    for (table, field, first), ids, rows in patches:
+        table.scatter(ids + first, rows, field)
     for each, state in pairs:
         each.load_state_dict(state)
         if isinstance(each, Optimizer):
             opened.let_go(each)
     if any_notes_changes():
-        fields = [_fields_in_place(opened, name, part) for name, part in parts.items()]
-        remember(opened.digest, moments_of(each for of in fields for each in of.values()))
+        fields: dict[str, Tensor] = {}
+        for name, part in parts.items():
+            fields |= _fields_in_place(opened, name, part)
+        # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
+        same = {key: each for key, each in fields.items() if _are_same(each, opened.tensor(key))}
+        remember(opened.digest, moments_of(same))
     return others
 
 
@@ -410,14 +428,29 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
     return {
         key: each
         for key, each in tensors.by_key.items()
-        if table_and_field(each) is not None and opened.has(key, each)
+        if field_rows(each) is not None and opened.has(key, each)
     }
+
+
+def _are_same(field: Tensor, stored: Tensor) -> bool:
+    """Whether rows that note their changes have the same bytes."""
+    found = field_rows(field)
+    if found is None or found.table.changes is None:
+        return False
+    found.table.settle()
+    blocks = zip(blocks_of_bytes(field), blocks_of_bytes(stored), strict=True)
+    return all(torch.equal(one.cpu(), other) for (one, _), (other, _) in blocks)
 
 
 def _copies(part: Any) -> bool:
     """Whether what loads a part may keep the tensors that it is given."""
     several = part if isinstance(part, list | tuple) else [part]
     return not all(isinstance(each, nn.Module | Optimizer) for each in several)
+
+
+def _check_number(what: str, given: object) -> None:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"{what}: expected a number, as Saved.generation is, got {given!r}")
 
 
 def _chosen(folder: str, generation: int | None) -> int:

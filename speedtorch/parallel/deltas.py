@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from speedtorch.files.table_files import SomeRows
 from speedtorch.parallel.saved_generation import SavedGeneration
-from speedtorch.table.host_table import HostTable, table_and_field
+from speedtorch.table.host_table import FieldRows, HostTable, field_rows
 
 __all__ = ["Delta", "Moments", "changed_rows", "moments_of", "remember"]
 
-Moments = list[tuple[HostTable, str, int]]
-"""Tables with a field of each, and the moment up to which its changes are saved."""
+Moments = list[tuple[str, FieldRows, int]]
+"""Rows of tables with their keys, and the moment up to which they are saved."""
 
-_known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str], int]]
+_known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str, str, int], int]]
 _known = weakref.WeakKeyDictionary()
-"""By the digest of a generation and a field: the moment when the table's was that."""
+"""By a generation's digest, a key in it, a field and the first row: when the table's were that."""
+_MOST_KNOWN = 10_000  # of a table, as runs of months save often
 
 
 class Delta(NamedTuple):
@@ -42,20 +43,25 @@ def changed_rows(base: SavedGeneration, tensors: Mapping[str, Tensor]) -> Delta:
     """
     made: dict[str, Tensor | SomeRows] = dict(tensors)
     ids_of: dict[str, str] = {}
-    ids_keys: dict[tuple[HostTable, int], str] = {}
+    changed: dict[tuple[HostTable, int], Tensor] = {}
+    ids_keys: dict[tuple[HostTable, int, range], str] = {}
     for key, tensor in tensors.items():
-        if (found := table_and_field(tensor)) is None:
+        if (found := field_rows(tensor)) is None:
             continue
-        table, field = found
-        moment = _known.get(table, {}).get((base.digest, field))
+        table = found.table
+        moment = _known.get(table, {}).get((base.digest, key, found.field, found.first))
         if table.changes is None and table.can_note_changes:
             table.track_changes()
         if moment is None or not base.has(key, tensor):
             continue
-        if (place := (table, moment)) not in ids_keys:
+        if (table, moment) not in changed:
+            changed[table, moment] = table.changed(moment)
+        here = range(found.first, found.first + len(tensor))
+        if (place := (table, moment, here)) not in ids_keys:
             names = (f"changed rows.{number}" for number in itertools.count(1))
             ids_keys[place] = next(each for each in names if each not in made)
-            made[ids_keys[place]] = table.changed(moment)
+            every = changed[table, moment]
+            made[ids_keys[place]] = every[(every >= here.start) & (every < here.stop)] - here.start
         ids = made[ids_keys[place]]
         assert isinstance(ids, Tensor)
         made[key] = SomeRows(tensor, ids)
@@ -63,15 +69,19 @@ def changed_rows(base: SavedGeneration, tensors: Mapping[str, Tensor]) -> Delta:
     return Delta(made, ids_of)
 
 
-def moments_of(tensors: Iterable[Tensor]) -> Moments:
+def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
     """Begins a new moment of the tables that note their changes, for all fields among these."""
-    found = [each for tensor in tensors if (each := table_and_field(tensor)) is not None]
-    noting = {table for table, _ in found if table.changes is not None}
-    begun = {table: table.track_changes() for table in noting}
-    return [(table, field, begun[table]) for table, field in found if table in begun]
+    found = [(key, field_rows(tensor)) for key, tensor in tensors.items()]
+    noted = [(key, each) for key, each in found if each and each.table.changes]
+    begun = {table: table.track_changes() for table in {each.table for _, each in noted}}
+    return [(key, each, begun[each.table]) for key, each in noted]
 
 
 def remember(digest: str, moments: Moments) -> None:
     """Says that a generation has these fields as they were at these moments."""
-    for table, field, moment in moments:
-        _known.setdefault(table, {})[digest, field] = moment
+    for key, rows, moment in moments:
+        of_table, place = _known.setdefault(rows.table, {}), (digest, key, rows.field, rows.first)
+        of_table.pop(place, None)
+        of_table[place] = moment
+        for oldest in list(of_table)[:-_MOST_KNOWN]:
+            of_table.pop(oldest, None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,24 +50,39 @@ class SavedGeneration:
         self.base: SavedGeneration | None = None
         self.ids_of: dict[str, str] = {}
         self._folder = folder
-        self._older = [each for each in generations_of(folder) if each != number]
-        self._stack = ExitStack()
+        self._older = [each for each in generations_of(folder) if each < number]
         self._arrays: dict[str, tuple[StoredArray, Tensor]] = {}
         self._ranges: list[range] = []
 
-    def __enter__(self) -> SavedGeneration:
-        with self._stack:
-            with self._damage("manifest.json"):
-                self.manifest = self._manifest()
-                names = [self._checked(each) for each in self.manifest["files"]]
-            self._reads = {name: self._open(name) for name in names}
-            if "base" in self.manifest:
-                self.base = self._open_base(self.manifest["base"])
-            self._stack = self._stack.pop_all()
-        return self
+    @classmethod
+    def opened(cls, folder: str, number: int) -> SavedGeneration:
+        """Maps its files and those of its chain, which may be longer than Python's stack.
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        Raises ValueError if one is damaged, FileNotFoundError if one is not there.
+        """
+        made = cls(folder, number)
+        made._open_files()
+        last = made
+        while "base" in last.manifest:
+            last = last._open_base()
+        for each in reversed(made.chain):
+            each._check_base()
+        return made
+
+    @property
+    def chain(self) -> list[SavedGeneration]:
+        """Itself, its base, that one's base and so on."""
+        found = [self]
+        while (base := found[-1].base) is not None:
+            found.append(base)
+        return found
+
+    def _open_files(self) -> None:
+        with self._damage("manifest.json"):
+            self.manifest = self._manifest()
+            names = [self._checked(each) for each in self.manifest["files"]]
+        for name in names:
+            self._open(name)
 
     @contextmanager
     def _damage(self, name: str) -> Iterator[None]:
@@ -97,20 +113,27 @@ class SavedGeneration:
                 raise ValueError("it has bytes or digests that are no numbers")
         return dict(content)
 
-    def _open_base(self, entry: Any) -> SavedGeneration:
+    def _open_base(self) -> SavedGeneration:
         with self._damage("manifest.json"):
+            entry = self.manifest["base"]
             number, digest = _base_in(entry)
             if number >= self.number:
                 raise ValueError(f"it was written against generation {number}, which came later")
             self.ids_of = {str(key): str(ids) for key, ids in entry["rows"].items()}
+        self.base = SavedGeneration(self._folder, number)
         with about(self.path, f"it was written against generation {number}"):
-            base = self._stack.enter_context(SavedGeneration(self._folder, number))
+            self.base._open_files()
         with self._damage("manifest.json"):
-            if base.digest != digest:
+            if self.base.digest != digest:
                 raise ValueError(f"generation {number} is another than it was written against")
-            for key, ids in self.ids_of.items():
-                self._check_rows(base.array(key), self._arrays[key][0], self._arrays[ids][0])
-        return base
+        return self.base
+
+    def _check_base(self) -> None:
+        if self.base is not None:
+            with self._damage("manifest.json"):
+                for key, ids in self.ids_of.items():
+                    rows, whole = self._arrays[key][0], self.base.array(key)
+                    self._check_rows(whole, rows, self._arrays[ids][0])
 
     @staticmethod
     def _check_rows(whole: StoredArray, rows: StoredArray, ids: StoredArray) -> None:
@@ -121,9 +144,14 @@ class SavedGeneration:
 
     def array(self, key: str) -> StoredArray:
         """The shape and dtype of all rows of a tensor."""
-        if self.base is not None and key in self.ids_of:
-            return self.base.array(key)
-        return self._arrays[key][0]
+        return self._whole_of(key)._arrays[key][0]
+
+    def _whole_of(self, key: str) -> SavedGeneration:
+        """The one of its chain that has all rows of a tensor."""
+        at = self
+        while at.base is not None and key in at.ids_of:
+            at = at.base
+        return at
 
     def has(self, key: str, like: Tensor) -> bool:
         """Whether it has a tensor of the same shape and dtype under a key."""
@@ -138,12 +166,11 @@ class SavedGeneration:
 
         None if this one was not written against that, nor against one that was.
         """
-        if self.number == generation:
-            return {}
-        if self.base is None or (before := self.base.changed_since(generation)) is None:
+        later = list(itertools.takewhile(lambda each: each.number != generation, self.chain))
+        if len(later) == len(self.chain):
             return None
-        keys = self.ids_of if self.base.number == generation else self.ids_of.keys() & before.keys()
-        return {key: [*before.get(key, []), self._rows(key)] for key in keys}
+        keys = [key for key in self.ids_of if all(key in each.ids_of for each in later)]
+        return {key: [each._rows(key) for each in reversed(later)] for key in keys if later}
 
     def _rows(self, key: str) -> tuple[Tensor, Tensor]:
         """The ids of changed rows, all of them there, and the rows."""
@@ -160,12 +187,10 @@ class SavedGeneration:
             raise ValueError(f"it names the file {name!r}")
         return str(name)
 
-    def _open(self, name: str) -> Callable[..., None]:
-        """Opens a file, and maps its arrays, privately: what is written to them stays here."""
-        path = os.path.join(self.path, name)
-        read, size = self._stack.enter_context(open_to_read(path))
-        entry = self._entry(name)
-        with self._damage(name):
+    def _open(self, name: str) -> None:
+        """Maps the arrays of a file, privately: what is written to them stays here."""
+        path, entry = os.path.join(self.path, name), self._entry(name)
+        with open_to_read(path) as (read, size), self._damage(name):
             if size != entry["bytes"]:
                 raise ValueError(f"it has {size:,} bytes of {entry['bytes']:,}")
             arrays = safetensors_format.read_arrays(read, size)
@@ -178,20 +203,18 @@ class SavedGeneration:
         self._ranges.append(range(mapped.data_ptr(), mapped.data_ptr() + size))
         for key, array in arrays.items():
             self._arrays[key] = array, mapped
-        return read
 
     def _entry(self, name: str) -> dict[str, Any]:
         return next(each for each in self.manifest["files"] if each["name"] == name)
 
     def verify(self, progress: bool | None) -> None:
         """Raises ValueError unless all bytes are those that were written."""
-        if self.base is not None:
-            self.base.verify(progress)
-        total = sum(each["bytes"] for each in self.manifest["files"])
+        files = [(each, entry) for each in self.chain for entry in each.manifest["files"]]
+        total = sum(entry["bytes"] for _, entry in files)
         with threads(THREADS) as pool, progress_bar(total, progress, unit="B") as bar:
-            for name, read in self._reads.items():
-                entry = self._entry(name)
-                with self._damage(name):
+            for of, entry in files:
+                name = entry["name"]
+                with open_to_read(os.path.join(of.path, name)) as (read, _), of._damage(name):
                     nbytes, count = entry["bytes"], chunk_count(entry["bytes"])
                     if len(entry["crc32"]) != count:
                         raise ValueError(f"it has {count} chunks of {len(entry['crc32'])}")
@@ -224,10 +247,11 @@ class SavedGeneration:
 
     def tensor(self, key: str) -> Tensor:
         """A tensor in the file's memory, which is this process's own: with its changed rows."""
-        if self.base is None or key not in self.ids_of:
-            return self._mapped(key)
-        ids, rows = self._rows(key)
-        return self.base.tensor(key).index_copy_(0, ids, rows)
+        whole = self._whole_of(key)
+        made = whole._mapped(key)
+        for each in reversed(self.chain[: self.chain.index(whole)]):
+            made.index_copy_(0, *each._rows(key))
+        return made
 
     def _mapped(self, key: str) -> Tensor:
         array, mapped = self._arrays[key]
@@ -249,9 +273,7 @@ class SavedGeneration:
                 each.data = each.data.clone()
 
     def _has(self, address: int) -> bool:
-        return any(address in each for each in self._ranges) or (
-            self.base is not None and self.base._has(address)
-        )
+        return any(address in each for of in self.chain for each in of._ranges)
 
 
 def _whole(path: str) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,18 +107,19 @@ class RowStore:
         self._arange = Arange()
         self._reached: tuple[Iterable[str], int, list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
-        self._home: HostTable | None = None
-        """Where they are."""
+        self._homes: Sequence[HostTable] = ()
+        """Where they are: in the table, and beside it if that had no room for the state."""
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""
         lists = exchanged(leaving, arriving, self._arange)
         homes = self.fields(names)
-        if (home := self._home) is None or home.changes is None:  # as a rule
-            exchange_rows(homes, *lists)
-            return
-        with self._writing(leaving):
-            exchange_rows(homes, *lists)
+        for home in self._homes:
+            if home.changes is not None:
+                with self._writing(leaving):
+                    exchange_rows(homes, *lists)
+                return
+        exchange_rows(homes, *lists)  # as a rule
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As `exchange`, of so many rows as the device says.
@@ -136,11 +137,13 @@ class RowStore:
 
         Called after fields() has said where that is.
         """
-        if self._home is None or (changes := self._home.changes) is None:
+        noted = [home.changes for home in self._homes if home.changes is not None]
+        if not noted:
             return _UNNOTED
         if leaving is None or (isinstance(leaving, Counted) and leaving.are_none):
-            return changes.moving()
-        return changes.writing(leaving.ids, getattr(leaving, "number", None))
+            return _all_of([each.moving() for each in noted])
+        number = getattr(leaving, "number", None)
+        return _all_of([each.writing(leaving.ids, number) for each in noted])
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Rows of a field by their ids: `out` is `[*ids.shape, ...]`, on either device."""
@@ -194,7 +197,7 @@ class RowStore:
         """
         if self._table.memory is None or self._table.claim.was_replaced:
             return False
-        if self._table.changes is not None:
+        if self._table.notes_changes:
             return False
         return device.type == "cpu" or self._table.is_in_place
 
@@ -202,13 +205,22 @@ class RowStore:
         """All rows of the fields, where they are now, for an exchange of several tables."""
         reached, version = self._reached, self._table.version
         if reached is None or reached[0] is not names or reached[1] != version:
-            self._home = self._table.home_of("weight")
             found = [self._table.field(name) for name in names]
+            self._homes = list({self._table.home_of(name): None for name in ("weight", *names)})
             reached = (names, self._table.version, found)
             # A table whose holder has none of its rows does not tell when it closes.
             if self._table.claim.is_held_here:
                 self._reached = reached
         return reached[2]
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    """All of them as one."""
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 def exchanged(

@@ -93,8 +93,8 @@ class ChangedRows:
         """
         self._look()
         if self._all_at >= moment:
-            return torch.arange(self._rows)
-        found = [torch.empty(0, dtype=torch.int64)]
+            return torch.arange(self._rows, device="cpu")
+        found = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for device, noted in self._noted.items():
             _wait(device)
             (ids,) = torch.where(noted.moments[:-1] >= moment)

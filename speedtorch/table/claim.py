@@ -46,6 +46,10 @@ class Claim:
         table.be_held(self._own)
         self._table = table
 
+    def share_with(self, beside: HostTable) -> None:
+        """Says that the module's holder has rows of another table as well."""
+        beside.be_held(self._own)
+
     @property
     def is_held_here(self) -> bool:
         """Whether the table is there and tells the module's holder before it closes."""

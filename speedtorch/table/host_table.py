@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 import torch
@@ -26,7 +26,14 @@ from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.record_layout import Fields, Record, lay_out, weight_and_state
 from speedtorch.table.table_handle import TableHandle
 
-__all__ = ["HostTable", "RowHolder", "any_notes_changes", "is_same", "table_and_field"]
+__all__ = [
+    "FieldRows",
+    "HostTable",
+    "RowHolder",
+    "any_notes_changes",
+    "field_rows",
+    "is_same",
+]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
@@ -38,12 +45,19 @@ _Path = str | os.PathLike[str]
 _tables: weakref.WeakSet[HostTable] = weakref.WeakSet()
 
 
-def table_and_field(tensor: Tensor) -> tuple[HostTable, str] | None:
-    """The table of which a tensor is all rows of a field, in its memory, and the field's name."""
+class FieldRows(NamedTuple):
+    """Consecutive rows of a field, from `first` on."""
+
+    table: HostTable
+    field: str
+    first: int
+
+
+def field_rows(tensor: Tensor) -> FieldRows | None:
+    """Which rows a tensor is in the memory of a table: all of a field, or some of them."""
     for table in list(_tables):
-        for name in table.fields if not table.closed else ():
-            if is_same(table.rows_of(name), tensor):
-                return table, name
+        for name, first in table.places_of(tensor):
+            return FieldRows(table, name, first)
     return None
 
 
@@ -409,6 +423,18 @@ class HostTable:
         """As rows_of, for what reads alone: of rows that cannot be written nothing guards them."""
         return self._found(self._plain_views, field)
 
+    def places_of(self, tensor: Tensor) -> Iterator[tuple[str, int]]:
+        """The field of which a tensor is rows in the table's memory, and the first; reads none."""
+        for name, each in list(self._plain_views.items()):
+            distance = tensor.data_ptr() - each.data_ptr()
+            if is_same(each, tensor):
+                yield name, 0
+            elif tensor.numel() and each.numel() and tensor.dim():
+                first, rest = divmod(distance, each.stride(0) * each.element_size())
+                part = each[first : first + len(tensor)] if first >= 0 == rest else each[:0]
+                if is_same(part, tensor):
+                    yield name, first
+
     def _found(self, views: Mapping[str, Tensor], field: str) -> Tensor:
         self._placed().check()
         if field not in self.fields:
@@ -504,7 +530,7 @@ class HostTable:
 
     def noting(self, index: Tensor) -> AbstractContextManager[None]:
         """Notes rows that are written within, if track_changes() was called; ids may be bad."""
-        if self.changes is None or not self.rows:
+        if self.changes is None or not self.rows or not _may_be_ids(index):
             return nullcontext()
         ids = index.reshape(-1).to(torch.int64)
         return self.changes.writing(ids.clamp(0, self.rows - 1))
@@ -553,8 +579,9 @@ class HostTable:
 
         Trained rows count once their step is over, wherever they are held; a row that was written
         with the values of before counts, too. Writes in place, as `table["weight"][3] = 0`, do not
-        tell which rows they change: all rows count then. Writes past torch (into what `numpy()`
-        gives, or by `data_ptr()`) are not seen: write such rows with scatter().
+        tell which rows they change: all rows count then. Writes that torch does not count in a
+        tensor's `_version` (into what `numpy()` or `.data` gives, by `data_ptr()`, by its fused
+        optimizers) are not seen: write such rows with scatter().
 
         Args:
             since: What track_changes() has returned.
@@ -1010,6 +1037,13 @@ def _laid_out(data: Tensor, rows: int, layout: Record) -> tuple[dict[str, Tensor
     for each in (*fields.values(), record):
         host_memory.keep_pinned(each, data)
     return fields, record
+
+
+def _may_be_ids(index: object) -> bool:
+    """Whether an op looks at these; it refuses all else."""
+    if not isinstance(index, Tensor) or index.is_meta or index.layout != torch.strided:
+        return False
+    return index.dtype in (torch.int32, torch.int64)
 
 
 def _range_of(rows: slice, count: int, what: str) -> range:

@@ -12,7 +12,6 @@ from torch import Tensor
 from speedtorch.memory import host_memory
 from speedtorch.memory.placement import MemoryKind, check_kind, takes_host_memory
 from speedtorch.ops.shapes import row_shape
-from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.claim import Claim
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, Portion
@@ -111,9 +110,9 @@ class LazyTable:
         return self.home_of(name).rows_to_read(name)
 
     @property
-    def changes(self) -> ChangedRows | None:
-        """What notes the rows that are written, if that was asked for."""
-        return None if self._table is None else self._table.changes
+    def notes_changes(self) -> bool:
+        """Whether it is noted which rows are written."""
+        return any(each and each.changes for each in (self._table, self._beside))
 
     @property
     def memory(self) -> str | None:
@@ -184,7 +183,11 @@ class LazyTable:
             with suppress(MemoryError):  # there may be room for the state beside the old one
                 made = self._made({"weight": table.fields["weight"], **fields})
         if made is None:
-            self._beside = self._made(fields)
+            made = self._made(fields)
+            self.claim.share_with(made)
+            if table.changes is not None:
+                made.track_changes()
+            self._beside = made
             self.version += 1
             return False
         if not self._draws:

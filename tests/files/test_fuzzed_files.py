@@ -172,9 +172,9 @@ def test_manifests(tmp_path: Path) -> None:
         path.write_bytes(data)
         path.with_suffix(".crc32").write_text(f"{zlib.crc32(data):08x}\n")
         try:
-            with SavedGeneration(str(path.parents[1]), saved.generation) as opened:
-                for name in opened.manifest["parts"]:
-                    opened.value(name, {}, copies=True)
+            opened = SavedGeneration.opened(str(path.parents[1]), saved.generation)
+            for name in opened.manifest["parts"]:
+                opened.value(name, {}, copies=True)
         except FileNotFoundError as error:  # of a file, or a base, that it names
             raise ValueError("there is none") from error
 

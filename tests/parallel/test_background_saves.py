@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,101 @@ def test_an_error_is_told_and_leaves_what_was_there(
     assert os.listdir(tmp_path) == ["generation-00000001"]
     assert speedtorch.load(tmp_path, **run.parts) == {"step": 1}
     assert speedtorch.save(tmp_path, background=True, **run.parts).result(60).generation == 2
+
+
+def test_an_error_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[weakref.ref[Any]] = []
+    real = checkpoints.copies
+
+    def copies(shards: Any) -> Any:
+        made = real(shards)
+        copied.extend(weakref.ref(each) for shard in made for each in shard.values())
+        return made
+
+    monkeypatch.setattr(checkpoints, "copies", copies)
+    fail(monkeypatch, "write")
+    with pytest.warns(RuntimeWarning, match="has failed"):
+        saving = speedtorch.save(tmp_path, background=True, rows=torch.ones(3))
+        assert isinstance(saving.exception(60), OSError)
+        _ended()
+    assert [each() for each in copied] == [None]
+
+
+def _ended() -> None:
+    for each in threading.enumerate():
+        if each.name == "speedtorch save":
+            each.join(60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_warnings_that_are_errors_hold_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "write")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        saving = speedtorch.save(tmp_path, background=True, rows=torch.ones(3))
+        assert isinstance(saving.exception(60), OSError)
+        _ended()
+    monkeypatch.undo()
+    assert speedtorch.save(tmp_path, step=1).generation == 1
+
+
+def test_a_thread_that_cannot_begin_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread, begin: Any = threading.Thread.start) -> None:
+        if thread.name == "speedtorch save":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            speedtorch.save(tmp_path, background=True, rows=torch.ones(3))
+    assert speedtorch.save(tmp_path, step=1).generation == 1
+    assert os.listdir(tmp_path) == ["generation-00000001"]
+
+
+def test_another_working_folder_is_no_matter(
+    tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = speedtorch.HostTable(10, 1, memory="plain")
+    table.track_changes()
+    disk.goes_on.set()
+    speedtorch.save("run", keep=1, rows=table["weight"])
+    disk.goes_on.clear()
+    saving = speedtorch.save("run", keep=1, base=1, background=True, rows=table["weight"])
+    monkeypatch.chdir("/")
+    disk.goes_on.set()
+    assert saving.result(60).path == str(tmp_path / "run" / "generation-00000002")
+    assert sorted(speedtorch.load(tmp_path / "run")) == ["rows"]
+
+
+@pytest.mark.slow
+def test_a_fork_waits_for_no_save(tmp_path: Path) -> None:
+    program = """
+import os, sys, threading, torch, speedtorch
+from speedtorch.files import system_calls
+goes_on, real = threading.Event(), system_calls.calls.write
+def write(*args):
+    goes_on.wait(60)
+    return real(*args)
+system_calls.calls.write = write
+speedtorch.save(sys.argv[1], background=True, rows=torch.ones(3))
+if not os.fork():
+    try:
+        speedtorch.load(sys.argv[1])
+    except FileNotFoundError:
+        sys.exit()
+assert os.wait()[1] == 0
+goes_on.set()
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, env=environment)
+    assert speedtorch.load(tmp_path)["rows"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.slow

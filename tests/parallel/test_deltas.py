@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from reference import as_bytes
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.parallel import checkpoints
 
 ROWS = 200
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -280,3 +282,155 @@ def test_a_call_that_fails_leaves_the_next_delta_right(
             speedtorch.load(tmp_path, **again.parts)
             assert_same(again, run)
     assert failed > 20
+
+
+def test_tables_that_change_places_are_whole(tmp_path: Path) -> None:
+    runs = [Run("cpu", seed).train(1) for seed in (1, 2)]
+    for run in runs:
+        run.table.track_changes()
+    for base, (one, other) in ((None, runs), (1, runs[::-1])):
+        speedtorch.save(tmp_path, base=base, one=one.model, other=other.model)
+    found = Run("cpu", seed=7)
+    speedtorch.load(tmp_path, one=found.model)
+    assert torch.equal(found.table["weight"], runs[1].table["weight"])
+
+
+def test_what_a_module_loads_otherwise_is_saved(tmp_path: Path) -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = speedtorch.Embedding(ROWS, 4)
+
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().load_state_dict({}, strict=False)
+
+    run, frozen = Run("cpu"), Frozen()
+    speedtorch.save(tmp_path, emb=nn.ModuleDict({"emb": run.model["emb"]}))
+    frozen.emb.table.track_changes()
+    speedtorch.load(tmp_path, emb=frozen)
+    speedtorch.save(tmp_path, base=1, emb=frozen)
+    assert torch.equal(speedtorch.load(tmp_path)["emb"]["emb.weight"], frozen.emb.table["weight"])
+
+
+def test_what_a_reader_has_trained_is_saved(tmp_path: Path) -> None:
+    run, reader = Run("cpu").train(1), Run("cpu", seed=7)
+    for each in (run, reader):
+        each.table.track_changes()
+    speedtorch.save(tmp_path, keep=9, **run.parts)
+    speedtorch.load(tmp_path, **reader.parts)
+    speedtorch.save(tmp_path, keep=9, base=1, **run.train(1).parts)
+    speedtorch.load(tmp_path, since=1, **reader.train(1).parts)
+    speedtorch.save(tmp_path, keep=9, base=2, **reader.parts)
+    again = Run("cpu", seed=9)
+    speedtorch.load(tmp_path, **again.parts)
+    assert_same(again, reader)
+
+
+def test_state_beside_a_given_table_goes_by_rows(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[speedtorch.Embedding, optim.Adam]:
+        table = speedtorch.HostTable(ROWS, 4).normal_(seed=seed)
+        emb = speedtorch.Embedding.from_pretrained(table, freeze=False)
+        optimizer = optim.Adam(emb.parameters(), lr=0.1)
+        emb.table.track_changes()
+        speedtorch.attach(optimizer, emb)
+        return emb, optimizer
+
+    emb, optimizer = made(1)
+    sizes = []
+    for number in range(3):
+        emb(torch.tensor([number, 9])).sin().sum().backward()
+        optimizer.step()
+        saved = speedtorch.save(tmp_path, base=number or None, emb=emb, optimizer=optimizer)
+        sizes.append(size(saved))
+    assert max(sizes[1:]) < sizes[0] / 4
+    again, other = made(2)
+    speedtorch.load(tmp_path, emb=again, optimizer=other)
+    assert torch.equal(again.table["weight"], emb.table["weight"])
+    found, expected = (each.state_dict()["state"][0] for each in (other, optimizer))
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_tables_of_a_collection_go_by_rows(device: str, tmp_path: Path) -> None:
+    def made() -> dict[str, Any]:
+        configs = [
+            speedtorch.EmbeddingConfig(
+                num_embeddings=rows, embedding_dim=4, name=name, feature_names=[name]
+            )
+            for name, rows in (("a", ROWS), ("b", 2 * ROWS), ("c", ROWS))
+        ]
+        model = speedtorch.EmbeddingCollection(tables=configs, device=device)
+        optimizer = optim.Adam(model.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, model)
+        return {"model": model, "optimizer": optimizer}
+
+    one, sizes = made(), []
+    for number in range(4):
+        batch = {name: torch.tensor([number, 7 * number], device=device) for name in "abc"}
+        sum(each.values().sin().sum() for each in one["model"](batch).values()).backward()
+        one["optimizer"].step()
+        sizes.append(size(speedtorch.save(tmp_path, keep=9, base=number or None, **one)))
+    assert max(sizes[2:]) < min(sizes[:2]) / 4
+    reader = made()
+    speedtorch.load(tmp_path, generation=3, **reader)
+    speedtorch.load(tmp_path, since=3, **reader)
+    again = made()
+    speedtorch.load(tmp_path, **again)
+    for name, expected in one["model"].state_dict().items():
+        for found in (again, reader):
+            assert torch.equal(found["model"].state_dict()[name], expected)
+
+
+def test_long_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "LONGEST_CHAIN", 40)
+    table = speedtorch.HostTable(ROWS, 1, memory="plain")
+    table.track_changes()
+    limit = sys.getrecursionlimit()
+    depth = next(n for n in range(limit) if sys._getframe(n).f_back is None)
+    bases: list[int | None] = []
+    try:
+        for number in range(42):
+            table.scatter(torch.tensor([number]), torch.ones(1, 1), "weight")
+            rows = table["weight"]
+            sys.setrecursionlimit(depth + 90)
+            saved = speedtorch.save(tmp_path, keep=1, base=number or None, rows=rows)
+            if number == 40:
+                assert torch.equal(speedtorch.load(tmp_path)["rows"], rows)
+            bases.append(saved.base)
+            sys.setrecursionlimit(limit)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert bases == [None, *range(1, 41), None]
+    assert os.listdir(tmp_path) == ["generation-00000042"]
+    assert torch.equal(speedtorch.load(tmp_path)["rows"], table["weight"])
+
+
+def test_a_damaged_base_names_what_does_not_need_it(tmp_path: Path) -> None:
+    table = speedtorch.HostTable(ROWS, 1, memory="plain")
+    table.track_changes()
+    for number in range(3):
+        speedtorch.save(tmp_path, keep=9, base=max(0, number - 1) or None, rows=table["weight"])
+    (tmp_path / "generation-00000002" / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"generation=1\) is there"):
+        speedtorch.load(tmp_path, generation=2)
+    (tmp_path / "generation-00000001" / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match="not those that were written$"):
+        speedtorch.load(tmp_path)
+
+
+def test_numbers_are_asked_for(tmp_path: Path) -> None:
+    saved: Any = speedtorch.save(tmp_path, step=1)
+    for call in (
+        lambda: speedtorch.save(tmp_path, base=saved, step=2),
+        lambda: speedtorch.load(tmp_path, since=saved),
+        lambda: speedtorch.load(tmp_path, generation=True),
+    ):
+        with pytest.raises(TypeError, match="expected a number, as Saved.generation is, got"):
+            call()
+
+
+def test_a_table_that_cannot_be_used_is_no_matter(tmp_path: Path) -> None:
+    other = speedtorch.HostTable(ROWS, 4, memory="file", path=tmp_path / "rows")
+    os.truncate(tmp_path / "rows", 10)
+    assert speedtorch.save(tmp_path / "run", rows=torch.ones(3)).generation == 1
+    with pytest.raises(ValueError):
+        other.check()

@@ -221,3 +221,25 @@ def test_wrong_numbers_are_told() -> None:
             table.changed(wrong)
     empty = HostTable(0, 1, memory="plain")
     assert empty.changed(empty.track_changes()).tolist() == []
+
+
+def test_ids_that_are_none_are_told_and_noted_nowhere() -> None:
+    table = HostTable(3, 1, memory="plain")
+    since = table.track_changes()
+    wrong: list[Any] = [[1], torch.ones(1), torch.ones(1, dtype=torch.int64, device="meta")]
+    for index in (*wrong, torch.ones(1, dtype=torch.int64).to_sparse()):
+        with pytest.raises((TypeError, ValueError), match="index|meta"):
+            table.scatter(index, torch.ones(1, 1))
+    assert table.changed(since).tolist() == []
+
+
+def test_another_default_device_is_no_matter() -> None:
+    table = HostTable(3, 1, memory="plain")
+    since = table.track_changes()
+    for write, told in (
+        (lambda: table.scatter(torch.tensor([1]), torch.ones(1, 1)), [1]),
+        (lambda: table.fill_(2), [0, 1, 2]),
+    ):
+        write()
+        with torch.device("meta"):
+            assert table.changed(since).tolist() == told
