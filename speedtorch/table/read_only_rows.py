@@ -23,7 +23,11 @@ class ReadOnlyRows(Tensor):
     """Rows in memory that the system lets this process read only: a write would end it.
 
     Operations that write to them, or to a view of them, raise ValueError before anything happens;
-    all others work, also those of other libraries. Results in memory of their own are plain.
+    all others work, also those of other libraries. Results in memory of their own are plain. Copies
+    and pickles are such results: of a view they have its elements alone.
+
+    No operation sees what is written through `untyped_storage()`, the `data` of another tensor, or
+    torch.from_numpy: such a write ends the process.
 
     Attributes:
         rows: The same as a plain tensor, which nothing guards.
@@ -74,6 +78,12 @@ class ReadOnlyRows(Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
+    def apply_(self, *_: Any) -> NoReturn:
+        """Refused, as torch calls no operation for it."""
+        raise ValueError(f"the tensor {self._remedy}")
+
+    map_ = map2_ = share_memory_ = apply_
+
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
         raise BufferError(f"__dlpack__: others could write: the memory {self._remedy}")
 
@@ -83,11 +93,14 @@ class ReadOnlyRows(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What is read again is a plain tensor of its own.
-        return self.rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        # Of a copy: the storage is the whole file, and multiprocessing would move it elsewhere.
+        return self.rows.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.rows)
+
+    def __format__(self, form: str) -> str:
+        return format(self.rows, form)
 
 
 def _plain(value: Any) -> Any:
@@ -99,8 +112,10 @@ def _guard_of(given: list[ReadOnlyRows]) -> Callable[[Any], Any]:
     by_memory = {each.rows.untyped_storage().data_ptr(): each for each in given}
 
     def guarded(value: Any) -> Any:
-        if type(value) is not Tensor or value.layout != torch.strided:
+        if not isinstance(value, Tensor):
             return value
+        if value.layout != torch.strided:
+            return value.clone()  # sparse and nested tensors may have these rows as their values
         of = by_memory.get(value.untyped_storage().data_ptr())
         return value if of is None else ReadOnlyRows(value, of._remedy, of._whole)
 

@@ -7,7 +7,9 @@ import errno
 import io
 import json
 import os
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,12 @@ WRITES: dict[str, Callable[[HostTable], Any]] = {
         [torch.ones(0, 4)],
         torch.tensor([], dtype=torch.int64),
     ),
+    "apply_": lambda table: table["weight"].apply_(lambda _: 0.0),
+    "map2_": lambda table: table["weight"].map2_(table["weight"], table["weight"], max),
+    "share_memory_": lambda table: table["weight"].share_memory_(),
+    "batch_norm": lambda table: torch.nn.functional.batch_norm(
+        torch.ones(2, 4), table["weight"][0], table["weight"][1], training=True
+    ),
 }
 
 
@@ -177,6 +185,29 @@ def test_results_in_memory_of_their_own_are_plain_tensors(saved: Path) -> None:
         assert type(made) is Tensor
         made.zero_()
     assert type(rows[3]) is type(rows.view(-1)) is type(rows)
+    assert f"{rows[0, 0]:.3f}" == f"{float(rows[0, 0]):.3f}"
+
+
+def test_copies_and_pickles_of_mapped_rows_are_tensors_of_their_own(saved: Path) -> None:
+    """A pickle for another process does not move the file's memory to where both have it."""
+    rows = HostTable.open(saved, "mapped")["weight"]
+    address = rows.data_ptr()
+    alone = pickle.dumps(rows[1])
+    assert len(alone) < rows.nbytes
+    sent = ForkingPickler.dumps(rows[1])
+    for made in (copy.copy(rows)[1], pickle.loads(alone), pickle.loads(sent)):
+        assert torch.equal(made, rows[1])
+        made.zero_()
+    assert rows.data_ptr() == address
+
+
+def test_sparse_and_nested_tensors_of_mapped_rows_have_values_of_their_own(saved: Path) -> None:
+    rows = HostTable.open(saved, "mapped")["weight"]
+    ids = torch.zeros(1, len(rows), dtype=torch.int64)
+    torch.sparse_coo_tensor(ids, rows, (1, 4))._values().zero_()
+    torch.sparse_csr_tensor(torch.tensor([0, 4]), torch.arange(4), rows[0]).values().zero_()
+    torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 2, len(rows)])).values().zero_()
+    assert rows.any()
     assert str(rows[0]) == str(rows[0].clone()) and rows[0].tolist() == rows[0].clone().tolist()
 
 
