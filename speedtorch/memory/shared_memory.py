@@ -135,20 +135,27 @@ class SharedMemory:
     The memory goes with the last process, tensor and handle that has it.
 
     Args:
-        descriptor: Of the memory, which is sealed; closed with this.
+        descriptor: Of the memory, which is sealed; closed with this, also where this raises.
         count: Bytes of data.
+        new_bytes: All bytes of memory that is new, which is taken and sealed now.
 
     Attributes:
         data: uint8 `[count]`.
     """
 
-    def __init__(self, descriptor: int, count: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, count: int, new_bytes: int = 0) -> None:
         self._closer = weakref.finalize(self, calls.close, descriptor)
+        self._descriptor = descriptor
         self._count = count
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if count:
-            self.data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+        try:
+            if new_bytes:
+                _take(descriptor, new_bytes)
+            if count:
+                self.data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def made(cls, count: int, fields: int) -> SharedMemory:
@@ -165,32 +172,19 @@ class SharedMemory:
                 " memory, use fewer or narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try all"
                 " the same"
             )
-        descriptor = _new_file()
         try:
-            os.fchmod(descriptor, 0o600)
-            with near_gpu():
-                for offset in range(0, size, _RESERVED_AT_ONCE):
-                    calls.reserve(descriptor, offset, min(_RESERVED_AT_ONCE, size - offset))
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-            return cls(descriptor, count)
-        except BaseException as error:
-            calls.close(descriptor)
-            if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
-                raise MemoryError(
-                    f"shared memory: the system gave less than {size:,} bytes: {error}"
-                ) from error
-            raise
+            return cls(_new_file(), count, size)
+        except OSError as error:
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+                raise
+            raise MemoryError(
+                f"shared memory: the system gave less than {size:,} bytes: {error}"
+            ) from error
 
     @classmethod
     def opened(cls, handle: SharedMemoryHandle) -> SharedMemory:
         """The memory of a handle; raises what SharedMemoryHandle.open does."""
-        descriptor = handle.open()
-        try:
-            return cls(descriptor, handle.address.count)
-        except BaseException:
-            calls.close(descriptor)
-            raise
+        return cls(handle.open(), handle.address.count)
 
     def handle(self) -> SharedMemoryHandle:
         """What opens the memory in another process."""
@@ -218,15 +212,15 @@ class SharedMemory:
         Returns whether the field began with this value, or with values that were loaded.
         """
         mine = self._this_thread() in _writers
-        with nullcontext() if mine else self._locked(fcntl.LOCK_EX):
+        with nullcontext(self._descriptor) if mine else self._locked(fcntl.LOCK_EX) as descriptor:
             if (mark := self._read_word(1 + field)) == 0:
                 fill()
-                self._write_word(1 + field, mark := _mark_of(value))
+                self._write_word(descriptor, 1 + field, mark := _mark_of(value))
         return mark in (_GIVEN, _mark_of(value))
 
     def note_given(self, field: int) -> None:
         """Says that a field has values which no process is to fill."""
-        self._write_word(1 + field, _GIVEN)
+        self._write_word(self._descriptor, 1 + field, _GIVEN)
 
     # ---- the version: a sequence lock
 
@@ -243,26 +237,32 @@ class SharedMemory:
         offset = _in_pages(self._count) + _WORD_BYTES * number
         return int.from_bytes(os.pread(self._descriptor, _WORD_BYTES, offset), "little")
 
-    def _write_word(self, number: int, word: int) -> None:
+    def _write_word(self, descriptor: int, number: int, word: int) -> None:
         offset = _in_pages(self._count) + _WORD_BYTES * number
-        os.pwrite(self._descriptor, word.to_bytes(_WORD_BYTES, "little"), offset)
+        os.pwrite(descriptor, word.to_bytes(_WORD_BYTES, "little"), offset)
 
     @contextmanager
-    def writing(self) -> Iterator[Callable[[], None]]:
+    def writing(self, settle: Callable[[], object]) -> Iterator[None]:
         """Within, this thread alone writes for readers that check the version.
 
-        It gives a function that says that all is written; without that call the version stays odd,
-        and readers are told that the writer ended.
+        At the end it calls settle(), after which all is written. If that raises the version stays
+        odd, and readers are told that the writer ended.
         """
         if (writer := self._this_thread()) in _writers:
             raise RuntimeError("writing: this thread writes already; one block is enough")
-        with self._locked(fcntl.LOCK_EX):
-            _writers.add(writer)
+        with self._locked(fcntl.LOCK_EX) as descriptor:
             try:
+                _writers.add(writer)
                 # That of a writer that ended half-way is odd already.
                 version = self.version | 1
-                self._write_word(0, version)
-                yield lambda: self._write_word(0, version + 1)
+                self._write_word(descriptor, 0, version)
+                try:
+                    yield
+                finally:
+                    if os.getpid() == writer[0]:  # a child that was forked within ends no block
+                        settle()
+                        # Another thread may have closed the other descriptor.
+                        self._write_word(descriptor, 0, version + 1)
             finally:
                 _writers.discard(writer)
 
@@ -271,22 +271,30 @@ class SharedMemory:
         return os.getpid(), threading.get_ident(), _file_of(self._descriptor)
 
     @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        """A lock of this thread: another open file has another lock, also in one process."""
-        descriptor = _opened_again(self._descriptor)
+    def _locked(self, how: int) -> Iterator[int]:
+        """A lock of this thread: another open file has another lock, also in one process.
+
+        It gives the descriptor of that file.
+        """
+        descriptor, process = _opened_again(self._descriptor), os.getpid()
         try:
             calls.lock(descriptor, how)
-            yield
+            yield descriptor
         finally:
-            calls.close(descriptor)  # which gives the lock back
+            if os.getpid() == process:
+                # Closing gives no lock back that a child has, too, which was forked meanwhile.
+                calls.lock(descriptor, fcntl.LOCK_UN)
+            calls.close(descriptor)
 
     def read_consistently(self, read: Callable[[], _Result], timeout_s: float) -> _Result:
-        """The result of a call of read() while which no writer was at work.
+        """The result of a call of read() while which no writer but this thread was at work.
 
         Raises:
             TimeoutError: There was none in so many seconds.
             RuntimeError: A writer ended while it wrote.
         """
+        if self._this_thread() in _writers:
+            return read()
         until, nap = time.monotonic() + timeout_s, _FIRST_NAP_SECONDS
         while True:
             before = self.version
@@ -338,6 +346,16 @@ def _new_file() -> int:
         if error.errno != errno.EINVAL:  # which Linux before 6.3 says
             raise
         return os.memfd_create("speedtorch", flags)
+
+
+def _take(descriptor: int, size: int) -> None:
+    """Takes memory for a new file, whose size is the same from then on."""
+    os.fchmod(descriptor, 0o600)
+    with near_gpu():
+        for offset in range(0, size, _RESERVED_AT_ONCE):
+            calls.reserve(descriptor, offset, min(_RESERVED_AT_ONCE, size - offset))
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 
 def _opened_again(descriptor: int) -> int:

@@ -78,7 +78,7 @@ class ReadOnlyRows(Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
-    def apply_(self, *_: Any) -> NoReturn:
+    def apply_(self, *_: Any, **__: Any) -> NoReturn:
         """Refused, as torch calls no operation for it."""
         raise ValueError(f"the tensor {self._remedy}")
 

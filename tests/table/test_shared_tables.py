@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import errno
+import gc
 import os
 import pickle
+import signal
 import stat
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from cuda_calls import PretendedDriver
+from file_faults import fail
 from table_processes import (
     Rows,
     counts_bytes,
@@ -113,6 +121,18 @@ def test_memory_that_the_system_does_not_give_is_a_memory_error() -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, closed = small().share(), mock.Mock(side_effect=os.close)
+    before = os.listdir("/proc/self/fd")
+    fail(monkeypatch, "map", code=errno.ENOMEM)
+    monkeypatch.setattr(shared_memory.calls, "close", closed)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        HostTable.from_handle(handle)
+    gc.collect()
+    assert closed.call_count == 1
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_a_closed_table_is_not_shared_and_closing_twice_is_fine() -> None:
     table = small()
     handle = pickle.loads(pickle.dumps(table.share()))
@@ -187,6 +207,18 @@ def test_a_module_makes_a_shared_table() -> None:
     assert torch.equal(other["exp_avg"], module.table["exp_avg"])
     assert other["exp_avg"][1].tolist() == [pytest.approx(0.1)] * 4
     assert copy.deepcopy(module).table.memory == "shared"
+
+
+def test_a_modules_table_that_was_shared_stays_the_one_that_is_trained() -> None:
+    module = speedtorch.Embedding(10, 4, memory="shared")
+    other = HostTable.from_handle(module.table.share())
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    speedtorch.attach(optimizer, module)
+    before = other["weight"].clone()
+    module(torch.arange(10)).sum().backward()
+    optimizer.step()
+    assert torch.equal(module.table["weight"], other["weight"])
+    assert not torch.equal(before, other["weight"])
 
 
 def adagrad(table: HostTable, first: float) -> None:
@@ -321,11 +353,43 @@ def test_a_read_beside_a_write_is_repeated() -> None:
 
 def test_a_reader_waits_so_long() -> None:
     table = small()
-    with (
-        table.writing(),
-        pytest.raises(TimeoutError, match=r"left no 0.01 s in which the rows could be read"),
-    ):
-        table.read_consistently(table.settle, timeout_s=0.01)
+    with ThreadPool(1) as reader, table.writing():
+        read = partial(table.read_consistently, int, timeout_s=0.01)
+        with pytest.raises(TimeoutError, match=r"left no 0.01 s in which the rows could be read"):
+            reader.apply(read)
+
+
+def test_a_thread_that_writes_reads_its_own_rows_at_once() -> None:
+    table = small()
+    with table.writing():
+        table.fill_(1)
+        assert table.read_consistently(lambda: table["weight"].sum(), timeout_s=0) == 40
+
+
+def test_a_child_that_was_forked_within_writing_neither_keeps_the_lock_nor_ends_the_block() -> None:
+    table, ends = small(), os.pipe()
+    child = 0
+    with ThreadPool(1) as writer:
+        with suppress(KeyError), table.writing():
+            if (child := os.fork()) == 0:
+                raise KeyError
+            os.read(ends[0], 1)
+            assert table.version == 1
+        if child == 0:
+            os.write(ends[1], b"x")
+            time.sleep(60)
+            os._exit(0)
+        try:
+            writer.apply_async(writes_once, (table,)).get(20)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert table.version == 4
+
+
+def writes_once(table: HostTable) -> None:
+    with table.writing():
+        table.fill_(1)
 
 
 # ------------------------------------------------------------------------------------------------
