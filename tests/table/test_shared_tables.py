@@ -21,6 +21,7 @@ import pytest
 import torch
 from cuda_calls import PretendedDriver
 from file_faults import fail
+from interrupts import every_interrupt, source_files
 from table_processes import (
     Rows,
     counts_bytes,
@@ -81,7 +82,7 @@ def test_tables_of_few_rows_are_shared(rows: int) -> None:
 
 def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it() -> None:
     table = small()
-    descriptor = table._placed().shared._descriptor
+    descriptor = table._placed().shared._descriptor.fileno()
     assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
@@ -90,7 +91,7 @@ def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it() -> None:
 
 def test_the_memory_is_taken_whole_and_goes_with_the_last_that_has_it() -> None:
     table = HostTable(1 << 18, 16, memory="shared")
-    status = os.fstat(table._placed().shared._descriptor)
+    status = os.fstat(table._placed().shared._descriptor.fileno())
     assert 0 <= status.st_blocks * 512 - table.nbytes <= 1 << 16
     before = set(os.listdir("/proc/self/fd"))
     handle = table.share()
@@ -122,15 +123,38 @@ def test_memory_that_the_system_does_not_give_is_a_memory_error() -> None:
 
 
 def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, closed = small().share(), mock.Mock(side_effect=os.close)
+    handle = small().share()
     before = os.listdir("/proc/self/fd")
     fail(monkeypatch, "map", code=errno.ENOMEM)
-    monkeypatch.setattr(shared_memory.calls, "close", closed)
-    with pytest.raises(OSError, match="Cannot allocate memory"):
+    with pytest.raises(OSError, match="Cannot allocate memory") as raised:
         HostTable.from_handle(handle)
-    gc.collect()
-    assert closed.call_count == 1
     assert len(os.listdir("/proc/self/fd")) == len(before)
+    other = [os.open("/dev/null", os.O_RDONLY) for _ in before]  # one of the same number
+    del raised
+    gc.collect()
+    for each in other:
+        os.close(each)
+
+
+def test_an_interrupt_at_any_line_leaves_no_lock_and_no_descriptor() -> None:
+    table = small()
+
+    def work(_: None) -> None:
+        other = HostTable.from_handle(pickle.loads(pickle.dumps(table.share())))
+        with other.writing():
+            pass
+        other.read_consistently(int)
+        other.begin_state("weight", torch.zeros(4))
+
+    work(None)
+    before = len(os.listdir("/proc/self/fd"))
+    files = source_files("memory/shared_memory.py")
+    for _ in every_interrupt(lambda: None, work, files=files):
+        with table.writing():
+            pass
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert table.read_consistently(lambda: True, timeout_s=1)
 
 
 def test_a_closed_table_is_not_shared_and_closing_twice_is_fine() -> None:
@@ -160,7 +184,7 @@ def test_a_table_of_one_process_is_not_shared() -> None:
     [
         ("_boot", "another machine, or of this one before its last start", ValueError),
         ("_namespace", "a process of another container", ValueError),
-        ("_file_of", "has closed it or has ended", ProcessLookupError),
+        ("_Descriptor.file", "has closed it or has ended", ProcessLookupError),
         ("_start_of", "has closed it or has ended", ProcessLookupError),
     ],
 )
@@ -169,7 +193,7 @@ def test_a_handle_of_elsewhere_is_told(
 ) -> None:
     table = small()
     handle = pickle.loads(pickle.dumps(table.share()))
-    monkeypatch.setattr(shared_memory, function, lambda *_: "other")
+    monkeypatch.setattr(f"{shared_memory.__name__}.{function}", lambda *_: "other")
     with pytest.raises(error, match=says):
         HostTable.from_handle(handle)
 
@@ -179,7 +203,7 @@ def test_memory_of_another_user_is_told() -> None:
     handle = pickle.loads(pickle.dumps(table.share()))
     refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     with (
-        mock.patch.object(shared_memory.calls, "open", refused),
+        mock.patch.object(shared_memory, "_Descriptor", refused),
         pytest.raises(PermissionError, match="belongs to another user"),
     ):
         HostTable.from_handle(handle)
