@@ -989,10 +989,10 @@ class HostTable:
             holder.refuse_if_captured("closing its table")
         self.write_back()
         placement, self._placement = self._placement, None
-        self._views.clear()
-        self._plain_views.clear()
-        del self._record
         try:
+            self._views.clear()
+            self._plain_views.clear()
+            del self._record
             placement.flush()
         finally:
             placement.release()

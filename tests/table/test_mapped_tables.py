@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch import HostTable
+from speedtorch.files import table_files
 from speedtorch.memory import memory_stats
 
 READ_ONLY = r"lies in a read-only mapping of .*: HostTable.open\(.*\) reads it into memory that can"
@@ -142,6 +144,7 @@ WRITES: dict[str, Callable[[HostTable], Any]] = {
         [torch.ones(0, 4)],
         torch.tensor([], dtype=torch.int64),
     ),
+    "copy": lambda table: copy.copy(table["weight"]).zero_(),
     "apply_": lambda table: table["weight"].apply_(lambda _: 0.0),
     "map2_": lambda table: table["weight"].map2_(table["weight"], table["weight"], max),
     "share_memory_": lambda table: table["weight"].share_memory_(),
@@ -195,10 +198,10 @@ def test_copies_and_pickles_of_mapped_rows_are_tensors_of_their_own(saved: Path)
     alone = pickle.dumps(rows[1])
     assert len(alone) < rows.nbytes
     sent = ForkingPickler.dumps(rows[1])
-    for made in (copy.copy(rows)[1], pickle.loads(alone), pickle.loads(sent)):
+    for made in (copy.deepcopy(rows[1]), pickle.loads(alone), pickle.loads(sent)):
         assert torch.equal(made, rows[1])
         made.zero_()
-    assert rows.data_ptr() == address
+    assert rows.data_ptr() == copy.copy(rows).data_ptr() == address
 
 
 def test_sparse_and_nested_tensors_of_mapped_rows_have_values_of_their_own(saved: Path) -> None:
@@ -246,6 +249,27 @@ def test_a_file_that_holds_a_table_and_was_cut_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was cut to 0 bytes"):
         table.close()
     assert table.closed
+
+
+def test_a_file_that_another_save_has_removed_meanwhile_is_not_kept_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "t.npy", []
+    HostTable(3, 2, state=("m",), memory="plain").save(path)
+    real = table_files._open_first
+
+    def first(*arguments: Any) -> Any:
+        opened.append(real(*arguments))
+        if len(opened) == 2:  # all files are open
+            (tmp_path / "t.m.npy").rename(tmp_path / "t.k.npy")
+        return opened[-1]
+
+    monkeypatch.setattr(table_files, "_open_first", first)
+    table = HostTable.open(path, "mapped")
+    assert list(table.fields) == ["weight", "k"] and len(opened) == 4
+    opened.clear()
+    gc.collect()
+    assert smaps(tmp_path / "t.k.npy", "Size") == {"Size": 4096}
 
 
 def test_a_file_that_was_replaced_stays_as_it_was(saved: Path) -> None:
