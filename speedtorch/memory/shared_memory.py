@@ -76,8 +76,7 @@ class _Descriptor(io.FileIO):
     @property
     def file(self) -> tuple[int, int]:
         """Device and inode of the memory."""
-        status = os.fstat(self.fileno())
-        return status.st_dev, status.st_ino
+        return _identity(os.fstat(self.fileno()))
 
 
 _writers: WeakValueDictionary[tuple[int, int, tuple[int, int]], _Descriptor] = WeakValueDictionary()
@@ -132,15 +131,17 @@ class SharedMemoryHandle:
             raise ProcessLookupError(errno.ESRCH, gone)
         path = f"/proc/{address.process}/fd/{address.descriptor}"
         try:
-            descriptor = _Descriptor(path, "r+")
+            # Asked first: by now the number may be that of a socket, or of another's file.
+            if _identity(os.stat(path)) == address.file:
+                descriptor = _Descriptor(path, "r+")
+                if descriptor.file == address.file:
+                    return descriptor
         except FileNotFoundError as error:
             raise ProcessLookupError(errno.ESRCH, gone) from error
         except PermissionError as error:
             text = "the table belongs to another user; processes of one user can share it"
             raise PermissionError(errno.EACCES, text, path) from error
-        if descriptor.file != address.file:
-            raise ProcessLookupError(errno.ESRCH, gone)
-        return descriptor
+        raise ProcessLookupError(errno.ESRCH, gone)
 
 
 def _received(address: _Address, sent: Any) -> SharedMemoryHandle:
@@ -372,6 +373,11 @@ def _new_file() -> _Descriptor:
         if error.errno != errno.EINVAL:  # which Linux before 6.3 says
             raise
         return _Descriptor(os.memfd_create("speedtorch", flags), "r+")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """Device and inode of a file."""
+    return status.st_dev, status.st_ino
 
 
 def _take(descriptor: int, size: int) -> None:

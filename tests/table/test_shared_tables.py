@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import stat
 import time
 from collections.abc import Callable
@@ -196,6 +197,20 @@ def test_a_handle_of_elsewhere_is_told(
     monkeypatch.setattr(f"{shared_memory.__name__}.{function}", lambda *_: "other")
     with pytest.raises(error, match=says):
         HostTable.from_handle(handle)
+
+
+@pytest.mark.parametrize("what", ["socket", "folder"])
+def test_a_descriptor_that_is_of_another_thing_by_now_is_told(what: str) -> None:
+    table = small()
+    number = table._placed().shared._descriptor.fileno()
+    handle = pickle.loads(pickle.dumps(table.share()))
+    table.close()
+    opened = socket.socket().detach() if what == "socket" else os.open("/", os.O_RDONLY)
+    assert os.dup2(opened, number) == number
+    with pytest.raises(ProcessLookupError, match="has closed it or has ended"):
+        HostTable.from_handle(handle)
+    for each in {opened, number}:
+        os.close(each)
 
 
 def test_memory_of_another_user_is_told() -> None:
