@@ -151,9 +151,21 @@ schema_name: Callable[[Any], str] = operator.attrgetter("_schema.name")
 
 @cache
 def written_arguments(operator: Any) -> dict[str, int]:
-    """Which arguments of an operator it writes to, by name, and their places."""
-    arguments = enumerate(operator._schema.arguments)
-    return {each.name: k for k, each in arguments if each.alias_info and each.alias_info.is_write}
+    """Which arguments of an operator it writes to, by name, and their places.
+
+    Some schemas do not say it: those of collectives, named as `c10d::broadcast_`, write to their
+    first argument, and batch norm to its running statistics.
+    """
+    schema = operator._schema
+    arguments = {each.name: (k, each.alias_info) for k, each in enumerate(schema.arguments)}
+    written = {
+        name: k
+        for name, (k, alias) in arguments.items()
+        if name in ("running_mean", "running_var") or (alias and alias.is_write)
+    }
+    if not written and schema.name.endswith("_") and not schema.name.endswith("__"):
+        return {name: k for name, (k, _) in arguments.items() if k == 0}
+    return written
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.files.file_format import listed
-from speedtorch.files.table_files import StoredField, open_fields
+from speedtorch.files.table_files import open_fields
 from speedtorch.legacy import families
 from speedtorch.legacy.batch_ids import Indexes, flat_index
 from speedtorch.legacy.numpy_index import Index, parts_of, put_parts, row_ids
@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 Source = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
+
+_Field = TypeVar("_Field")
 
 
 class GadgetSwitcher(OneField):
@@ -185,7 +187,7 @@ def _repeats_to(shape: Sequence[int], wanted: Sequence[int]) -> bool:
         return False
 
 
-def _choose(stored: Mapping[str, StoredField], field: str | None) -> StoredField:
+def _choose(stored: Mapping[str, _Field], field: str | None) -> _Field:
     """The one tensor of a file that is meant."""
     if field is None and len(stored) == 1:
         return next(iter(stored.values()))
@@ -262,11 +264,9 @@ class DataGadget(_CupyGadget):
         if not self._is_mapped:
             super()._read_file(path)
             return
-        with open_fields(path) as stored:
-            chosen = _choose(stored, self._field)
-        name = next(name for name, each in stored.items() if each is chosen)
         table = HostTable.open(path, "mapped")
-        self._stored = Stored(table, {"weight": table[name]})
+        rows = _choose({name: table[name] for name in table.fields}, self._field)
+        self._stored = Stored(table, {"weight": rows})
 
 
 @families.of_family(families.with_variable)

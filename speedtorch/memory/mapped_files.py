@@ -50,14 +50,16 @@ class MappedPlacement(Placement):
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(source)
-        self._files: dict[str, mmap.mmap] = {}
+        mapped: dict[str, mmap.mmap] = {}
         try:
-            with open_fields(source, opened=partial(open_to_map, mapped=self._files)) as stored:
+            with open_fields(source, opened=partial(open_to_map, mapped=mapped)) as stored:
                 _check_alignment(stored)
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
             raise NotMapped(f"the file system does not map it: {error.strerror}") from error
+        # Others were opened before another save replaced them.
+        self._files = {path: mapped[path] for path in {each.path for each in stored.values()}}
         whole = {path: _bytes_of(file) for path, file in self._files.items()}
         reasons = [host_memory.pin_if_possible(each) for each in whole.values()]
         self.reason = next(filter(None, reasons), "")

@@ -11,11 +11,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import mmap
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -38,8 +39,6 @@ _NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL of Linux 6.3, which some systems demand
 _RESERVED_AT_ONCE = 1 << 30  # Python answers signals in between
 _WORD_BYTES = 8
 _GIVEN = 1  # the word of a field that was loaded
-# Threads within SharedMemory.writing: they have the lock, and would wait for themselves.
-_writers: set[tuple[int, int, tuple[int, int]]] = set()
 
 _FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-5, 1e-3
 
@@ -62,6 +61,28 @@ class _Address:
     """Bytes of data."""
 
 
+class _Descriptor(io.FileIO):
+    """A descriptor of the memory, `_Descriptor(path or number, "r+")`, that closes with the object.
+
+    There is no line at which it is open and an error would leave it so.
+    """
+
+    __del__ = io.FileIO.close  # without the warning that FileIO gives
+
+    def opened_again(self) -> _Descriptor:
+        """Another open file of the same memory, with locks of its own."""
+        return _Descriptor(f"/proc/self/fd/{self.fileno()}", "r+")
+
+    @property
+    def file(self) -> tuple[int, int]:
+        """Device and inode of the memory."""
+        return _identity(os.fstat(self.fileno()))
+
+
+_writers: WeakValueDictionary[tuple[int, int, tuple[int, int]], _Descriptor] = WeakValueDictionary()
+"""Threads within writing(), and their locks."""
+
+
 class SharedMemoryHandle:
     """What opens the memory in another process, once pickled there.
 
@@ -69,20 +90,18 @@ class SharedMemoryHandle:
     the process that made the handle, which has to live until then, by its number in /proc.
     """
 
-    def __init__(self, address: _Address, descriptor: int | None) -> None:
+    def __init__(self, address: _Address, descriptor: _Descriptor | None) -> None:
         self.address = address
         self._descriptor = descriptor
         """A descriptor of its own, as long as this process does not need the address."""
-        if descriptor is not None:
-            weakref.finalize(self, os.close, descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         sent = None
         if self._descriptor is not None and get_spawning_popen() is not None:
-            sent = DupFd(self._descriptor)
+            sent = DupFd(self._descriptor.fileno())
         return _received, (self.address, sent)
 
-    def open(self) -> int:
+    def open(self) -> _Descriptor:
         """A new descriptor of the memory.
 
         Raises:
@@ -91,7 +110,7 @@ class SharedMemoryHandle:
             PermissionError: It belongs to another user.
         """
         if self._descriptor is not None:
-            return _opened_again(self._descriptor)
+            return self._descriptor.opened_again()
         address = self.address
         if address.boot != _boot():
             raise ValueError(
@@ -112,21 +131,22 @@ class SharedMemoryHandle:
             raise ProcessLookupError(errno.ESRCH, gone)
         path = f"/proc/{address.process}/fd/{address.descriptor}"
         try:
-            descriptor = calls.open(path, os.O_RDWR | os.O_CLOEXEC)
+            # Asked first: by now the number may be that of a socket, or of another's file.
+            if _identity(os.stat(path)) == address.file:
+                descriptor = _Descriptor(path, "r+")
+                if descriptor.file == address.file:
+                    return descriptor
         except FileNotFoundError as error:
             raise ProcessLookupError(errno.ESRCH, gone) from error
         except PermissionError as error:
             text = "the table belongs to another user; processes of one user can share it"
             raise PermissionError(errno.EACCES, text, path) from error
-        if _file_of(descriptor) != address.file:
-            calls.close(descriptor)
-            raise ProcessLookupError(errno.ESRCH, gone)
-        return descriptor
+        raise ProcessLookupError(errno.ESRCH, gone)
 
 
 def _received(address: _Address, sent: Any) -> SharedMemoryHandle:
     """A handle as another process gets it."""
-    return SharedMemoryHandle(address, None if sent is None else sent.detach())
+    return SharedMemoryHandle(address, None if sent is None else _Descriptor(sent.detach(), "r+"))
 
 
 class SharedMemory:
@@ -135,20 +155,28 @@ class SharedMemory:
     The memory goes with the last process, tensor and handle that has it.
 
     Args:
-        descriptor: Of the memory, which is sealed; closed with this.
+        descriptor: Of the memory, which is sealed; closed with this, also where this raises.
         count: Bytes of data.
+        new_bytes: All bytes of memory that is new, which is taken and sealed now.
 
     Attributes:
         data: uint8 `[count]`.
     """
 
-    def __init__(self, descriptor: int, count: int) -> None:
+    def __init__(self, descriptor: _Descriptor, count: int, new_bytes: int = 0) -> None:
         self._descriptor = descriptor
-        self._closer = weakref.finalize(self, calls.close, descriptor)
         self._count = count
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if count:
-            self.data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+        try:
+            if new_bytes:
+                _take(descriptor.fileno(), new_bytes)
+            if count:
+                self.data = torch.frombuffer(
+                    calls.map(descriptor.fileno(), count), dtype=torch.uint8
+                )
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def made(cls, count: int, fields: int) -> SharedMemory:
@@ -165,32 +193,19 @@ class SharedMemory:
                 " memory, use fewer or narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try all"
                 " the same"
             )
-        descriptor = _new_file()
         try:
-            os.fchmod(descriptor, 0o600)
-            with near_gpu():
-                for offset in range(0, size, _RESERVED_AT_ONCE):
-                    calls.reserve(descriptor, offset, min(_RESERVED_AT_ONCE, size - offset))
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-            return cls(descriptor, count)
-        except BaseException as error:
-            calls.close(descriptor)
-            if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
-                raise MemoryError(
-                    f"shared memory: the system gave less than {size:,} bytes: {error}"
-                ) from error
-            raise
+            return cls(_new_file(), count, size)
+        except OSError as error:
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+                raise
+            raise MemoryError(
+                f"shared memory: the system gave less than {size:,} bytes: {error}"
+            ) from error
 
     @classmethod
     def opened(cls, handle: SharedMemoryHandle) -> SharedMemory:
         """The memory of a handle; raises what SharedMemoryHandle.open does."""
-        descriptor = handle.open()
-        try:
-            return cls(descriptor, handle.address.count)
-        except BaseException:
-            calls.close(descriptor)
-            raise
+        return cls(handle.open(), handle.address.count)
 
     def handle(self) -> SharedMemoryHandle:
         """What opens the memory in another process."""
@@ -199,16 +214,16 @@ class SharedMemory:
             namespace=_namespace(),
             process=os.getpid(),
             started=_start_of(os.getpid()) or 0,
-            descriptor=self._descriptor,
-            file=_file_of(self._descriptor),
+            descriptor=self._descriptor.fileno(),
+            file=self._descriptor.file,
             count=self._count,
         )
         # Of its own: the process that is started next may get it after the table is closed.
-        return SharedMemoryHandle(address, os.dup(self._descriptor))
+        return SharedMemoryHandle(address, self._descriptor.opened_again())
 
     def close(self) -> None:
         """Closes the descriptor; the memory goes with the tensors of it."""
-        self._closer()
+        self._descriptor.close()
 
     # ---- first values
 
@@ -217,16 +232,19 @@ class SharedMemory:
 
         Returns whether the field began with this value, or with values that were loaded.
         """
-        mine = self._this_thread() in _writers
-        with nullcontext() if mine else self._locked(fcntl.LOCK_EX):
+        with (
+            nullcontext(self._descriptor)
+            if self._is_mine()
+            else self._locked(fcntl.LOCK_EX) as descriptor
+        ):
             if (mark := self._read_word(1 + field)) == 0:
                 fill()
-                self._write_word(1 + field, mark := _mark_of(value))
+                self._write_word(descriptor, 1 + field, mark := _mark_of(value))
         return mark in (_GIVEN, _mark_of(value))
 
     def note_given(self, field: int) -> None:
         """Says that a field has values which no process is to fill."""
-        self._write_word(1 + field, _GIVEN)
+        self._write_word(self._descriptor, 1 + field, _GIVEN)
 
     # ---- the version: a sequence lock
 
@@ -241,52 +259,69 @@ class SharedMemory:
 
     def _read_word(self, number: int) -> int:
         offset = _in_pages(self._count) + _WORD_BYTES * number
-        return int.from_bytes(os.pread(self._descriptor, _WORD_BYTES, offset), "little")
+        return int.from_bytes(os.pread(self._descriptor.fileno(), _WORD_BYTES, offset), "little")
 
-    def _write_word(self, number: int, word: int) -> None:
+    def _write_word(self, descriptor: _Descriptor, number: int, word: int) -> None:
         offset = _in_pages(self._count) + _WORD_BYTES * number
-        os.pwrite(self._descriptor, word.to_bytes(_WORD_BYTES, "little"), offset)
+        os.pwrite(descriptor.fileno(), word.to_bytes(_WORD_BYTES, "little"), offset)
 
     @contextmanager
-    def writing(self) -> Iterator[Callable[[], None]]:
+    def writing(self, settle: Callable[[], object]) -> Iterator[None]:
         """Within, this thread alone writes for readers that check the version.
 
-        It gives a function that says that all is written; without that call the version stays odd,
-        and readers are told that the writer ended.
+        At the end it calls settle(), after which all is written. If that raises the version stays
+        odd, and readers are told that the writer ended.
         """
-        if (writer := self._this_thread()) in _writers:
+        if self._is_mine():
             raise RuntimeError("writing: this thread writes already; one block is enough")
-        with self._locked(fcntl.LOCK_EX):
-            _writers.add(writer)
+        process = os.getpid()
+        with self._locked(fcntl.LOCK_EX) as descriptor:
+            _writers[self._this_thread()] = descriptor
+            # That of a writer that ended half-way is odd already.
+            version = self.version | 1
+            self._write_word(descriptor, 0, version)
             try:
-                # That of a writer that ended half-way is odd already.
-                version = self.version | 1
-                self._write_word(0, version)
-                yield lambda: self._write_word(0, version + 1)
+                yield
             finally:
-                _writers.discard(writer)
+                if os.getpid() == process:  # a child that was forked within ends no block
+                    settle()
+                    # Another thread may have closed the other descriptor.
+                    self._write_word(descriptor, 0, version + 1)
+
+    def _is_mine(self) -> bool:
+        """Whether this thread is within writing(): it has the lock, and would wait for itself."""
+        lock = _writers.get(self._this_thread())
+        return lock is not None and not lock.closed
 
     def _this_thread(self) -> tuple[int, int, tuple[int, int]]:
         """This thread, as what writes to this memory."""
-        return os.getpid(), threading.get_ident(), _file_of(self._descriptor)
+        return os.getpid(), threading.get_ident(), self._descriptor.file
 
     @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        """A lock of this thread: another open file has another lock, also in one process."""
-        descriptor = _opened_again(self._descriptor)
-        try:
-            calls.lock(descriptor, how)
-            yield
-        finally:
-            calls.close(descriptor)  # which gives the lock back
+    def _locked(self, how: int) -> Iterator[_Descriptor]:
+        """A lock of this thread: another open file has another lock, also in one process.
+
+        It gives that file.
+        """
+        process = os.getpid()
+        with self._descriptor.opened_again() as descriptor:
+            calls.lock(descriptor.fileno(), how)
+            try:
+                yield descriptor
+            finally:
+                if os.getpid() == process:
+                    # Closing gives no lock back that a forked child has, too.
+                    calls.lock(descriptor.fileno(), fcntl.LOCK_UN)
 
     def read_consistently(self, read: Callable[[], _Result], timeout_s: float) -> _Result:
-        """The result of a call of read() while which no writer was at work.
+        """The result of a call of read() while which no writer but this thread was at work.
 
         Raises:
             TimeoutError: There was none in so many seconds.
             RuntimeError: A writer ended while it wrote.
         """
+        if self._is_mine():
+            return read()
         until, nap = time.monotonic() + timeout_s, _FIRST_NAP_SECONDS
         while True:
             before = self.version
@@ -327,27 +362,32 @@ def _mark_of(value: bytes) -> int:
     return int.from_bytes(digest, "little") | 2
 
 
-def _new_file() -> int:
-    """A descriptor of an empty anonymous file in memory that can be sealed."""
+def _new_file() -> _Descriptor:
+    """An empty anonymous file in memory that can be sealed."""
     if not hasattr(os, "memfd_create"):
         raise RuntimeError("memory='shared' needs memfd_create, of Linux with glibc 2.27 or later")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create("speedtorch", flags | _NOEXEC_SEAL)
+        return _Descriptor(os.memfd_create("speedtorch", flags | _NOEXEC_SEAL), "r+")
     except OSError as error:
         if error.errno != errno.EINVAL:  # which Linux before 6.3 says
             raise
-        return os.memfd_create("speedtorch", flags)
+        return _Descriptor(os.memfd_create("speedtorch", flags), "r+")
 
 
-def _opened_again(descriptor: int) -> int:
-    """Another open file of the same memory, with locks of its own."""
-    return calls.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-
-
-def _file_of(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """Device and inode of a file."""
     return status.st_dev, status.st_ino
+
+
+def _take(descriptor: int, size: int) -> None:
+    """Takes memory for a new file, whose size is the same from then on."""
+    os.fchmod(descriptor, 0o600)
+    with near_gpu():
+        for offset in range(0, size, _RESERVED_AT_ONCE):
+            calls.reserve(descriptor, offset, min(_RESERVED_AT_ONCE, size - offset))
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 
 def _boot() -> str:

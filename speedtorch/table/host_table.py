@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
@@ -877,13 +877,18 @@ class HostTable:
 
     # ---- several processes
 
+    was_shared = False
+    """Whether share() was called: another table cannot take this one's place."""
+
     def share(self) -> TableHandle:
         """What HostTable.from_handle opens in another process of this machine and user.
 
         It can be pickled: as an argument of a process that multiprocessing starts, in the data set
-        of a DataLoader, or by torch.distributed.broadcast_object_list. Of a table that a module has
-        made, attach its optimizer first, which makes room for the state by a new table. While a
-        handle is there, the memory stays, as it does while another process has the table.
+        of a DataLoader, or by torch.distributed.broadcast_object_list. While a handle is there, the
+        memory stays, as it does while another process has the table.
+
+        Of a table that a module has made, attach its optimizer first: it adds fields of state to a
+        table that has not been shared. Those of one that has are kept by each process for itself.
 
         Several processes may write at once if each writes rows of its own. Otherwise one writes,
         within writing(), and the others read by read_consistently(); see there.
@@ -896,6 +901,7 @@ class HostTable:
             >>> table.share().rows
             1000
         """
+        self.was_shared = True
         return TableHandle.of(
             self._layout, self.rows, self.was_read, self._placed().shared.handle()
         )
@@ -917,8 +923,7 @@ class HostTable:
         """
         return self._placed().shared.version
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         """Within, this thread alone writes rows for readers in other processes; others wait.
 
         Any way of writing will do: scatter(), a view, the step of an optimizer. At the end rows
@@ -935,17 +940,13 @@ class HostTable:
             >>> with table.writing():
             ...     table.scatter(torch.tensor([0, 1]), torch.ones(2, 1))
         """
-        with self._placed().shared.writing() as all_is_written:
-            try:
-                yield
-            finally:
-                self.settle()
-                all_is_written()
+        return self._placed().shared.writing(self.settle)
 
     def read_consistently(self, read: Callable[[], _Result], *, timeout_s: float = 10.0) -> _Result:
         """The result of `read()`, called again until no process wrote within writing() meanwhile.
 
-        This is a sequence lock: readers take no lock and do not hold the writer up.
+        This is a sequence lock: readers take no lock and do not hold the writer up. The thread that
+        is within writing() itself reads at once.
 
         Args:
             read: Reads rows, as by gather() or a module's lookup without gradients, and gives
@@ -1015,10 +1016,10 @@ class HostTable:
             holder.refuse_if_captured("closing its table")
         self.write_back()
         placement, self._placement = self._placement, None
-        self._views.clear()
-        self._plain_views.clear()
-        del self._record
         try:
+            self._views.clear()
+            self._plain_views.clear()
+            del self._record
             placement.flush()
         finally:
             placement.release()

@@ -179,7 +179,7 @@ class LazyTable:
         if all(table.fields.get(name) == field for name, field in fields.items()):
             return table.was_read
         made = None
-        if self._owned:
+        if self._owned and not table.was_shared:
             with suppress(MemoryError):  # there may be room for the state beside the old one
                 made = self._made({"weight": table.fields["weight"], **fields})
         if made is None:

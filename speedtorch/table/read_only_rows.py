@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from speedtorch.torch_internals import (
     schema_name,
@@ -16,14 +17,18 @@ from speedtorch.torch_internals import (
     written_arguments,
 )
 
-__all__ = ["ReadOnlyRows"]
+__all__ = ["ReadOnlyRows", "in_own_storage"]
 
 
 class ReadOnlyRows(Tensor):
     """Rows in memory that the system lets this process read only: a write would end it.
 
     Operations that write to them, or to a view of them, raise ValueError before anything happens;
-    all others work, also those of other libraries. Results in memory of their own are plain.
+    all others work, also those of other libraries. Results in memory of their own are plain, also
+    what copy.deepcopy and pickle make, which has the elements of a view alone.
+
+    No operation sees what is written through `untyped_storage()`, the `data` of another tensor, or
+    torch.from_numpy: such a write ends the process.
 
     Attributes:
         rows: The same as a plain tensor, which nothing guards.
@@ -74,8 +79,17 @@ class ReadOnlyRows(Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
+    def apply_(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, as torch calls no operation for it."""
+        raise ValueError(f"the tensor {self._remedy}")
+
+    map_ = map2_ = share_memory_ = apply_
+
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
         raise BufferError(f"__dlpack__: others could write: the memory {self._remedy}")
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy in memory of its own, which can be written."""
@@ -83,11 +97,27 @@ class ReadOnlyRows(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What is read again is a plain tensor of its own.
-        return self.rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        # The storage that they have is the whole file, and multiprocessing moves what it sends.
+        data = in_own_storage(self.rows.contiguous().view(-1).view(torch.uint8))
+        own = data.view(self.rows.dtype).view(self.rows.shape)
+        return own.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.rows)
+
+    def __format__(self, form: str) -> str:
+        return format(self.rows, form)
+
+
+def in_own_storage(values: Tensor) -> Tensor:
+    """A contiguous tensor in the same memory, whose storage begins and ends with it.
+
+    accelerate takes tensors of one storage for one tensor, and saves the first of them alone.
+    """
+    if values.untyped_storage().nbytes() == values.numel() * values.element_size():
+        return values
+    with torch.inference_mode(False), torch.cuda.device(values.get_device()):
+        return from_dlpack(values.__dlpack__())
 
 
 def _plain(value: Any) -> Any:
@@ -99,8 +129,10 @@ def _guard_of(given: list[ReadOnlyRows]) -> Callable[[Any], Any]:
     by_memory = {each.rows.untyped_storage().data_ptr(): each for each in given}
 
     def guarded(value: Any) -> Any:
-        if type(value) is not Tensor or value.layout != torch.strided:
+        if not isinstance(value, Tensor):
             return value
+        if value.layout != torch.strided:
+            return value.clone()  # sparse and nested tensors may have these rows as their values
         of = by_memory.get(value.untyped_storage().data_ptr())
         return value if of is None else ReadOnlyRows(value, of._remedy, of._whole)
 

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from speedtorch.memory import host_memory
 from speedtorch.ops.functions import pinned_copy
 from speedtorch.table.host_table import is_same
 from speedtorch.table.lazy_table import LazyTable
-from speedtorch.table.read_only_rows import ReadOnlyRows
+from speedtorch.table.read_only_rows import ReadOnlyRows, in_own_storage
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["WholeFields", "given_in_place"]
@@ -116,12 +114,12 @@ class WholeFields:
         the strided view of the records, which torch.save takes.
         """
         if name in self._full:
-            return _in_own_storage(self._full[name][rows])
+            return in_own_storage(self._full[name][rows])
         field = self.in_place(name, rows)
         if isinstance(field, SharedRows | ReadOnlyRows) or _are_given_in_place.get():
             return field
         if field.is_contiguous():
-            return _in_own_storage(field)
+            return in_own_storage(field)
         nbytes = field.numel() * field.element_size()
         if field.is_cuda or nbytes > host_memory.available_bytes() // 2:
             return field
@@ -150,14 +148,3 @@ def _convert(value: Tensor, field: Tensor) -> None:
     for begin in range(0, len(field), rows):
         block = value[begin : begin + rows].to(field.dtype).contiguous()
         pinned_copy(field[begin : begin + rows], block)
-
-
-def _in_own_storage(values: Tensor) -> Tensor:
-    """A contiguous tensor in the same memory, whose storage begins and ends with it.
-
-    accelerate takes tensors of one storage for one tensor, and saves the first of them alone.
-    """
-    if values.untyped_storage().nbytes() == values.numel() * values.element_size():
-        return values
-    with torch.inference_mode(False), torch.cuda.device(values.get_device()):
-        return from_dlpack(values.__dlpack__())

@@ -152,6 +152,8 @@ def test_written_arguments() -> None:
     assert of(torch.ops.aten.add.out) == {"out": 3}
     assert of(torch.ops.aten.view.default) == {}
     assert of(torch.ops.aten._foreach_add_.Scalar) == {"self": 0}
+    assert of(torch.ops.c10d.broadcast_.default) == {"tensors": 0}
+    assert of(torch.ops.aten.native_batch_norm.default) == {"running_mean": 3, "running_var": 4}
 
 
 def test_set_versions() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import io
 import json
 import os
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch import HostTable
+from speedtorch.files import table_files
 from speedtorch.memory import memory_stats
 
 READ_ONLY = r"lies in a read-only mapping of .*: HostTable.open\(.*\) reads it into memory that can"
@@ -140,6 +144,13 @@ WRITES: dict[str, Callable[[HostTable], Any]] = {
         [torch.ones(0, 4)],
         torch.tensor([], dtype=torch.int64),
     ),
+    "copy": lambda table: copy.copy(table["weight"]).zero_(),
+    "apply_": lambda table: table["weight"].apply_(lambda _: 0.0),
+    "map2_": lambda table: table["weight"].map2_(table["weight"], table["weight"], max),
+    "share_memory_": lambda table: table["weight"].share_memory_(),
+    "batch_norm": lambda table: torch.nn.functional.batch_norm(
+        torch.ones(2, 4), table["weight"][0], table["weight"][1], training=True
+    ),
 }
 
 
@@ -177,6 +188,29 @@ def test_results_in_memory_of_their_own_are_plain_tensors(saved: Path) -> None:
         assert type(made) is Tensor
         made.zero_()
     assert type(rows[3]) is type(rows.view(-1)) is type(rows)
+    assert f"{rows[0, 0]:.3f}" == f"{float(rows[0, 0]):.3f}"
+
+
+def test_copies_and_pickles_of_mapped_rows_are_tensors_of_their_own(saved: Path) -> None:
+    """A pickle for another process does not move the file's memory to where both have it."""
+    rows = HostTable.open(saved, "mapped")["weight"]
+    address = rows.data_ptr()
+    alone = pickle.dumps(rows[1])
+    assert len(alone) < rows.nbytes
+    sent = ForkingPickler.dumps(rows[1])
+    for made in (copy.deepcopy(rows[1]), pickle.loads(alone), pickle.loads(sent)):
+        assert torch.equal(made, rows[1])
+        made.zero_()
+    assert rows.data_ptr() == copy.copy(rows).data_ptr() == address
+
+
+def test_sparse_and_nested_tensors_of_mapped_rows_have_values_of_their_own(saved: Path) -> None:
+    rows = HostTable.open(saved, "mapped")["weight"]
+    ids = torch.zeros(1, len(rows), dtype=torch.int64)
+    torch.sparse_coo_tensor(ids, rows, (1, 4))._values().zero_()
+    torch.sparse_csr_tensor(torch.tensor([0, 4]), torch.arange(4), rows[0]).values().zero_()
+    torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 2, len(rows)])).values().zero_()
+    assert rows.any()
     assert str(rows[0]) == str(rows[0].clone()) and rows[0].tolist() == rows[0].clone().tolist()
 
 
@@ -215,6 +249,27 @@ def test_a_file_that_holds_a_table_and_was_cut_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was cut to 0 bytes"):
         table.close()
     assert table.closed
+
+
+def test_a_file_that_another_save_has_removed_meanwhile_is_not_kept_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "t.npy", []
+    HostTable(3, 2, state=("m",), memory="plain").save(path)
+    real = table_files._open_first
+
+    def first(*arguments: Any) -> Any:
+        opened.append(real(*arguments))
+        if len(opened) == 2:  # all files are open
+            (tmp_path / "t.m.npy").rename(tmp_path / "t.k.npy")
+        return opened[-1]
+
+    monkeypatch.setattr(table_files, "_open_first", first)
+    table = HostTable.open(path, "mapped")
+    assert list(table.fields) == ["weight", "k"] and len(opened) == 4
+    opened.clear()
+    gc.collect()
+    assert smaps(tmp_path / "t.k.npy", "Size") == {"Size": 4096}
 
 
 def test_a_file_that_was_replaced_stays_as_it_was(saved: Path) -> None:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import errno
+import gc
 import os
 import pickle
+import signal
+import socket
 import stat
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from cuda_calls import PretendedDriver
+from file_faults import fail
+from interrupts import every_interrupt, source_files
 from table_processes import (
     Rows,
     counts_bytes,
@@ -73,7 +83,7 @@ def test_tables_of_few_rows_are_shared(rows: int) -> None:
 
 def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it() -> None:
     table = small()
-    descriptor = table._placed().shared._descriptor
+    descriptor = table._placed().shared._descriptor.fileno()
     assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
@@ -82,7 +92,7 @@ def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it() -> None:
 
 def test_the_memory_is_taken_whole_and_goes_with_the_last_that_has_it() -> None:
     table = HostTable(1 << 18, 16, memory="shared")
-    status = os.fstat(table._placed().shared._descriptor)
+    status = os.fstat(table._placed().shared._descriptor.fileno())
     assert 0 <= status.st_blocks * 512 - table.nbytes <= 1 << 16
     before = set(os.listdir("/proc/self/fd"))
     handle = table.share()
@@ -113,6 +123,41 @@ def test_memory_that_the_system_does_not_give_is_a_memory_error() -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = small().share()
+    before = os.listdir("/proc/self/fd")
+    fail(monkeypatch, "map", code=errno.ENOMEM)
+    with pytest.raises(OSError, match="Cannot allocate memory") as raised:
+        HostTable.from_handle(handle)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    other = [os.open("/dev/null", os.O_RDONLY) for _ in before]  # one of the same number
+    del raised
+    gc.collect()
+    for each in other:
+        os.close(each)
+
+
+def test_an_interrupt_at_any_line_leaves_no_lock_and_no_descriptor() -> None:
+    table = small()
+
+    def work(_: None) -> None:
+        other = HostTable.from_handle(pickle.loads(pickle.dumps(table.share())))
+        with other.writing():
+            pass
+        other.read_consistently(int)
+        other.begin_state("weight", torch.zeros(4))
+
+    work(None)
+    before = len(os.listdir("/proc/self/fd"))
+    files = source_files("memory/shared_memory.py")
+    for _ in every_interrupt(lambda: None, work, files=files):
+        with table.writing():
+            pass
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert table.read_consistently(lambda: True, timeout_s=1)
+
+
 def test_a_closed_table_is_not_shared_and_closing_twice_is_fine() -> None:
     table = small()
     handle = pickle.loads(pickle.dumps(table.share()))
@@ -140,7 +185,7 @@ def test_a_table_of_one_process_is_not_shared() -> None:
     [
         ("_boot", "another machine, or of this one before its last start", ValueError),
         ("_namespace", "a process of another container", ValueError),
-        ("_file_of", "has closed it or has ended", ProcessLookupError),
+        ("_Descriptor.file", "has closed it or has ended", ProcessLookupError),
         ("_start_of", "has closed it or has ended", ProcessLookupError),
     ],
 )
@@ -149,9 +194,23 @@ def test_a_handle_of_elsewhere_is_told(
 ) -> None:
     table = small()
     handle = pickle.loads(pickle.dumps(table.share()))
-    monkeypatch.setattr(shared_memory, function, lambda *_: "other")
+    monkeypatch.setattr(f"{shared_memory.__name__}.{function}", lambda *_: "other")
     with pytest.raises(error, match=says):
         HostTable.from_handle(handle)
+
+
+@pytest.mark.parametrize("what", ["socket", "folder"])
+def test_a_descriptor_that_is_of_another_thing_by_now_is_told(what: str) -> None:
+    table = small()
+    number = table._placed().shared._descriptor.fileno()
+    handle = pickle.loads(pickle.dumps(table.share()))
+    table.close()
+    opened = socket.socket().detach() if what == "socket" else os.open("/", os.O_RDONLY)
+    assert os.dup2(opened, number) == number
+    with pytest.raises(ProcessLookupError, match="has closed it or has ended"):
+        HostTable.from_handle(handle)
+    for each in {opened, number}:
+        os.close(each)
 
 
 def test_memory_of_another_user_is_told() -> None:
@@ -159,7 +218,7 @@ def test_memory_of_another_user_is_told() -> None:
     handle = pickle.loads(pickle.dumps(table.share()))
     refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     with (
-        mock.patch.object(shared_memory.calls, "open", refused),
+        mock.patch.object(shared_memory, "_Descriptor", refused),
         pytest.raises(PermissionError, match="belongs to another user"),
     ):
         HostTable.from_handle(handle)
@@ -187,6 +246,18 @@ def test_a_module_makes_a_shared_table() -> None:
     assert torch.equal(other["exp_avg"], module.table["exp_avg"])
     assert other["exp_avg"][1].tolist() == [pytest.approx(0.1)] * 4
     assert copy.deepcopy(module).table.memory == "shared"
+
+
+def test_a_modules_table_that_was_shared_stays_the_one_that_is_trained() -> None:
+    module = speedtorch.Embedding(10, 4, memory="shared")
+    other = HostTable.from_handle(module.table.share())
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    speedtorch.attach(optimizer, module)
+    before = other["weight"].clone()
+    module(torch.arange(10)).sum().backward()
+    optimizer.step()
+    assert torch.equal(module.table["weight"], other["weight"])
+    assert not torch.equal(before, other["weight"])
 
 
 def adagrad(table: HostTable, first: float) -> None:
@@ -321,11 +392,43 @@ def test_a_read_beside_a_write_is_repeated() -> None:
 
 def test_a_reader_waits_so_long() -> None:
     table = small()
-    with (
-        table.writing(),
-        pytest.raises(TimeoutError, match=r"left no 0.01 s in which the rows could be read"),
-    ):
-        table.read_consistently(table.settle, timeout_s=0.01)
+    with ThreadPool(1) as reader, table.writing():
+        read = partial(table.read_consistently, int, timeout_s=0.01)
+        with pytest.raises(TimeoutError, match=r"left no 0.01 s in which the rows could be read"):
+            reader.apply(read)
+
+
+def test_a_thread_that_writes_reads_its_own_rows_at_once() -> None:
+    table = small()
+    with table.writing():
+        table.fill_(1)
+        assert table.read_consistently(lambda: table["weight"].sum(), timeout_s=0) == 40
+
+
+def test_a_child_that_was_forked_within_writing_neither_keeps_the_lock_nor_ends_the_block() -> None:
+    table, ends = small(), os.pipe()
+    child = 0
+    with ThreadPool(1) as writer:
+        with suppress(KeyError), table.writing():
+            if (child := os.fork()) == 0:
+                raise KeyError
+            os.read(ends[0], 1)
+            assert table.version == 1
+        if child == 0:
+            os.write(ends[1], b"x")
+            time.sleep(60)
+            os._exit(0)
+        try:
+            writer.apply_async(writes_once, (table,)).get(20)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert table.version == 4
+
+
+def writes_once(table: HostTable) -> None:
+    with table.writing():
+        table.fill_(1)
 
 
 # ------------------------------------------------------------------------------------------------
