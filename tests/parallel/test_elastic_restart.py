@@ -23,8 +23,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import speedtorch
+from speedtorch.files import system_calls
 
-STEPS, KILLED_AT = 6, int(os.environ["KILLED_AT"])
+STEPS, KILLED_AT, HOW = 6, int(os.environ["KILLED_AT"]), os.environ["HOW"]
 dist.init_process_group("gloo")
 rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 torch.manual_seed(0)
@@ -34,7 +35,9 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 speedtorch.attach(optimizer, model)
 
 first = 0
-if os.path.exists("latest"):
+if HOW != "checkpoint" and os.path.exists("saved/generation-00000001"):
+    first = speedtorch.load("saved", model=model, optimizer=optimizer)["step"]
+elif os.path.exists("latest"):
     first = int(open("latest").read())
     of_model, of_optimizer = get_state_dict(model, optimizer)
     checkpoint.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"saved/{first}")
@@ -42,13 +45,27 @@ if os.path.exists("latest"):
         model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer
     )
 print(f"rank {rank} begins with step {first}", flush=True)
-for step in range(first, STEPS):
+
+
+def batch(step):
     random = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(300, (32,), generator=random)
+
+
+loop = speedtorch.prefetch(map(batch, range(first, STEPS)), model[0], ids=lambda ids: ids)
+for step, ids in enumerate(loop, first):
     optimizer.zero_grad()
-    model(torch.randint(300, (32,), generator=random)).square().sum().backward()
+    model(ids).square().sum().backward()
     optimizer.step()
     if (step, rank, restarts) == (KILLED_AT, 1, 0):
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+        if HOW == "within a save":
+            system_calls.calls.write = kill
+        else:
+            kill()
+    if HOW != "checkpoint":
+        speedtorch.save("saved", keep=9, model=model, optimizer=optimizer, step=step + 1)
+        continue
     of_model, of_optimizer = get_state_dict(model, optimizer)
     saved = {"model": of_model, "optimizer": of_optimizer}
     checkpoint.save(saved, checkpoint_id=f"saved/{step + 1}")
@@ -65,7 +82,8 @@ dist.destroy_process_group()
 
 @pytest.mark.examples
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_killed_rank_changes_no_bit_of_what_is_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["between saves", "within a save", "checkpoint"])
+def test_a_killed_rank_changes_no_bit_of_what_is_trained(how: str, tmp_path: Path) -> None:
     rows, said = [], []
     for killed_at in (-1, 3):
         folder = tmp_path / str(killed_at)
@@ -84,10 +102,13 @@ def test_a_killed_rank_changes_no_bit_of_what_is_trained(tmp_path: Path) -> None
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 "CUDA_VISIBLE_DEVICES": "",
                 "KILLED_AT": str(killed_at),
+                "HOW": how,
             },
         )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
+        saved = sorted(os.listdir(folder / "saved"))
+        assert len(saved) == 6 and not any(name.startswith(".") for name in saved), saved
         rows.append([torch.load(folder / f"{rank}.pt") for rank in range(2)])
     assert "begins with step 3" not in said[0] and said[1].count("begins with step 3") == 2
     for whole, resumed in zip(*rows, strict=True):
