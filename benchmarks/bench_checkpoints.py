@@ -6,7 +6,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from benchmarks.bench_hot_rows import STEPS, ids_of
-from benchmarks.harness import Figure, Measured, figure_of, forget, synchronize, take_turn
+from benchmarks.harness import Figure, Measured, figure_of, forget, take_turn, timed
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.training import prefetched
@@ -41,15 +42,6 @@ def trained(rows: int) -> tuple[speedtorch.Embedding, optim.Optimizer]:
     optimizer.step()
     optimizer.zero_grad()
     return module, optimizer
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Milliseconds."""
-    synchronize()
-    begin = time.perf_counter()
-    call()
-    synchronize()
-    return (time.perf_counter() - begin) * 1e3
 
 
 def plain_write(path: Path, data: memoryview) -> None:
@@ -127,6 +119,19 @@ def saves(folder: Path) -> Measured:
     yield figure_of("save", "torch.save of the state dicts, fsync", times, bound=bound, **told)
 
 
+def loop(
+    module: speedtorch.Embedding,
+    optimizer: optim.Optimizer,
+    batches: Sequence[Tensor],
+    gradient: Tensor,
+) -> None:
+    """A few steps."""
+    for ids in prefetched(module)(batches):
+        optimizer.zero_grad()
+        module(ids).backward(gradient)
+        optimizer.step()
+
+
 def steps() -> Iterator[Figure]:
     """Steps of a table that notes what they write, and of one that does not, in turns."""
     gradient = torch.randn(SIZES.large_batch, COLUMNS, device=DEVICE)
@@ -138,14 +143,9 @@ def steps() -> Iterator[Figure]:
         for notes in (False, True) if number % 2 else (True, False):
             module, optimizer = pairs[notes]
             take_turn()
-            begin = time.perf_counter()
-            for ids in prefetched(module)(batches):
-                optimizer.zero_grad()
-                module(ids).backward(gradient)
-                optimizer.step()
-            synchronize()
+            spent = timed(partial(loop, module, optimizer, batches, gradient))
             if number:
-                times[notes].append((time.perf_counter() - begin) * 1e3 / STEPS)
+                times[notes].append(spent / STEPS)
     yield figure_of("a step, Zipf 1.05, Adam", "changes are not noted", times[False], kind="plain")
     yield figure_of("a step, Zipf 1.05, Adam", "changes are noted", times[True], kind="noted")
 
@@ -155,18 +155,11 @@ def beside_a_save(folder: Path) -> Measured:
     module, optimizer = trained(SIZES.saved_rows)
     gradient = torch.randn(SIZES.large_batch, COLUMNS, device=DEVICE)
 
-    def loop() -> float:
+    def steps_ms() -> float:
         batches = [zipf_ids(SIZES.saved_rows, SIZES.large_batch) for _ in range(STEPS)]
-        synchronize()
-        begin = time.perf_counter()
-        for ids in prefetched(module)(batches):
-            optimizer.zero_grad()
-            module(ids).backward(gradient)
-            optimizer.step()
-        synchronize()
-        return (time.perf_counter() - begin) * 1e3
+        return timed(partial(loop, module, optimizer, batches, gradient))
 
-    without = [loop() / STEPS for _ in range(4 + SIZES.noted_loops)][4:]
+    without = [steps_ms() / STEPS for _ in range(4 + SIZES.noted_loops)][4:]
     waits, means, steps = [], [], 0
     for _ in range(_TIMES):
         begin, steps = time.perf_counter(), 0
@@ -174,7 +167,7 @@ def beside_a_save(folder: Path) -> Measured:
         saving = speedtorch.save(folder, keep=1, background=True, model=module, optimizer=optimizer)
         called = (time.perf_counter() - begin) * 1e3
         while not saving.done() or not steps:
-            spent += loop()
+            spent += steps_ms()
             steps += STEPS
         waits.append((saving.result().waited or 0.0) * 1e3)
         means.append((called + spent) / steps)

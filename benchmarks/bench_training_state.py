@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import speedtorch
-from benchmarks.harness import WARM_UPS, Figure, Measured, figure_of, forget, synchronize, turns
+from benchmarks.harness import (
+    WARM_UPS,
+    Figure,
+    Measured,
+    figure_of,
+    forget,
+    synchronize,
+    timed,
+    turns,
+)
 from benchmarks.sizes import DEVICE, SIZES
 
 
@@ -118,15 +126,6 @@ def memcpy(case: Case) -> Iterator[Figure]:
     for name, to, given in (("asleep", host, there), ("awake", there, host)):
         times = [timed(lambda to=to, given=given: to.copy_(given)) for _ in turns()]  # type: ignore[misc]
         yield figure_of(name + case.more, "memcpy", times[WARM_UPS:], nbytes=case.nbytes)
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Milliseconds."""
-    synchronize()
-    begin = time.perf_counter()
-    call()
-    synchronize()
-    return (time.perf_counter() - begin) * 1e3
 
 
 def change(parameters: nn.ParameterList) -> None:

@@ -189,6 +189,12 @@ def wall_ms(run: Callable[[Any], object], given: Any = None) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
+def timed(call: Callable[[], object]) -> float:
+    """Milliseconds of a call, from and until the GPU has nothing to do."""
+    synchronize()
+    return wall_ms(lambda _: call())
+
+
 def measure(
     section: str,
     name: str,

@@ -1,4 +1,4 @@
-"""What a captured step trains and keeps: memory that a CUDA graph uses, whoever else refers to it.
+"""What a captured step trains and keeps: memory that a CUDA graph uses and must not lose.
 
 The optimizer may be given other tensors meanwhile: load_state_dict makes new ones. Then their
 numbers go to those of the graph, which become the optimizer's again.

@@ -136,7 +136,7 @@ def save(
         base: The number of a generation of this folder: of tables only rows are written that have
             changed since then. A table that had noted no changes is written as a whole, and notes
             them from now on (HostTable.track_changes). After 256 in a row all rows are written,
-            and Saved.base is None. Nobody else saves to the folder meanwhile.
+            and Saved.base is None. No other process saves to the folder meanwhile.
         background: Copy what is saved, and write it while training goes on. The next save or load
             of the folder, and the end of the process, wait until it is written.
         max_memory: Most bytes of the copies, as a number or "64GiB"; by default half of the host

@@ -192,8 +192,8 @@ class RowStore:
     def can_join(self, device: torch.device) -> bool:
         """Whether one op may move these rows with those of other tables.
 
-        The device reaches them in host memory, no other module was made to train them, and nobody
-        asks which of them have changed.
+        The device reaches them in host memory, no other module was made to train them, and their
+        changes are not noted.
         """
         if self._table.memory is None or self._table.claim.was_replaced:
             return False

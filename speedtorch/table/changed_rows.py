@@ -80,7 +80,7 @@ class ChangedRows:
     def moving(self) -> Iterator[None]:
         """Notes nothing within: rows come and go as they were noted before.
 
-        Where an exception ends it all rows count as written, as whoever looks next sees.
+        Where an exception ends it all rows count as written, as the next look finds.
         """
         self._look()
         yield

@@ -296,7 +296,7 @@ def saved(state: Any) -> bytes:
 
 
 def churn() -> None:
-    """Writes to memory of the GPU that nobody has any more."""
+    """Writes to memory of the GPU that is free again."""
     for size in (4, 32, 128, 1024):
         [torch.full((size,), 3.0, device="cuda") for _ in range(100)]
 

@@ -41,7 +41,7 @@ BUGS = {
         "speedtorch.pinned_scatter(torch.zeros(9, 5), torch.arange(9), torch.ones(9, 5))",
         "heap-buffer-overflow",
     ),
-    "ids that nobody looks at": Bug(
+    "ids that are not looked at": Bug(
         "core/tensor_checks.cpp",
         "if (!good) all_good = false;",
         "if (!good) all_good = true;",
