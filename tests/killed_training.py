@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.files.generations import generations_of
 
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 ROWS, END, EVERY = 500, 180, 3
 
 
@@ -63,11 +65,21 @@ def train(folder: Path | None) -> dict[str, Any]:
     return {**model.state_dict(), **kept}
 
 
-def killed_after(seconds: float, folder: Path) -> bool:
-    """Trains in a fork, which is killed; whether it was before its end."""
+def newest(folder: Path) -> int:
+    return max(generations_of(str(folder)), default=0)
+
+
+def killed_after(seconds: float, folder: Path, *, waits: bool) -> bool:
+    """Trains in a fork, which is killed; whether it was before its end.
+
+    The seconds count from its first save on if it `waits`, however slow the machine is.
+    """
+    before = newest(folder)
     if (child := os.fork()) == 0:
         train(folder)
         os._exit(0)
+    while waits and newest(folder) == before and os.waitid(os.P_PID, child, _LOOK) is None:
+        time.sleep(1e-3)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -81,8 +93,8 @@ def main(folder: Path, kills: int, seed: int) -> None:
     chance, killed, resumed = random.Random(seed), 0, 0
     expected = train(None)
     for _ in range(kills):
-        resumed += folder.exists() and any(not name.startswith(".") for name in os.listdir(folder))
-        killed += killed_after(chance.uniform(0.05, 0.6), folder)
+        resumed += newest(folder) > 0
+        killed += killed_after(chance.uniform(0, 0.15), folder, waits=chance.random() < 0.8)
     ours = train(folder)
     assert ours.keys() == expected.keys()
     for name, each in expected.items():

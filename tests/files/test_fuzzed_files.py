@@ -27,7 +27,7 @@ from speedtorch.parallel.saved_generation import SavedGeneration
 
 COUNT = int(os.environ.get("SPEEDTORCH_FUZZ", "20000"))
 SEED = os.environ.get("SPEEDTORCH_FUZZ_SEED", "")
-SECONDS, MEMORY = 2.0, 64 << 20
+SECONDS, MEMORY = 10.0, 64 << 20
 WORDS = [
     *(b"0", b"-1", b"1e9", b"9" * 30, b"18446744073709551615", b"2147483648", b"NaN", b"true"),
     *(b"null", b'""', b'"F32"', b"[" * 50, b"{" * 50, b"(" * 50, b"]", b"}", b")", b",", b":"),
