@@ -92,12 +92,15 @@ class SomeRows:
         """Of these rows."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def at(self, ids: Tensor) -> Tensor:
+        """Rows by their ids, on the CPU, in memory of their own."""
+        return self.field.index_select(0, ids.to(self.field.device)).cpu()
+
     def blocks(self) -> Iterator[memoryview]:
         """All bytes, of a few MB of rows at once."""
         row_bytes = max(1, self.nbytes // max(1, len(self.ids)))
         for ids in torch.split(self.ids, max(1, _BLOCK_BYTES // row_bytes)):
-            rows = self.field.index_select(0, ids.to(self.field.device)).cpu()
-            if rows.numel():
+            if (rows := self.at(ids)).numel():
                 yield rows.view(-1).view(torch.uint8).numpy().data
 
 

@@ -6,6 +6,7 @@ has begun to shut down, when a thread that saves may still have some.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
@@ -14,9 +15,9 @@ __all__ = ["ThreadPool", "threads"]
 
 
 @contextmanager
-def threads(count: int) -> Iterator[ThreadPool]:
-    """So many threads; at the end all their work is done, also after an error."""
-    pool = ThreadPool(count)
+def threads(count: int | None = None) -> Iterator[ThreadPool]:
+    """So many threads, or one for each core, 16 at most; at the end all their work is done."""
+    pool = ThreadPool(min(16, os.cpu_count() or 1) if count is None else count)
     try:
         yield pool
     finally:

@@ -6,7 +6,7 @@ numbers go to those of the graph, which become the optimizer's again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -124,9 +124,7 @@ class CapturedState:
                 _fill(tensors, now)
                 now.update(tensors)
             for parameter, tensors in own.of_parameters.items():
-                missing = tensors.keys() - given[parameter].keys()
-                first = _first(optimizer, parameter) if missing else {}
-                _fill(tensors, {**first, **given[parameter]})
+                _fill(tensors, _completed(optimizer, parameter, tensors, given[parameter]))
                 optimizer.state[parameter] = {**given[parameter], **tensors}
         for rows in self._tables.values():
             if isinstance(state := rows.state, AttachedState) and state.optimizer() is optimizer:
@@ -160,10 +158,22 @@ def _check_fits(
             )
 
 
-def _first(optimizer: Optimizer, parameter: Tensor) -> _Entries:
-    """The state of a parameter before its first step."""
+def _completed(
+    optimizer: Optimizer,
+    parameter: Tensor,
+    names: Iterable[str],
+    entries: _Entries,
+    *,
+    of_rows: bool = True,
+) -> _Entries:
+    """Entries of a state; where a name has none, that before the first step.
+
+    Without `of_rows` only of what is kept for the whole parameter.
+    """
+    if all(name in entries for name in names):
+        return entries
     learnt = learn_state(optimizer, parameter)
-    return {**learnt.scalar_state, **learnt.row_state}
+    return {**learnt.scalar_state, **(learnt.row_state if of_rows else {}), **entries}
 
 
 def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -212,16 +222,12 @@ def kept_as_before(
 def _put_back(optimizer: Optimizer, known: dict[Tensor, _Entries], held: set[int]) -> None:
     """Makes a state that of before, in the tensors of now, which a graph goes on to use."""
     for parameter, state in optimizer.state.items():
-        before = known.get(parameter, {})
-        if missing := [name for name, value in state.items() if name not in before]:
-            learnt = learn_state(optimizer, parameter)
-            # The table has the state of rows; the optimizer gets it at its first step.
-            rows = {} if id(parameter) in held else learnt.row_state
-            first = {**learnt.scalar_state, **rows}
-            before = {**{name: first[name] for name in missing if name in first}, **before}
+        # The table has the state of rows; the optimizer gets it at its first step.
+        own = id(parameter) not in held
+        before = _completed(optimizer, parameter, state, known.get(parameter, {}), of_rows=own)
         for name, value in state.items():
             if isinstance(value, Tensor) and isinstance(before.get(name), Tensor):
-                if id(parameter) not in held or value.shape == before[name].shape:
+                if own or value.shape == before[name].shape:
                     value.copy_(before[name].expand_as(value))
             elif name in before:
                 state[name] = before[name]

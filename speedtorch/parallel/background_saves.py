@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -48,14 +50,15 @@ def copies(shards: Sequence[_Tensors]) -> list[dict[str, Tensor]]:
 
 def _copied(given: Tensor | SomeRows) -> Tensor:
     if isinstance(given, SomeRows):
-        return given.field.index_select(0, given.ids.to(given.field.device)).cpu()
+        return given.at(given.ids)
     return torch.empty(given.shape, dtype=given.dtype, device="cpu").copy_(given)
 
 
-def begin(folder: str, work: Callable[[], _Result]) -> Future[_Result]:
+def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_Result]:
     """Runs the rest of a save; the interpreter does not end before.
 
-    An error is warned of at once, and raised by the future's result().
+    An error is warned of at once, and raised by the future's result(). Where no thread can be
+    started, that is raised, and what has been made is undone.
     """
     done: Future[_Result] = Future()
     place = os.path.realpath(folder)
@@ -85,6 +88,7 @@ def begin(folder: str, work: Callable[[], _Result]) -> Future[_Result]:
     except BaseException:
         if thread.ident is None:  # there is no room for another
             _pending.pop(place, None)
+            undo.__exit__(*sys.exc_info())
         raise
     return done
 

@@ -34,7 +34,6 @@ from speedtorch.parallel.deltas import Delta, changed_rows, moments_of, remember
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.saved_generation import (
     FORMAT,
-    THREADS,
     VERSION,
     VERSION_OF_DELTA,
     SavedGeneration,
@@ -239,7 +238,7 @@ def save(
         saved = _saved(folder, generation, written.nbytes, begin, base)
         return replace(saved, waited=waited) if background else saved
 
-    return begin_saving(folder, finish) if background else finish()
+    return begin_saving(folder, finish, rest) if background else finish()
 
 
 def _save_together(
@@ -570,7 +569,7 @@ def _write_shards(
     folder: str, shards: Iterable[_Written], first: int, told: Callable[[int], object]
 ) -> list[dict[str, Any]]:
     """Writes files, numbered from `first` on, and gives their entries in the manifest."""
-    with threads(THREADS) as pool:
+    with threads() as pool:
         return [
             _write_shard(folder, f"tensors-{at:05d}.safetensors", shard, pool, told)
             for at, shard in enumerate(shards, first)

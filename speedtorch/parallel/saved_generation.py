@@ -26,11 +26,10 @@ from speedtorch.files.threads import threads
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.table.progress import progress_bar
 
-__all__ = ["FORMAT", "THREADS", "VERSION", "VERSION_OF_DELTA", "SavedGeneration", "base_of"]
+__all__ = ["FORMAT", "VERSION", "VERSION_OF_DELTA", "SavedGeneration", "base_of"]
 
 FORMAT = "speedtorch checkpoint"
 VERSION, VERSION_OF_DELTA = 1, 2
-THREADS = min(16, os.cpu_count() or 1)
 _LARGEST_MANIFEST = 1 << 30
 
 
@@ -211,7 +210,7 @@ class SavedGeneration:
         """Raises ValueError unless all bytes are those that were written."""
         files = [(each, entry) for each in self.chain for entry in each.manifest["files"]]
         total = sum(entry["bytes"] for _, entry in files)
-        with threads(THREADS) as pool, progress_bar(total, progress, unit="B") as bar:
+        with threads() as pool, progress_bar(total, progress, unit="B") as bar:
             for of, entry in files:
                 name = entry["name"]
                 with open_to_read(os.path.join(of.path, name)) as (read, _), of._damage(name):

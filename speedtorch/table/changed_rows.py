@@ -103,7 +103,7 @@ class ChangedRows:
         return every
 
     def _look(self) -> None:
-        """All rows may be others where someone has written in place that named none."""
+        """All rows count as written after a write in place, which names none."""
         if (version := self._version()) != self._seen:
             self._all_at, self._seen = self._now, version
 

@@ -924,7 +924,7 @@ class HostTable:
         return self._placed().shared.version
 
     def writing(self) -> AbstractContextManager[None]:
-        """Within, this thread alone writes rows for readers in other processes; others wait.
+        """Within, this thread alone writes rows for readers in other processes; other writers wait.
 
         Any way of writing will do: scatter(), a view, the step of an optimizer. At the end rows
         that modules hold are written back, and the GPU's work is waited for. Readers who use

@@ -86,7 +86,7 @@ class ReadOnlyRows(Tensor):
     map_ = map2_ = share_memory_ = apply_
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        raise BufferError(f"__dlpack__: others could write: the memory {self._remedy}")
+        raise BufferError(f"__dlpack__: the receiver could write: the memory {self._remedy}")
 
     def __copy__(self) -> Tensor:
         return self.detach()

@@ -1,7 +1,7 @@
-"""Parsers of what a disk or a stranger may have changed: a result that fits, or a ValueError.
+"""Parsers of files with changed bytes: a result that fits, or a ValueError.
 
 SPEEDTORCH_FUZZ is how many inputs each parser gets, 20,000 by default and the same ones each time;
-with SPEEDTORCH_FUZZ_SEED others. A failure prints the input.
+SPEEDTORCH_FUZZ_SEED gives different ones. A failure prints the input.
 """
 
 from __future__ import annotations

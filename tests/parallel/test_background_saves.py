@@ -197,6 +197,7 @@ def test_a_thread_that_cannot_begin_holds_nothing_up(
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start"):
             speedtorch.save(tmp_path, background=True, rows=torch.ones(3))
+        assert os.listdir(tmp_path) == []
     assert speedtorch.save(tmp_path, step=1).generation == 1
     assert os.listdir(tmp_path) == ["generation-00000001"]
 

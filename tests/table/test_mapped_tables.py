@@ -175,7 +175,7 @@ def test_arrays_of_a_mapped_table_are_read_only(saved: Path) -> None:
     for array in (table.numpy(), table["weight"].numpy(), np.asarray(table["weight"])):
         with pytest.raises(ValueError, match="read-only"):
             array[0, 0] = 1
-    with pytest.raises(BufferError, match="others could write"):
+    with pytest.raises(BufferError, match="the receiver could write"):
         torch.from_dlpack(table["weight"])
 
 

@@ -1,4 +1,4 @@
-"""Tables in memory of several processes: one copy, disjoint writers, versions, who ends."""
+"""Tables in memory of several processes: one copy, disjoint writers, versions, ended processes."""
 
 from __future__ import annotations
 
