@@ -347,17 +347,15 @@ class SleepingStorages:
                 if not slot.is_kept:
                     slot.bytes().fill_(255)
             awake = {id(each): each.awake() for each in needed}
+            self._wait()  # or another thread would see memory that has nothing yet
         except BaseException:
             self._wait()
             for slot in empty:
                 slot.storage.resize_(0)
             raise
-        try:
-            for slot in self._slots:
-                slot.wake_up(awake.get(id(slot), ()))
-            self._slots, self._known = [], known
-        finally:
-            self._wait()
+        for slot in self._slots:
+            slot.wake_up(awake.get(id(slot), ()))
+        self._slots, self._known = [], known
         return sum(each.nbytes for each in empty if each.is_kept)
 
     def release(self) -> None:

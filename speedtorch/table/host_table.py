@@ -901,10 +901,9 @@ class HostTable:
             >>> table.share().rows
             1000
         """
+        memory = self._placed().shared.handle()
         self.was_shared = True
-        return TableHandle.of(
-            self._layout, self.rows, self.was_read, self._placed().shared.handle()
-        )
+        return TableHandle.of(self._layout, self.rows, self.was_read, memory)
 
     @property
     def version(self) -> int:
