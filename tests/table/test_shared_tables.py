@@ -174,6 +174,7 @@ def test_a_table_of_one_process_is_not_shared() -> None:
     for use in (table.share, lambda: table.version, lambda: table.read_consistently(table.settle)):
         with pytest.raises(ValueError, match="memory is 'plain', which one process alone can use"):
             use()
+    assert not table.was_shared
     with pytest.raises(ValueError, match="make the table with memory='shared'"), table.writing():
         pass
     with pytest.raises(TypeError, match="handle: expected what table.share"):
