@@ -69,10 +69,15 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def ours(parameters: nn.ParameterList) -> _Way:
+def ours(parameters: nn.ParameterList, *, keep_addresses: bool = False) -> _Way:
     """A TrainingState."""
-    state = speedtorch.TrainingState(parameters)
+    state = speedtorch.TrainingState(parameters, keep_addresses=keep_addresses)
     return state.sleep, state.wake
+
+
+def ours_in_place(parameters: nn.ParameterList) -> _Way:
+    """A TrainingState whose tensors wake where they were; only a GPU has such addresses."""
+    return ours(parameters, keep_addresses=DEVICE == "cuda")
 
 
 def each_to(parameters: nn.ParameterList, *, non_blocking: bool) -> _Way:
@@ -139,13 +144,14 @@ def measured() -> Measured:
     """Large tensors in each way; small ones in those that pin memory once."""
     ways: dict[str, Callable[[nn.ParameterList], _Way]] = {
         "speedtorch, TrainingState": ours,
+        "speedtorch, keep_addresses=True": ours_in_place,
         "each tensor, pinned memory made once": each_pinned,
         "each tensor .to(), not blocking": lambda given: each_to(given, non_blocking=True),
         "each tensor .to()": lambda given: each_to(given, non_blocking=False),
         "module.to()": module_to,
     }
     yield from measured_case(LARGE, ways)
-    few = {name: way for name, way in ways.items() if way in (ours, each_pinned)}
+    few = {n: way for n, way in ways.items() if way in (ours, ours_in_place, each_pinned)}
     yield from measured_case(SMALL, few)
 
 

@@ -209,7 +209,8 @@ def _training_state(result: Result) -> Iterator[Target]:
     for figure in result["figures"]:
         if figure["name"].startswith("speedtorch"):
             is_small = figure["section"].endswith("small tensors")
-            name = f"a training state {figure['section']}, ms"
+            how = figure["name"].partition(", ")[2]
+            name = f"a training state ({how}) {figure['section']}, ms"
             yield _at_most(name, figure["median_ms"], 21.5 if is_small else 100.0)
     for name, facts in result["extra"].items():
         if name.startswith("speedtorch"):

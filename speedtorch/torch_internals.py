@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -88,6 +89,8 @@ __all__ = [
     "stepping_grad_scaler",
     "storage_at",
     "storage_id",
+    "storage_of",
+    "storage_reference",
     "storage_uses",
     "takes_uneven_inputs",
     "tensor_of_class",
@@ -499,6 +502,18 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python objects have a storage."""
     uses: int = torch._C._storage_Use_Count(storage_id(storage))
     return uses
+
+
+def storage_reference(storage: torch.UntypedStorage) -> Any:
+    """A weak reference, for storage_of."""
+    made: Any = StorageWeakRef
+    return made(storage)
+
+
+def storage_of(reference: Any) -> torch.UntypedStorage | None:
+    """The storage of a weak reference; None: it is gone."""
+    made: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return cast("torch.UntypedStorage | None", made)
 
 
 def storage_at(address: int, device: torch.device, count: int) -> torch.UntypedStorage:

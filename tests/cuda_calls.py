@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
+import itertools
 import mmap
 import threading
 from collections.abc import Callable
@@ -39,6 +40,10 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "host_unregister": (c_void_p,),
     "host_alloc": (_ADDRESS, c_size_t),
     "host_free": (c_void_p,),
+    "reserve_addresses": (_ADDRESS, c_size_t),
+    "free_addresses": (c_void_p, c_size_t),
+    "map_memory": (c_void_p, c_size_t, c_int, POINTER(c_ulonglong)),
+    "unmap_memory": (c_void_p, c_size_t, c_ulonglong),
     "pointer_kind": (c_void_p, _INT, _ADDRESS),
     "event_create": (_ADDRESS,),
     "event_record": (c_void_p, c_void_p),
@@ -65,6 +70,7 @@ GLOBAL, RELAXED = 0, 2  # cudaStreamCaptureMode
 UNSAFE_IN_CAPTURE = {
     *("malloc_managed", "free_managed", "advise_preferred_host", "advise_accessed_by"),
     *("host_register", "host_unregister", "host_alloc", "host_free"),
+    *("reserve_addresses", "free_addresses", "map_memory", "unmap_memory"),
     *("event_create", "event_query", "event_synchronize", "device_synchronize"),
 }
 
@@ -189,6 +195,8 @@ class PretendedDriver(Driver):
     Attributes:
         managed: Address to memory of what was allocated and not freed.
         allocated: The same of pinned memory.
+        reserved: Address to memory of addresses that were reserved and not freed.
+        mapped: Address to (bytes, GPU, handle) of memory that is behind such addresses.
         registered: Address to (bytes, read-only) of what was registered and not unregistered.
         registers_elsewhere: Whether GPUs find registered memory at another address, as on WSL2.
         host_page_tables: Whether GPUs reach pageable memory as the CPU does, as on Grace.
@@ -209,6 +217,8 @@ class PretendedDriver(Driver):
         self.gpus = gpus
         self.managed: dict[int, mmap.mmap] = {}
         self.allocated: dict[int, mmap.mmap] = {}
+        self.reserved: dict[int, mmap.mmap] = {}
+        self.mapped: dict[int, tuple[int, int, int]] = {}
         self.registered: dict[int, tuple[int, bool]] = {}
         self.registers_elsewhere = False
         self.host_page_tables = False
@@ -224,6 +234,7 @@ class PretendedDriver(Driver):
         self.advised_untouched: list[bool] = []
         self.unregistered_mapped: list[bool] = []
         self._failures: dict[str, tuple[set[int], int]] = {}
+        self._handles = itertools.count(1)
         self._texts: dict[int, ctypes.Array[c_char]] = {}
         self._error_string = CFUNCTYPE(c_void_p, c_int)(self._text)
 
@@ -244,7 +255,7 @@ class PretendedDriver(Driver):
 
     def nothing_left(self) -> bool:
         """Whether all memory was given back and no failure is left for innocent code to find."""
-        kept = self.managed or self.allocated or self.registered or self.events
+        kept = self.managed or self.allocated or self.reserved or self.registered or self.events
         return not (kept or self.pending)
 
     def _text(self, error: int) -> int:
@@ -307,6 +318,28 @@ class PretendedDriver(Driver):
 
     def _host_free(self, address: int) -> int:
         return _unmap(self.allocated, address)
+
+    def _reserve_addresses(self, address: Any, count: int) -> int:
+        return _map(self.reserved, address, count)
+
+    def _free_addresses(self, address: int, count: int) -> int:
+        if address in self.mapped or len(self.reserved.get(address, ())) != count:
+            return INVALID_VALUE
+        return _unmap(self.reserved, address)
+
+    def _map_memory(self, address: int, count: int, device: int, memory: Any) -> int:
+        if address in self.mapped or len(self.reserved.get(address, ())) < count:
+            return INVALID_VALUE
+        memory[0] = next(self._handles)
+        self.mapped[address] = count, device, memory[0]
+        return 0
+
+    def _unmap_memory(self, address: int, count: int, memory: int) -> int:
+        length, _, handle = self.mapped.get(address, (0, 0, 0))
+        if (length, handle) != (count, memory):
+            return INVALID_VALUE
+        del self.mapped[address]
+        return 0
 
     def _advise_preferred_host(self, address: int, count: int) -> int:
         if address not in self.managed:

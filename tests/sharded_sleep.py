@@ -39,11 +39,11 @@ def _batch(step: int) -> Tensor:
     return torch.randn(5, 6, generator=random).to(own_device())
 
 
-def _trained(way: str, *, sleeps: bool) -> list[Tensor]:
+def _trained(way: str, *, sleeps: bool, keep_addresses: bool = False) -> list[Tensor]:
     """All that the state has at the end, on the CPU."""
     model = _model(way)
     optimizer = optim.AdamW(model.parameters(), lr=0.05)
-    state = TrainingState(model, optimizer)
+    state = TrainingState(model, optimizer, keep_addresses=keep_addresses)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         model(_batch(step)).square().mean().backward()
@@ -92,7 +92,9 @@ def check_state_swapper(way: str) -> None:
 
 def check_sleep(way: str) -> None:
     """The bits are those of ranks that do not sleep."""
-    ours, theirs = (_trained(way, sleeps=sleeps) for sleeps in (True, False))
-    assert len(ours) == len(theirs) > 20
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
+    theirs = _trained(way, sleeps=False)
+    for keep_addresses in (False, True)[: 1 + (own_device().type == "cuda")]:
+        ours = _trained(way, sleeps=True, keep_addresses=keep_addresses)
+        assert len(ours) == len(theirs) > 20
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other)

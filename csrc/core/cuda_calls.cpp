@@ -119,6 +119,10 @@ CudaCalls real_calls() {
         return cudaHostAlloc(address, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
       },
       .host_free = call<cudaFreeHost>,
+      .reserve_addresses = reserve_addresses,
+      .free_addresses = free_addresses,
+      .map_memory = map_memory,
+      .unmap_memory = unmap_memory,
       .pointer_kind = pointer_kind,
       .event_create = [](void** event) -> int {
         return cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event),

@@ -12,6 +12,15 @@ namespace speedtorch {
 // Whether the current device, `device`, has bulk copies; pinned_copy.cu knows. A cudaError_t.
 int ask_bulk_copies(int device, int* supported);
 
+// A GPU's addresses without memory behind them, and memory there; virtual_memory.cpp has them. A
+// cudaError_t each. The base and the bytes are multiples of kAddressUnit.
+constexpr size_t kAddressUnit = size_t{2} << 20;
+int reserve_addresses(void** base, size_t bytes);
+int free_addresses(void* base, size_t bytes);
+// All or nothing; `memory` is its handle.
+int map_memory(void* base, size_t bytes, int device, unsigned long long* memory);
+int unmap_memory(void* base, size_t bytes, unsigned long long memory);
+
 // The values are cudaMemoryType's.
 enum class PointerKind : int { kPageable = 0, kHost = 1, kDevice = 2, kManaged = 3 };
 
@@ -40,6 +49,10 @@ struct CudaCalls {
   int (*host_unregister)(void* address) = no_device;
   int (*host_alloc)(void** address, size_t bytes) = no_device;
   int (*host_free)(void* address) = no_device;
+  int (*reserve_addresses)(void** base, size_t bytes) = no_device;
+  int (*free_addresses)(void* base, size_t bytes) = no_device;
+  int (*map_memory)(void* base, size_t bytes, int device, unsigned long long* memory) = no_device;
+  int (*unmap_memory)(void* base, size_t bytes, unsigned long long memory) = no_device;
   // `on_gpu`: where kernels on the current device find the memory; null if they do not reach it.
   int (*pointer_kind)(const void* address, int* kind, void** on_gpu) = no_device;
   int (*event_create)(void** event) = no_device;
@@ -63,6 +76,7 @@ struct CudaCalls {
 
 CudaCalls& cuda_calls();
 
+constexpr int kNoMemory = 2;
 constexpr int kInsufficientDriver = 35;  // also the answer where there is no driver at all
 
 // True for the errors that say there is no GPU or no driver for it (or no CUDA in this build).

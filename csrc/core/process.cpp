@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 
 // Declared here rather than by Python.h, weak: a program without Python has none of them.
 extern "C" {
@@ -18,6 +19,8 @@ __attribute__((weak)) void PyEval_RestoreThread(void* thread);
 
 namespace speedtorch {
 namespace {
+
+std::atomic<bool> exits{false};
 
 // True if this thread has Python's lock. Every CPython exports PyGILState_Check, but the limited
 // API has no such function: it is looked up, and the library needs no symbol outside of that API.
@@ -34,6 +37,15 @@ pid_t process_id() {
     return getpid();
   }();
   return id.load(std::memory_order_relaxed);
+}
+
+bool process_exits() { return exits; }
+
+void note_process_exit() { exits = true; }
+
+void watch_process_exit() {
+  static const bool hook_set = [] { return std::atexit(note_process_exit) == 0; }();
+  (void)hook_set;
 }
 
 WithoutPythonLock::WithoutPythonLock() {

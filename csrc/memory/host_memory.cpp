@@ -10,7 +10,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <list>
 #include <map>
 #include <memory>
@@ -29,7 +28,6 @@
 namespace speedtorch {
 namespace {
 
-std::atomic<bool> process_exits{false};
 // True once this process has memory that is not to be touched or not to be written.
 std::atomic<bool> has_rules{false};
 // Of the captures that may use host memory; numbers them.
@@ -204,7 +202,7 @@ void wait_until_noted(const Uses& uses) {
 }
 
 void free_memory(Block& block) noexcept {
-  const bool exits = process_exits;
+  const bool exits = process_exits();
   // Plain memory is used by GPUs that reach it through the host's page tables.
   const bool is_gpus = block.kind != MemoryKind::kPlain || block.uses.queued.any();
   if (is_gpus && !exits && block.maker == process_id()) {
@@ -294,13 +292,9 @@ void refuse_in_fork(const Block* block) {
       "make the table with memory='registered'"));
 }
 
-// After this no CUDA call is made when memory goes (the process exits).
-void stop() { process_exits = true; }
-
 // Takes a piece into the registry, as made by this process.
 void remember(Block made) {
-  static const bool exit_hook_set = [] { return std::atexit(stop) == 0; }();
-  (void)exit_hook_set;
+  watch_process_exit();
   if (made.read_only) has_rules = true;
   auto block = std::make_unique<Block>(std::move(made));
   OpenRegistry all;
@@ -393,7 +387,7 @@ void drop_finished() {
   std::list<ForeignUse> asked, unfinished;
   {
     OpenRegistry all;
-    if (all->foreign.empty() || process_exits) return;
+    if (all->foreign.empty() || process_exits()) return;
     for (auto use = all->foreign.begin(); use != all->foreign.end();) {
       const auto next = std::next(use);
       if (!use->uses.captured.any() && use->uses.being_noted == 0) {
@@ -788,7 +782,7 @@ const Ops kOps{
     {"check_driver() -> ()", TORCH_BOX(&check_driver)},
     {"use_on(Tensor table, int device, int stream) -> int", TORCH_BOX(&use_on)},
     {"throw_pending() -> ()", TORCH_BOX(&throw_pending_and_drop_finished)},
-    {"stop() -> ()", TORCH_BOX(&stop)},
+    {"stop() -> ()", TORCH_BOX(&note_process_exit)},
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.layers.sleeping_storages import SleepingStorages, Slot
+from speedtorch.layers.sleeping_storages import SleepingStorages
+from speedtorch.layers.slot import Slot
 from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, state_tensors
 from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.memory.byte_count import text_of
@@ -37,6 +39,9 @@ class SleepReport:
     """By how much the device's free memory has grown, as the driver counts it; below 0: shrunk."""
     host_bytes: int
     """Of host memory, which is kept for the next time and is pinned if the device is a GPU."""
+    reserved_bytes: int
+    """Of the device, which torch's allocator has by now: of tensors that are awake, and of memory
+    pools, as CUDA graphs have them."""
     left: tuple[str, ...]
     """Tensors of the parts that stay on the device: their memory is shared with what stays, or is
     not of torch's allocator."""
@@ -50,6 +55,7 @@ class SleepReport:
             f"device     {text_of(abs(self.device_bytes))}"
             f" {'taken' if self.device_bytes < 0 else 'freed'}",
             f"host       {text_of(self.host_bytes)}",
+            f"reserved   {text_of(self.reserved_bytes)}",
             *(f"left       {each}" for each in self.left),
         ]
         return "\n".join(lines)
@@ -70,7 +76,10 @@ class TrainingState:
     memory that the program has made (`weight[:10]`) have no memory meanwhile, and must not be used;
     a backward that needs what sleeps raises RuntimeError.
 
-    Tensors wake at other addresses: a CUDA graph that reads them must be captured anew.
+    Tensors wake at other addresses: a CUDA graph that reads them must be captured anew. With
+    keep_addresses=True they move once, when they sleep for the first time, and from then on wake
+    where they were: graphs that are captured after that live on, and must not be replayed while the
+    state sleeps.
 
     Rows of an Embedding are not part of it: they are in host memory already. Neither are units of a
     Swapper, which has its own evict().
@@ -79,10 +88,15 @@ class TrainingState:
         model: any module: of FSDP2 and DistributedDataParallel, compiled or quantized as well.
         optimizer: one or several, also as accelerate, Lightning or Fabric wrap them; None: none.
         device: whose tensors sleep; by default that of the model's first tensor on a GPU.
+        keep_addresses: whether tensors have the same addresses whenever they are awake: ranges of
+            CUDA's virtual memory, into which the first sleep moves them. Parts that share memory
+            then sleep together, torch's own figures count what sleeps, and another process cannot
+            be given the tensors (CUDA IPC).
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: the device is none of a tensor's memory, or the model has no tensor.
+        ValueError: the device is none of a tensor's memory, the model has no tensor, or addresses
+            cannot be kept there.
 
     Example:
         >>> import torch, speedtorch
@@ -103,6 +117,7 @@ class TrainingState:
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         device: torch.device | str | None = None,
+        keep_addresses: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -111,8 +126,12 @@ class TrainingState:
         self.device = exact_device(_device_of(model) if device is None else device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"device: expected 'cuda' or 'cpu', got {str(self.device)!r}")
+        if keep_addresses:
+            _check_can_keep(self.device)
         self._turn = RLock()
-        self._parts = {part: SleepingStorages(self.device) for part in PARTS}
+        self._parts = {
+            part: SleepingStorages(self.device, keep_addresses=keep_addresses) for part in PARTS
+        }
 
     def __repr__(self) -> str:
         asleep = [part for part, each in self._parts.items() if each.is_asleep]
@@ -149,15 +168,15 @@ class TrainingState:
 
         Raises:
             ValueError: there is no such part; a tensor belongs to a Swapper's unit, is sparse,
-                quantized, nested or a lazily conjugated view, or was made in inference mode;
-                nothing has changed.
+                quantized, nested or a lazily conjugated view, was made in inference mode, or shares
+                kept addresses with a part that stays; nothing has changed.
             MemoryError, RuntimeError: the host has too little memory, or CUDA pins no more of it;
                 the parts that did not fit are awake.
         """
         wanted, lost = _chosen("parts", parts), _chosen("discard", discard)
         if outside := [each for each in lost if each not in wanted]:
             raise ValueError(f"discard: {outside[0]!r} is none of the parts that sleep, {wanted}")
-        with self._turn, as_plain(), torch.no_grad(), torch.inference_mode(False):
+        with self._at_work():
             begin, free = time.perf_counter(), self._free_bytes()
             copied = 0
             for each in self._parts.values():
@@ -187,7 +206,7 @@ class TrainingState:
                 (torch.OutOfMemoryError); the parts that did not fit sleep on.
         """
         wanted = _chosen("parts", parts)
-        with self._turn, as_plain(), torch.no_grad(), torch.inference_mode(False):
+        with self._at_work():
             begin, free = time.perf_counter(), self._free_bytes()
             self._synchronize()
             copied = sum(self._parts[part].wake() for part in wanted)
@@ -219,6 +238,19 @@ class TrainingState:
                 if not part.is_asleep:
                     part.release()
 
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within it tensors are what they are in memory, and no other thread moves them."""
+        with self._turn, as_plain(), torch.no_grad(), torch.inference_mode(False):
+            collects = gc.isenabled()
+            try:
+                # Thousands of records would set off collections of all objects that there are.
+                gc.disable()
+                yield
+            finally:
+                if collects:
+                    gc.enable()
+
     def _slots(
         self, found: StateTensors, wanted: Collection[StatePart], lost: Collection[StatePart]
     ) -> tuple[dict[StatePart, list[Slot]], list[str]]:
@@ -249,12 +281,15 @@ class TrainingState:
                     slot = by_storage[key] = Slot(storage, storage.nbytes())
                     slots[part].append(slot)
                 slot.add(name, each, is_kept=part not in lost, is_frozen=name in found.frozen)
-        # What may not have changed goes in one piece, if it has or has not.
-        return {
-            part: sorted(some, key=lambda each: not each.is_frozen)
-            for part, some in slots.items()
-            if some
-        }, left
+        for part, some in slots.items():
+            more = self._parts[part].others(some)
+            if any(storage_id(each.storage) in stay for each in more):
+                raise ValueError(
+                    f"keep_addresses: memory of the {part} is also that of a part that stays; let"
+                    " both sleep, or neither"
+                )
+            some += more
+        return {part: some for part, some in slots.items() if some}, left
 
     def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
         """Whether a tensor has memory on the device."""
@@ -264,6 +299,12 @@ class TrainingState:
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+    def _reserved_bytes(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        absent = sum(each.absent_bytes for each in self._parts.values())
+        return torch.cuda.memory_reserved(self.device) - absent
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -276,6 +317,7 @@ class TrainingState:
             seconds=time.perf_counter() - begin,
             device_bytes=self._free_bytes() - free,
             host_bytes=self.host_bytes,
+            reserved_bytes=self._reserved_bytes(),
             left=tuple(left),
         )
 
@@ -285,6 +327,16 @@ def _device_of(model: nn.Module) -> torch.device:
     if not devices:
         raise ValueError("model: it has no parameter and no buffer; give device=")
     return next((each for each in devices if each.type == "cuda"), devices[0])
+
+
+def _check_can_keep(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"keep_addresses: expected a GPU's state, got one on {str(device)!r}")
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise ValueError(
+            f"keep_addresses: torch's allocator is {backend!r}, which has no memory pools; set"
+            " PYTORCH_ALLOC_CONF=backend:native"
+        )
 
 
 def _key(tensor: Tensor) -> int:

@@ -136,7 +136,8 @@ class CapturedState:
             if name not in now or now[name].data_ptr() != address:
                 raise RuntimeError(
                     f"graphed: {name} is not where it was at the capture, as a TrainingState has"
-                    " put it to sleep since then: graph the step again once it is awake"
+                    " put it to sleep since then: wake it, and graph the step again unless it has"
+                    " keep_addresses=True"
                 )
         self._moved = times_moved()
 

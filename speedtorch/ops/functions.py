@@ -704,6 +704,7 @@ _OF_THE_PROCESS = (
     *("memory_kind", "registration_seams"),
     *("let_captured_go", "let_orphans_go", "managed_supported", "built_with_cuda"),
     *("stop", "watch_graph", "graph_is_alive", "make_stream", "check_driver", "use_on"),
+    *("reserve_range", "open_range", "map_range", "unmap_range", "range_bytes", "leave_range"),
     *("link_launch", "costs", "set_costs", "force_path", "num_sms", "set_num_sms"),
 )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +21,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 
 import speedtorch
-from speedtorch.layers import TrainingState
-from speedtorch.layers.sleeping_storages import _fingerprint
+from speedtorch.layers import TrainingState, device_memory, sleeping_storages
+from speedtorch.layers.fingerprints import fingerprint
 from speedtorch.layers.state_tensors import PARTS
 from speedtorch.nn.graphed import graphed
 
@@ -33,6 +35,22 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
         [each for each in parameters if each.dim() == 2 and each.requires_grad]
     ),
 }
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=NEEDS_GPU),
+        pytest.param("cuda, addresses are kept", marks=NEEDS_GPU),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where states are, which keep addresses or do not."""
+    name, _, are_kept = request.param.partition(",")
+    if are_kept:
+        kept = partial(TrainingState, keep_addresses=True)
+        monkeypatch.setattr(sys.modules[__name__], "TrainingState", kept)
+    return str(name)
 
 
 class Training:
@@ -217,7 +235,12 @@ def test_discarded_values_are_gone_and_take_no_host_memory(device: str) -> None:
     assert_trains_on(training)
 
 
-def test_weights_that_have_not_changed_are_not_copied_again(device: str) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_weights_that_have_not_changed_are_not_copied_again(
+    together: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not together:
+        monkeypatch.setattr(sleeping_storages, "_GROUP", 64 * 64 * 4)
     model = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(3)))
     model[:2].requires_grad_(False)
     state, nbytes = TrainingState(model), 64 * 65 * 4
@@ -228,10 +251,29 @@ def test_weights_that_have_not_changed_are_not_copied_again(device: str) -> None
     model[0].weight.data[3, 5] += 1  # torch counts no change
     model[1].weight.data.copy_(model[1].weight.data.flip(0))
     expected = copies(dict(model.named_parameters()))
-    assert state.sleep().bytes_copied == nbytes + 2 * 64 * 64 * 4
+    changed = nbytes + 2 * 64 * 64 * 4 + together * 2 * 64 * 4  # small ones go together
+    assert state.sleep().bytes_copied == changed
     assert_equal(dict(model.named_parameters()), expected)
     state.wake()
     assert_equal(dict(model.named_parameters()), expected)
+
+
+def test_of_many_pieces_only_what_has_changed_is_copied(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ParameterList(torch.zeros(256, 256, device=device) for _ in range(40))
+    state, nbytes = TrainingState(model), 1 << 18
+    monkeypatch.setattr(device_memory, "_PIECE", 3 * nbytes)
+    monkeypatch.setattr(sleeping_storages, "_GROUP", 5 * nbytes)
+    for each in model[:30]:
+        each.requires_grad_(False)
+    for _ in range(2):
+        state.sleep()
+        state.wake()
+        assert state.sleep().bytes_copied == 10 * nbytes
+        state.wake()
+    model[7].data.add_(1)
+    assert state.sleep().bytes_copied == (10 + 5) * nbytes  # with its group
 
 
 def test_host_memory_is_exact_and_made_once(device: str) -> None:
@@ -292,10 +334,10 @@ def test_versions_are_those_of_the_device_after_other_memory_was_given(device: s
 def test_every_change_of_bytes_changes_the_fingerprint(count: int, device: str) -> None:
     random = torch.Generator().manual_seed(count)
     values = torch.randint(256, (count,), generator=random, dtype=torch.uint8).to(device)
-    seen = {int(_fingerprint(values))}
+    seen = {int(fingerprint(values))}
 
     def is_new(changed: Tensor) -> bool:
-        mark = int(_fingerprint(changed))
+        mark = int(fingerprint(changed))
         known, _ = mark in seen, seen.add(mark)
         return not known
 

@@ -1,0 +1,93 @@
+// CUDA's virtual memory: addresses that are a GPU's without memory behind them, and memory that is
+// put there and taken away. Only the driver has these calls; it is not linked (see setup.py).
+
+#ifdef SPEEDTORCH_CUDA
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include "core/cuda_calls.h"
+
+namespace speedtorch {
+namespace {
+
+// A function of the driver, which the runtime has loaded by now; null if it has none of that name.
+template <typename Call>
+Call driver_call(const char* name) {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_LAZY);
+  return driver == nullptr ? nullptr : reinterpret_cast<Call>(dlsym(driver, name));
+}
+
+// The driver's errors have the numbers of the runtime's.
+#define SPEEDTORCH_DRIVER_CALL(name, ...)                                        \
+  [&]() -> int {                                                                 \
+    static const auto call = driver_call<decltype(&::name)>(#name);              \
+    return call == nullptr ? int{cudaErrorNotSupported} : int{call(__VA_ARGS__)}; \
+  }()
+
+// Whether this process uses a GPU.
+bool is_in_use(int device) {
+  unsigned flags = 0;
+  int is_active = 0;
+  return SPEEDTORCH_DRIVER_CALL(cuDevicePrimaryCtxGetState, device, &flags, &is_active) == 0 &&
+         is_active != 0;
+}
+
+// Lets the GPU reach memory at an address, and others that are in use as far as they can: each
+// takes some 6 ms for a GB.
+int grant_access(CUdeviceptr at, size_t bytes, int device) {
+  CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  if (const int error = SPEEDTORCH_DRIVER_CALL(cuMemSetAccess, at, bytes, &access, 1)) return error;
+  int count = 0, can = 0;
+  if (!succeeded(cudaGetDeviceCount(&count))) return 0;
+  for (int peer = 0; peer < count; ++peer) {
+    if (peer == device || !is_in_use(peer)) continue;
+    if (!succeeded(cudaDeviceCanAccessPeer(&can, peer, device)) || can == 0) continue;
+    access.location.id = peer;
+    // Without it torch's copies to and from that peer fail by CUDA's error.
+    SPEEDTORCH_DRIVER_CALL(cuMemSetAccess, at, bytes, &access, 1);
+  }
+  return 0;
+}
+
+CUdeviceptr address_of(void* base) { return reinterpret_cast<CUdeviceptr>(base); }
+
+}  // namespace
+
+int reserve_addresses(void** base, size_t bytes) {
+  CUdeviceptr made = 0;
+  const int error = SPEEDTORCH_DRIVER_CALL(cuMemAddressReserve, &made, bytes, kAddressUnit, 0, 0);
+  if (error == 0) *base = reinterpret_cast<void*>(made);
+  return error;
+}
+
+int free_addresses(void* base, size_t bytes) {
+  return SPEEDTORCH_DRIVER_CALL(cuMemAddressFree, address_of(base), bytes);
+}
+
+int map_memory(void* base, size_t bytes, int device, unsigned long long* memory) {
+  CUmemAllocationProp kind{};
+  kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  kind.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
+  CUmemGenericAllocationHandle made = 0;
+  if (const int error = SPEEDTORCH_DRIVER_CALL(cuMemCreate, &made, bytes, &kind, 0)) return error;
+  const CUdeviceptr at = address_of(base);
+  int error = SPEEDTORCH_DRIVER_CALL(cuMemMap, at, bytes, 0, made, 0);
+  if (error == 0) {
+    error = grant_access(at, bytes, device);
+    if (error != 0) SPEEDTORCH_DRIVER_CALL(cuMemUnmap, at, bytes);
+  }
+  if (error != 0) SPEEDTORCH_DRIVER_CALL(cuMemRelease, made);
+  *memory = made;
+  return error;
+}
+
+int unmap_memory(void* base, size_t bytes, unsigned long long memory) {
+  const int error = SPEEDTORCH_DRIVER_CALL(cuMemUnmap, address_of(base), bytes);
+  return error != 0 ? error : SPEEDTORCH_DRIVER_CALL(cuMemRelease, memory);
+}
+
+}  // namespace speedtorch
+
+#endif

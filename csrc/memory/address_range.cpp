@@ -1,0 +1,196 @@
+// Addresses of a GPU that stay while the memory behind them comes and goes. Torch's allocator makes
+// tensors there: a thread that has opened a range gets its segments from it. Called by
+// speedtorch/memory/address_range.py.
+//
+// A range goes once its owner has left it and torch has given all segments back; without segments it
+// has no memory. A segment that was given back is not used again.
+
+#include <pthread.h>
+
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+#include "core/cuda_calls.h"
+#include "core/process.h"
+#include "core/registration.h"
+#include "core/tensor_checks.h"
+#include "core/text.h"
+
+namespace speedtorch {
+namespace {
+
+struct Range {
+  char* base;
+  int device;
+  size_t reserved;
+  size_t used = 0;      // up to the end of the last segment
+  size_t segments = 0;  // bytes that torch has not given back
+  bool is_mapped = false;
+  unsigned long long memory = 0;  // behind [base, base + used)
+  bool has_owner = true;
+  pid_t maker = process_id();
+};
+
+struct Ranges {
+  std::mutex mutex;
+  std::map<const char*, Range> all;  // by base
+};
+
+// Never destroyed: torch may give segments back after static destructors ran. A fork waits until no
+// thread is in here, so that the child finds it unlocked.
+Ranges& ranges() {
+  static Ranges* const instance = [] {
+    const auto unlock = [] { ranges().mutex.unlock(); };
+    pthread_atfork([] { ranges().mutex.lock(); }, unlock, unlock);
+    return new Ranges;
+  }();
+  return *instance;
+}
+
+// CUDA maps whole pages.
+size_t whole_pages(size_t bytes) { return (bytes + kAddressUnit - 1) / kAddressUnit * kAddressUnit; }
+
+// Of this thread; null: none.
+thread_local char* open_base = nullptr;
+
+char* base_of(int64_t base) { return reinterpret_cast<char*>(base); }
+
+Range& find(Ranges& ranges, int64_t base) {
+  const auto found = ranges.all.find(base_of(base));
+  if (found == ranges.all.end()) throw_value_error("address range", "there is none at ", base);
+  return found->second;
+}
+
+// Takes the memory away, if there is some. A cudaError_t.
+int unmap(Range& range) {
+  const bool has_memory = range.is_mapped && range.used > 0;
+  const int error =
+      has_memory ? cuda_calls().unmap_memory(range.base, range.used, range.memory) : 0;
+  if (error == 0) range.is_mapped = false;
+  return error;
+}
+
+// Takes from a range what nobody has. Errors are not reported: it must go all the same.
+void let_go(Ranges& ranges, const char* base) noexcept {
+  const auto found = ranges.all.find(base);
+  if (found == ranges.all.end() || found->second.segments > 0) return;
+  Range& range = found->second;
+  if (!process_exits() && range.maker == process_id()) {
+    const RelaxedCapture while_capturing;
+    succeeded(unmap(range));
+    if (!range.has_owner) succeeded(cuda_calls().free_addresses(range.base, range.reserved));
+  }
+  if (!range.has_owner) ranges.all.erase(found);
+}
+
+// The address of a new range of at least so many bytes, which has no memory yet.
+int64_t reserve_range(int64_t bytes, int64_t device) {
+  if (bytes < 1 || bytes > std::numeric_limits<int64_t>::max() - int64_t{kAddressUnit}) {
+    throw_value_error("address range", "bytes must be positive, got ", bytes);
+  }
+  const size_t reserved = whole_pages(static_cast<size_t>(bytes));
+  watch_process_exit();
+  void* base = nullptr;
+  {
+    const RelaxedCapture while_capturing;
+    check_cuda(cuda_calls().reserve_addresses(&base, reserved),
+               "address range: cuMemAddressReserve");
+  }
+  const std::lock_guard lock(ranges().mutex);
+  auto* const first = static_cast<char*>(base);
+  ranges().all.emplace(first, Range{first, static_cast<int>(device), reserved});
+  return reinterpret_cast<int64_t>(base);
+}
+
+// From here on torch's allocator gets this thread's segments of the pool from this range; 0: none.
+void open_range(int64_t base) {
+  if (base != 0) {
+    const std::lock_guard lock(ranges().mutex);
+    find(ranges(), base);
+  }
+  open_base = base_of(base);
+}
+
+// Puts memory behind all segments, after which there are no more; nothing happens if it is there.
+// All or nothing.
+void map_range(int64_t base) {
+  const std::lock_guard lock(ranges().mutex);
+  Range& range = find(ranges(), base);
+  if (range.is_mapped) return;
+  const RelaxedCapture while_capturing;
+  const int error =
+      range.used == 0 ? 0 : cuda_calls().map_memory(range.base, range.used, range.device, &range.memory);
+  if (error == kNoMemory && !succeeded(error)) {
+    throw std::runtime_error(text("address range: out of memory: GPU ", range.device, " has no ",
+                                  range.used, " bytes that are free"));
+  }
+  check_cuda(error, "address range: cuMemMap");
+  range.is_mapped = true;
+}
+
+// Takes the memory away; the caller has waited for all that uses it.
+void unmap_range(int64_t base) {
+  const std::lock_guard lock(ranges().mutex);
+  const RelaxedCapture while_capturing;
+  check_cuda(unmap(find(ranges(), base)), "address range: cuMemUnmap");
+}
+
+// Of the segments that torch has.
+int64_t range_bytes(int64_t base) {
+  const std::lock_guard lock(ranges().mutex);
+  return static_cast<int64_t>(find(ranges(), base).segments);
+}
+
+// The owner lets go.
+void leave_range(int64_t base) {
+  const std::lock_guard lock(ranges().mutex);
+  find(ranges(), base).has_owner = false;
+  let_go(ranges(), base_of(base));
+}
+
+const Ops kOps{
+    {"reserve_range(int bytes, int device) -> int", TORCH_BOX(&reserve_range)},
+    {"open_range(int base) -> ()", TORCH_BOX(&open_range)},
+    {"map_range(int base) -> ()", TORCH_BOX(&map_range)},
+    {"unmap_range(int base) -> ()", TORCH_BOX(&unmap_range)},
+    {"range_bytes(int base) -> int", TORCH_BOX(&range_bytes)},
+    {"leave_range(int base) -> ()", TORCH_BOX(&leave_range)},
+};
+
+}  // namespace
+}  // namespace speedtorch
+
+// What torch.cuda.memory.CUDAPluggableAllocator calls, with torch's allocator locked: they call
+// nothing of torch. A null pointer says that the memory has run out.
+extern "C" __attribute__((visibility("default"))) void* speedtorch_range_allocate(size_t bytes, int,
+                                                                                  void*) {
+  using namespace speedtorch;
+  const std::lock_guard lock(ranges().mutex);
+  const auto found = ranges().all.find(open_base);
+  if (found == ranges().all.end()) return nullptr;
+  Range& range = found->second;
+  const size_t taken = whole_pages(bytes);
+  if (range.is_mapped || taken > range.reserved - range.used) return nullptr;
+  char* const segment = range.base + range.used;
+  range.used += taken;
+  range.segments += taken;
+  return segment;
+}
+
+extern "C" __attribute__((visibility("default"))) void speedtorch_range_free(void* segment,
+                                                                             size_t bytes, int,
+                                                                             void*) {
+  using namespace speedtorch;
+  const std::lock_guard lock(ranges().mutex);
+  const auto* const at = static_cast<const char*>(segment);
+  auto after = ranges().all.upper_bound(at);
+  if (after == ranges().all.begin()) return;
+  Range& range = std::prev(after)->second;
+  if (at >= range.base + range.used) return;
+  range.segments -= whole_pages(bytes);
+  let_go(ranges(), range.base);
+}

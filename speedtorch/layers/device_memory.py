@@ -1,0 +1,195 @@
+"""Where storages of a device have their memory, and how it goes and comes while they sleep."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from speedtorch.layers.slot import Slot, aligned
+from speedtorch.memory.address_range import AddressRange
+from speedtorch.torch_internals import storage_id, storage_of, storage_reference
+
+__all__ = ["DeviceMemory", "KeptAddresses", "TorchMemory"]
+
+# Up to here torch's allocator gives memory of segments of 2 MiB, and of no larger one.
+_SMALL = 1 << 20
+# What comes first travels while CUDA makes memory for the rest.
+_PIECE = 1 << 26
+# Where CUDA begins an allocation, across whose end it copies nothing.
+_SEGMENT = 2 << 20
+
+
+class DeviceMemory(ABC):
+    """The device's memory of the storages of one part of a training state."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # How neighbours lie in an allocation is known of torch's own allocator alone.
+        self._is_known = device.type == "cpu" or torch.cuda.get_allocator_backend() == "native"
+
+    @abstractmethod
+    def is_here(self, slot: Slot) -> bool:
+        """Whether a storage has its memory."""
+
+    @abstractmethod
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """Takes the memory from storages, whose values are lost; once more after an error."""
+
+    @abstractmethod
+    def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+        """Gives storages memory again, and yields them piece by piece as they have it.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little.
+        """
+
+    def goes_on(self, address: int) -> bool:
+        """Whether what begins there can be in one copy with what ends there."""
+        return self._is_known and address % _SEGMENT != 0
+
+    def place(self, slot: Slot) -> int:
+        """In which order storages go best."""
+        return 0
+
+    def others(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Storages that lose their memory with these, too."""
+        return []
+
+    @property
+    def absent_bytes(self) -> int:
+        """What torch's allocator has no memory behind, and counts all the same."""
+        return 0
+
+
+class TorchMemory(DeviceMemory):
+    """That of torch's allocator: a storage is emptied and gets other memory."""
+
+    def is_here(self, slot: Slot) -> bool:
+        """Whether the storage is not empty."""
+        return slot.storage.nbytes() > 0
+
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """Empties them."""
+        for slot in slots:
+            slot.storage.resize_(0)
+
+    def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+        """Fills some, while those before are on their way."""
+        for some in _pieces(slots):
+            _fill(some, self._device)
+            yield some
+
+
+def _pieces(slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+    begin = nbytes = 0
+    for number, slot in enumerate(slots, 1):
+        nbytes += aligned(slot.nbytes)
+        if nbytes >= _PIECE or number == len(slots):
+            yield slots[begin:number]
+            begin, nbytes = number, 0
+
+
+def _fill(slots: Sequence[Slot], device: torch.device) -> None:
+    """Gets memory of torch's allocator for empty storages, which come to lie one after another."""
+    # Torch cuts this up for them.
+    torch.empty(
+        sum(aligned(each.nbytes) for each in slots if each.nbytes > _SMALL),
+        dtype=torch.uint8,
+        device=device,
+    )
+    for each in slots:
+        each.storage.resize_(each.nbytes)
+
+
+class KeptAddresses(DeviceMemory):
+    """Ranges of a GPU's addresses, which storages have for good, with memory there or without.
+
+    Storages move there when they leave for the first time, those of one call into one range. What
+    lies in a range comes and goes together.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._ranges: dict[AddressRange, list[Any]] = {}
+
+    def is_here(self, slot: Slot) -> bool:
+        """Whether there is memory behind its addresses."""
+        if (of := self._range_of(slot)) is None:
+            return slot.storage.nbytes() > 0
+        return of.is_mapped
+
+    def leave(self, slots: Sequence[Slot]) -> None:
+        """Takes the memory from their ranges."""
+        self._move(slots)
+        for each in self._ranges_of(slots):
+            each.unmap()
+
+    def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+        """Puts memory behind their ranges; this takes less than a millisecond."""
+        self._move([each for each in slots if each.storage.nbytes() == 0])
+        for each in self._ranges_of(slots):
+            each.map()
+        # What is looked at once it is here travels first.
+        for is_frozen in (True, False):
+            if some := [each for each in slots if each.is_frozen == is_frozen]:
+                yield some
+
+    def goes_on(self, address: int) -> bool:
+        """A range has one piece of memory."""
+        if (of := self._range_at(address)) is None:
+            return super().goes_on(address)
+        return address != of.base
+
+    def place(self, slot: Slot) -> int:
+        """By address, so that few copies do; those that have yet to move come last."""
+        return sys.maxsize if self._range_of(slot) is None else slot.storage.data_ptr()
+
+    def others(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Storages in the ranges that the training state has no more, and something else has."""
+        known = {storage_id(each.storage) for each in slots}
+        self._forget_empty()
+        here = (refs for each, refs in self._ranges.items() if each.is_mapped)
+        living = (storage_of(ref) for refs in here for ref in refs)
+        return [
+            Slot(each, each.nbytes(), is_kept=True, is_frozen=False)
+            for each in living
+            if each is not None and storage_id(each) not in known
+        ]
+
+    @property
+    def absent_bytes(self) -> int:
+        """The ranges' bytes while they have no memory."""
+        return sum(each.nbytes for each in self._ranges if not each.is_mapped)
+
+    def _range_of(self, slot: Slot) -> AddressRange | None:
+        return self._range_at(slot.storage.data_ptr())
+
+    def _ranges_of(self, slots: Sequence[Slot]) -> set[AddressRange]:
+        return {of for each in slots if (of := self._range_of(each)) is not None}
+
+    def _range_at(self, address: int) -> AddressRange | None:
+        for each in self._ranges:
+            if each.base <= address < each.end:
+                return each
+        return None
+
+    def _move(self, slots: Sequence[Slot]) -> None:
+        """Gives storages addresses without memory in a new range, if they have none in another."""
+        moving = [each for each in slots if self._range_of(each) is None]
+        if not moving:
+            return
+        made = AddressRange(4 * sum(aligned(each.nbytes) for each in moving), self._device)
+        self._ranges[made] = [storage_reference(each.storage) for each in moving]
+        with made.allocating():
+            for each in moving:
+                each.storage.resize_(0)
+            _fill(moving, self._device)
+
+    def _forget_empty(self) -> None:
+        """Lets ranges go that torch has nothing in any more."""
+        for each in [each for each in self._ranges if each.nbytes == 0]:
+            del self._ranges[each]

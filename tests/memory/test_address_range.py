@@ -1,0 +1,195 @@
+"""Ranges of a GPU's addresses: what is asked of CUDA, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from ctypes import c_int, c_size_t, c_void_p
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_calls import INVALID_VALUE, PretendedDriver, library_path
+from warm_python import warm_python
+
+from speedtorch.memory.address_range import AddressRange
+from speedtorch.ops.functions import _ops
+
+MIB = 1 << 20
+GPU = torch.device("cuda", 1)
+CALLS = "reserve_addresses", "map_memory", "unmap_memory", "free_addresses"
+
+
+def _function(name: str, result: type | None, *arguments: type) -> Callable[..., int | None]:
+    function = getattr(ctypes.CDLL(str(library_path())), name)
+    function.restype, function.argtypes = result, arguments
+    return function  # type: ignore[no-any-return]
+
+
+def allocate(count: int) -> int | None:
+    """As torch's allocator asks for a segment."""
+    return _function("speedtorch_range_allocate", c_void_p, c_size_t, c_int, c_void_p)(
+        count, GPU.index, None
+    )
+
+
+def free(segment: int | None, count: int) -> None:
+    """As it gives one back."""
+    function = _function("speedtorch_range_free", None, c_void_p, c_size_t, c_int, c_void_p)
+    function(segment, count, GPU.index, None)
+
+
+def allocated(into: AddressRange, *counts: int) -> list[int | None]:
+    """Segments of a range."""
+    _ops.open_range(into.base)
+    made = [allocate(each) for each in counts]
+    _ops.open_range(0)
+    return made
+
+
+def test_memory_comes_and_goes_behind_what_was_allocated(driver: PretendedDriver) -> None:
+    made = AddressRange(7 * MIB, GPU)
+    assert driver.named("reserve_addresses") == [("reserve_addresses", 8 * MIB)]
+    assert made.end == made.base + 7 * MIB
+    made.map()  # there is nothing yet
+    made.unmap()
+    assert driver.named("map_memory", "unmap_memory") == []
+    assert allocated(made, 3 * MIB, 2 * MIB, 3 * MIB) == [made.base, made.base + 4 * MIB, None]
+    assert (made.nbytes, made.is_mapped) == (6 * MIB, False)
+    for _ in range(2):
+        for _ in range(2):
+            made.map()
+            assert made.is_mapped
+        assert driver.mapped[made.base][:2] == (6 * MIB, 1)
+        for _ in range(2):
+            made.unmap()
+            assert not made.is_mapped and not driver.mapped
+    assert len(driver.named("map_memory")) == len(driver.named("unmap_memory")) == 2
+    free(made.base, 3 * MIB)
+    assert made.nbytes == 2 * MIB
+    free(made.base + 4 * MIB, 2 * MIB)
+    assert made.nbytes == 0
+
+
+def test_only_the_thread_that_opened_it_gets_segments(driver: PretendedDriver) -> None:
+    made, seen = AddressRange(8 * MIB, GPU), []
+    assert allocate(MIB) is None
+    _ops.open_range(made.base)
+    other = threading.Thread(target=lambda: seen.append(allocate(MIB)))
+    other.start()
+    other.join()
+    assert seen == [None]
+    assert allocate(MIB) == made.base
+    made.map()
+    assert allocate(MIB) is None  # memory would not be behind it
+    _ops.open_range(0)
+    free(made.base, MIB)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("owner_first", [False, True])
+def test_a_range_goes_with_its_owner_and_its_last_segment(
+    owner_first: bool, is_mapped: bool, driver: PretendedDriver
+) -> None:
+    made = AddressRange(8 * MIB, GPU)
+    base = made.base
+    segments = allocated(made, 2 * MIB, 2 * MIB)
+    if is_mapped:
+        made.map()
+    free(segments[0], 2 * MIB)
+    if owner_first:
+        del made
+        gc.collect()
+        assert base in driver.reserved and len(driver.mapped) == is_mapped
+        free(segments[1], 2 * MIB)
+    else:
+        free(segments[1], 2 * MIB)
+        assert base in driver.reserved and not driver.mapped
+        del made
+        gc.collect()
+    assert not driver.reserved and not driver.mapped
+    names = [name for name, *_ in driver.named(*CALLS)]
+    assert names == [each for each in CALLS if is_mapped or "map" not in each]
+    free(segments[1], 2 * MIB)  # of nothing
+
+
+def test_a_call_that_fails_changes_nothing(driver: PretendedDriver) -> None:
+    driver.fail("reserve_addresses", 1, error=INVALID_VALUE)
+    with pytest.raises(RuntimeError, match="address range: cuMemAddressReserve failed: pretended"):
+        AddressRange(MIB, GPU)
+    made = AddressRange(MIB, GPU)
+    (segment,) = allocated(made, MIB)
+    driver.fail("map_memory", 1, 2)
+    with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has no 2097152 bytes that are free"):
+        made.map()
+    driver.fail("map_memory", 1)  # and torch's allocator had some to give back
+    made.map()
+    driver.fail("unmap_memory", 1, error=INVALID_VALUE)
+    with pytest.raises(RuntimeError, match="address range: cuMemUnmap failed: pretended reason 1"):
+        made.unmap()
+    assert not made.is_mapped and made.base in driver.mapped and driver.pending == 0
+    made.map()
+    driver.fail("map_memory", 2, error=INVALID_VALUE)
+    made.unmap()
+    made.map()
+    made.unmap()
+    with pytest.raises(RuntimeError, match="address range: cuMemMap failed: pretended reason 1"):
+        made.map()
+    assert not made.is_mapped and driver.pending == 0
+    free(segment, MIB)
+
+
+def test_memory_moves_while_another_thread_captures_a_graph(driver: PretendedDriver) -> None:
+    driver.other_captures = True
+    made = AddressRange(MIB, GPU)
+    (segment,) = allocated(made, MIB)
+    made.map()
+    made.unmap()
+    made.map()
+    free(segment, MIB)
+    del made
+    gc.collect()
+    assert not driver.reserved and not driver.mapped
+
+
+def test_what_is_no_range_is_refused(driver: PretendedDriver) -> None:
+    for call in (_ops.open_range, _ops.map_range, _ops.unmap_range, _ops.range_bytes):
+        with pytest.raises(ValueError, match="address range: there is none at 4096"):
+            call(4096)
+    for count in (0, -1, 2**63 - 1):
+        with pytest.raises(ValueError, match=f"address range: bytes must be .*, got {count}"):
+            _ops.reserve_range(count, 0)
+    assert driver.named(*CALLS) == []
+
+
+@pytest.mark.parametrize("last", ["_ops.stop()", "os.fork() == 0 or os._exit(os.wait()[1])"])
+def test_no_cuda_call_is_made_by_a_fork_or_once_the_process_exits(last: str) -> None:
+    program = f"""
+import os
+from test_address_range import *
+from test_address_range import _ops
+
+with PretendedDriver(True, True) as driver:
+    made = AddressRange(MIB, GPU)
+    (segment,) = allocated(made, MIB)
+    made.map()
+    driver.calls.clear()
+    {last}
+    free(segment, MIB)
+    del made
+    gc.collect()
+    print([each for each in driver.calls if each[0] in CALLS], flush=True)
+    os._exit(0)
+"""
+    folders = Path(__file__).parent, Path(__file__).parents[1], library_path().parents[1]
+    done = subprocess.run(
+        [warm_python(), "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
