@@ -33,6 +33,7 @@ STEMS = (
     "state_swapper",
     "checkpoints",
     "transformer",
+    "sharded_transformer",
     "overlap",
     "headline",
 )
