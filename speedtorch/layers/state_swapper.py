@@ -31,7 +31,9 @@ _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
 
 _AT_ONCE = 3
-"""Pieces on the device: one that is stepped and leaves, and the two that come next."""
+"""Pieces that travel: one that is stepped and leaves, and the two that come next."""
+_PIECE = 1 << 28
+"""Bytes of a piece at most: the link's speed needs no larger ones, and what is left may stay."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,9 @@ class StateSwapper:
     Parameters, gradients and activations stay where they are. `optimizer.step()` steps the
     parameters in pieces: while one is stepped on the device, the state of the next one comes and
     that of the one before leaves. Numbers are those of a step that has all state on the device.
-    Between two steps state is ordinary CPU tensors, which state_dict() gives; load_state_dict()
-    leaves it on the host.
+    Pieces that the budget has room for beside those that travel stay on the device. Between two
+    steps the state of the others is ordinary CPU tensors, and state_dict() gives all of it;
+    load_state_dict() leaves it on the host.
 
     It works with any module whose parameters stay on their device between steps: with
     DistributedDataParallel, and with `fully_shard` (FSDP2), whose ranks step their shards.
@@ -144,9 +147,9 @@ class StateSwapper:
     Args:
         optimizer: one or several that step each parameter by itself, also as accelerate, Lightning
             or Fabric wrap them.
-        budget: the most device memory that state takes, in bytes or as "2GiB": three pieces of a
-            third of it. The state of one parameter is not divided, so that the largest counts
-            threefold.
+        budget: the most device memory that state takes, in bytes or as "2GiB". Three pieces of a
+            third of it travel, or of 256 MiB if that is less. The state of one parameter is not
+            divided, so that the largest counts threefold.
 
     Raises:
         TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS).
@@ -194,9 +197,10 @@ class StateSwapper:
         return f"{type(self).__name__}({names}; budget={text_of(self.budget)})"
 
     def evict(self) -> int:
-        """Brings all state to the host, as after each step; returns the bytes that are free then.
+        """Brings all state to the host until the next step; returns the bytes that are free then.
 
-        Needed where an exception has interrupted a step, or state was made or loaded elsewhere.
+        Needed where something else needs that memory, an exception has interrupted a step, or state
+        was made or loaded elsewhere.
 
         Raises:
             TypeError, ValueError: state cannot be moved: a tensor is sparse, quantized, or of a
@@ -255,6 +259,7 @@ class StateSwapper:
         step = PartialStep(asked)
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
+            staying = self._staying()
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
             coming = deque(self._come(each, each.members(shared)) for each in pieces[:2])
         leaving: list[tuple[_Piece, Members]] = []
@@ -265,16 +270,31 @@ class StateSwapper:
             step.step(piece.parameters)
             with as_plain(), torch.no_grad():
                 members = piece.members(shared)
-                piece.pack.write_back(members)
+                if piece not in staying:
+                    piece.pack.write_back(members)
                 # Found before the host waits: the link into the device is idle from then on.
                 following = [(each, each.members(shared)) for each in pieces[number + 2 :][:1]]
                 self._leave(leaving)
                 coming.extend(self._come(*each) for each in following)
                 # All that the step has changed is on its way: it is not copied again.
-                leaving = [(piece, Members(members.tensors, ()))]
+                leaving = [] if piece in staying else [(piece, Members(members.tensors, ()))]
         with as_plain(), torch.no_grad():
             self._leave(leaving)
         return (step.twin(()), *args[1:]), kwargs, step.settle
+
+    def _staying(self) -> set[_Piece]:
+        """The pieces that the budget has room for beside those that travel, the first ones."""
+        pieces = [each for some in self._pieces.values() for each in some]
+        sizes = [each.pack.slab.nbytes for each in pieces]
+        room = self.budget
+        if sum(sizes) > room:
+            room -= _AT_ONCE * max(sizes)
+        found = set()
+        for piece, nbytes in zip(pieces, sizes, strict=True):
+            if 0 < nbytes <= room:  # what has no state yet makes it on the device
+                room -= nbytes
+                found.add(piece)
+        return found
 
     @staticmethod
     def _come(piece: _Piece, members: Members) -> Members:
@@ -297,7 +317,7 @@ class StateSwapper:
         if any(each.is_elsewhere for each in pieces):
             pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}
-        most = max(1, self.budget // _AT_ONCE)
+        most = max(1, min(self.budget // _AT_ONCE, _PIECE))
         open_ones: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()
         new = []

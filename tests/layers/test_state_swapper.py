@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 
 import speedtorch
-from speedtorch.layers import StateSwapper, Swapper
+from speedtorch.layers import StateSwapper, Swapper, state_swapper
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     **COMMON_OPTIMIZERS,
@@ -87,15 +87,22 @@ class Training:
         return found
 
 
-@pytest.mark.parametrize("budget", [1, 700, 1 << 20])
+@pytest.mark.parametrize(
+    ("budget", "piece"),
+    [(1, 1 << 28), (700, 1 << 28), (8000, 200), (1 << 20, 1 << 28)],
+    ids=["nothing-stays", "a-third-at-once", "some-stay", "all-stay"],
+)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "Shampoo"])
-def test_steps_are_those_with_all_state_on_the_device(name: str, budget: int, device: str) -> None:
+def test_steps_are_those_with_all_state_on_the_device(
+    name: str, budget: int, piece: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_swapper, "_PIECE", piece)
     make = OPTIMIZERS.get(name, Shampoo)
     ours, theirs = (Training(device, make, each).step(5) for each in (budget, None))
     assert_equal(ours.tensors(), theirs.tensors())
     assert ours.swapper is not None
     report = ours.swapper.report()
-    assert report.device_bytes == 0
+    assert report.device_bytes <= max(0, budget - 1)
     assert (report.pieces == 1) == (budget == 1 << 20)
     ours.swapper.close()
     assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
@@ -129,6 +136,38 @@ def test_a_step_copies_state_once_each_way(fused: bool, device: str) -> None:
     assert after.pieces > 3
     assert after.bytes_in - before.bytes_in == after.host_bytes
     assert after.bytes_out - before.bytes_out == after.host_bytes
+
+
+def test_what_the_budget_has_room_for_stays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_swapper, "_PIECE", 2048)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to(device)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    swapper = StateSwapper(optimizer, budget=(3 + 2) * 1024 + 500)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    for _ in range(2):
+        optimizer.step()
+    for number in range(3):
+        before = swapper.report()
+        if number == 2:
+            assert swapper.evict() == 2 * 1024
+        optimizer.step()
+        after = swapper.report()
+        moved = after.bytes_in - before.bytes_in, after.bytes_out - before.bytes_out
+        assert moved == ((8 * 1024, 8 * 1024) if number == 2 else (6 * 1024, 6 * 1024))
+        assert (after.pieces, after.device_bytes) == (8, 2 * 1024)
+    kept = [optimizer.state[each]["momentum_buffer"] for each in model.parameters()]
+    assert [each.device.type for each in kept] == 2 * [device] + 6 * ["cpu"]
+    saved = copies(dict(enumerate(kept)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert swapper.report().device_bytes == 2 * 1024
+    for number, each in enumerate(model.parameters()):
+        now = optimizer.state[each]["momentum_buffer"].cpu()
+        assert torch.equal(now, saved[number].cpu() * 0.9 + 1)
+    model[0].weight.grad = None  # what is not stepped stays as well
+    optimizer.step()
+    assert swapper.report().device_bytes == 2 * 1024
 
 
 def test_state_that_there_is_goes_to_the_host_at_once(device: str) -> None:
@@ -351,12 +390,22 @@ def test_the_device_has_the_state_of_three_pieces_at_most() -> None:
 
 
 @EVERY
+@pytest.mark.parametrize(
+    ("budget", "piece"), [(700, 1 << 28), (1400, 100)], ids=["all-travel", "some-stay"]
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
 def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
-    error: Callable[[], BaseException], every: int, device: str
+    error: Callable[[], BaseException],
+    budget: int,
+    piece: int,
+    every: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(state_swapper, "_PIECE", piece)
+
     def prepared() -> Training:
-        training = Training(device, optim.Adam, 700, layers=2).step(2)
+        training = Training(device, optim.Adam, budget, layers=2).step(2)
         training.model(torch.ones(8, 4, device=device)).square().mean().backward()
         return training
 
