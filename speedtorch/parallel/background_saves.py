@@ -21,19 +21,20 @@ from speedtorch.memory import host_memory
 __all__ = ["begin", "copies", "fitting", "wait_for"]
 
 _Result = TypeVar("_Result")
-_Tensors = Mapping[str, Tensor | SomeRows]
+_Tensors = Mapping[Any, Tensor | SomeRows]
 
 _pending: dict[str, Future[Any]] = {}
 """By folder."""
 os.register_at_fork(after_in_child=_pending.clear)  # whose threads are not there
 
 
-def fitting(shards: Sequence[_Tensors], max_memory: int | None) -> int:
+def fitting(shards: Sequence[_Tensors], max_memory: int | None, sharing: int = 1) -> int:
     """How many files, from the last one on, are to be copied.
 
-    By default half of the memory that is available is theirs.
+    By default half of the memory that is available is theirs, and of so many processes that share
+    it.
     """
-    left = host_memory.available_bytes() // 2 if max_memory is None else max_memory
+    left = host_memory.available_bytes() // (2 * sharing) if max_memory is None else max_memory
     count = 0
     for shard in reversed(shards):
         left -= sum(each.nbytes for each in shard.values())
@@ -43,7 +44,7 @@ def fitting(shards: Sequence[_Tensors], max_memory: int | None) -> int:
     return count
 
 
-def copies(shards: Sequence[_Tensors]) -> list[dict[str, Tensor]]:
+def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
     """All tensors as they are now, in plain host memory."""
     return [{key: _copied(each) for key, each in shard.items()} for shard in shards]
 

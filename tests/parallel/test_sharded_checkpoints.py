@@ -9,7 +9,15 @@ import pytest
 import torch
 from rank_backends import DEALT_RANKS
 from rank_processes import in_processes
-from sharded_checkpoints import check_differing, check_failing, check_loaded, check_saved
+from sharded_checkpoints import (
+    check_deltas,
+    check_differing,
+    check_failing,
+    check_followed,
+    check_loaded,
+    check_saved,
+    check_whole,
+)
 
 
 @DEALT_RANKS
@@ -22,8 +30,31 @@ def test_a_run_of_ranks_goes_on_and_is_loaded_by_any_number(
     in_processes(5 - ranks, check_loaded, folder, stored, backend="gloo")
 
 
-def test_an_error_of_a_rank_leaves_the_old_generation_and_is_told_on_all(tmp_path: Path) -> None:
-    in_processes(2, check_failing, str(tmp_path))
+@DEALT_RANKS
+@pytest.mark.parametrize("how", ["foreground", "background"])
+def test_base_and_deltas_of_ranks_are_the_run_on_any_number(
+    how: str, ranks: int, backend: str, tmp_path: Path
+) -> None:
+    folder, background = str(tmp_path / "run"), how == "background"
+    cache = "2KiB" if background else None
+    in_processes(ranks, check_deltas, folder, background, cache, backend=backend)
+    in_processes(5 - ranks, check_followed, folder, backend="gloo")
+
+
+def test_a_table_of_which_one_rank_knows_no_changes_is_whole(tmp_path: Path) -> None:
+    in_processes(2, check_whole, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"base": 1}, {"background": True, "base": 1}],
+    ids=["whole", "delta", "background"],
+)
+def test_an_error_of_a_rank_leaves_the_old_generation_and_is_told_on_all(
+    how: dict[str, Any], failing: int, tmp_path: Path
+) -> None:
+    in_processes(2, check_failing, str(tmp_path), failing, how)
 
 
 def test_ranks_with_different_tables_are_told(tmp_path: Path) -> None:
