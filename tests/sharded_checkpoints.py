@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 from speedtorch.files import system_calls
 from speedtorch.parallel import checkpoints
+from speedtorch.parallel.sharded_saves import JoinedFile
 from speedtorch.table.shared_rows import SharedRows
 
 ROWS, STEPS = 301, 5
@@ -177,6 +179,28 @@ def check_followed(folder: str) -> None:
     speedtorch.load(folder, **whole.parts())
     assert_rows_of(run, whole)
     assert saved(folder, run, base=7).base == 7
+
+
+def check_without_room(folder: str) -> None:
+    """Files for whose copies a rank has no room are written before the call returns."""
+    run, rank = Run().train(0, STEPS), dist.get_rank()
+    files, real = [], JoinedFile.write
+
+    def write(file: JoinedFile, *given: Any) -> None:
+        files.append((file.name, threading.current_thread().name))
+        real(file, *given)
+
+    with (
+        mock.patch.object(checkpoints, "SHARD_BYTES", 12_000),
+        mock.patch.object(JoinedFile, "write", write),
+    ):
+        most = 10_000 if rank else 1
+        saving = speedtorch.save(
+            folder, background=True, max_memory=most, **run.parts(), step=STEPS
+        )
+        saving.result(60)
+    before = [name for name, thread in files if thread == "MainThread"]
+    assert 0 < len(before) <= len(files) and (before == [name for name, _ in files]) == (rank == 0)
 
 
 def check_whole(folder: str) -> None:

@@ -135,7 +135,7 @@ def check_killed(folder: str, killed: int) -> None:
 def check_ended(folder: str) -> None:
     """What is saved in the background needs no process group any more."""
     run = Run().train(0, STEPS)
-    slow = within_saves(system_calls.calls.write, lambda: time.sleep(0.3))
+    slow = within_saves(system_calls.calls.write, lambda: time.sleep(0.02))
     system_calls.calls.write = slow
     assert not speedtorch.save(folder, background=True, **run.parts(), step=STEPS).done()
 

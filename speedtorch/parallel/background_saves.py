@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +63,8 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     started, that is raised, and what has been made is undone.
     """
     done: Future[_Result] = Future()
+    # A process of multiprocessing takes the threads of pools away at its end, before it waits.
+    ending = Finalize(None, wait, ([done],), exitpriority=100)
     place = os.path.realpath(folder)
 
     def run() -> None:
@@ -80,6 +83,8 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
         else:
             _pending.pop(place, None)
             done.set_result(result)
+        finally:
+            ending.cancel()
 
     done.set_running_or_notify_cancel()
     _pending[place] = done
@@ -89,6 +94,7 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     except BaseException:
         if thread.ident is None:  # there is no room for another
             _pending.pop(place, None)
+            ending.cancel()
             undo.__exit__(*sys.exc_info())
         raise
     return done

@@ -45,5 +45,5 @@ def test_a_rank_that_is_killed_within_a_save_leaves_the_generation_before(
 @pytest.mark.slow
 def test_a_save_goes_on_when_the_process_group_has_gone(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    assert exit_codes(2, check_ended, folder) == [0, 0]
+    assert exit_codes(2, check_ended, folder, timeout=20) == [0, 0]
     in_processes(2, check_loaded, folder, None)

@@ -17,6 +17,7 @@ from sharded_checkpoints import (
     check_loaded,
     check_saved,
     check_whole,
+    check_without_room,
 )
 
 
@@ -43,6 +44,12 @@ def test_base_and_deltas_of_ranks_are_the_run_on_any_number(
 
 def test_a_table_of_which_one_rank_knows_no_changes_is_whole(tmp_path: Path) -> None:
     in_processes(2, check_whole, str(tmp_path / "run"))
+
+
+def test_files_without_room_for_copies_are_written_before(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    in_processes(2, check_without_room, folder)
+    in_processes(3, check_loaded, folder, None)
 
 
 @pytest.mark.parametrize("failing", [0, 1], ids=["first", "last"])
