@@ -34,18 +34,19 @@ def batch(step: int) -> Tensor:
 
 
 class Run:
-    """Two tables and a layer with Adam; gradients of rows are whole numbers of few ids."""
+    """Three tables and a layer with Adam; gradients of rows are whole numbers of few ids."""
 
     def __init__(
         self, seed: int = 0, *, shard: bool = True, stored: Any = None, cache: Any = None
     ) -> None:
         torch.manual_seed(seed)
         device = own_device()
-        config = speedtorch.EmbeddingBagConfig(ROWS, 4, "user")
+        config = speedtorch.EmbeddingBagConfig
+        bags = [config(ROWS, 4, "user"), config(2, 4, "few")]  # fewer rows than ranks
         self.model = nn.ModuleDict(
             {
                 "emb": speedtorch.Embedding(ROWS, 6, device=device, stored=stored, cache=cache),
-                "bags": speedtorch.EmbeddingBagCollection([config], device=device),
+                "bags": speedtorch.EmbeddingBagCollection(bags, device=device),
                 "out": nn.Linear(3, 3, device=device),
             }
         )
@@ -62,7 +63,7 @@ class Run:
     def step(self, ids: Tensor) -> None:
         model: Any = self.model
         self.optimizer.zero_grad()
-        loss = model["emb"](ids).sum() + model["bags"]({"user": ids}).values().sum()
+        loss = model["emb"](ids).sum() + model["bags"]({"user": ids, "few": ids % 2}).values().sum()
         (loss + model["out"](torch.ones(3, device=own_device())).sum()).backward()
         self.optimizer.step()
 
@@ -276,12 +277,17 @@ def check_failing(folder: str, failing: int, how: dict[str, Any]) -> None:
 def check_differing(folder: str) -> None:
     """Ranks that save different tables are told on all."""
     run = Run()
-    parts = run.parts() if dist.get_rank() else {"model": run.model}
     run.train(0, 1)
-    try:
-        speedtorch.save(folder, **parts)
-    except ValueError as error:
-        assert "saves the rows of" in str(error)
-    else:
-        raise AssertionError("it was saved")
+    model, is_first = {"model": run.model}, dist.get_rank() == 0
+    for how in (
+        model if is_first else run.parts(),
+        model | {"base": 1 if is_first else None},
+        model | {"background": is_first},
+    ):
+        try:
+            speedtorch.save(folder, **how)
+        except ValueError as error:
+            assert "saves the rows of" in str(error)
+        else:
+            raise AssertionError("it was saved")
     assert not Path(folder).exists()

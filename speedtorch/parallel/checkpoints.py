@@ -143,21 +143,25 @@ def save(
     block by block from where they are: no copy of them is made.
 
     Where ranks share rows out, every process of torch.distributed's default group calls it, with a
-    folder that all of them reach. Each writes its rows; all other values are the first one's.
+    folder that all of them reach. Each writes its rows; all other values are the first one's. The
+    folder switches once all rows are on the disk: a rank that fails, or is killed, leaves the
+    generations of before, and the other ranks raise.
 
     Args:
         path: A folder, which is made if it is not there.
         keep: How many generations stay; older ones are removed once the new one is there, but for
             those that these need as their base.
         base: The number of a generation of this folder: of tables only rows are written that have
-            changed since then. A table that had noted no changes is written as a whole, and notes
-            them from now on (HostTable.track_changes). After 256 in a row all rows are written,
-            and Saved.base is None. No other process saves to the folder meanwhile.
+            changed since then. A table that had noted no changes, on one of the ranks that share it
+            out, is written as a whole, and notes them from now on (HostTable.track_changes) unless
+            a CUDA graph uses it. After 256 in a row all rows are written, and Saved.base is None.
+            No other process saves to the folder meanwhile.
         background: Copy what is saved, and write it while training goes on. The next save or load
-            of the folder, and the end of the process, wait until it is written.
-        max_memory: Most bytes of the copies, as a number or "64GiB"; by default half of the host
-            memory that is available. Files of tensors for which there is none left are written
-            before the call returns.
+            of the folder, and the end of the process, wait until it is written. Ranks make no
+            collectives meanwhile: they tell each other by files of the folder how far they are.
+        max_memory: Most bytes of the copies of this process, as a number or "64GiB"; by default
+            half of the host memory that is available, in equal parts for the ranks of a machine.
+            Files of tensors for which there is none left are written before the call returns.
         progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
             a moment and stderr is a terminal (None). There is none where ranks share rows out, nor
             in the background.
@@ -174,13 +178,11 @@ def save(
         TypeError: There is nothing to save, or a value that a file without code cannot hold; it is
             named.
         ValueError: `keep` is less than 1, a tensor is of a kind that safetensors files do not have,
-            or the base is damaged.
-        NotImplementedError: Ranks share rows out, and it is to go on in the background or from a
-            base.
+            the base is damaged, or ranks save different tables or in different ways.
         MemoryError: There is too little for the copies; nothing was saved.
         FileNotFoundError: The base is not there.
         OSError: Of the disk, such as too little room; the generations of before are as they were.
-        RuntimeError: Another rank has raised an error, which is told.
+        RuntimeError: Another rank has raised an error, which is told, or has ended.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -258,10 +260,13 @@ class _Change(NamedTuple):
 
 def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -> _Change:
     """Looks what has changed since a generation, as all ranks know it."""
-    shared = {key: JoinedRows.of(each) for key, each in tensors.shared.items()}
-    whole = _Change(None, Delta(dict(tensors.by_key), {}), Delta(shared, {}))
+
+    def whole() -> _Change:
+        shared = {key: JoinedRows.of(each) for key, each in tensors.shared.items()}
+        return _Change(None, Delta(dict(tensors.by_key), {}), Delta(shared, {}))
+
     if base is None:
-        return whole
+        return whole()
     opened: list[SavedGeneration] = []
     changed: dict[str, Changed[Tensor | SomeRows]] = {}
 
@@ -270,15 +275,16 @@ def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -
         if len(opened[0].chain) > LONGEST_CHAIN:
             return None
         changed.update(changed_rows(opened[0], {**tensors.by_key, **tensors.shared}))
-        counts = {key: (e.group, e.ids.shape[0]) for key, e in changed.items() if key in shared}
+        counts = {key: (each.group, each.ids.shape[0]) for key, each in changed.items()}
         return counts, [key for key in tensors.by_key if key.startswith(IDS)]
 
     every = [each for each in agreed(ranks, look) if each is not None]
     if len(every) < ranks.size:
-        return whole
-    of_ranks = [counts for counts, _ in every]
+        return whole()
+    of_ranks, (names, *_) = zip(*every, strict=True)
     together = dict(joined(tensors.shared, changed, of_ranks, ranks.rank))
-    of_all = delta(shared, together, taken=every[0][1])
+    rest = {k: JoinedRows.of(each) for k, each in tensors.shared.items() if k not in together}
+    of_all = delta(rest, together, taken={*tensors.shared, *names})
     alone = {key: each for key, each in changed.items() if key in tensors.by_key}
     return _Change(opened[0], delta(tensors.by_key, alone, taken=of_all.tensors), of_all)
 

@@ -54,9 +54,7 @@ def test_files_without_room_for_copies_are_written_before(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("failing", [0, 1], ids=["first", "last"])
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"base": 1}, {"background": True, "base": 1}],
-    ids=["whole", "delta", "background"],
+    "how", [{}, {"background": True, "base": 1}], ids=["foreground", "background"]
 )
 def test_an_error_of_a_rank_leaves_the_old_generation_and_is_told_on_all(
     how: dict[str, Any], failing: int, tmp_path: Path
