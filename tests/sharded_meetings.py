@@ -18,6 +18,7 @@ from sharded_checkpoints import STEPS, Run, saved
 import speedtorch
 from speedtorch.files import system_calls
 from speedtorch.parallel.meeting import Meeting
+from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_saves import agreed, by_first
 
 
@@ -43,7 +44,7 @@ def check_values(folder: str) -> None:
     rank, size = meeting.rank, meeting.size
     with meeting:
         dist.barrier()
-        assert meeting.sees_all()
+        assert meeting.look_for_locks(Ranks.of())
         for turn in range(3):
             time.sleep(0.02 * ((rank + turn) % size))
             assert meeting.every([rank, turn]) == [[each, turn] for each in range(size)]
@@ -73,8 +74,7 @@ def check_patience(folder: str) -> None:
 
     meeting = met(folder, patience=0.3)
     with mock.patch.object(system_calls.calls, "own", own), meeting:
-        meeting.sees_locks = meeting.sees_all()
-        assert not meeting.sees_locks
+        assert not meeting.look_for_locks(Ranks.of())
         dist.barrier()
         assert meeting.every(meeting.rank) == list(range(meeting.size))
         if meeting.rank == 0:

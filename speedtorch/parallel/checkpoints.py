@@ -373,7 +373,7 @@ class _Writing:
 
         by_first(ranks, make)
         agreed(ranks, enter)
-        meeting.sees_locks = all(agreed(ranks, meeting.sees_all))
+        meeting.look_for_locks(ranks)
         self._ranks = meeting
 
     def finish(self) -> tuple[int, int]:

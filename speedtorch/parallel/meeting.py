@@ -24,6 +24,7 @@ from speedtorch.files.system_calls import (
     where_supported,
     write_all,
 )
+from speedtorch.parallel.sharded_saves import Together
 
 __all__ = ["Meeting"]
 
@@ -41,18 +42,13 @@ class Meeting:
         size: How many there are.
         patience: Seconds for which a rank waits for a line of another one, where locks do not tell
             whether that is still there.
-
-    Attributes:
-        sees_locks: Whether locks tell so, as all ranks have agreed.
     """
-
-    sees_locks = True
 
     def __init__(self, folder: str, rank: int, size: int, patience: float) -> None:
         self.rank, self.size = rank, size
         self._folder, self._patience = folder, patience
         self._heard = [0] * size
-        self._in_use = False
+        self._in_use, self._sees_locks = False, True
         self._left = ExitStack()
 
     def make(self) -> None:
@@ -97,11 +93,13 @@ class Meeting:
                         pass
             self._in_use = False
 
-    def sees_all(self) -> bool:
-        """Whether the locks of all other ranks are seen here: each has entered."""
+    def look_for_locks(self, ranks: Together) -> bool:
+        """Whether each rank sees the locks of all others, which have entered: these tell then."""
+        sees_all = False
         with suppress(OSError):  # no locks here
-            return not any(map(self._is_free, self._others()))
-        return False
+            sees_all = not any(map(self._is_free, self._others()))
+        self._sees_locks = all(ranks.every(sees_all))
+        return self._sees_locks
 
     def every(self, value: Any) -> list[Any]:
         """What each rank says; lists, numbers, strings and None.
@@ -136,7 +134,7 @@ class Meeting:
         begin, nap = time.monotonic(), _SHORTEST_NAP
         while True:
             waited = time.monotonic() - begin
-            has_ended = self._is_free(rank) if self.sees_locks else waited > self._patience
+            has_ended = self._is_free(rank) if self._sees_locks else waited > self._patience
             with open_to_read(self._path(rank)) as (read, size):
                 data = bytearray(size)
                 read(memoryview(data), 0)
