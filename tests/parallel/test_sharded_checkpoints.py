@@ -19,6 +19,7 @@ from sharded_checkpoints import (
     check_whole,
     check_without_room,
 )
+from sharded_generations import check_program
 
 
 @DEALT_RANKS
@@ -44,6 +45,12 @@ def test_base_and_deltas_of_ranks_are_the_run_on_any_number(
 
 def test_a_table_of_which_one_rank_knows_no_changes_is_whole(tmp_path: Path) -> None:
     in_processes(2, check_whole, str(tmp_path / "run"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_of_ranks(seed: int, tmp_path: Path) -> None:
+    in_processes(2 + seed % 2, check_program, str(tmp_path), seed)
 
 
 def test_files_without_room_for_copies_are_written_before(tmp_path: Path) -> None:
