@@ -4,33 +4,49 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
+from sharded_saved import tables_of
 from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.files import system_calls
+from speedtorch.parallel import checkpoints
+from speedtorch.parallel.sharded_saves import JoinedFile
 from speedtorch.table.shared_rows import SharedRows
 
 ROWS, STEPS = 301, 5
 
 
-class Run:
-    """Two tables and a layer with Adam; gradients of rows are whole numbers of few ids."""
+def batch(step: int) -> Tensor:
+    return torch.randint(ROWS, (12,), generator=torch.Generator().manual_seed(step))
 
-    def __init__(self, seed: int = 0, *, shard: bool = True, stored: Any = None) -> None:
+
+class Run:
+    """Three tables and a layer with Adam; gradients of rows are whole numbers of few ids."""
+
+    def __init__(
+        self, seed: int = 0, *, shard: bool = True, stored: Any = None, cache: Any = None
+    ) -> None:
         torch.manual_seed(seed)
         device = own_device()
-        config = speedtorch.EmbeddingBagConfig(ROWS, 4, "user")
+        config = speedtorch.EmbeddingBagConfig
+        bags = [config(ROWS, 4, "user"), config(2, 4, "few")]  # fewer rows than ranks
         self.model = nn.ModuleDict(
             {
-                "emb": speedtorch.Embedding(ROWS, 6, device=device, stored=stored),
-                "bags": speedtorch.EmbeddingBagCollection([config], device=device),
+                "emb": speedtorch.Embedding(ROWS, 6, device=device, stored=stored, cache=cache),
+                "bags": speedtorch.EmbeddingBagCollection(bags, device=device),
                 "out": nn.Linear(3, 3, device=device),
             }
         )
@@ -40,14 +56,20 @@ class Run:
         speedtorch.attach(self.optimizer, self.model)
 
     def train(self, first: int, steps: int) -> Run:
-        model: Any = self.model
         for step in range(first, first + steps):
-            ids = torch.randint(ROWS, (12,), generator=torch.Generator().manual_seed(step))
-            self.optimizer.zero_grad()
-            loss = model["emb"](ids).sum() + model["bags"]({"user": ids}).values().sum()
-            (loss + model["out"](torch.ones(3, device=own_device())).sum()).backward()
-            self.optimizer.step()
+            self.step(batch(step))
         return self
+
+    def step(self, ids: Tensor) -> None:
+        model: Any = self.model
+        self.optimizer.zero_grad()
+        loss = model["emb"](ids).sum() + model["bags"]({"user": ids, "few": ids % 2}).values().sum()
+        (loss + model["out"](torch.ones(3, device=own_device())).sum()).backward()
+        self.optimizer.step()
+
+    @property
+    def tables(self) -> list[speedtorch.HostTable]:
+        return tables_of(self.model)
 
     def parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
@@ -72,10 +94,11 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def check_saved(folder: str, stored: Any) -> None:
     """Ranks save and go on; what they load goes on as well, bit for bit."""
     run = Run(stored=stored).train(0, STEPS)
-    saved = speedtorch.save(folder, **run.parts(), step=STEPS, rank=dist.get_rank())
+    with mock.patch.object(checkpoints, "SHARD_BYTES", 12_000):
+        saved = speedtorch.save(folder, **run.parts(), step=STEPS, rank=dist.get_rank())
     assert saved.generation == 1 and saved.nbytes > 0
     names = sorted(each for each in os.listdir(saved.path) if each.startswith("rows"))
-    assert len(names) == 6  # weights and two moments of two tables
+    assert 1 < len(names) < 6  # of weights and two moments of two tables
     other = Run(seed=3, stored=stored)
     found = speedtorch.load(folder, **other.parts())
     assert found == {"step": STEPS, "rank": 0}
@@ -88,6 +111,10 @@ def check_loaded(folder: str, stored: Any) -> None:
     run, whole = Run(seed=5, stored=stored), Run(seed=6, shard=False, stored=stored)
     for each in (run, whole):
         assert speedtorch.load(folder, **each.parts())["step"] == STEPS
+    assert_rows_of(run, whole)
+
+
+def assert_rows_of(run: Run, whole: Run) -> None:
     expected = whole.model.state_dict()
     for name, rows in run.model.state_dict().items():
         if isinstance(rows, SharedRows):
@@ -98,46 +125,169 @@ def check_loaded(folder: str, stored: Any) -> None:
             assert torch.equal(rows, expected[name])
 
 
-def check_failing(folder: str) -> None:
-    """A rank that fails at one of its calls leaves all with an error, and the old generation."""
-    run = Run().train(0, 2)
-    speedtorch.save(folder, **run.parts(), step=1)
-    before = run.own()
-    for name in ("open", "write", "fsync"):
-        real: Callable[..., Any] = getattr(system_calls.calls, name)
+def saved(folder: str, run: Run, **how: Any) -> speedtorch.types.Saved:
+    made = speedtorch.save(folder, keep=9, **run.parts(), **how)
+    return made.result(60) if isinstance(made, Future) else made
 
-        def call(*args: Any) -> Any:
+
+def size(made: speedtorch.types.Saved) -> int:
+    return sum(each.stat().st_size for each in Path(made.path).glob("rows*"))
+
+
+def check_deltas(folder: str, background: bool, cache: Any) -> None:
+    """Generations of changed rows, made while rows are held and prefetched, are the run."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    run = Run(cache=cache).train(0, 2)
+    for table in run.tables:
+        table.track_changes()
+    kept, sizes = {}, []
+    loop = speedtorch.prefetch(map(batch, range(2, 8)), run.model["emb"], ids=lambda ids: ids)
+    for step, ids in enumerate(loop, 2):
+        run.step(ids)
+        base = max(kept, default=None)
+        made = saved(folder, run, base=base, background=background, step=step)
+        assert made.base == base and (made.waited is not None) == background
+        kept[made.generation] = run.own()
+        sizes.append(size(made))
+        if step == 4 and last:  # a write that names no rows, on one rank
+            run.tables[0]["weight"][0] = 1.0
+    assert max(sizes[1:3] + sizes[4:]) < sizes[3] < sizes[0]
+    other = Run(seed=3)
+    for table in other.tables:
+        table.track_changes()
+    for number, expected in kept.items():
+        speedtorch.load(folder, generation=number, **other.parts())
+        assert_same(other.own(), expected)
+    made = saved(folder, other.train(8, 1), base=6)
+    assert size(made) < sizes[0] / 3
+    speedtorch.load(folder, **run.parts())
+    assert_same(run.own(), other.own())
+    folders = [each for each in os.listdir(folder) if not each.startswith("generation")]
+    assert folders == []
+
+
+def check_followed(folder: str) -> None:
+    """Any number of ranks follows a chain row by row, and has the rows of one process."""
+    run, whole = Run(seed=5), Run(seed=6, shard=False)
+    speedtorch.load(folder, generation=1, **run.parts())
+    for table in run.tables:
+        table.track_changes()
+    for number in range(2, 8):
+        moments = [table.track_changes() for table in run.tables]
+        speedtorch.load(folder, generation=number, since=number - 1, **run.parts())
+        counts = [len(t.changed(at)) for t, at in zip(run.tables, moments, strict=True)]
+        assert max(counts) < ROWS / 4 or number == 4
+    speedtorch.load(folder, **whole.parts())
+    assert_rows_of(run, whole)
+    assert saved(folder, run, base=7).base == 7
+
+
+def check_without_room(folder: str) -> None:
+    """Files for whose copies a rank has no room are written before the call returns."""
+    run, rank = Run().train(0, STEPS), dist.get_rank()
+    files, real = [], JoinedFile.write
+
+    def write(file: JoinedFile, *given: Any) -> None:
+        files.append((file.name, threading.current_thread().name))
+        real(file, *given)
+
+    with (
+        mock.patch.object(checkpoints, "SHARD_BYTES", 12_000),
+        mock.patch.object(JoinedFile, "write", write),
+    ):
+        most = 10_000 if rank else 1
+        saving = speedtorch.save(
+            folder, background=True, max_memory=most, **run.parts(), step=STEPS
+        )
+        saving.result(60)
+    before = [name for name, thread in files if thread == "MainThread"]
+    assert 0 < len(before) <= len(files) and (before == [name for name, _ in files]) == (rank == 0)
+
+
+def check_whole(folder: str) -> None:
+    """A table of which a rank does not know what has changed is written whole."""
+    run = Run().train(0, 1)
+    for table in run.tables[dist.get_rank() :]:  # the last rank notes nothing of the first table
+        table.track_changes()
+    sizes = [size(saved(folder, run.train(1, 1), base=base)) for base in (None, 1, 2)]
+    assert sizes[0] * 0.2 < sizes[1] < sizes[0] * 0.9 and sizes[2] < sizes[0] / 4
+    other = Run(seed=3)
+    speedtorch.load(folder, **other.parts())
+    assert_same(other.own(), run.own())
+
+
+@contextmanager
+def failing_call(name: str, number: int) -> Iterator[list[int]]:
+    """The `number`-th call on a file of this name fails; gives how many are left until then."""
+    real: Callable[..., Any] = getattr(system_calls.calls, name)
+    left = [number]
+
+    def call(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*args)
 
-        failing = dist.get_rank() == dist.get_world_size() - 1
-        if failing:
-            setattr(system_calls.calls, name, call)
-        try:
-            speedtorch.save(folder, **run.parts(), step=2)
-        except (OSError, RuntimeError) as error:
-            assert "Input/output error" in str(error), error
-            assert failing or f"rank {dist.get_world_size() - 1} raises" in str(error)
-        else:
-            raise AssertionError(f"{name} did not fail")
-        finally:
-            setattr(system_calls.calls, name, real)
-        dist.barrier()
-        assert os.listdir(folder) == ["generation-00000001"]
-        dist.barrier()
+    setattr(system_calls.calls, name, call)
+    try:
+        yield left
+    finally:
+        setattr(system_calls.calls, name, real)
+
+
+def check_failing(folder: str, failing: int, how: dict[str, Any]) -> None:
+    """A rank that fails at one of its calls leaves all with an error, and the old generation."""
+    warnings.simplefilter("ignore", RuntimeWarning)
+    run, is_failing = Run().train(0, 2), dist.get_rank() == failing
+    for table in run.tables:
+        table.track_changes()
+    saved(folder, run, step=1)
+    before, failed = run.own(), 0
+    for name in ("open", "write", "read", "fsync", "own"):
+        for number in (1, 2, 3, 5, 8, 11):
+            with failing_call(name, number if is_failing else 0) as left:
+                try:
+                    saved(folder, run, **how, step=2)
+                except (OSError, RuntimeError) as error:
+                    text = str(error)
+                else:
+                    text = ""
+            came = torch.tensor(int(left[0] <= 0) if is_failing else 0, dtype=torch.int64)
+            dist.all_reduce(came)
+            there = sorted(e for e in os.listdir(folder) if not e.endswith(".ranks"))
+            assert there[0] == "generation-00000001" and there[1:] in ([], ["generation-00000002"])
+            if there[1:]:  # what failed was no matter, or came after the switch
+                assert speedtorch.load(folder)["step"] == 2
+                assert not text or name != "write", text
+            else:
+                assert "Input/output error" in text or "has ended" in text, text
+                failed += 1
+            dist.barrier()
+            if there[1:] and dist.get_rank() == 0:
+                shutil.rmtree(os.path.join(folder, there[1]))
+            dist.barrier()
+            if came == 0:
+                break
+    assert failed >= 8, failed
     assert_same(run.own(), before)
-    assert speedtorch.save(folder, **run.parts(), step=3).generation == 2
+    assert saved(folder, run, step=3).generation == 2
     assert speedtorch.load(folder)["step"] == 3
 
 
 def check_differing(folder: str) -> None:
     """Ranks that save different tables are told on all."""
     run = Run()
-    parts = run.parts() if dist.get_rank() else {"model": run.model}
     run.train(0, 1)
-    try:
-        speedtorch.save(folder, **parts)
-    except ValueError as error:
-        assert "saves the rows of" in str(error)
-    else:
-        raise AssertionError("it was saved")
+    model, is_first = {"model": run.model}, dist.get_rank() == 0
+    for how in (
+        model if is_first else run.parts(),
+        model | {"base": 1 if is_first else None},
+        model | {"background": is_first},
+    ):
+        try:
+            speedtorch.save(folder, **how)
+        except ValueError as error:
+            assert "saves the rows of" in str(error)
+        else:
+            raise AssertionError("it was saved")
     assert not Path(folder).exists()

@@ -28,7 +28,7 @@ from speedtorch.files.system_calls import (
 __all__ = ["Generation", "generations_of", "new_generation", "path_of"]
 
 _NAME = re.compile(r"generation-(\d{8,})")
-_HIDDEN = re.compile(r"\.generation-\d+\.\d+-[0-9a-f]{8}\.(partial|old)")
+_HIDDEN = re.compile(r"\.generation-\d+\.\d+-[0-9a-f]{8}\.(partial|old|ranks)")
 
 
 def path_of(folder: str, number: int) -> str:
@@ -61,6 +61,11 @@ class Generation:
 
     number: int
     folder: str
+
+    @property
+    def meeting(self) -> str:
+        """A folder beside it for ranks that write it together; what is left is removed as well."""
+        return f"{self.folder.removesuffix('partial')}ranks"
 
     def take_next(self) -> None:
         """Another process has taken the number."""

@@ -31,6 +31,7 @@ from speedtorch.files.system_calls import (
     share_lock,
     sync_folder,
     where_supported,
+    write_all,
 )
 
 __all__ = ["NewFile", "replace_files", "switch_folder"]
@@ -79,12 +80,8 @@ class NewFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends all of `data`."""
-        rest = memoryview(data)
         with about(self.path):
-            while len(rest):
-                if (written := calls.write(self._descriptor, rest)) <= 0:
-                    raise OSError(errno.EIO, "the disk takes no more bytes", self.path)
-                rest = rest[written:]
+            write_all(self._descriptor, data)
 
     def finish(self) -> None:
         """Brings every byte to the disk and closes the file."""

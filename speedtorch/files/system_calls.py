@@ -33,6 +33,7 @@ __all__ = [
     "share_lock",
     "sync_folder",
     "where_supported",
+    "write_all",
 ]
 
 
@@ -66,6 +67,7 @@ class FileCalls:
     make_folder: Callable[[str], None] = os.mkdir
     fsync: Callable[[int], None] = os.fsync
     lock: Callable[[int, int], Any] = fcntl.flock
+    own: Callable[[int, int], Any] = fcntl.lockf
     rename: Callable[[str, str], None] = os.replace
     move: Callable[[str, int, int], None] = _move
     unlink: Callable[[str], None] = os.unlink
@@ -117,6 +119,15 @@ def reserve(descriptor: int, count: int, path: str) -> None:
         if status.f_blocks and count > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         calls.reserve(descriptor, 0, count)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Writes all of `data` from where the file is on."""
+    rest = memoryview(data)
+    while len(rest):
+        if (written := calls.write(descriptor, rest)) <= 0:
+            raise OSError(errno.EIO, "the disk takes no more bytes")
+        rest = rest[written:]
 
 
 def open_folder(folder: str) -> int:

@@ -31,6 +31,7 @@ __all__ = [
     "SomeRows",
     "StoredField",
     "blocks_of_bytes",
+    "data_of",
     "open_fields",
     "save_fields",
     "write_safetensors",
@@ -172,12 +173,17 @@ def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor |
     with threads(1) as writer:
         written: AsyncResult[None] | None = None
         for part in parts:
-            for data in part.blocks() if isinstance(part, SomeRows) else _blocks_of(part):
+            for data in data_of(part):
                 if written is not None:
                     written.get()
                 written = writer.apply_async(file.write, (data,))
         if written is not None:
             written.get()
+
+
+def data_of(part: Tensor | SomeRows) -> Iterator[memoryview]:
+    """All bytes of rows, a few MB at once; those of a block stay until the next but one."""
+    return part.blocks() if isinstance(part, SomeRows) else _blocks_of(part)
 
 
 def _blocks_of(field: Tensor) -> Iterator[memoryview]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 import torch
@@ -21,19 +22,20 @@ from speedtorch.memory import host_memory
 __all__ = ["begin", "copies", "fitting", "wait_for"]
 
 _Result = TypeVar("_Result")
-_Tensors = Mapping[str, Tensor | SomeRows]
+_Tensors = Mapping[Any, Tensor | SomeRows]
 
 _pending: dict[str, Future[Any]] = {}
 """By folder."""
 os.register_at_fork(after_in_child=_pending.clear)  # whose threads are not there
 
 
-def fitting(shards: Sequence[_Tensors], max_memory: int | None) -> int:
+def fitting(shards: Sequence[_Tensors], max_memory: int | None, sharing: int = 1) -> int:
     """How many files, from the last one on, are to be copied.
 
-    By default half of the memory that is available is theirs.
+    By default half of the memory that is available is theirs, and of so many processes that share
+    it.
     """
-    left = host_memory.available_bytes() // 2 if max_memory is None else max_memory
+    left = host_memory.available_bytes() // (2 * sharing) if max_memory is None else max_memory
     count = 0
     for shard in reversed(shards):
         left -= sum(each.nbytes for each in shard.values())
@@ -43,7 +45,7 @@ def fitting(shards: Sequence[_Tensors], max_memory: int | None) -> int:
     return count
 
 
-def copies(shards: Sequence[_Tensors]) -> list[dict[str, Tensor]]:
+def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
     """All tensors as they are now, in plain host memory."""
     return [{key: _copied(each) for key, each in shard.items()} for shard in shards]
 
@@ -61,6 +63,8 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     started, that is raised, and what has been made is undone.
     """
     done: Future[_Result] = Future()
+    # A process of multiprocessing takes the threads of pools away at its end, before it waits.
+    ending = Finalize(None, wait, ([done],), exitpriority=100)
     place = os.path.realpath(folder)
 
     def run() -> None:
@@ -79,6 +83,8 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
         else:
             _pending.pop(place, None)
             done.set_result(result)
+        finally:
+            ending.cancel()
 
     done.set_running_or_notify_cancel()
     _pending[place] = done
@@ -88,6 +94,7 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     except BaseException:
         if thread.ident is None:  # there is no room for another
             _pending.pop(place, None)
+            ending.cancel()
             undo.__exit__(*sys.exc_info())
         raise
     return done

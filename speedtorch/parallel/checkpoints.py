@@ -9,12 +9,12 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,27 @@ from speedtorch.files.chunk_digests import DigestedFile
 from speedtorch.files.generations import Generation, generations_of, new_generation, path_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described
-from speedtorch.files.table_files import SomeRows, blocks_of_bytes, write_safetensors
+from speedtorch.files.table_files import SomeRows, write_safetensors
 from speedtorch.files.threads import ThreadPool, threads
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.parallel.background_saves import begin as begin_saving
 from speedtorch.parallel.background_saves import copies, fitting, wait_for
-from speedtorch.parallel.deltas import Delta, changed_rows, moments_of, remember
+from speedtorch.parallel.deltas import (
+    IDS,
+    Changed,
+    Delta,
+    Moments,
+    are_same,
+    changed_rows,
+    delta,
+    is_in_table,
+    joined,
+    moments_of,
+    remember,
+    write_changes,
+)
+from speedtorch.parallel.machine import this_machine
+from speedtorch.parallel.meeting import Meeting
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.saved_generation import (
     FORMAT,
@@ -40,13 +55,15 @@ from speedtorch.parallel.saved_generation import (
     base_of,
 )
 from speedtorch.parallel.sharded_saves import (
+    Alone,
+    JoinedFile,
+    JoinedRows,
+    Together,
     agreed,
+    by_first,
     check_same,
-    make_file,
-    own_digests,
-    write_own,
 )
-from speedtorch.table.host_table import FieldRows, any_notes_changes, field_rows
+from speedtorch.table.host_table import any_notes_changes
 from speedtorch.table.progress import progress_bar
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
@@ -55,7 +72,7 @@ from speedtorch.torch_internals import as_plain
 
 __all__ = ["Saved", "load", "save"]
 
-_Written = Mapping[str, Tensor | SomeRows]
+_Written = TypeVar("_Written", bound=Tensor | SomeRows | JoinedRows)
 SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
 LONGEST_CHAIN = 256  # each file takes a descriptor when it is loaded
 
@@ -126,21 +143,25 @@ def save(
     block by block from where they are: no copy of them is made.
 
     Where ranks share rows out, every process of torch.distributed's default group calls it, with a
-    folder that all of them reach. Each writes its rows; all other values are the first one's.
+    folder that all of them reach. Each writes its rows; all other values are the first one's. The
+    folder switches once all rows are on the disk: a rank that fails, or is killed, leaves the
+    generations of before, and the other ranks raise.
 
     Args:
         path: A folder, which is made if it is not there.
         keep: How many generations stay; older ones are removed once the new one is there, but for
             those that these need as their base.
         base: The number of a generation of this folder: of tables only rows are written that have
-            changed since then. A table that had noted no changes is written as a whole, and notes
-            them from now on (HostTable.track_changes). After 256 in a row all rows are written,
-            and Saved.base is None. No other process saves to the folder meanwhile.
+            changed since then. A table that had noted no changes, on one of the ranks that share it
+            out, is written as a whole, and notes them from now on (HostTable.track_changes) unless
+            a CUDA graph uses it. After 256 in a row all rows are written, and Saved.base is None.
+            No other process saves to the folder meanwhile.
         background: Copy what is saved, and write it while training goes on. The next save or load
-            of the folder, and the end of the process, wait until it is written.
-        max_memory: Most bytes of the copies, as a number or "64GiB"; by default half of the host
-            memory that is available. Files of tensors for which there is none left are written
-            before the call returns.
+            of the folder, and the end of the process, wait until it is written. Ranks make no
+            collectives meanwhile: they tell each other by files of the folder how far they are.
+        max_memory: Most bytes of the copies of this process, as a number or "64GiB"; by default
+            half of the host memory that is available, in equal parts for the ranks of a machine.
+            Files of tensors for which there is none left are written before the call returns.
         progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
             a moment and stderr is a terminal (None). There is none where ranks share rows out, nor
             in the background.
@@ -157,13 +178,11 @@ def save(
         TypeError: There is nothing to save, or a value that a file without code cannot hold; it is
             named.
         ValueError: `keep` is less than 1, a tensor is of a kind that safetensors files do not have,
-            or the base is damaged.
-        NotImplementedError: Ranks share rows out, and it is to go on in the background or from a
-            base.
+            the base is damaged, or ranks save different tables or in different ways.
         MemoryError: There is too little for the copies; nothing was saved.
         FileNotFoundError: The base is not there.
         OSError: Of the disk, such as too little room; the generations of before are as they were.
-        RuntimeError: Another rank has raised an error, which is told.
+        RuntimeError: Another rank has raised an error, which is told, or has ended.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -188,119 +207,222 @@ def save(
     if base is not None:
         _check_number("base", base)
     wait_for(folder)
-    with as_plain(), torch.no_grad(), given_in_place():
+    with as_plain(), torch.no_grad(), given_in_place(), ExitStack() as stack:
         tensors = _Tensors()
         values = {
             name: described(name, _state_of(each), tensors.keep) for name, each in parts.items()
         }
-        if tensors.shared:
-            if base is not None or background:
-                raise NotImplementedError(
-                    f"save: {next(iter(tensors.shared))} is shared out among ranks, which write it"
-                    " together, whole and at once: leave base= and background= out"
-                )
-            return _save_together(folder, keep, tensors, values, begin)
-        whole = Delta(dict(tensors.by_key), {})
-        with ExitStack() as stack:
-            delta, against = whole, None
-            if base is not None:
-                against = SavedGeneration.opened(folder, _chosen(folder, base))
-                delta = changed_rows(against, tensors.by_key)
-                if len(against.chain) > LONGEST_CHAIN:
-                    delta, against, base = whole, None, None
-            moments = moments_of(tensors.by_key)
-            shards = list(_shards(delta.tensors))
-            later = fitting(shards, max_bytes) if background else 0
-            now = shards[: len(shards) - later]
-            needed = partial(base_of, folder)
-            generation = stack.enter_context(new_generation(folder, keep, needed, base))
-            _check_room(folder, sum(each.nbytes for each in delta.tensors.values()))
-            total = sum(each.nbytes for shard in now for each in shard.values())
-            with progress_bar(total, progress, unit="B") as bar:
-                files = _write_shards(generation.folder, now, 1, bar.update)
-            left = copies(shards[len(now) :])
-            rest = stack.pop_all()
+        ranks: Together = Ranks.of() if tensors.shared else Alone()
+        check_same(ranks, tensors.shared, {"base": base, "background": background})
+        if ranks.rank:
+            tensors.by_key.clear()  # they are the first one's
+        progress = False if tensors.shared else progress
+        writing = _Writing(ranks, folder, _change(ranks, folder, base, tensors), values, stack)
+        later = 0
+        if background:
+            here = this_machine()
+            later = fitting(writing.jobs, max_bytes, ranks.every(here).count(here))
+        writing.make(keep)
+        writing.begin(tensors, later, progress)
+        if background and isinstance(ranks, Ranks):
+            writing.go_beside(ranks.patience)
+        rest = stack.pop_all()
     waited = time.perf_counter() - begin
 
     def finish() -> Saved:
         with rest:
-            try:
-                last = _write_shards(generation.folder, left, len(now) + 1, lambda _: None)
-            finally:
-                left.clear()
-            every = [*files, *last]
-            written = _write_manifest(generation.folder, every, values, against, delta.ids_of)
-            if against is not None and base not in generations_of(folder):
-                raise RuntimeError(
-                    f"save: generation {base}, the base, was removed meanwhile: save without it"
-                )
-        remember(written.digest, moments)
-        saved = _saved(folder, generation, written.nbytes, begin, base)
+            number, nbytes = writing.finish()
+        seconds, base = time.perf_counter() - begin, writing.change.base
+        saved = Saved(path_of(folder, number), number, nbytes, seconds, base)
         return replace(saved, waited=waited) if background else saved
 
     return begin_saving(folder, finish, rest) if background else finish()
 
 
-def _save_together(
-    folder: str, keep: int, tensors: _Tensors, values: Mapping[str, Any], begin: float
-) -> Saved:
-    """As save(), where ranks share rows out: each writes its own."""
-    shared, is_first = tensors.shared, Ranks.of().rank == 0
-    check_same(shared)
-    with ExitStack() as stack:
+class _Change(NamedTuple):
+    """What is written.
 
-        def make() -> tuple[Generation, list[tuple[str, int, int]]] | None:
-            if not is_first:
-                return None
-            needed = partial(base_of, folder)
-            generation = stack.enter_context(new_generation(folder, keep, needed))
-            nbytes = sum(each.numel() * each.dtype.itemsize for each in shared.values())
-            nbytes += sum(each.nbytes for each in tensors.by_key.values())
-            _check_room(folder, nbytes)
-            named = (f"rows-{at:05d}.safetensors" for at in range(1, len(shared) + 1))
-            return generation, [
-                (name, *make_file(os.path.join(generation.folder, name), *each))
-                for name, each in zip(named, shared.items(), strict=True)
-            ]
+    Attributes:
+        against: The generation that it goes on from, if it does.
+        own: What one process writes, the first one of ranks.
+        shared: What ranks write together.
+    """
 
-        found = agreed(make)[0]
-        assert found is not None
-        generation, made = found
+    against: SavedGeneration | None
+    own: Delta[Tensor | SomeRows]
+    shared: Delta[JoinedRows]
+
+    @property
+    def base(self) -> int | None:
+        """The number of that generation."""
+        return None if self.against is None else self.against.number
+
+
+def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -> _Change:
+    """Looks what has changed since a generation, as all ranks know it."""
+
+    def whole() -> _Change:
+        shared = {key: JoinedRows.of(each) for key, each in tensors.shared.items()}
+        return _Change(None, Delta(dict(tensors.by_key), {}), Delta(shared, {}))
+
+    if base is None:
+        return whole()
+    opened: list[SavedGeneration] = []
+    changed: dict[str, Changed[Tensor | SomeRows]] = {}
+
+    def look() -> tuple[dict[str, tuple[Hashable, int]], list[str]] | None:
+        opened.append(SavedGeneration.opened(folder, _chosen(folder, base)))
+        if len(opened[0].chain) > LONGEST_CHAIN:
+            return None
+        changed.update(changed_rows(opened[0], {**tensors.by_key, **tensors.shared}))
+        counts = {key: (each.group, each.ids.shape[0]) for key, each in changed.items()}
+        return counts, [key for key in tensors.by_key if key.startswith(IDS)]
+
+    every = [each for each in agreed(ranks, look) if each is not None]
+    if len(every) < ranks.size:
+        return whole()
+    of_ranks, (names, *_) = zip(*every, strict=True)
+    together = dict(joined(tensors.shared, changed, of_ranks, ranks.rank))
+    rest = {k: JoinedRows.of(each) for k, each in tensors.shared.items() if k not in together}
+    of_all = delta(rest, together, taken={*tensors.shared, *names})
+    alone = {key: each for key, each in changed.items() if key in tensors.by_key}
+    return _Change(opened[0], delta(tensors.by_key, alone, taken=of_all.tensors), of_all)
+
+
+class _Writing:
+    """A generation that is written, by one process or by ranks together.
+
+    Each method is called by all ranks, in the order in which they stand here. An error of one rank
+    raises on all of them, and the generations of before stay.
+
+    Args:
+        ranks: Those that write.
+        folder: Of the generations.
+        change: What is written.
+        values: The parts as JSON.
+        stack: Is closed once it is written, or has failed.
+
+    Attributes:
+        jobs: What this rank writes: its rows in each file of all ranks, and files of its own.
+    """
+
+    def __init__(
+        self,
+        ranks: Together,
+        folder: str,
+        change: _Change,
+        values: Mapping[str, Any],
+        stack: ExitStack,
+    ) -> None:
+        self.change = change
+        self._ranks, self._folder, self._values, self._stack = ranks, folder, values, stack
+        self._switching = stack.enter_context(ExitStack())
+        self._files = [
+            JoinedFile(f"rows-{at:05d}.safetensors", each)
+            for at, each in enumerate(_shards(change.shared.tensors), 1)
+        ]
+        self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
+        self.jobs += _shards(change.own.tensors)
+        self._generation: Generation | None = None
+        self._entries: list[dict[str, Any]] = []
+        self._copies: list[dict[Any, Tensor]] = []
+        self._moments: Moments = []
+
+    def make(self, keep: int) -> None:
+        """Makes the folder, and the files of all ranks in it."""
+        _, own, shared = self.change
+
+        def make() -> Generation:
+            needed = partial(base_of, self._folder)
+            new = new_generation(self._folder, keep, needed, self.change.base)
+            self._generation = self._switching.enter_context(new)
+            every = (*own.tensors.values(), *shared.tensors.values())
+            _check_room(self._folder, sum(each.nbytes for each in every))
+            for each in self._files:
+                each.make(self._generation.folder)
+            return self._generation
+
+        first = by_first(self._ranks, make)
+        self._partial, self._meeting = first.folder, first.meeting
+
+    def begin(self, tensors: _Tensors, later: int, progress: bool | None) -> None:
+        """Writes the jobs, but for the last ones, so many, of which it makes copies."""
+        first = len(self.jobs) - later
+        now = self.jobs[:first]
+        total = sum(each.nbytes for job in now for each in job.values())
+
+        def begin() -> None:
+            self._moments = moments_of({**tensors.by_key, **tensors.shared})
+            with progress_bar(total, progress, unit="B") as bar:
+                self._write(now, 0, bar.update)
+            self._copies = copies(self.jobs[first:])
+
+        agreed(self._ranks, begin)
+
+    def go_beside(self, patience: float) -> None:
+        """Lets ranks agree beside the collectives of training from now on; see Meeting."""
+        ranks = self._ranks
+        meeting = Meeting(self._meeting, ranks.rank, ranks.size, patience)
+
+        def make() -> None:
+            self._stack.callback(meeting.remove)
+            meeting.make()
+
+        def enter() -> None:
+            self._stack.enter_context(meeting)
+
+        by_first(ranks, make)
+        agreed(ranks, enter)
+        meeting.look_for_locks(ranks)
+        self._ranks = meeting
+
+    def finish(self) -> tuple[int, int]:
+        """Writes the rest and switches; gives the number, and the bytes of all files."""
+        ranks = self._ranks
 
         def write() -> None:
-            for (name, header, _), rows in zip(made, shared.values(), strict=True):
-                write_own(os.path.join(generation.folder, name), header, rows)
+            try:
+                self._write(self._copies, len(self.jobs) - len(self._copies), lambda _: None)
+            finally:
+                self._copies.clear()
 
-        def look() -> list[list[int]]:
-            paths = [(os.path.join(generation.folder, name), count) for name, _, count in made]
-            return [own_digests(path, count) for path, count in paths]
+        agreed(ranks, write)
+        of_ranks = agreed(ranks, lambda: [e.own_digests(self._partial, ranks) for e in self._files])
+        for at, each in enumerate(self._files):
+            digests = [digest for of_rank in of_ranks for digest in of_rank[at]]
+            self._entries.append({"name": each.name, "bytes": each.nbytes, "crc32": digests})
+        number, nbytes, digest = by_first(ranks, self._switch)
+        remember(digest, self._moments)
+        return number, nbytes
 
-        agreed(write)
-        of_ranks = agreed(look)
-        files = [
-            {"name": name, "bytes": count, "crc32": [e for part in of_ranks for e in part[at]]}
-            for at, (name, _, count) in enumerate(made)
-        ]
+    def _write(
+        self,
+        jobs: Sequence[Mapping[Any, Tensor | SomeRows]],
+        first: int,
+        told: Callable[[int], object],
+    ) -> None:
+        """Writes jobs, or copies of them, from the `first` on."""
+        with threads() as pool:
+            for at, job in enumerate(jobs, first - len(self._files)):
+                if at < 0:
+                    self._files[at].write(self._partial, job)
+                else:
+                    name = f"tensors-{at + 1:05d}.safetensors"
+                    self._entries.append(_write_shard(self._partial, name, job, pool, told))
 
-        def switch() -> Saved | None:
-            if not is_first:
-                return None
-            with stack.pop_all():
-                shards = _shards(tensors.by_key)
-                own = _write_shards(generation.folder, shards, 1, lambda _: None)
-                written = _write_manifest(generation.folder, [*files, *own], values)
-            return _saved(folder, generation, written.nbytes, begin)
-
-        done = agreed(switch)[0]
-        assert done is not None
-        return done
-
-
-def _saved(
-    folder: str, generation: Generation, nbytes: int, begin: float, base: int | None = None
-) -> Saved:
-    number, seconds = generation.number, time.perf_counter() - begin
-    return Saved(path_of(folder, number), number, nbytes, seconds, base)
+    def _switch(self) -> tuple[int, int, str]:
+        """Puts the generation in its place; gives its number, all bytes, and its digest."""
+        assert self._generation is not None
+        against, own, shared = self.change
+        with self._switching.pop_all():
+            ids_of = {**own.ids_of, **shared.ids_of}
+            written = _write_manifest(self._partial, self._entries, self._values, against, ids_of)
+            if against is not None and against.number not in generations_of(self._folder):
+                raise RuntimeError(
+                    f"save: generation {against.number}, the base, was removed meanwhile: save"
+                    " without it"
+                )
+        return self._generation.number, written.nbytes, written.digest
 
 
 def load(
@@ -380,14 +502,11 @@ def _loaded(
         opened.verify(progress)
     changes = None if since is None else opened.changed_since(since)
     states: dict[str, Any] = {}
-    patches: list[tuple[FieldRows, Tensor, Tensor]] = []
+    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
     for name, part in parts.items():
         live = _fields_in_place(opened, name, part) if changes else {}
         kept = {key: each for key, each in live.items() if key in (changes or {})}
-        for key, each in kept.items():
-            found = field_rows(each)
-            assert found is not None
-            patches += [(found, ids, rows) for ids, rows in (changes or {})[key]]
+        patches += [(each, (changes or {})[key]) for key, each in kept.items()]
         states[name] = opened.value(name, kept, copies=_copies(part))
     others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
     pairs: list[tuple[Any, Any]] = []  # before any of them is loaded
@@ -400,8 +519,8 @@ def _loaded(
             count = len(state) if isinstance(state, list) else "no list"
             raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
         pairs += zip(part, state, strict=True)
-    for (table, field, first), ids, rows in patches:
-        table.scatter(ids + first, rows, field)
+    for tensor, rows in patches:
+        write_changes(tensor, rows)
     for each, state in pairs:
         each.load_state_dict(state)
         if isinstance(each, Optimizer):
@@ -411,7 +530,7 @@ def _loaded(
         for name, part in parts.items():
             fields |= _fields_in_place(opened, name, part)
         # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
-        same = {key: each for key, each in fields.items() if _are_same(each, opened.tensor(key))}
+        same = {key: each for key, each in fields.items() if are_same(each, opened.tensor(key))}
         remember(opened.digest, moments_of(same))
     return others
 
@@ -426,19 +545,9 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
         described(name, _state_of(part), tensors.keep)
     return {
         key: each
-        for key, each in tensors.by_key.items()
-        if field_rows(each) is not None and opened.has(key, each)
+        for key, each in {**tensors.by_key, **tensors.shared}.items()
+        if is_in_table(each) and opened.has(key, each)
     }
-
-
-def _are_same(field: Tensor, stored: Tensor) -> bool:
-    """Whether rows that note their changes have the same bytes."""
-    found = field_rows(field)
-    if found is None or found.table.changes is None:
-        return False
-    found.table.settle()
-    blocks = zip(blocks_of_bytes(field), blocks_of_bytes(stored), strict=True)
-    return all(torch.equal(one.cpu(), other) for (one, _), (other, _) in blocks)
 
 
 def _copies(part: Any) -> bool:
@@ -513,9 +622,9 @@ class _Tensors:
         return self._keys.setdefault(same, key) if tensor.numel() else key
 
 
-def _shards(tensors: _Written) -> Iterator[_Written]:
+def _shards(tensors: Mapping[str, _Written]) -> Iterator[dict[str, _Written]]:
     """Those of one file each."""
-    shard: dict[str, Tensor | SomeRows] = {}
+    shard: dict[str, _Written] = {}
     nbytes = 0
     for key, each in tensors.items():
         if shard and (nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS):
@@ -565,17 +674,6 @@ def _write(folder: str, name: str, data: bytes) -> None:
         file.write(data)
 
 
-def _write_shards(
-    folder: str, shards: Iterable[_Written], first: int, told: Callable[[int], object]
-) -> list[dict[str, Any]]:
-    """Writes files, numbered from `first` on, and gives their entries in the manifest."""
-    with threads() as pool:
-        return [
-            _write_shard(folder, f"tensors-{at:05d}.safetensors", shard, pool, told)
-            for at, shard in enumerate(shards, first)
-        ]
-
-
 class _Manifest(NamedTuple):
     """What tells all of a generation."""
 
@@ -606,7 +704,7 @@ def _write_manifest(
 def _write_shard(
     folder: str,
     name: str,
-    tensors: _Written,
+    tensors: Mapping[str, Tensor | SomeRows],
     pool: ThreadPool,
     told: Callable[[int], object],
 ) -> dict[str, Any]:

@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from speedtorch.files.table_files import SomeRows
+from speedtorch.files.table_files import SomeRows, blocks_of_bytes
 from speedtorch.parallel.saved_generation import SavedGeneration
-from speedtorch.table.host_table import FieldRows, HostTable, field_rows
+from speedtorch.parallel.sharded_saves import JoinedRows
+from speedtorch.table.host_table import HostTable, field_rows
+from speedtorch.table.shared_rows import SharedRows
 
-__all__ = ["Delta", "Moments", "changed_rows", "moments_of", "remember"]
+__all__ = [
+    "IDS",
+    "Changed",
+    "Delta",
+    "Moments",
+    "are_same",
+    "changed_rows",
+    "delta",
+    "is_in_table",
+    "joined",
+    "moments_of",
+    "remember",
+    "write_changes",
+]
 
-Moments = list[tuple[str, FieldRows, int]]
-"""Rows of tables with their keys, and the moment up to which they are saved."""
+_Ranges = Sequence[tuple[range, range]]
+_Written = TypeVar("_Written")
+
+IDS = "changed rows"
+"""How the names of ids begin."""
 
 _known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str, str, int], int]]
 _known = weakref.WeakKeyDictionary()
@@ -24,7 +44,49 @@ _known = weakref.WeakKeyDictionary()
 _MOST_KNOWN = 10_000  # of a table, as runs of months save often
 
 
-class Delta(NamedTuple):
+class _Place(NamedTuple):
+    """Where rows of a tensor are in a table.
+
+    Attributes:
+        table, field: Of the rows.
+        before: Rows of the field that come before `rows`.
+        rows: In the table's memory.
+        blocks: Which of the tensor's rows are here, and where in `rows`.
+    """
+
+    table: HostTable
+    field: str
+    before: int
+    rows: Tensor
+    blocks: _Ranges
+
+    @property
+    def first(self) -> int:
+        """The first of them in the table."""
+        return self.before + (self.blocks[0][1].start if self.blocks else 0)
+
+
+Moments = list[tuple[str, _Place, int]]
+"""Rows of tables with their keys, and the moment up to which they are saved."""
+
+
+@dataclass(frozen=True)
+class Changed(Generic[_Written]):
+    """Rows of a tensor that have changed.
+
+    Attributes:
+        group: The same for tensors of the same ids.
+        rows: The rows.
+        ids: Their ids in the tensor.
+    """
+
+    group: Hashable
+    rows: _Written
+    ids: _Written
+
+
+@dataclass(frozen=True)
+class Delta(Generic[_Written]):
     """What is written against a generation.
 
     Attributes:
@@ -32,46 +94,90 @@ class Delta(NamedTuple):
         ids_of: By the key of such a field: that of the ids of its rows.
     """
 
-    tensors: dict[str, Tensor | SomeRows]
+    tensors: dict[str, _Written]
     ids_of: dict[str, str]
 
 
-def changed_rows(base: SavedGeneration, tensors: Mapping[str, Tensor]) -> Delta:
-    """Looks which rows have changed since a generation.
+def delta(
+    tensors: Mapping[str, _Written],
+    changed: Mapping[str, Changed[_Written]],
+    taken: Collection[str] = (),
+) -> Delta[_Written]:
+    """Puts changed rows in the place of all; ids get names that no tensor has, nor are `taken`."""
+    made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
+    for key, each in changed.items():
+        if each.group not in names:
+            found = (f"{IDS}.{number}" for number in itertools.count(1))
+            names[each.group] = next(e for e in found if e not in made and e not in taken)
+            made[names[each.group]] = each.ids
+        made[key], ids_of[key] = each.rows, names[each.group]
+    return Delta(made, ids_of)
 
-    A field goes as a whole whose table did not note its changes then: it does from now on.
+
+def changed_rows(
+    base: SavedGeneration, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Changed[Tensor | SomeRows]]]:
+    """Looks which rows have changed since a generation, where that is known; gives their keys.
+
+    A table that did not note its changes then does from now on, if it can.
     """
-    made: dict[str, Tensor | SomeRows] = dict(tensors)
-    ids_of: dict[str, str] = {}
     changed: dict[tuple[HostTable, int], Tensor] = {}
-    ids_keys: dict[tuple[HostTable, int, range], str] = {}
+    groups: dict[Hashable, str] = {}
     for key, tensor in tensors.items():
-        if (found := field_rows(tensor)) is None:
+        if isinstance(tensor, SharedRows) and not tensor.blocks and base.has(key, tensor):
+            nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+            yield key, Changed("", SomeRows(tensor.field, nothing), nothing)
             continue
-        table = found.table
-        moment = _known.get(table, {}).get((base.digest, key, found.field, found.first))
-        if table.changes is None and table.can_note_changes:
+        if (place := _place_of(tensor)) is None:
+            continue
+        table = place.table
+        moment = _known.get(table, {}).get((base.digest, key, place.field, place.first))
+        if table.changes is None and table.can_note_changes and not table.is_captured:
             table.track_changes()
         if moment is None or not base.has(key, tensor):
             continue
         if (table, moment) not in changed:
             changed[table, moment] = table.changed(moment)
-        here = range(found.first, found.first + len(tensor))
-        if (place := (table, moment, here)) not in ids_keys:
-            names = (f"changed rows.{number}" for number in itertools.count(1))
-            ids_keys[place] = next(each for each in names if each not in made)
-            every = changed[table, moment]
-            made[ids_keys[place]] = every[(every >= here.start) & (every < here.stop)] - here.start
-        ids = made[ids_keys[place]]
-        assert isinstance(ids, Tensor)
-        made[key] = SomeRows(tensor, ids)
-        ids_of[key] = ids_keys[place]
-    return Delta(made, ids_of)
+        here = changed[table, moment] - place.before
+        is_one, ids = _across(here, [(own, there) for there, own in place.blocks])
+        group = groups.setdefault((table, moment, place.before, tuple(place.blocks)), key)
+        yield key, Changed(group, SomeRows(place.rows, here[is_one]), ids)
+
+
+def joined(
+    shared: Mapping[str, SharedRows],
+    own: Mapping[str, Changed[Tensor | SomeRows]],
+    every: Sequence[Mapping[str, tuple[Hashable, int]]],
+    rank: int,
+) -> Iterator[tuple[str, Changed[JoinedRows]]]:
+    """What ranks write together of tensors whose changes all of them know; gives their keys.
+
+    Args:
+        shared: Those of all ranks.
+        own: What this rank knows.
+        every: Of each rank the groups, and how many rows have changed there.
+        rank: This one.
+    """
+    for key, each in shared.items():
+        of_ranks = [known[key] for known in every if key in known]
+        if len(of_ranks) < len(every):
+            continue
+        counts = [count for _, count in of_ranks]
+        total, first = sum(counts), sum(counts[:rank])
+        shape = (total, *each.shape[1:])
+        yield (
+            key,
+            Changed(
+                tuple(group for group, _ in of_ranks),
+                JoinedRows(shape, each.dtype, {first: own[key].rows}),
+                JoinedRows((total,), torch.int64, {first: own[key].ids}),
+            ),
+        )
 
 
 def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
     """Begins a new moment of the tables that note their changes, for all fields among these."""
-    found = [(key, field_rows(tensor)) for key, tensor in tensors.items()]
+    found = [(key, _place_of(tensor)) for key, tensor in tensors.items()]
     noted = [(key, each) for key, each in found if each and each.table.changes]
     begun = {table: table.track_changes() for table in {each.table for _, each in noted}}
     return [(key, each, begun[each.table]) for key, each in noted]
@@ -79,9 +185,64 @@ def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
 
 def remember(digest: str, moments: Moments) -> None:
     """Says that a generation has these fields as they were at these moments."""
-    for key, rows, moment in moments:
-        of_table, place = _known.setdefault(rows.table, {}), (digest, key, rows.field, rows.first)
-        of_table.pop(place, None)
-        of_table[place] = moment
+    for key, place, moment in moments:
+        of_table, what = _known.setdefault(place.table, {}), (digest, key, place.field, place.first)
+        of_table.pop(what, None)
+        of_table[what] = moment
         for oldest in list(of_table)[:-_MOST_KNOWN]:
             of_table.pop(oldest, None)
+
+
+def is_in_table(tensor: Tensor) -> bool:
+    """Whether it is rows of a table."""
+    return _place_of(tensor) is not None
+
+
+def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Writes rows by their ids, those that are here, to a tensor that is rows of a table."""
+    place = _place_of(tensor)
+    assert place is not None
+    for ids, rows in changes:
+        is_here, at = _across(ids, place.blocks)
+        own = rows if len(at) == len(ids) else rows[is_here]
+        place.table.scatter(at + place.before, own, place.field)
+
+
+def are_same(tensor: Tensor, stored: Tensor) -> bool:
+    """Whether rows that note their changes, those that are here, have the same bytes."""
+    place = _place_of(tensor)
+    if place is None or place.table.changes is None:
+        return False
+    place.table.settle()
+    return all(
+        torch.equal(one.cpu(), other)
+        for there, here in place.blocks
+        for (one, _), (other, _) in zip(
+            blocks_of_bytes(place.rows[here.start : here.stop]),
+            blocks_of_bytes(stored[there.start : there.stop]),
+            strict=True,
+        )
+    )
+
+
+def _place_of(tensor: Tensor) -> _Place | None:
+    rows = tensor.field if isinstance(tensor, SharedRows) else tensor
+    if (found := field_rows(rows)) is None:
+        return None
+    every = range(len(rows))
+    blocks = tensor.blocks if isinstance(tensor, SharedRows) else [(every, every)]
+    return _Place(found.table, found.field, found.first, rows, blocks)
+
+
+def _across(ids: Tensor, ranges: _Ranges) -> tuple[Tensor, Tensor]:
+    """Which ids are in the first of each two ranges, `[n]`; and of those where in the second.
+
+    Ranges ascend, and ids are on the CPU.
+    """
+    if not ranges:
+        return torch.zeros_like(ids, dtype=torch.bool), ids[:0]
+    numbers = [(one.start, one.stop, other.start - one.start) for one, other in ranges]
+    begins, ends, moves = torch.tensor(numbers, device="cpu").t().contiguous()
+    at = torch.searchsorted(begins, ids, right=True) - 1
+    is_one = (at >= 0) & (ids < ends[at])
+    return is_one, (ids + moves[at])[is_one]

@@ -53,6 +53,7 @@ class Ranks:
         tables: What errors call the tables, by their numbers, the same on all ranks.
         faults: Errors that all ranks have raised.
         members: Their ranks among all processes.
+        patience: Seconds for which a rank waits for the others.
     """
 
     faults = 0
@@ -66,7 +67,7 @@ class Ranks:
         self.members = frozenset(dist.get_process_group_ranks(group))
         self._board = Board.of_machine(self.rank, self.size, self.agreed, self.every)
         # When the time is over NCCL ends the process without the names of those that are missing.
-        self._patience = 0.9 * timeout_of(group).total_seconds()
+        self.patience = 0.9 * timeout_of(group).total_seconds()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Ranks:
@@ -146,7 +147,7 @@ class Ranks:
     def meet(self, name: str, call: Call, device: torch.device) -> None:
         """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
         if self._board is not None:
-            if (every := self._board.meet(call.code, self._patience)) is None:
+            if (every := self._board.meet(call.code, self.patience)) is None:
                 raise RuntimeError(_not_come(name, "they have ended, or stay away"))
             self._refuse_if_differing(name, [Call.of(code)[0] for code in every])
             return
@@ -170,8 +171,8 @@ class Ranks:
 
     def read(self, name: str, numbers: HostCopy) -> list[int]:
         """Numbers that need the other ranks; RuntimeError if these do not come in time."""
-        if not numbers.have_come(self._patience):
-            raise RuntimeError(_not_come(name, f"nothing for {self._patience:.0f} s"))
+        if not numbers.have_come(self.patience):
+            raise RuntimeError(_not_come(name, f"nothing for {self.patience:.0f} s"))
         return numbers.read()
 
     def exchanged(self, name: str, blocks: Tensor) -> Tensor:

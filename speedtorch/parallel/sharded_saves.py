@@ -1,4 +1,4 @@
-"""Rows that ranks share out, written by all of them: one file for each table, with all rows.
+"""Files that ranks write together: one file has all rows of some tensors, and each rank writes its.
 
 The first rank makes the file, each writes its rows to their places in it, and each looks up the
 digests of a part of it. So the file is that of one process, and is loaded as such.
@@ -9,86 +9,174 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
 
 from speedtorch.files.chunk_digests import chunk_count, digests_of
 from speedtorch.files.new_files import replace_files
-from speedtorch.files.safetensors_format import safetensors_header
-from speedtorch.files.system_calls import about, calls, open_to_read
-from speedtorch.files.table_files import blocks_of_bytes
-from speedtorch.parallel.ranks import Ranks
+from speedtorch.files.safetensors_format import in_file_order, safetensors_header
+from speedtorch.files.system_calls import about, calls, open_to_read, write_all
+from speedtorch.files.table_files import SomeRows, data_of
 from speedtorch.table.shared_rows import SharedRows
 
-__all__ = ["agreed", "check_same", "make_file", "own_digests", "write_own"]
+__all__ = ["Alone", "JoinedFile", "JoinedRows", "Together", "agreed", "by_first", "check_same"]
 
 _Value = TypeVar("_Value")
 
 
-def agreed(stage: Callable[[], _Value]) -> list[_Value]:
+class Together(Protocol):
+    """The processes that write a generation."""
+
+    @property
+    def rank(self) -> int:
+        """Of this one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def every(self, value: Any) -> list[Any]:
+        """What each of them says, by rank: all call it."""
+
+    def agreed(self, value: Any) -> Any:
+        """What the first one says: all call it."""
+
+
+class Alone:
+    """One process."""
+
+    rank, size = 0, 1
+
+    def every(self, value: Any) -> list[Any]:
+        """As of Together."""
+        return [value]
+
+    def agreed(self, value: Any) -> Any:
+        """As of Together."""
+        return value
+
+
+def agreed(ranks: Together, stage: Callable[[], _Value]) -> list[_Value]:
     """What each rank gives, by rank; every rank calls it.
 
     Raises what this rank's call raises, and RuntimeError if another's does.
     """
-    given: Any = None
-    error: Exception | None = None
     try:
         given = stage()
-    except Exception as raised:
-        error = raised
-    every = Ranks.of().every((given, None if error is None else f"{error!r}"))
-    if error is not None:
-        raise error
+    except Exception as error:
+        with suppress(Exception):  # the first error is the one to raise
+            ranks.every((None, repr(error)))
+        raise
+    every = ranks.every((given, None))
     for rank, (_, text) in enumerate(every):
         if text is not None:
             raise RuntimeError(f"save: rank {rank} raises {text}")
     return [value for value, _ in every]
 
 
-def check_same(shared: Mapping[str, SharedRows]) -> None:
-    """Raises ValueError on all ranks unless all have the same tables."""
-    mine = [(key, tuple(each.shape), str(each.dtype)) for key, each in shared.items()]
-    for rank, theirs in enumerate(agreed(lambda: mine)):
+def by_first(ranks: Together, stage: Callable[[], _Value]) -> _Value:
+    """What the first rank gives, which alone makes the call; errors as of agreed()."""
+    given: Any = None
+    if ranks.rank == 0:
+        try:
+            given = stage()
+        except Exception as error:
+            with suppress(Exception):
+                ranks.agreed((None, repr(error)))
+            raise
+    given, text = ranks.agreed((given, None))
+    if text is not None:
+        raise RuntimeError(f"save: rank 0 raises {text}")
+    return cast(_Value, given)
+
+
+def check_same(ranks: Together, shared: Mapping[str, SharedRows], how: Mapping[str, Any]) -> None:
+    """Raises ValueError on all ranks unless all save the same tables in the same way."""
+    mine = [(key, tuple(each.shape), str(each.dtype)) for key, each in shared.items()], how
+    for rank, theirs in enumerate(ranks.every(mine)):
         if theirs != mine:
+            (tables, way), (own, _) = theirs, mine
             raise ValueError(
-                f"save: rank {rank} saves the rows of {[key for key, *_ in theirs]}, and rank"
-                f" {Ranks.of().rank} those of {[key for key, *_ in mine]}, or of other shapes"
+                f"save: rank {rank} saves the rows of {[key for key, *_ in tables]} with {way}, and"
+                f" rank {ranks.rank} those of {[key for key, *_ in own]} with {how}, or of other"
+                " shapes"
             )
 
 
-def make_file(path: str, key: str, rows: SharedRows) -> tuple[int, int]:
-    """Makes a file for all rows, with its header; gives the bytes of that, and of all."""
-    header = safetensors_header({key: (tuple(rows.shape), rows.dtype)})
-    nbytes = len(header) + rows.numel() * rows.dtype.itemsize
-    with replace_files([path]) as (file,):
-        file.reserve(nbytes)
-        file.write(header)
-    return len(header), nbytes
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows `[rows, ...]` of which each rank has some.
+
+    Attributes:
+        shape, dtype: Of all.
+        own: Those of this rank, by the places that the first of each run has among all.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    own: Mapping[int, Tensor | SomeRows]
+
+    @classmethod
+    def of(cls, rows: SharedRows) -> JoinedRows:
+        """All rows of a field."""
+        own = {there.start: rows.field[here.start : here.stop] for there, here in rows.blocks}
+        return cls(tuple(rows.shape), rows.dtype, own)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_own(path: str, header: int, rows: SharedRows) -> None:
-    """Writes this rank's rows to their places in the file, and brings them to the disk."""
-    row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
-    descriptor = calls.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        with about(path):
-            for there, here in rows.blocks:
-                os.lseek(descriptor, header + there.start * row_bytes, os.SEEK_SET)
-                for block, buffer in blocks_of_bytes(rows.field[here.start : here.stop]):
-                    buffer.copy_(block)
-                    _write_all(descriptor, buffer.view(-1).numpy().data)
-            calls.fsync(descriptor)
-    finally:
-        calls.close(descriptor)
+class JoinedFile:
+    """A file of rows that ranks write together.
 
+    Attributes:
+        name: Of the file.
+        nbytes: Of all of it.
+        own: The rows that this rank writes, by the bytes at which they begin.
+    """
 
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while len(data):
-        data = data[calls.write(descriptor, data) :]
+    def __init__(self, name: str, tensors: Mapping[str, JoinedRows]) -> None:
+        self.name = name
+        self._header = safetensors_header({k: (e.shape, e.dtype) for k, e in tensors.items()})
+        self.own: dict[int, Tensor | SomeRows] = {}
+        self.nbytes = len(self._header)
+        for key in in_file_order({key: each.dtype for key, each in tensors.items()}):
+            each = tensors[key]
+            row_bytes = math.prod(each.shape[1:]) * each.dtype.itemsize
+            for first, rows in each.own.items():
+                if rows.nbytes:
+                    self.own[self.nbytes + first * row_bytes] = rows
+            self.nbytes += each.nbytes
 
+    def make(self, folder: str) -> None:
+        """Makes it, with its header and room for all rows."""
+        with replace_files([os.path.join(folder, self.name)]) as (file,):
+            file.reserve(self.nbytes)
+            file.write(self._header)
 
-def own_digests(path: str, nbytes: int) -> list[int]:
-    """The digests of this rank's part of a file's chunks."""
-    ranks, count = Ranks.of(), chunk_count(nbytes)
-    first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))
-    with open_to_read(path) as (read, _):
-        return digests_of(read, nbytes, range(first, end))
+    def write(self, folder: str, own: Mapping[int, Tensor | SomeRows]) -> None:
+        """Writes this rank's rows, or copies of them, and brings them to the disk."""
+        path = os.path.join(folder, self.name)
+        descriptor = calls.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            with about(path):
+                for begin, rows in own.items():
+                    os.lseek(descriptor, begin, os.SEEK_SET)
+                    for data in data_of(rows):
+                        write_all(descriptor, data)
+                calls.fsync(descriptor)
+        finally:
+            calls.close(descriptor)
+
+    def own_digests(self, folder: str, ranks: Together) -> list[int]:
+        """The digests of this rank's part of the file's chunks."""
+        count = chunk_count(self.nbytes)
+        first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))
+        with open_to_read(os.path.join(folder, self.name)) as (read, _):
+            return digests_of(read, self.nbytes, range(first, end))

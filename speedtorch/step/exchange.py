@@ -207,6 +207,11 @@ class Exchange(ABC):
         before, self._store = self._store, store
         before.let_go()
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph uses the rows' memory."""
+        return False
+
     def refuse_if_captured(self, what: str) -> None:  # noqa: B027
         """Raises RuntimeError if a CUDA graph that is still there uses the rows' memory."""
 

@@ -346,6 +346,11 @@ class FixedExchange(Exchange):
         self._store.before_replay()
         self._end_step()
 
+    @property
+    def is_captured(self) -> bool:
+        """As Exchange.is_captured."""
+        return self._blocks.is_captured
+
     def refuse_if_captured(self, what: str) -> None:
         """As Exchange.refuse_if_captured."""
         if self._blocks.stay_captured():

@@ -268,6 +268,11 @@ class TrainedRows:
             self._store.settle(self.exchange.device)
             self.exchange.raise_faults()
 
+    @property
+    def is_captured(self) -> bool:
+        """See RowHolder."""
+        return self.exchange.is_captured
+
     def refuse_if_captured(self, what: str) -> None:
         """See RowHolder."""
         self.exchange.refuse_if_captured(what)

@@ -82,8 +82,12 @@ class RowHolder(Protocol):
     def write_back(self) -> None:
         """Writes rows that are newer elsewhere to the table, and reads them again before use."""
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph uses the rows, which does not see what is done."""
+
     def refuse_if_captured(self, what: str) -> None:
-        """Raises RuntimeError if a CUDA graph uses the rows, which does not see what is done."""
+        """Raises RuntimeError if one does."""
 
 
 def _in_turn(method: _Method) -> _Method:
@@ -539,6 +543,12 @@ class HostTable:
     def can_note_changes(self) -> bool:
         """Whether this process makes all writes, and there are any."""
         return self.writable and self.memory != "shared"
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph uses rows that a module holds, as it did when it was captured."""
+        holder = None if self.holder is None else self.holder()
+        return holder is not None and holder.is_captured
 
     @_in_turn
     def track_changes(self) -> int:

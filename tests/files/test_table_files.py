@@ -24,6 +24,7 @@ from speedtorch.files import system_calls, table_files
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.memory import host_memory
+from speedtorch.parallel.meeting import Meeting
 
 GPU_KINDS = [pytest.param(kind, marks=NEEDS_GPU) for kind in ("managed", "registered", "cuda")]
 FIELDS = {
@@ -319,6 +320,10 @@ def test_every_file_call_goes_through_the_table_of_calls(
     HostTable.open(tmp_path / "t.npy", "mapped")
     speedtorch.save(tmp_path / "run", a=torch.ones(2))
     speedtorch.load(tmp_path / "run")
+    meeting = Meeting(str(tmp_path / "ranks"), 0, 1, 1.0)
+    meeting.make()
+    with meeting:
+        assert meeting.every(1) == [1]
     with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]):
         raise RuntimeError
     assert used == set(vars(system_calls.calls))

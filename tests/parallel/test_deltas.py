@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.parallel import checkpoints
+from speedtorch.step.trained_rows import TrainedRows
 
 ROWS = 200
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -131,6 +132,20 @@ def test_a_table_that_noted_nothing_goes_as_a_whole_once(tmp_path: Path) -> None
     assert size(fourth) < size(first) / 2
     speedtorch.load(tmp_path, **run.parts)
     assert_same(again, run)
+
+
+def test_a_table_that_a_graph_uses_goes_as_a_whole_until_the_graph_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sizes = Run("cpu").train(3), []
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainedRows, "is_captured", True)
+        for base in (None, 1, 2):
+            sizes.append(size(speedtorch.save(tmp_path, base=base, **run.train(1).parts)))
+        assert run.table.changes is None
+    for base in (3, 4):
+        sizes.append(size(speedtorch.save(tmp_path, base=base, **run.train(1).parts)))
+    assert min(sizes[:4]) > max(sizes[:4]) * 0.9 > sizes[4] * 2
 
 
 def test_what_is_needed_stays(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ model = nn.Sequential(speedtorch.Embedding(300, 4))
 speedtorch.shard(model, average=True)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 speedtorch.attach(optimizer, model)
+model[0].table.track_changes()
 
 first = 0
 if HOW != "checkpoint" and os.path.exists("saved/generation-00000001"):
@@ -59,12 +60,18 @@ for step, ids in enumerate(loop, first):
     optimizer.step()
     if (step, rank, restarts) == (KILLED_AT, 1, 0):
         kill = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
-        if HOW == "within a save":
+        if "background" in HOW:
+            saving.result()
+        if HOW.startswith("within"):
             system_calls.calls.write = kill
         else:
             kill()
     if HOW != "checkpoint":
-        speedtorch.save("saved", keep=9, model=model, optimizer=optimizer, step=step + 1)
+        parts = {"model": model, "optimizer": optimizer, "step": step + 1}
+        if "background" in HOW:
+            saving = speedtorch.save("saved", keep=9, base=step or None, background=True, **parts)
+        else:
+            speedtorch.save("saved", keep=9, **parts)
         continue
     of_model, of_optimizer = get_state_dict(model, optimizer)
     saved = {"model": of_model, "optimizer": of_optimizer}
@@ -82,7 +89,9 @@ dist.destroy_process_group()
 
 @pytest.mark.examples
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("how", ["between saves", "within a save", "checkpoint"])
+@pytest.mark.parametrize(
+    "how", ["between saves", "within a save", "within a background save", "checkpoint"]
+)
 def test_a_killed_rank_changes_no_bit_of_what_is_trained(how: str, tmp_path: Path) -> None:
     rows, said = [], []
     for killed_at in (-1, 3):

@@ -9,7 +9,17 @@ import pytest
 import torch
 from rank_backends import DEALT_RANKS
 from rank_processes import in_processes
-from sharded_checkpoints import check_differing, check_failing, check_loaded, check_saved
+from sharded_checkpoints import (
+    check_deltas,
+    check_differing,
+    check_failing,
+    check_followed,
+    check_loaded,
+    check_saved,
+    check_whole,
+    check_without_room,
+)
+from sharded_generations import check_program
 
 
 @DEALT_RANKS
@@ -22,8 +32,41 @@ def test_a_run_of_ranks_goes_on_and_is_loaded_by_any_number(
     in_processes(5 - ranks, check_loaded, folder, stored, backend="gloo")
 
 
-def test_an_error_of_a_rank_leaves_the_old_generation_and_is_told_on_all(tmp_path: Path) -> None:
-    in_processes(2, check_failing, str(tmp_path))
+@DEALT_RANKS
+@pytest.mark.parametrize("how", ["foreground", "background"])
+def test_base_and_deltas_of_ranks_are_the_run_on_any_number(
+    how: str, ranks: int, backend: str, tmp_path: Path
+) -> None:
+    folder, background = str(tmp_path / "run"), how == "background"
+    cache = "2KiB" if background else None
+    in_processes(ranks, check_deltas, folder, background, cache, backend=backend)
+    in_processes(5 - ranks, check_followed, folder, backend="gloo")
+
+
+def test_a_table_of_which_one_rank_knows_no_changes_is_whole(tmp_path: Path) -> None:
+    in_processes(2, check_whole, str(tmp_path / "run"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_of_ranks(seed: int, tmp_path: Path) -> None:
+    in_processes(2 + seed % 2, check_program, str(tmp_path), seed)
+
+
+def test_files_without_room_for_copies_are_written_before(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    in_processes(2, check_without_room, folder)
+    in_processes(3, check_loaded, folder, None)
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "how", [{}, {"background": True, "base": 1}], ids=["foreground", "background"]
+)
+def test_an_error_of_a_rank_leaves_the_old_generation_and_is_told_on_all(
+    how: dict[str, Any], failing: int, tmp_path: Path
+) -> None:
+    in_processes(2, check_failing, str(tmp_path), failing, how)
 
 
 def test_ranks_with_different_tables_are_told(tmp_path: Path) -> None:

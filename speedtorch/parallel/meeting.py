@@ -1,0 +1,162 @@
+"""Meeting: ranks tell each other by files how far they are, beside the collectives of training.
+
+Each rank has a file and appends a line of JSON for each value; an empty line says that it is gone.
+It also has a lock on its file, which the system takes away when its process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Any
+
+from speedtorch.files.system_calls import (
+    calls,
+    open_folder,
+    open_to_read,
+    share_lock,
+    where_supported,
+    write_all,
+)
+from speedtorch.parallel.sharded_saves import Together
+
+__all__ = ["Meeting"]
+
+_SHORTEST_NAP, _LONGEST_NAP = 2e-3, 0.25  # seconds
+
+
+class Meeting:
+    """Ranks that write one generation while training goes on; see Together.
+
+    The first rank makes the folder by make() before all enter, leaves last, and calls remove().
+
+    Args:
+        folder: That all ranks reach.
+        rank: This one.
+        size: How many there are.
+        patience: Seconds for which a rank waits for a line of another one, where locks do not tell
+            whether that is still there.
+    """
+
+    def __init__(self, folder: str, rank: int, size: int, patience: float) -> None:
+        self.rank, self.size = rank, size
+        self._folder, self._patience = folder, patience
+        self._heard = [0] * size
+        self._in_use, self._sees_locks = False, True
+        self._left = ExitStack()
+
+    def make(self) -> None:
+        """Makes the folder with a file of each rank: others find at once what it writes."""
+        calls.make_folder(self._folder)
+        for rank in range(self.size):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            calls.close(calls.open(self._path(rank), flags))
+
+    def remove(self) -> None:
+        """Removes it, unless another rank may still look there: the next save removes it then."""
+        if not self._in_use:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Meeting:
+        with ExitStack() as stack:
+            if self.rank == 0:
+                parent = open_folder(os.path.dirname(self._folder))
+                stack.callback(calls.close, parent)
+                with where_supported(errno.EBADF, errno.ENOLCK):
+                    share_lock(parent)  # no other save takes the folder for one that was left
+            path = self._path(self.rank)
+            self._file = calls.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            stack.callback(calls.close, self._file)
+            with suppress(OSError):  # no locks here, which other ranks see
+                calls.own(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._left, self._in_use = stack.pop_all(), True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._left, suppress(OSError):
+            with suppress(OSError):  # the lock goes all the same
+                write_all(self._file, b"\n")
+            if self.rank == 0:
+                for rank in self._others():
+                    while self._line(rank):  # until there is none to come
+                        pass
+            self._in_use = False
+
+    def look_for_locks(self, ranks: Together) -> bool:
+        """Whether each rank sees the locks of all others, which have entered: these tell then."""
+        sees_all = False
+        with suppress(OSError):  # no locks here
+            sees_all = not any(map(self._is_free, self._others()))
+        self._sees_locks = all(ranks.every(sees_all))
+        return self._sees_locks
+
+    def every(self, value: Any) -> list[Any]:
+        """What each rank says; lists, numbers, strings and None.
+
+        Raises RuntimeError if one has ended, or given up.
+        """
+        self._say(value)
+        return [value if rank == self.rank else self._said(rank) for rank in range(self.size)]
+
+    def agreed(self, value: Any) -> Any:
+        """What the first rank says; see every()."""
+        if self.rank:
+            return self._said(0)
+        self._say(value)
+        return value
+
+    def _say(self, value: Any) -> None:
+        write_all(self._file, json.dumps(value).encode() + b"\n")
+        calls.fsync(self._file)  # a network file system shows it to others then
+
+    def _said(self, rank: int) -> Any:
+        if line := self._line(rank):
+            return json.loads(line)
+        raise RuntimeError(f"save: rank {rank} has ended, or given up")
+
+    def _others(self) -> list[int]:
+        """Own files are opened once: closing one again would release the lock."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _line(self, rank: int) -> bytes:
+        """The next line of another rank; an empty one if there is none to come."""
+        begin, nap = time.monotonic(), _SHORTEST_NAP
+        while True:
+            waited = time.monotonic() - begin
+            has_ended = self._is_free(rank) if self._sees_locks else waited > self._patience
+            with open_to_read(self._path(rank)) as (read, size):
+                data = bytearray(size)
+                read(memoryview(data), 0)
+            lines = bytes(data).split(b"\n")[:-1]
+            if len(lines) > self._heard[rank]:
+                self._heard[rank] += 1
+                return lines[self._heard[rank] - 1]
+            if has_ended or b"" in lines:
+                return b""
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP)
+
+    def _is_free(self, rank: int) -> bool:
+        """Whether no process has the lock of another rank."""
+        descriptor = calls.open(self._path(rank), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            calls.own(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        finally:
+            calls.close(descriptor)
+        return True
+
+    def _path(self, rank: int) -> str:
+        return os.path.join(self._folder, f"rank-{rank:05d}")

@@ -1,0 +1,151 @@
+"""Ranks that meet by files beside their collectives, some of which go or are killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from sharded_checkpoints import STEPS, Run, saved
+
+import speedtorch
+from speedtorch.files import system_calls
+from speedtorch.parallel.meeting import Meeting
+from speedtorch.parallel.ranks import Ranks
+from speedtorch.parallel.sharded_saves import agreed, by_first
+
+
+def met(folder: str, patience: float = 60) -> Meeting:
+    """A meeting of all ranks, before any has entered."""
+    meeting = Meeting(f"{folder}/ranks", dist.get_rank(), dist.get_world_size(), patience)
+    dist.barrier()
+    if meeting.rank == 0:
+        meeting.make()
+    dist.barrier()
+    return meeting
+
+
+def removed(meeting: Meeting, folder: str) -> None:
+    if meeting.rank == 0:
+        meeting.remove()
+    dist.barrier()
+    assert not os.path.exists(f"{folder}/ranks")
+
+
+def check_values(folder: str) -> None:
+    meeting = met(folder)
+    rank, size = meeting.rank, meeting.size
+    with meeting:
+        dist.barrier()
+        assert meeting.look_for_locks(Ranks.of())
+        for turn in range(3):
+            time.sleep(0.02 * ((rank + turn) % size))
+            assert meeting.every([rank, turn]) == [[each, turn] for each in range(size)]
+            assert meeting.agreed(rank + 7) == 7
+        assert agreed(meeting, lambda: rank) == list(range(size))
+        assert by_first(meeting, lambda: "first") == "first"
+    removed(meeting, folder)
+
+
+def check_gone(folder: str) -> None:
+    """Ranks hear what one has said before it went, and that it is gone; each told by its own."""
+    meeting = met(folder)
+    with meeting:
+        dist.barrier()
+        assert meeting.every(1) == [1] * meeting.size
+        if meeting.rank < meeting.size - 1:
+            with pytest.raises(RuntimeError, match=f"rank {meeting.size - 1} has ended, or given"):
+                meeting.every(2)
+    removed(meeting, folder)
+
+
+def check_patience(folder: str) -> None:
+    """Where there are no locks a rank waits for so long."""
+
+    def own(*given: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    meeting = met(folder, patience=0.3)
+    with mock.patch.object(system_calls.calls, "own", own), meeting:
+        assert not meeting.look_for_locks(Ranks.of())
+        dist.barrier()
+        assert meeting.every(meeting.rank) == list(range(meeting.size))
+        if meeting.rank == 0:
+            begin = time.monotonic()
+            with pytest.raises(RuntimeError, match="rank 1 has ended, or given up"):
+                meeting.every(None)
+            assert 0.3 < time.monotonic() - begin < 30
+        dist.barrier()
+    dist.barrier()
+
+
+def check_without_locks(folder: str) -> None:
+    """Locks that other machines do not see, or that there are none of, are found in the call."""
+
+    def refused(*given: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    run = Run()
+    for number, own in enumerate((refused, lambda *_: None), 1):
+        with mock.patch.object(system_calls.calls, "own", own):
+            assert saved(folder, run.train(number, 1), background=True).generation == number
+        other = Run(seed=3)
+        speedtorch.load(folder, **other.parts())
+        dist.barrier()
+
+
+def within_saves(real: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:
+    """A call on files that does something before, in the thread that saves."""
+
+    def call(*args: Any) -> Any:
+        if threading.current_thread().name == "speedtorch save":
+            action()
+        return real(*args)
+
+    return call
+
+
+def check_killed(folder: str, killed: int) -> None:
+    """A rank that is killed within a background save is told on the others."""
+    run = Run().train(0, STEPS)
+    for table in run.tables:
+        table.track_changes()
+    saved(folder, run, step=STEPS)
+    run.train(STEPS, 1)
+    if dist.get_rank() == killed:
+        kill = within_saves(system_calls.calls.write, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        system_calls.calls.write = kill
+    with pytest.warns(RuntimeWarning, match="in the background"):
+        saving = speedtorch.save(folder, background=True, base=1, **run.parts(), step=0)
+        with pytest.raises(RuntimeError, match=f"rank {killed} has ended"):
+            saving.result(60)
+    there = [each for each in os.listdir(folder) if not each.startswith(".")]
+    assert there == ["generation-00000001"]
+    with pytest.raises(RuntimeError, match=r"rank \d has ended"):
+        raise saving.exception() or AssertionError
+
+
+def check_ended(folder: str) -> None:
+    """What is saved in the background needs no process group any more."""
+    run = Run().train(0, STEPS)
+    slow = within_saves(system_calls.calls.write, lambda: time.sleep(0.02))
+    system_calls.calls.write = slow
+    assert not speedtorch.save(folder, background=True, **run.parts(), step=STEPS).done()
+
+
+def check_goes_on(folder: str) -> None:
+    """What killed ranks have left is removed by the next save."""
+    run = Run(seed=5)
+    assert speedtorch.load(folder, **run.parts())["step"] == STEPS
+    saved(folder, run, background=True, step=STEPS)
+    dist.barrier()
+    there = sorted(os.listdir(folder))
+    assert there == ["generation-00000001", "generation-00000002"]
+    dist.barrier()
