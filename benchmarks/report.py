@@ -15,6 +15,7 @@ from benchmarks.processes import STEMS
 
 ROOT = Path(__file__).parent.parent
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
+OFFLOAD = ROOT / "docs/coming_from_offload.md"
 NGRAM_TABLES = ROOT / "docs/ngram_tables.md"
 SLEEP = ROOT / "docs/sleep.md"
 LAYERS = ROOT / "docs/layers.md"
@@ -184,6 +185,31 @@ def state_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def sharded_table(results: dict[str, Any]) -> str:
+    """Steps of shards on two GPUs, in each way, with the machine."""
+    if (result := results.get("sharded_transformer")) is None:
+        return not_measured("sharded_transformer")
+    times = {(each["section"], each["name"]): each["median_ms"] for each in result["figures"]}
+    sections = list(dict.fromkeys(section for section, _ in times))
+    names = list(dict.fromkeys(name for _, name in times))
+    lines = [
+        f"{result['title']}; {where(result)}:",
+        "",
+        f"| way | {' | '.join(f'{each}, ms' for each in sections)} | GiB at most on a GPU |",
+        "|---|" + "---|" * (len(sections) + 1),
+    ]
+    for name in names:
+        shares = (times[section, names[0]] / times[section, name] for section in sections)
+        cells = [
+            f"{times[section, name]:,.0f} ({share:.2f} of the speed)"
+            for section, share in zip(sections, shares, strict=True)
+        ]
+        most = result["extra"].get(f"{name}, GiB at most on a GPU")
+        cells.append(f"{most:.1f}" if most else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def checkpoints_table(results: dict[str, Any]) -> str:
     """A table to the disk and back, and steps that note what they write, with the machine."""
     if (result := results.get("checkpoints")) is None:
@@ -310,6 +336,7 @@ def write_documents() -> None:
         (SLEEP, BEGIN, END, sleep_table(results)),
         (LAYERS, BEGIN, END, state_table(results)),
         (CHECKPOINTS, BEGIN, END, checkpoints_table(results)),
+        (OFFLOAD, BEGIN, END, sharded_table(results)),
     ):
         document.write_text(replaced(document.read_text(), begin, end, made))
 

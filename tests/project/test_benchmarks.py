@@ -126,6 +126,20 @@ def test_the_table_of_state_swappers_has_each_way_that_can_be_measured(
 
 
 @pytest.mark.examples
+def test_the_table_of_shards_has_each_way(results: tuple[Path, dict[str, Any], str]) -> None:
+    lines = report.sharded_table(results[1]).splitlines()
+    assert [line.split(" | ")[0] for line in lines[4:]] == [
+        "| FSDP2, all on the GPUs",
+        "| speedtorch, StateSwapper, at most 16.0 KiB",
+        "| FSDP2's CPUOffloadPolicy",
+    ]
+    losses = [
+        of for name, of in results[1]["sharded_transformer"]["extra"].items() if "loss" in name
+    ]
+    assert losses[0] == losses[1] and losses[2] == losses[0][: len(losses[2])]
+
+
+@pytest.mark.examples
 def test_the_table_of_checkpoints_has_each_figure(
     results: tuple[Path, dict[str, Any], str],
 ) -> None:
