@@ -319,7 +319,8 @@ def test_every_file_call_goes_through_the_table_of_calls(
     HostTable.open(tmp_path / "t.npy", "mapped")
     speedtorch.save(tmp_path / "run", a=torch.ones(2))
     speedtorch.load(tmp_path / "run")
-    with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]):
+    with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]) as (file,):
+        file.write(bytes(16 << 20))
         raise RuntimeError
     assert used == set(vars(system_calls.calls))
 
