@@ -12,23 +12,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from multiprocessing.pool import AsyncResult
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from speedtorch.files import npy_format, safetensors_format
-from speedtorch.files.chunk_digests import DigestedFile
+from speedtorch.files.field_blocks import SomeRows, byte_rows, write_blocks
 from speedtorch.files.file_format import FileFormat, Read, StoredArray
 from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.system_calls import about, open_with_status
-from speedtorch.files.threads import threads
 from speedtorch.ops.shapes import check_span
 
 __all__ = [
     "FORMATS",
-    "SomeRows",
     "StoredField",
     "blocks_of_bytes",
     "open_fields",
@@ -57,10 +54,7 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """
     if field.numel() == 0:
         return
-    rows = field.detach() if field.dim() else field.detach().view(1)
-    if not rows[0].is_contiguous():
-        raise ValueError(f"rows of shape {tuple(rows.shape[1:])} must be contiguous")
-    rows = rows.as_strided((len(rows), rows[0].numel()), (rows.stride(0), 1)).view(torch.uint8)
+    rows = byte_rows(field)
     count, row_bytes = rows.shape
     buffer = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")
     rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
@@ -68,40 +62,6 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for column in range(0, row_bytes, _BLOCK_BYTES):
             block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
             yield block, buffer[: block.numel()].view(block.shape)
-
-
-@dataclass(frozen=True)
-class SomeRows:
-    """Rows of a field `[rows, ...]` by their ids `[n]`, on the CPU, which are read when written."""
-
-    field: Tensor
-    ids: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """`[n, ...]`."""
-        return torch.Size((len(self.ids), *self.field.shape[1:]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The field's."""
-        return self.field.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of these rows."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def at(self, ids: Tensor) -> Tensor:
-        """Rows by their ids, on the CPU, in memory of their own."""
-        return self.field.index_select(0, ids.to(self.field.device)).cpu()
-
-    def blocks(self) -> Iterator[memoryview]:
-        """All bytes, of a few MB of rows at once."""
-        row_bytes = max(1, self.nbytes // max(1, len(self.ids)))
-        for ids in torch.split(self.ids, max(1, _BLOCK_BYTES // row_bytes)):
-            if (rows := self.at(ids)).numel():
-                yield rows.view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(slots=True)
@@ -148,7 +108,7 @@ def save_fields(
     _refuse_own([target for target, _, _ in files], mapped)
     with replace_files([target for target, _, _ in files], name) as new_files:
         for file, (_, header, parts) in zip(new_files, files, strict=True):
-            _write(file, header, parts)
+            write_blocks(file, header, parts)
 
 
 def _refuse_own(targets: Sequence[str], mapped: str | None) -> None:
@@ -157,38 +117,16 @@ def _refuse_own(targets: Sequence[str], mapped: str | None) -> None:
 
 
 def write_safetensors(
-    file: NewFile | DigestedFile, fields: Mapping[str, Tensor | SomeRows]
+    file: NewFile,
+    fields: Mapping[str, Tensor | SomeRows],
+    digests: list[int] | None = None,
+    told: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Writes fields, or the tensors of a state dict, to a new file as safetensors."""
+    """Writes fields, or the tensors of a state dict, as safetensors; see write_blocks()."""
     order = safetensors_format.in_file_order({name: each.dtype for name, each in fields.items()})
     arrays = {name: (each.shape, each.dtype) for name, each in fields.items()}
-    _write(file, safetensors_format.safetensors_header(arrays), [fields[name] for name in order])
-
-
-def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor | SomeRows]) -> None:
-    file.reserve(len(header) + sum(part.nbytes for part in parts))
-    file.write(header)
-    # A block is written while the next one is copied.
-    with threads(1) as writer:
-        written: AsyncResult[None] | None = None
-        for part in parts:
-            for data in part.blocks() if isinstance(part, SomeRows) else _blocks_of(part):
-                if written is not None:
-                    written.get()
-                written = writer.apply_async(file.write, (data,))
-        if written is not None:
-            written.get()
-
-
-def _blocks_of(field: Tensor) -> Iterator[memoryview]:
-    """The bytes of a field; those of a block stay until the next but one."""
-    buffers: list[Tensor] = []
-    for number, (block, buffer) in enumerate(blocks_of_bytes(field)):
-        if number < 2:
-            buffers.append(torch.empty_like(buffer).view(-1) if number else buffer.view(-1))
-        own = buffers[number % 2][: block.numel()]
-        own.view(block.shape).copy_(block)
-        yield own.numpy().data
+    header = safetensors_format.safetensors_header(arrays)
+    write_blocks(file, header, [fields[name] for name in order], digests, told)
 
 
 @contextmanager

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
-from speedtorch.files.chunk_digests import DigestedFile
+from speedtorch.files.field_blocks import SomeRows
 from speedtorch.files.generations import Generation, generations_of, new_generation, path_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described
-from speedtorch.files.table_files import SomeRows, blocks_of_bytes, write_safetensors
-from speedtorch.files.threads import ThreadPool, threads
+from speedtorch.files.table_files import blocks_of_bytes, write_safetensors
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.parallel.background_saves import begin as begin_saving
 from speedtorch.parallel.background_saves import copies, fitting, wait_for
@@ -569,11 +568,10 @@ def _write_shards(
     folder: str, shards: Iterable[_Written], first: int, told: Callable[[int], object]
 ) -> list[dict[str, Any]]:
     """Writes files, numbered from `first` on, and gives their entries in the manifest."""
-    with threads() as pool:
-        return [
-            _write_shard(folder, f"tensors-{at:05d}.safetensors", shard, pool, told)
-            for at, shard in enumerate(shards, first)
-        ]
+    return [
+        _write_shard(folder, f"tensors-{at:05d}.safetensors", shard, told)
+        for at, shard in enumerate(shards, first)
+    ]
 
 
 class _Manifest(NamedTuple):
@@ -604,14 +602,10 @@ def _write_manifest(
 
 
 def _write_shard(
-    folder: str,
-    name: str,
-    tensors: _Written,
-    pool: ThreadPool,
-    told: Callable[[int], object],
+    folder: str, name: str, tensors: _Written, told: Callable[[int], object]
 ) -> dict[str, Any]:
     """Writes a file, and gives its entry of the manifest."""
+    digests: list[int] = []
     with replace_files([os.path.join(folder, name)]) as (file,):
-        digested = DigestedFile(file, pool, told)
-        write_safetensors(digested, tensors)
-    return {"name": name, "bytes": digested.count, "crc32": digested.digests}
+        write_safetensors(file, tensors, digests, told)
+    return {"name": name, "bytes": file.count, "crc32": digests}

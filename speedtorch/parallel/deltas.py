@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from speedtorch.files.table_files import SomeRows
+from speedtorch.files.field_blocks import SomeRows
 from speedtorch.parallel.saved_generation import SavedGeneration
 from speedtorch.table.host_table import FieldRows, HostTable, field_rows
 
