@@ -91,4 +91,4 @@ def own_digests(path: str, nbytes: int) -> list[int]:
     ranks, count = Ranks.of(), chunk_count(nbytes)
     first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))
     with open_to_read(path) as (read, _):
-        return digests_of(read, nbytes, range(first, end))
+        return list(digests_of(read, nbytes, range(first, end)).values())
