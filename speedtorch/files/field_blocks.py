@@ -1,4 +1,4 @@
-"""Fields as blocks of bytes: threads gather and hash the next ones while one is written.
+"""Fields as blocks of bytes: written while threads gather and hash the next ones, or compared.
 
 A field may be strided (one of several in a record), on the CPU or on a GPU; its rows move as bytes.
 """
@@ -20,27 +20,43 @@ from torch import Tensor
 
 from speedtorch.files.chunk_digests import CHUNK_BYTES
 from speedtorch.files.new_files import NewFile
-from speedtorch.files.threads import threads
+from speedtorch.files.threads import MOST_THREADS, threads
 
-__all__ = ["SomeRows", "byte_rows", "write_blocks"]
+__all__ = ["SomeRows", "byte_rows", "have_same_bytes", "write_blocks"]
 
-# A block has one digest, and fits a core's cache between its gathering and its hashing.
-_BLOCK_BYTES = CHUNK_BYTES
-# Blocks in memory: several threads prepare as many bytes as one writes.
-_BLOCKS = 8
+# Of whole chunks. Few blocks a second: a thread that trains meanwhile may keep the GIL for 5 ms.
+_BLOCK_BYTES = 4 * CHUNK_BYTES
+_BLOCKS = 8  # in memory: several threads prepare as many bytes as one writes
+
+_COMPARED_BYTES = 1 << 20  # by each thread at once
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def byte_rows(field: Tensor) -> Tensor:
-    """The rows of a field that has some as bytes, uint8 `[rows, bytes]`, in the field's memory.
+    """The rows of a field as bytes, uint8 `[rows, bytes]`, in the field's memory.
 
     ValueError unless each row is contiguous.
     """
+    if field.numel() == 0:
+        return torch.empty(0, 1, dtype=torch.uint8, device="cpu")
     rows = field.detach() if field.dim() else field.detach().view(1)
     if not rows[0].is_contiguous():
         raise ValueError(f"rows of shape {tuple(rows.shape[1:])} must be contiguous")
     return rows.as_strided((len(rows), rows[0].numel()), (rows.stride(0), 1)).view(torch.uint8)
+
+
+def have_same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether fields of one shape and dtype are alike bit for bit; the GPU is done with them."""
+    rows, others = byte_rows(one), byte_rows(other)
+    count = max(1, _COMPARED_BYTES // rows.shape[1])
+
+    def same(begin: int) -> bool:
+        some, its = (each[begin : begin + count].cpu().numpy() for each in (rows, others))
+        return np.array_equal(some, its)
+
+    with threads(MOST_THREADS) as pool:
+        return all(pool.imap(same, range(0, len(rows), count)))
 
 
 @dataclass(frozen=True)
@@ -73,21 +89,20 @@ class SomeRows:
         """Rows that have `count` of all bytes, from `begin` on, and where these begin in them."""
         row_bytes = self.nbytes // len(self.ids)
         first, end = begin // row_bytes, -(-(begin + count) // row_bytes)
-        return self.at(self.ids[first:end]), begin - first * row_bytes
+        return byte_rows(self.at(self.ids[first:end])), begin - first * row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a block: bytes of a field, and the memory where they are gathered."""
+    """A part of a block: bytes of rows from one of them on, and the memory for them."""
 
-    field: Tensor
+    rows: Tensor
     begin: int
     to: _Bytes
 
     def gather(self) -> None:
         """Copies them in this thread alone, as other blocks have the other cores."""
-        rows, at = byte_rows(self.field), 0
-        row_bytes = rows.shape[1]
+        rows, row_bytes, at = self.rows, self.rows.shape[1], 0
         while at < len(self.to):
             row, column = divmod(self.begin + at, row_bytes)
             count = min(len(self.to) - at, row_bytes - column)
@@ -124,13 +139,13 @@ def write_blocks(
     file.reserve(nbytes)
     count = min(_BLOCKS, -(-nbytes // _BLOCK_BYTES))
     buffers = [np.empty(min(_BLOCK_BYTES, nbytes), dtype=np.uint8) for _ in range(count)]
-    prepared: deque[tuple[_Bytes, AsyncResult[int]]] = deque()
+    prepared: deque[tuple[_Bytes, AsyncResult[list[int]]]] = deque()
 
     def write_next() -> None:
-        block, digest = prepared.popleft()
-        number = digest.get()
+        block, found = prepared.popleft()
+        numbers = found.get()
         if digests is not None:
-            digests.append(number)
+            digests.extend(numbers)
         file.write(block.data)
         told(len(block))
 
@@ -152,17 +167,20 @@ def _blocks(
     pieces: list[_Piece] = []
     number = filled = 0
     for field in fields:
+        rows = field if isinstance(field, SomeRows) else byte_rows(field)
         begin = 0
         while begin < field.nbytes:
             buffer = buffers[number % len(buffers)]
             count = min(field.nbytes - begin, len(buffer) - filled)
             to = buffer[filled : filled + count]
-            if isinstance(field, SomeRows):
-                pieces.append(_Piece(*field.part(begin, count), to))
-            elif field.is_cpu:
-                pieces.append(_Piece(field, begin, to))
+            if isinstance(rows, SomeRows):
+                piece = _Piece(*rows.part(begin, count), to)
+            else:
+                piece = _Piece(rows, begin, to)
+            if piece.rows.is_cpu:
+                pieces.append(piece)
             else:  # on the stream of this thread
-                _Piece(field, begin, to).gather()
+                piece.gather()
             begin, filled = begin + count, filled + count
             if filled == len(buffer):
                 yield buffer, pieces
@@ -171,7 +189,9 @@ def _blocks(
         yield buffers[number % len(buffers)][:filled], pieces
 
 
-def _prepare(block: _Bytes, pieces: Sequence[_Piece], digested: bool) -> int:
+def _prepare(block: _Bytes, pieces: Sequence[_Piece], digested: bool) -> list[int]:
+    """Gathers a block, and gives the digests of its chunks."""
     for each in pieces:
         each.gather()
-    return zlib.crc32(block.data) if digested else 0
+    chunks = range(0, len(block), CHUNK_BYTES) if digested else ()
+    return [zlib.crc32(block[at : at + CHUNK_BYTES].data) for at in chunks]

@@ -52,8 +52,6 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
     Each comes with a contiguous buffer on the CPU, which is the next one's, too.
     """
-    if field.numel() == 0:
-        return
     rows = byte_rows(field)
     count, row_bytes = rows.shape
     buffer = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")

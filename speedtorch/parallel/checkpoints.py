@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
-from speedtorch.files.field_blocks import SomeRows
+from speedtorch.files.field_blocks import SomeRows, have_same_bytes
 from speedtorch.files.generations import Generation, generations_of, new_generation, path_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described
-from speedtorch.files.table_files import blocks_of_bytes, write_safetensors
+from speedtorch.files.table_files import write_safetensors
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.parallel.background_saves import begin as begin_saving
 from speedtorch.parallel.background_saves import copies, fitting, wait_for
@@ -436,8 +436,7 @@ def _are_same(field: Tensor, stored: Tensor) -> bool:
     if found is None or found.table.changes is None:
         return False
     found.table.settle()
-    blocks = zip(blocks_of_bytes(field), blocks_of_bytes(stored), strict=True)
-    return all(torch.equal(one.cpu(), other) for (one, _), (other, _) in blocks)
+    return have_same_bytes(field, stored)
 
 
 def _copies(part: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedtorch.files import field_blocks
 from speedtorch.files.chunk_digests import CHUNK_BYTES
-from speedtorch.files.field_blocks import SomeRows, write_blocks
+from speedtorch.files.field_blocks import SomeRows, have_same_bytes, write_blocks
 from speedtorch.files.new_files import replace_files
 
 
@@ -78,7 +78,7 @@ def test_blocks_of_any_size_give_the_same_bytes(
 def test_a_call_that_fails_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    fail(monkeypatch, call, 1 if call == "reserve" else 3)
+    fail(monkeypatch, call, 1 if call == "reserve" else 2)
     with (
         pytest.raises(OSError, match="Input/output error"),
         replace_files([tmp_path / "a"]) as (file,),
@@ -94,3 +94,19 @@ def test_rows_that_are_not_contiguous_are_refused(tmp_path: Path) -> None:
     ):
         write_blocks(file, b"head", [torch.zeros(4, 3, 2).transpose(1, 2)])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("at", [(0, 0), (4_999, 199), (5_000, 0), (8_999, 199)])
+def test_one_other_element_makes_the_bytes_others(at: tuple[int, int], device: str) -> None:
+    rows, records = numbers(9_000, 200), numbers(9_000, 300, device=device)
+    records[:, :200] = rows
+    assert have_same_bytes(records[:, :200], rows)
+    records[at] ^= 1
+    assert not have_same_bytes(records[:, :200], rows)
+
+
+def test_bytes_are_compared_and_not_numbers() -> None:
+    assert have_same_bytes(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    assert not have_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert have_same_bytes(torch.tensor(3), torch.tensor(3))
+    assert have_same_bytes(torch.empty(0, 4), torch.empty(0, 4))
