@@ -1,4 +1,4 @@
-"""Fields of a table to files and back, in blocks: a table of any size takes a few MB more.
+"""Fields of a table to files and back, in blocks: a table of any size takes 32 MiB more.
 
 A field may be strided (one of several in a record), on the CPU or on a GPU; its rows move as bytes.
 """
