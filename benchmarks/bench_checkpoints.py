@@ -62,7 +62,7 @@ def plain_read(path: Path) -> None:
 
 def leave_cache(folder: Path) -> None:
     """Lets the page cache forget files that are on the disk."""
-    for path in folder.rglob("*.*"):
+    for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import speedtorch
 from speedtorch import memory_stats
-from speedtorch.files import table_files
+from speedtorch.files import field_blocks, table_files
 from speedtorch.step import hot_rows
 
 # Large tables of tests are no reason to measure the machine.
@@ -296,7 +296,8 @@ def stats(driver: PretendedDriver) -> Callable[[], dict[str, int]]:
 @pytest.fixture
 def small_file_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read and written in blocks of 24 bytes: small tables have many."""
-    monkeypatch.setattr(table_files, "_BLOCK_BYTES", 24)
+    for module in (table_files, field_blocks):
+        monkeypatch.setattr(module, "_BLOCK_BYTES", 24)
 
 
 @pytest.fixture

@@ -39,16 +39,24 @@ __all__ = ["NewFile", "replace_files", "switch_folder"]
 # Hidden names add 27 bytes at most; file systems take 255 bytes, some 143.
 _LONGEST_BASE = 100
 
+# The disk writes so many bytes while the next ones are copied to the page cache. Left to fsync
+# alone, it would idle until the last of them is there.
+_WRITEBACK_BYTES = 16 << 20
+
 
 class NewFile:
     """A file in the making, whose place another one may have now.
 
     Ctrl-C may come between any call on the disk and the note of it in here, so what has happened
     already is asked of the disk.
+
+    Attributes:
+        count: Bytes that were written.
     """
 
     def __init__(self, path: str, partial: str) -> None:
         self.path, self.partial = path, partial
+        self.count = self._written_back = 0
         self._descriptor = -1
         self._mode: int | None = None
         if not os.path.exists(path):
@@ -82,6 +90,15 @@ class NewFile:
         """Appends all of `data`."""
         with about(self.path):
             write_all(self._descriptor, data)
+            self.count += memoryview(data).nbytes
+            self._write_back()
+
+    def _write_back(self) -> None:
+        begin, end = self._written_back, self.count - self.count % _WRITEBACK_BYTES
+        if begin < end:
+            self._written_back = end
+            with where_supported():
+                calls.start_writeback(self._descriptor, begin, end - begin)
 
     def finish(self) -> None:
         """Brings every byte to the disk and closes the file."""

@@ -52,6 +52,15 @@ def _map_to_read(descriptor: int, count: int) -> mmap.mmap:
     return mmap.mmap(descriptor, count, access=mmap.ACCESS_READ)
 
 
+def _start_writeback(descriptor: int, begin: int, count: int) -> None:
+    """Starts to write dirty pages to the disk, without waiting for it.
+
+    Linux does so before it drops the clean pages of a range; there are none where all was written
+    just now.
+    """
+    os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_DONTNEED)
+
+
 @dataclass
 class FileCalls:
     """The file calls of tables and what is saved; tests put failing or recording ones here."""
@@ -60,6 +69,7 @@ class FileCalls:
     chmod: Callable[[int, int], None] = os.fchmod
     reserve: Callable[[int, int, int], None] = os.posix_fallocate
     write: Callable[[int, memoryview], int] = os.write
+    start_writeback: Callable[[int, int, int], None] = _start_writeback
     read: Callable[[int, Sequence[memoryview], int], int] = os.preadv
     map: Callable[[int, int], mmap.mmap] = mmap.mmap
     map_copy: Callable[[int, int], mmap.mmap] = _map_copy

@@ -1,4 +1,4 @@
-"""Fields of a table to files and back, in blocks: a table of any size takes a few MB more.
+"""Fields of a table to files and back, in blocks: a table of any size takes 32 MiB more.
 
 A field may be strided (one of several in a record), on the CPU or on a GPU; its rows move as bytes.
 """
@@ -12,26 +12,22 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from multiprocessing.pool import AsyncResult
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from speedtorch.files import npy_format, safetensors_format
-from speedtorch.files.chunk_digests import DigestedFile
+from speedtorch.files.field_blocks import SomeRows, byte_rows, write_blocks
 from speedtorch.files.file_format import FileFormat, Read, StoredArray
 from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.system_calls import about, open_with_status
-from speedtorch.files.threads import threads
 from speedtorch.ops.shapes import check_span
 
 __all__ = [
     "FORMATS",
-    "SomeRows",
     "StoredField",
     "blocks_of_bytes",
-    "data_of",
     "open_fields",
     "save_fields",
     "write_safetensors",
@@ -56,12 +52,7 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
     Each comes with a contiguous buffer on the CPU, which is the next one's, too.
     """
-    if field.numel() == 0:
-        return
-    rows = field.detach() if field.dim() else field.detach().view(1)
-    if not rows[0].is_contiguous():
-        raise ValueError(f"rows of shape {tuple(rows.shape[1:])} must be contiguous")
-    rows = rows.as_strided((len(rows), rows[0].numel()), (rows.stride(0), 1)).view(torch.uint8)
+    rows = byte_rows(field)
     count, row_bytes = rows.shape
     buffer = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")
     rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
@@ -69,40 +60,6 @@ def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for column in range(0, row_bytes, _BLOCK_BYTES):
             block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
             yield block, buffer[: block.numel()].view(block.shape)
-
-
-@dataclass(frozen=True)
-class SomeRows:
-    """Rows of a field `[rows, ...]` by their ids `[n]`, on the CPU, which are read when written."""
-
-    field: Tensor
-    ids: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """`[n, ...]`."""
-        return torch.Size((len(self.ids), *self.field.shape[1:]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The field's."""
-        return self.field.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of these rows."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def at(self, ids: Tensor) -> Tensor:
-        """Rows by their ids, on the CPU, in memory of their own."""
-        return self.field.index_select(0, ids.to(self.field.device)).cpu()
-
-    def blocks(self) -> Iterator[memoryview]:
-        """All bytes, of a few MB of rows at once."""
-        row_bytes = max(1, self.nbytes // max(1, len(self.ids)))
-        for ids in torch.split(self.ids, max(1, _BLOCK_BYTES // row_bytes)):
-            if (rows := self.at(ids)).numel():
-                yield rows.view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(slots=True)
@@ -158,43 +115,27 @@ def _refuse_own(targets: Sequence[str], mapped: str | None) -> None:
 
 
 def write_safetensors(
-    file: NewFile | DigestedFile, fields: Mapping[str, Tensor | SomeRows]
+    file: NewFile,
+    fields: Mapping[str, Tensor | SomeRows],
+    digests: list[int] | None = None,
+    told: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Writes fields, or the tensors of a state dict, to a new file as safetensors."""
+    """Writes fields, or the tensors of a state dict, as safetensors; see write_blocks()."""
     order = safetensors_format.in_file_order({name: each.dtype for name, each in fields.items()})
     arrays = {name: (each.shape, each.dtype) for name, each in fields.items()}
-    _write(file, safetensors_format.safetensors_header(arrays), [fields[name] for name in order])
+    header = safetensors_format.safetensors_header(arrays)
+    _write(file, header, [fields[name] for name in order], digests, told)
 
 
-def _write(file: NewFile | DigestedFile, header: bytes, parts: Sequence[Tensor | SomeRows]) -> None:
+def _write(
+    file: NewFile,
+    header: bytes,
+    parts: Sequence[Tensor | SomeRows],
+    digests: list[int] | None = None,
+    told: Callable[[int], object] = lambda count: None,
+) -> None:
     file.reserve(len(header) + sum(part.nbytes for part in parts))
-    file.write(header)
-    # A block is written while the next one is copied.
-    with threads(1) as writer:
-        written: AsyncResult[None] | None = None
-        for part in parts:
-            for data in data_of(part):
-                if written is not None:
-                    written.get()
-                written = writer.apply_async(file.write, (data,))
-        if written is not None:
-            written.get()
-
-
-def data_of(part: Tensor | SomeRows) -> Iterator[memoryview]:
-    """All bytes of rows, a few MB at once; those of a block stay until the next but one."""
-    return part.blocks() if isinstance(part, SomeRows) else _blocks_of(part)
-
-
-def _blocks_of(field: Tensor) -> Iterator[memoryview]:
-    """The bytes of a field; those of a block stay until the next but one."""
-    buffers: list[Tensor] = []
-    for number, (block, buffer) in enumerate(blocks_of_bytes(field)):
-        if number < 2:
-            buffers.append(torch.empty_like(buffer).view(-1) if number else buffer.view(-1))
-        own = buffers[number % 2][: block.numel()]
-        own.view(block.shape).copy_(block)
-        yield own.numpy().data
+    write_blocks(file.write, header, parts, digests, told)
 
 
 @contextmanager

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 
-__all__ = ["ThreadPool", "threads"]
+__all__ = ["MOST_THREADS", "threads"]
+
+MOST_THREADS = 16
 
 
 @contextmanager
-def threads(count: int | None = None) -> Iterator[ThreadPool]:
-    """So many threads, or one for each core, 16 at most; at the end all their work is done."""
-    pool = ThreadPool(min(16, os.cpu_count() or 1) if count is None else count)
+def threads(most: int) -> Iterator[ThreadPool]:
+    """One for each core, `most` and 16 at most; at the end all their work is done."""
+    pool = ThreadPool(min(most, MOST_THREADS, os.cpu_count() or 1))
     try:
         yield pool
     finally:

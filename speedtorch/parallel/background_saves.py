@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.files.table_files import SomeRows
+from speedtorch.files.field_blocks import SomeRows
 from speedtorch.memory import host_memory
 
 __all__ = ["begin", "copies", "fitting", "wait_for"]

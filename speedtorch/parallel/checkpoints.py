@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
-from speedtorch.files.chunk_digests import DigestedFile
+from speedtorch.files.field_blocks import SomeRows
 from speedtorch.files.generations import Generation, generations_of, new_generation, path_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described
-from speedtorch.files.table_files import SomeRows, write_safetensors
-from speedtorch.files.threads import ThreadPool, threads
+from speedtorch.files.table_files import write_safetensors
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.parallel.background_saves import begin as begin_saving
 from speedtorch.parallel.background_saves import copies, fitting, wait_for
@@ -402,13 +401,12 @@ class _Writing:
         told: Callable[[int], object],
     ) -> None:
         """Writes jobs, or copies of them, from the `first` on."""
-        with threads() as pool:
-            for at, job in enumerate(jobs, first - len(self._files)):
-                if at < 0:
-                    self._files[at].write(self._partial, job)
-                else:
-                    name = f"tensors-{at + 1:05d}.safetensors"
-                    self._entries.append(_write_shard(self._partial, name, job, pool, told))
+        for at, job in enumerate(jobs, first - len(self._files)):
+            if at < 0:
+                self._files[at].write(self._partial, job)
+            else:
+                name = f"tensors-{at + 1:05d}.safetensors"
+                self._entries.append(_write_shard(self._partial, name, job, told))
 
     def _switch(self) -> tuple[int, int, str]:
         """Puts the generation in its place; gives its number, all bytes, and its digest."""
@@ -705,11 +703,10 @@ def _write_shard(
     folder: str,
     name: str,
     tensors: Mapping[str, Tensor | SomeRows],
-    pool: ThreadPool,
     told: Callable[[int], object],
 ) -> dict[str, Any]:
     """Writes a file, and gives its entry of the manifest."""
+    digests: list[int] = []
     with replace_files([os.path.join(folder, name)]) as (file,):
-        digested = DigestedFile(file, pool, told)
-        write_safetensors(digested, tensors)
-    return {"name": name, "bytes": digested.count, "crc32": digested.digests}
+        write_safetensors(file, tensors, digests, told)
+    return {"name": name, "bytes": file.count, "crc32": digests}

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.files.table_files import SomeRows, blocks_of_bytes
+from speedtorch.files.field_blocks import SomeRows, have_same_bytes
 from speedtorch.parallel.saved_generation import SavedGeneration
 from speedtorch.parallel.sharded_saves import JoinedRows
 from speedtorch.table.host_table import HostTable, field_rows
@@ -215,13 +215,8 @@ def are_same(tensor: Tensor, stored: Tensor) -> bool:
         return False
     place.table.settle()
     return all(
-        torch.equal(one.cpu(), other)
+        have_same_bytes(place.rows[here.start : here.stop], stored[there.start : there.stop])
         for there, here in place.blocks
-        for (one, _), (other, _) in zip(
-            blocks_of_bytes(place.rows[here.start : here.stop]),
-            blocks_of_bytes(stored[there.start : there.stop]),
-            strict=True,
-        )
     )
 
 

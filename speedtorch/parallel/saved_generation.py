@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
-from speedtorch.files.chunk_digests import CHUNK_BYTES, chunk_count, digests_of
+from speedtorch.files.chunk_digests import CHUNK_BYTES, all_digests, chunk_count
 from speedtorch.files.file_format import StoredArray
 from speedtorch.files.generations import generations_of, path_of
 from speedtorch.files.saved_values import restored
 from speedtorch.files.system_calls import about, calls, open_to_read
-from speedtorch.files.threads import threads
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.table.progress import progress_bar
 
@@ -210,24 +209,23 @@ class SavedGeneration:
         """Raises ValueError unless all bytes are those that were written."""
         files = [(each, entry) for each in self.chain for entry in each.manifest["files"]]
         total = sum(entry["bytes"] for _, entry in files)
-        with threads() as pool, progress_bar(total, progress, unit="B") as bar:
+        turn = Lock()
+        with progress_bar(total, progress, unit="B") as bar:
+
+            def told(count: int) -> None:
+                with turn:
+                    bar.update(count)
+
             for of, entry in files:
-                name = entry["name"]
+                name, nbytes, expected = entry["name"], entry["bytes"], entry["crc32"]
                 with open_to_read(os.path.join(of.path, name)) as (read, _), of._damage(name):
-                    nbytes, count = entry["bytes"], chunk_count(entry["bytes"])
-                    if len(entry["crc32"]) != count:
-                        raise ValueError(f"it has {count} chunks of {len(entry['crc32'])}")
-                    runs = [range(k, min(k + 16, count)) for k in range(0, count, 16)]
-                    found = pool.imap(partial(digests_of, read, nbytes), runs)
-                    for run, digests in zip(runs, found, strict=True):
-                        expected = entry["crc32"][run.start : run.stop]
-                        for number, digest, other in zip(run, digests, expected, strict=True):
-                            if digest != other:
-                                begin = number * CHUNK_BYTES
-                                raise ValueError(
-                                    f"its bytes from {begin:,} on are not those written"
-                                )
-                        bar.update(min(run.stop * CHUNK_BYTES, nbytes) - run.start * CHUNK_BYTES)
+                    if len(expected) != (count := chunk_count(nbytes)):
+                        raise ValueError(f"it has {count} chunks of {len(expected)}")
+                    found = all_digests(read, nbytes, told)
+                    for number, (digest, other) in enumerate(zip(found, expected, strict=True)):
+                        if digest != other:
+                            begin = number * CHUNK_BYTES
+                            raise ValueError(f"its bytes from {begin:,} on are not those written")
 
     def value(self, name: str, instead: Mapping[str, Tensor], *, copies: bool) -> Any:
         """The value of a part; its tensors are in the file's memory unless it `copies`.

@@ -11,16 +11,17 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from speedtorch.files.chunk_digests import chunk_count, digests_of
+from speedtorch.files.field_blocks import SomeRows, write_blocks
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
 from speedtorch.files.system_calls import about, calls, open_to_read, write_all
-from speedtorch.files.table_files import SomeRows, data_of
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["Alone", "JoinedFile", "JoinedRows", "Together", "agreed", "by_first", "check_same"]
@@ -168,8 +169,7 @@ class JoinedFile:
             with about(path):
                 for begin, rows in own.items():
                     os.lseek(descriptor, begin, os.SEEK_SET)
-                    for data in data_of(rows):
-                        write_all(descriptor, data)
+                    write_blocks(partial(write_all, descriptor), b"", [rows])
                 calls.fsync(descriptor)
         finally:
             calls.close(descriptor)
@@ -179,4 +179,4 @@ class JoinedFile:
         count = chunk_count(self.nbytes)
         first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))
         with open_to_read(os.path.join(folder, self.name)) as (read, _):
-            return digests_of(read, self.nbytes, range(first, end))
+            return list(digests_of(read, self.nbytes, range(first, end)).values())

@@ -18,7 +18,7 @@ from speedtorch.demo import ncf
 from speedtorch.demo.neumf import NeuMF, held_out_score, train
 from speedtorch.demo.ranking import BatchStream, Candidates
 from speedtorch.demo.ratings import Ratings, generated_ratings, leave_one_out
-from speedtorch.files import table_files
+from speedtorch.files import field_blocks
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_the_saved_model_scores_as_the_report_says(ratings: Ratings, tmp_path: P
 
 def test_rows_are_saved_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_demo("ncf", tmp_path / "whole") == 0
-    monkeypatch.setattr(table_files, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(field_blocks, "_BLOCK_BYTES", 100)
     assert run_demo("ncf", tmp_path / "blocks") == 0
     one, other = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "blocks")

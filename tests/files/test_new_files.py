@@ -227,6 +227,41 @@ def test_a_write_that_takes_nothing_is_an_error(
         replace(folder, "a")
 
 
+def test_the_disk_starts_with_whole_parts_while_the_next_are_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_files, "_WRITEBACK_BYTES", 10)
+    started = []
+    monkeypatch.setattr(
+        system_calls.calls, "start_writeback", lambda file, *part: started.append(part)
+    )
+    with replace_files([folder / "a"]) as (file,):
+        for count in (4, 5, 1, 25, 4, 1, 9):
+            file.write(bytes(count))
+    assert started == [(0, 10), (10, 20), (30, 10)]
+    assert file.count == 49
+
+
+def test_a_failing_start_of_the_writeback_leaves_the_old_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_files, "_WRITEBACK_BYTES", 1)
+    before = snapshot(folder)
+    fail(monkeypatch, "start_writeback")
+    with pytest.raises(OSError, match="Input/output error: '.*/a'"):
+        replace(folder, "a")
+    assert snapshot(folder) == before
+
+
+def test_a_file_system_that_starts_no_writeback_is_written_to_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_files, "_WRITEBACK_BYTES", 1)
+    fail(monkeypatch, "start_writeback", code=errno.EINVAL)
+    replace(folder, "a")
+    assert (folder / "a").read_bytes() == NEW["a"]
+
+
 def test_a_full_disk_is_found_before_the_first_write(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

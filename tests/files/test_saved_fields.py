@@ -228,5 +228,5 @@ def test_saving_and_loading_take_a_few_mb_whatever_the_size(tmp_path: Path) -> N
         text=True,
         timeout=300,
     )
-    # KiB, for fields of 64 MiB: 2 to 8 MiB, as threads and allocator have it.
-    assert int(result.stdout) < 16 * 1024
+    # KiB, for fields of 64 MiB: the blocks of 32 MiB, and what threads and allocator have.
+    assert int(result.stdout) < 48 * 1024

@@ -324,7 +324,8 @@ def test_every_file_call_goes_through_the_table_of_calls(
     meeting.make()
     with meeting:
         assert meeting.every(1) == [1]
-    with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]):
+    with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]) as (file,):
+        file.write(bytes(16 << 20))
         raise RuntimeError
     assert used == set(vars(system_calls.calls))
 

@@ -1,0 +1,197 @@
+"""Fields as blocks of bytes: written while threads gather and hash the next ones, or compared.
+
+A field may be strided (one of several in a record), on the CPU or on a GPU; its rows move as bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speedtorch.files.chunk_digests import CHUNK_BYTES
+from speedtorch.files.threads import MOST_THREADS, threads
+
+__all__ = ["SomeRows", "byte_rows", "have_same_bytes", "write_blocks"]
+
+# Of whole chunks. Few blocks a second: a thread that trains meanwhile may keep the GIL for 5 ms.
+_BLOCK_BYTES = 4 * CHUNK_BYTES
+_BLOCKS = 8  # in memory: several threads prepare as many bytes as one writes
+
+_COMPARED_BYTES = 1 << 20  # by each thread at once
+
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+def byte_rows(field: Tensor) -> Tensor:
+    """The rows of a field as bytes, uint8 `[rows, bytes]`, in the field's memory.
+
+    ValueError unless each row is contiguous.
+    """
+    if field.numel() == 0:
+        return torch.empty(0, 1, dtype=torch.uint8, device="cpu")
+    rows = field.detach() if field.dim() else field.detach().view(1)
+    if not rows[0].is_contiguous():
+        raise ValueError(f"rows of shape {tuple(rows.shape[1:])} must be contiguous")
+    return rows.as_strided((len(rows), rows[0].numel()), (rows.stride(0), 1)).view(torch.uint8)
+
+
+def have_same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether fields of one shape and dtype are alike bit for bit; the GPU is done with them."""
+    rows, others = byte_rows(one), byte_rows(other)
+    count = max(1, _COMPARED_BYTES // rows.shape[1])
+
+    def same(begin: int) -> bool:
+        some, its = (each[begin : begin + count].cpu().numpy() for each in (rows, others))
+        return np.array_equal(some, its)
+
+    with threads(MOST_THREADS) as pool:
+        return all(pool.imap(same, range(0, len(rows), count)))
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """Rows of a field `[rows, ...]` by their ids `[n]`, on the CPU, which are read when written."""
+
+    field: Tensor
+    ids: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[n, ...]`."""
+        return torch.Size((len(self.ids), *self.field.shape[1:]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The field's."""
+        return self.field.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of these rows."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def at(self, ids: Tensor) -> Tensor:
+        """Rows by their ids, on the CPU, in memory of their own."""
+        return self.field.index_select(0, ids.to(self.field.device)).cpu()
+
+    def part(self, begin: int, count: int) -> tuple[Tensor, int]:
+        """Rows that have `count` of all bytes, from `begin` on, and where these begin in them."""
+        row_bytes = self.nbytes // len(self.ids)
+        first, end = begin // row_bytes, -(-(begin + count) // row_bytes)
+        return byte_rows(self.at(self.ids[first:end])), begin - first * row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a block: bytes of rows from one of them on, and the memory for them."""
+
+    rows: Tensor
+    begin: int
+    to: _Bytes
+
+    def gather(self) -> None:
+        """Copies them in this thread alone, as other blocks have the other cores."""
+        rows, row_bytes, at = self.rows, self.rows.shape[1], 0
+        while at < len(self.to):
+            row, column = divmod(self.begin + at, row_bytes)
+            count = min(len(self.to) - at, row_bytes - column)
+            whole = (len(self.to) - at) // row_bytes
+            if column == 0 and whole:
+                count, part = whole * row_bytes, rows[row : row + whole]
+            else:
+                part = rows[row : row + 1, column : column + count]
+            to = self.to[at : at + count].reshape(part.shape)
+            if part.is_cpu:
+                np.copyto(to, part.numpy())
+            else:
+                torch.from_numpy(to).copy_(part)
+            at += count
+
+
+def write_blocks(
+    write: Callable[[memoryview], object],
+    header: bytes,
+    fields: Sequence[Tensor | SomeRows],
+    digests: list[int] | None = None,
+    told: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Writes a header, and then the bytes of fields that are contiguous within a row.
+
+    Args:
+        write: Writes bytes, one block after another.
+        header: What it begins with.
+        fields: What follows, in this order.
+        digests: Takes the digests of all chunks.
+        told: Is called with each number of bytes that was written.
+    """
+    nbytes = len(header) + sum(each.nbytes for each in fields)
+    if not nbytes:
+        return
+    count = min(_BLOCKS, -(-nbytes // _BLOCK_BYTES))
+    buffers = [np.empty(min(_BLOCK_BYTES, nbytes), dtype=np.uint8) for _ in range(count)]
+    prepared: deque[tuple[_Bytes, AsyncResult[list[int]]]] = deque()
+
+    def write_next() -> None:
+        block, found = prepared.popleft()
+        numbers = found.get()
+        if digests is not None:
+            digests.extend(numbers)
+        write(block.data)
+        told(len(block))
+
+    begin = torch.tensor(list(header), dtype=torch.uint8, device="cpu")
+    with threads(count) as pool:
+        for block, pieces in _blocks([begin, *fields], buffers):
+            work = block, pieces, digests is not None
+            prepared.append((block, pool.apply_async(_prepare, work)))
+            if len(prepared) == count:  # the next one has the buffer of the first
+                write_next()
+        while prepared:
+            write_next()
+
+
+def _blocks(
+    fields: Sequence[Tensor | SomeRows], buffers: Sequence[_Bytes]
+) -> Iterator[tuple[_Bytes, list[_Piece]]]:
+    """Blocks, each in the next buffer, and what of them threads are to gather."""
+    pieces: list[_Piece] = []
+    number = filled = 0
+    for field in fields:
+        rows = field if isinstance(field, SomeRows) else byte_rows(field)
+        begin = 0
+        while begin < field.nbytes:
+            buffer = buffers[number % len(buffers)]
+            count = min(field.nbytes - begin, len(buffer) - filled)
+            to = buffer[filled : filled + count]
+            if isinstance(rows, SomeRows):
+                piece = _Piece(*rows.part(begin, count), to)
+            else:
+                piece = _Piece(rows, begin, to)
+            if piece.rows.is_cpu:
+                pieces.append(piece)
+            else:  # on the stream of this thread
+                piece.gather()
+            begin, filled = begin + count, filled + count
+            if filled == len(buffer):
+                yield buffer, pieces
+                pieces, filled, number = [], 0, number + 1
+    if filled:
+        yield buffers[number % len(buffers)][:filled], pieces
+
+
+def _prepare(block: _Bytes, pieces: Sequence[_Piece], digested: bool) -> list[int]:
+    """Gathers a block, and gives the digests of its chunks."""
+    for each in pieces:
+        each.gather()
+    chunks = range(0, len(block), CHUNK_BYTES) if digested else ()
+    return [zlib.crc32(block[at : at + CHUNK_BYTES].data) for at in chunks]

@@ -1,0 +1,60 @@
+"""Digests of a file: one for each MiB, which threads read in the file's order."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from pathlib import Path
+
+import pytest
+from file_faults import fail
+
+from speedtorch.files import system_calls
+from speedtorch.files.chunk_digests import CHUNK_BYTES, all_digests, digests_of
+from speedtorch.files.system_calls import open_to_read
+
+
+def made(path: Path, nbytes: int) -> list[bytes]:
+    """The chunks of a new file."""
+    data = os.urandom(nbytes)
+    path.write_bytes(data)
+    return [data[at : at + CHUNK_BYTES] for at in range(0, nbytes, CHUNK_BYTES)]
+
+
+@pytest.mark.parametrize("nbytes", [1, CHUNK_BYTES - 1, CHUNK_BYTES, 21 * CHUNK_BYTES + 5])
+def test_each_chunk_has_its_digest(tmp_path: Path, nbytes: int) -> None:
+    chunks, told = made(tmp_path / "a", nbytes), list[int]()
+    with open_to_read(tmp_path / "a") as (read, size):
+        assert all_digests(read, size, told.append) == [zlib.crc32(each) for each in chunks]
+        last = len(chunks) - 1
+        assert digests_of(read, size, [last, 0]) == {n: zlib.crc32(chunks[n]) for n in (last, 0)}
+    assert sorted(told) == sorted(map(len, chunks))
+
+
+def test_threads_read_consecutive_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "a", 64 * CHUNK_BYTES)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    offsets, all_read, real = list[int](), threading.Barrier(4), system_calls.calls.read
+
+    def read_together(file: int, views: list[memoryview], offset: int) -> int:
+        offsets.append(offset // CHUNK_BYTES)
+        all_read.wait(timeout=60)
+        return real(file, views, offset)
+
+    monkeypatch.setattr(system_calls.calls, "read", read_together)
+    with open_to_read(tmp_path / "a") as (read, size):
+        all_digests(read, size, lambda count: None)
+    assert [sorted(offsets[at : at + 4]) for at in range(0, 64, 4)] == [
+        [*range(at, at + 4)] for at in range(0, 64, 4)
+    ]
+
+
+def test_a_read_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "a", 5 * CHUNK_BYTES)
+    fail(monkeypatch, "read", 3)
+    with (
+        open_to_read(tmp_path / "a") as (read, size),
+        pytest.raises(OSError, match=r"Input/output error: '.*/a'"),
+    ):
+        all_digests(read, size, lambda count: None)
