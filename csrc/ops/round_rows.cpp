@@ -41,8 +41,7 @@ void round_on_cpu(const RoundedRows& work) {
 // A step counts once, whatever number of fields it has.
 void round_rows(const Tensors& rows, const Tensor& ids, const Tensor& key,
                 const std::vector<int64_t>& exponent_bits, bool at_random) {
-  const Arguments all(kOp,
-                      {written("rows", rows, true), read("ids", ids), written("key", key, true)});
+  const Arguments all(kOp, {written("rows", rows, true), read("ids", ids), written("key", key)});
   check_fields(kOp, "rows", rows.size());
   if (exponent_bits.size() != rows.size()) {
     throw_value_error(kOp, "rows and exponent_bits must be lists of one length, got ", rows.size(),
