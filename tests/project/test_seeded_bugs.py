@@ -69,8 +69,8 @@ BUGS = {
     ),
     "a row more than arrives": Bug(
         "ops/optimizer_state_swap.cpp",
-        "torch::stable::parallel_for(0, load.count, entries_per_task",
-        "torch::stable::parallel_for(0, load.count + 1, entries_per_task",
+        "parallel_for(0, load.count, entries_per_task",
+        "parallel_for(0, load.count + 1, entries_per_task",
         "e = speedtorch.Embedding(9, 5); e(torch.tensor([3, 8]))",
         "AddressSanitizer",
     ),
