@@ -80,22 +80,23 @@ lint: setup ## format, lint and types
 	$(PY) -m mypy --strict speedtorch
 	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(SOURCES)
 
-# A package of its own, whose library has the CPU kernels alone and looks at each access. Python
-# has no sanitizer, so it is loaded before; what Python and torch keep to the end is no leak.
-SANITIZED := build/sanitized
-SANITIZED_TESTS := tests/memory/test_memory.py $(addprefix tests/ops/test_,argument_overlaps.py \
+# tests/sanitized.py builds a package of its own with the CPU kernels alone, and runs these with it.
+TESTS_OF_BOUNDS := tests/memory/test_memory.py $(addprefix tests/ops/test_,argument_overlaps.py \
     argument_faults.py argument_errors.py swap_argument_errors.py index_errors.py pinned_gather.py \
     pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py counted.py plan.py \
-    sum_rows.py)
+    sum_rows.py cpu_threads.py pool_rows.py round_rows.py shard_ids.py table_ids.py)
+# Threads of torch's within an op, of the library's own, and of Python's beside each other. What the
+# sanitizer keeps of each byte of a table is resident, too.
+TESTS_OF_THREADS := tests/memory/test_memory.py tests/step/test_threads.py \
+    --deselect tests/memory/test_memory.py::test_resident_memory_is_the_payload_and_at_most_one_large_page \
+    tests/memory/test_memory_machines.py::test_threads_use_one_table_at_once \
+    $(addprefix tests/ops/test_,cpu_threads.py counted.py index_errors.py optimizer_state_swap.py \
+    pinned_gather.py pinned_scatter.py plan.py pool_rows.py round_rows.py shard_ids.py sum_rows.py \
+    swap_places.py table_ids.py)
 
-sanitize: setup ## the ops' tests with gcc's address and undefined-behaviour sanitizers
-	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
-	cp -R speedtorch $(SANITIZED) && rm -f $(SANITIZED)/speedtorch/_C*
-	SPEEDTORCH_CUDA=0 SPEEDTORCH_SANITIZE=address,undefined \
-	    $(PY) setup.py build_ext --build-lib $(SANITIZED)
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
-	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    $(PY) -m pytest -o pythonpath=$(SANITIZED) $(PATIENT) $(SANITIZED_TESTS) $(ARGS)
+sanitize: setup ## the ops' tests with gcc's address, undefined-behaviour and thread sanitizers
+	$(PY) tests/sanitized.py address,undefined $(PATIENT) $(TESTS_OF_BOUNDS) $(ARGS)
+	$(PY) tests/sanitized.py thread $(PATIENT) $(TESTS_OF_THREADS) $(ARGS)
 
 bench: setup ## on a GPU: benchmarks/results/, and the tables of README.md and docs/performance.md
 	$(PY) -m benchmarks $(ARGS)

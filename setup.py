@@ -10,7 +10,7 @@ is built: metadata and the source archive are made without it.
     SPEEDTORCH_CUDA=0      CPU kernels only
     SPEEDTORCH_CUDA_ARCHS  comma-separated GPU architectures instead of the list below
     CXXFLAGS               more options for the C++ files, after all of ours
-    SPEEDTORCH_SANITIZE    gcc's sanitizers for the C++ files: address,undefined (make sanitize)
+    SPEEDTORCH_SANITIZE    gcc's for the C++ files: address,undefined or thread (make sanitize)
     MAX_JOBS               how many compilers run at once
 """
 
@@ -223,7 +223,7 @@ class BuildLibrary(build_ext):
     def finalize_options(self) -> None:
         """Keeps C++ objects below build/, where an editable install would use a new folder."""
         super().finalize_options()
-        kind = "-sanitized" if SANITIZE else ""
+        kind = f"-{SANITIZE}" if SANITIZE else ""
         self.build_temp = str(BUILD / f"cpp.{sysconfig.get_platform()}{kind}")
 
     def build_extensions(self) -> None:
@@ -262,6 +262,7 @@ def library() -> Extension:
         extra_link_args=[
             *("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"),
             *([f"-fsanitize={SANITIZE}"] if SANITIZE else ()),
+            *(["-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset"] if SANITIZE == "thread" else ()),
         ],
         language="c++",
         py_limited_api=LIMITED_API,
@@ -286,6 +287,8 @@ def add_torch(extension: Extension, torch: ModuleType) -> None:
     if SANITIZE:
         # Pointers to torch's classes cannot be checked: their type information stays in torch.
         flags += [f"-fsanitize={SANITIZE}", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1"]
+    if SANITIZE == "thread":
+        flags += ["-fno-builtin"]  # csrc/core/announced_copies.cpp has what is called, not expanded
     if LIMITED_API:
         flags += [f"-DPy_LIMITED_API={PYTHON_TARGET}"]
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))

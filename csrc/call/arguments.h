@@ -49,6 +49,8 @@ inline Argument written(const char* name, const Tensor& tensor) {
 inline Argument written(const char* name, const std::optional<Tensor>& tensor, bool changes) {
   return {name, tensor ? &*tensor : nullptr, tensor ? size_t{1} : size_t{0}, false, true, changes};
 }
+// A tensor would become an optional that is destroyed before the tensor is marked.
+Argument written(const char* name, const Tensor& tensor, bool changes) = delete;
 // `changes`: whether any of them will be written to in this call.
 inline Argument written(const char* name, const Tensors& list, bool changes) {
   return {name, list.data(), list.size(), true, true, changes};

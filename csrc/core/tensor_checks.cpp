@@ -7,6 +7,8 @@
 #include <atomic>
 #include <limits>
 
+#include "core/parallel_for.h"
+
 namespace speedtorch {
 namespace {
 
@@ -236,7 +238,7 @@ void throw_bad_ids(const BadIds& bad) {
 
 void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t rows) {
   std::atomic<bool> all_good{true};
-  torch::stable::parallel_for(0, ids.count, kIdsPerTask, [&](int64_t begin, int64_t end) {
+  parallel_for(0, ids.count, kIdsPerTask, [&](int64_t begin, int64_t end) {
     const bool good = ids.wide
                           ? all_within(static_cast<const int64_t*>(ids.data), begin, end, rows)
                           : all_within(static_cast<const int32_t*>(ids.data), begin, end, rows);

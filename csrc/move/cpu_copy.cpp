@@ -19,6 +19,8 @@
 #include <immintrin.h>
 #endif
 
+#include "core/parallel_for.h"
+
 namespace speedtorch {
 namespace {
 
@@ -194,7 +196,7 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
   // Positions of chunk c by owner; those of owner o end before ends[c * stride + o].
   const auto order = std::make_unique_for_overwrite<int32_t[]>(static_cast<size_t>(count));
   std::vector<int64_t> ends(static_cast<size_t>(chunks * stride));
-  torch::stable::parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
+  parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t chunk = first; chunk < last; ++chunk) {
       int64_t* next = &ends[static_cast<size_t>(chunk * stride)];
       const int64_t begin = chunk_begin(chunk);
@@ -206,7 +208,7 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
       }
     }
   });
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+  parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t* end = &ends[static_cast<size_t>(chunk * stride + task)];
@@ -243,7 +245,7 @@ void gather_on_cpu(const Rows& table, const Ids& ids, const Rows& out) {
   const int64_t rows_per_task = kBytesPerTask / out.row_bytes + 1;
   with_ids(ids, [&](const auto* id) {
     with_width(out.row_bytes, [&](auto width) {
-      torch::stable::parallel_for(0, ids.count, rows_per_task, [&](int64_t begin, int64_t end) {
+      parallel_for(0, ids.count, rows_per_task, [&](int64_t begin, int64_t end) {
         in_turn(
             begin, end, out.row_bytes, [](int64_t i) { return i; },
             [&](int64_t i) { prefetch(table.row(id[i]), out.row_bytes); },
@@ -290,7 +292,7 @@ void move_on_cpu(const Rows& from, const int64_t* from_places, const Rows& to,
   if (to.row_bytes == 0) return;
   const int64_t rows_per_task = kBytesPerTask / to.row_bytes + 1;
   const auto at = [](const int64_t* places, int64_t i) { return places ? places[i] : i; };
-  torch::stable::parallel_for(0, count, rows_per_task, [&](int64_t begin, int64_t end) {
+  parallel_for(0, count, rows_per_task, [&](int64_t begin, int64_t end) {
     in_turn(
         begin, end, to.row_bytes, [](int64_t i) { return i; },
         [&](int64_t i) { prefetch(from.row(at(from_places, i)), to.row_bytes); },

@@ -15,6 +15,7 @@
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/parallel_for.h"
 #include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
@@ -202,7 +203,7 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
   int64_t record_bytes = 1;
   for (const SwapField& field : table.fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
-  torch::stable::parallel_for(0, load.count, entries_per_task, [&](int64_t begin, int64_t end) {
+  parallel_for(0, load.count, entries_per_task, [&](int64_t begin, int64_t end) {
     AscendingSearch evicted(evict, load.unique[begin]);
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = load.unique[m];
@@ -220,7 +221,7 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
       }
     }
   });
-  torch::stable::parallel_for(0, evict.count, entries_per_task, [&](int64_t begin, int64_t end) {
+  parallel_for(0, evict.count, entries_per_task, [&](int64_t begin, int64_t end) {
     AscendingSearch loaded(load, evict.unique[begin]);
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];

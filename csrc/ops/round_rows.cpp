@@ -2,13 +2,13 @@
 // and the CPU loop; GPU kernels: .cu.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <string>
 #include <vector>
 
 #include "call/arguments.h"
 #include "core/gpu.h"
+#include "core/parallel_for.h"
 #include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "ops/launchers.h"
@@ -30,7 +30,7 @@ Stored stored_as(int64_t exponent_bits) {
 void round_on_cpu(const RoundedRows& work) {
   const int64_t groups = work.groups();
   const int64_t per_task = kNumbersPerTask / (groups * kRoundedTogether) + 1;
-  torch::stable::parallel_for(0, work.count, per_task, [&](int64_t begin, int64_t end) {
+  parallel_for(0, work.count, per_task, [&](int64_t begin, int64_t end) {
     const uint64_t key = key_of_step(work.key[0], work.key[1]);
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t group = 0; group < groups; ++group) work.round(key, row, group);
@@ -41,8 +41,7 @@ void round_on_cpu(const RoundedRows& work) {
 // A step counts once, whatever number of fields it has.
 void round_rows(const Tensors& rows, const Tensor& ids, const Tensor& key,
                 const std::vector<int64_t>& exponent_bits, bool at_random) {
-  const Arguments all(kOp,
-                      {written("rows", rows, true), read("ids", ids), written("key", key, true)});
+  const Arguments all(kOp, {written("rows", rows, true), read("ids", ids), written("key", key)});
   check_fields(kOp, "rows", rows.size());
   if (exponent_bits.size() != rows.size()) {
     throw_value_error(kOp, "rows and exponent_bits must be lists of one length, got ", rows.size(),

@@ -2,8 +2,6 @@
 // pool_rows: the rows that bags of several features name, added up: one lookup of them all.
 // Checks and the CPU loops; GPU kernels: .cu.
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -15,6 +13,7 @@
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/parallel_for.h"
 #include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "ops/launchers.h"
@@ -68,7 +67,7 @@ template <typename Use>
 void for_sums(NumberKind kind, int64_t count, int64_t columns, const Use& use) {
   using torch::headeronly::BFloat16, torch::headeronly::Half;
   with_float_type<Half, BFloat16>(kind, [&](auto number) {
-    torch::stable::parallel_for(0, count, 64, [&](int64_t begin, int64_t end) {
+    parallel_for(0, count, 64, [&](int64_t begin, int64_t end) {
       RowSum<decltype(number)> sum(columns);
       for (int64_t k = begin; k < end; ++k) use(k, sum, number);
     });

@@ -2,8 +2,6 @@
 // for. requested_ids: the rows that the other ranks ask this one for. For speedtorch/parallel.
 // Checks and the CPU loops; GPU kernels: .cu.
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -11,6 +9,7 @@
 
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/parallel_for.h"
 #include "core/registration.h"
 #include "ops/launchers.h"
 #include "plan/plan.h"
@@ -51,7 +50,7 @@ void check_shards(const Tensor& ids, const Tensor& distances, int64_t rows, int6
 // Calls use(i) for i < count, on torch's threads.
 template <typename Use>
 void for_each(int64_t count, const Use& use) {
-  torch::stable::parallel_for(0, count, 4096, [&](int64_t begin, int64_t end) {
+  parallel_for(0, count, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) use(i);
   });
 }

@@ -1,13 +1,12 @@
 // table_ids: ids of several features as rows of one table that holds all of theirs, and the bag of
 // each. Checks and the CPU loop; GPU kernel: .cu.
 
-#include <torch/csrc/stable/ops.h>
-
 #include <vector>
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
+#include "core/parallel_for.h"
 #include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "ops/launchers.h"
@@ -19,7 +18,7 @@ constexpr const char* kOp = "table_ids";
 
 void find_on_cpu(const TableIds& work, const Ids& ids) {
   const int64_t bags = work.features * work.samples;
-  torch::stable::parallel_for(0, bags, 256, [&](int64_t begin, int64_t end) {
+  parallel_for(0, bags, 256, [&](int64_t begin, int64_t end) {
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t feature = bag / work.samples, sample = bag % work.samples;
       const int64_t first_row = work.ranges[2 * feature], rows = work.ranges[2 * feature + 1];

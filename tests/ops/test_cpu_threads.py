@@ -1,0 +1,143 @@
+"""Each loop of the CPU gives the same bytes on four threads as on one.
+
+The batches are large enough that each loop is cut into parts; `make sanitize` runs them with
+ThreadSanitizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from reference import assert_same_bytes
+from torch import Tensor
+
+import speedtorch
+from speedtorch.ops.functions import _ops, round_rows
+
+ROWS, COUNT = 5000, 1 << 15  # ids repeat, and there are enough for two threads to sort them
+
+
+@pytest.fixture(autouse=True)
+def threads_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+
+
+def ids(count: int = COUNT, rows: int = ROWS) -> Tensor:
+    return torch.randint(rows, (count,), generator=torch.Generator().manual_seed(count))
+
+
+def distinct_ids(count: int) -> Tensor:
+    return torch.randperm(ROWS, generator=torch.Generator().manual_seed(count))[:count]
+
+
+def bags() -> Tensor:
+    """Offsets of 8192 bags, of COUNT entries in all."""
+    inner = torch.randint(COUNT, (8191,), generator=torch.Generator().manual_seed(3))
+    return torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([COUNT])])
+
+
+def gathered() -> list[Tensor]:
+    return [speedtorch.pinned_gather(numbers(ROWS, 16), ids())]
+
+
+def scattered(columns: int = 16, accumulate: bool = False) -> list[Tensor]:
+    table = numbers(ROWS, columns)
+    speedtorch.pinned_scatter(table, ids(), numbers(COUNT, columns), accumulate=accumulate)
+    return [table]
+
+
+def swapped() -> list[Tensor]:
+    host, leaving = [[numbers(ROWS + k, width)[:ROWS] for width in (32, 7)] for k in (0, 1)]
+    arriving = [torch.zeros(4000, width) for width in (32, 7)]
+    evict, load = distinct_ids(3000), distinct_ids(4000)
+    speedtorch.optimizer_state_swap(host, leaving, evict, arriving, load)
+    return [*host, *arriving]
+
+
+def held() -> list[Tensor]:
+    """Rows that stay change places, others leave, and the rest become zeros."""
+    count, staying, leaving = 4000, 3000, 1000
+    rows, coming, left = ([numbers(count + k, 32)[:count]] for k in range(3))
+    stay_places, stay_from = torch.arange(count), torch.arange(count).flip(0)
+    leaving_ids, leaving_places = torch.arange(count), torch.arange(count)
+    counts = torch.tensor([3500, staying, 500, leaving])
+    held_ids, status, left_ids, left_count = (
+        torch.zeros(size, dtype=torch.int64) for size in (count, 8, count, 1)
+    )
+    _ops.hold_rows(
+        *(rows, coming, left, stay_places, stay_from, leaving_ids, leaving_places, counts),
+        *(torch.arange(count), held_ids, status, left_ids, left_count),
+    )
+    return [*rows, *left, held_ids, left_ids]
+
+
+def rounded() -> list[Tensor]:
+    rows = [numbers(ROWS, 16)]
+    round_rows(rows, torch.arange(ROWS), torch.tensor([7, 2]), [8], True)
+    return rows
+
+
+def summed() -> list[Tensor]:
+    return [speedtorch.sum_rows(numbers(COUNT, 4), speedtorch.plan_rows(ids(), ROWS), ROWS)]
+
+
+def pooled() -> list[Tensor]:
+    return [speedtorch.pool_rows(numbers(ROWS, 4), ids(), bags(), 2)]
+
+
+def named_in_a_table() -> list[Tensor]:
+    ranges = torch.tensor([[0, ROWS], [ROWS, 9]])
+    return list(speedtorch.table_ids(ids(), bags(), ranges, 4096))
+
+
+def sharded(share: int) -> list[Tensor]:
+    distances = torch.zeros(ROWS, dtype=torch.int64)
+    return list(_ops.shard_ids(ids(), distances, ROWS, 1, ROWS, 2, share))
+
+
+def many_looked_at() -> list[Tensor]:
+    return [speedtorch.pinned_gather(numbers(ROWS, 1), ids(1 << 20))]
+
+
+def bad_in_each_part() -> list[Tensor]:
+    """The position of the first bad id is said, whichever thread meets one first."""
+    bad = ids(1 << 20)
+    bad[1000::1000] = ROWS
+    with pytest.raises(IndexError, match="position 1000 ") as error:
+        speedtorch.pinned_gather(numbers(ROWS, 1), bad)
+    return [torch.tensor(list(str(error.value).encode()))]
+
+
+WORK: dict[str, Callable[[], list[Tensor]]] = {
+    "gather": gathered,
+    "scatter": scattered,
+    "scatter past the caches": lambda: scattered(64),
+    "scatter, adding": lambda: scattered(accumulate=True),
+    "swap": swapped,
+    "hold": held,
+    "round": rounded,
+    "sum": summed,
+    "pool": pooled,
+    "table ids": named_in_a_table,
+    "shard ids": lambda: sharded(-1),
+    "shard ids, in blocks": lambda: sharded(ROWS),
+    "check ids": many_looked_at,
+    "check bad ids": bad_in_each_part,
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_four_threads_give_the_bytes_of_one(name: str) -> None:
+    torch.set_num_threads(1)
+    expected = WORK[name]()
+    torch.set_num_threads(4)
+    for found, wanted in zip(WORK[name](), expected, strict=True):
+        assert_same_bytes(found, wanted)
