@@ -2,8 +2,8 @@
 // tensors there: a thread that has opened a range gets its segments from it. Called by
 // speedtorch/memory/address_range.py.
 //
-// A range goes once its owner has left it and torch has given all segments back; without segments it
-// has no memory. A segment that was given back is not used again.
+// A range goes once its owner has left it and torch has given all segments back; without segments
+// it has no memory. A segment that was given back is not used again.
 
 #include <pthread.h>
 
@@ -52,7 +52,9 @@ Ranges& ranges() {
 }
 
 // CUDA maps whole pages.
-size_t whole_pages(size_t bytes) { return (bytes + kAddressUnit - 1) / kAddressUnit * kAddressUnit; }
+size_t whole_pages(size_t bytes) {
+  return (bytes + kAddressUnit - 1) / kAddressUnit * kAddressUnit;
+}
 
 // Of this thread; null: none.
 thread_local char* open_base = nullptr;
@@ -122,8 +124,9 @@ void map_range(int64_t base) {
   Range& range = find(ranges(), base);
   if (range.is_mapped) return;
   const RelaxedCapture while_capturing;
-  const int error =
-      range.used == 0 ? 0 : cuda_calls().map_memory(range.base, range.used, range.device, &range.memory);
+  const int error = range.used == 0 ? 0
+                                    : cuda_calls().map_memory(range.base, range.used, range.device,
+                                                              &range.memory);
   if (error == kNoMemory && !succeeded(error)) {
     throw std::runtime_error(text("address range: out of memory: GPU ", range.device, " has no ",
                                   range.used, " bytes that are free"));
