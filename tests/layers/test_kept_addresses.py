@@ -354,9 +354,9 @@ class _Trained:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-        self.model[0].bias.requires_grad_(False)
-        self.optimizer = optim.Adam(self.model.parameters(), lr=0.1)
+        self.model = nn.Linear(4, 8)
+        self.model.bias.requires_grad_(False)
+        self.optimizer = optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state = TrainingState(self.model, self.optimizer, keep_addresses=True)
         for _ in range(2):
             self.step()
