@@ -334,10 +334,12 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = device_memory._fill
 
     def filled(slots: Sequence[Slot], device: torch.device) -> None:
-        fill(slots, device)
-        if (of := PretendedRange.open) is not None:
-            of.has += [(storage_reference(e.storage), e.storage.data_ptr()) for e in slots]
-            of.overwrite(0xEF)
+        try:
+            fill(slots, device)
+        finally:
+            if (of := PretendedRange.open) is not None:
+                of.has += [(storage_reference(e.storage), e.storage.data_ptr()) for e in slots]
+                of.overwrite(0xEF)
 
     def range_at(memory: KeptAddresses, address: int) -> PretendedRange | None:
         every: Any = memory._ranges

@@ -139,6 +139,23 @@ def test_a_range_goes_with_its_owner_and_its_last_segment(
     free(segments[1], 2 * MIB)  # of nothing
 
 
+def test_memory_that_torch_frees_goes_when_the_gpu_has_done_its_work(
+    driver: PretendedDriver,
+) -> None:
+    made = AddressRange(MIB, GPU)
+    (segment,) = allocated(made, MIB)
+    made.map()
+    driver.calls.clear()
+    free(segment, MIB)
+    names = "set_device", "device_synchronize", "unmap_memory"
+    assert [each[:2] for each in driver.named(*names)] == [
+        ("set_device", GPU.index),
+        ("device_synchronize",),
+        ("set_device", 0),
+        ("unmap_memory", made.base),
+    ]
+
+
 def test_a_call_that_fails_changes_nothing(driver: PretendedDriver) -> None:
     driver.fail("reserve_addresses", 1, error=INVALID_VALUE)
     with pytest.raises(RuntimeError, match="address range: cuMemAddressReserve failed: pretended"):
