@@ -20,9 +20,9 @@ Call driver_call(const char* name) {
 }
 
 // The driver's errors have the numbers of the runtime's.
-#define SPEEDTORCH_DRIVER_CALL(name, ...)                                        \
-  [&]() -> int {                                                                 \
-    static const auto call = driver_call<decltype(&::name)>(#name);              \
+#define SPEEDTORCH_DRIVER_CALL(name, ...)                                         \
+  [&]() -> int {                                                                  \
+    static const auto call = driver_call<decltype(&::name)>(#name);               \
     return call == nullptr ? int{cudaErrorNotSupported} : int{call(__VA_ARGS__)}; \
   }()
 

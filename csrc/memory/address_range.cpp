@@ -2,8 +2,8 @@
 // tensors there: a thread that has opened a range gets its segments from it. Called by
 // speedtorch/memory/address_range.py.
 //
-// A range goes once its owner has left it and torch has given all segments back; without segments it
-// has no memory. A segment that was given back is not used again.
+// A range goes once its owner has left it and torch has given all segments back; without segments
+// it has no memory. A segment that was given back is not used again.
 
 #include <pthread.h>
 
@@ -52,7 +52,9 @@ Ranges& ranges() {
 }
 
 // CUDA maps whole pages.
-size_t whole_pages(size_t bytes) { return (bytes + kAddressUnit - 1) / kAddressUnit * kAddressUnit; }
+size_t whole_pages(size_t bytes) {
+  return (bytes + kAddressUnit - 1) / kAddressUnit * kAddressUnit;
+}
 
 // Of this thread; null: none.
 thread_local char* open_base = nullptr;
@@ -90,7 +92,7 @@ void let_go(Ranges& ranges, const char* base) noexcept {
   Range& range = found->second;
   if (!process_exits() && range.maker == process_id()) {
     const RelaxedCapture while_capturing;
-    // Kernels may still use what torch has freed; unlike cudaFree, cuMemUnmap does not wait for them.
+    // cuMemUnmap does not wait, as cudaFree does, for kernels that use what torch has freed.
     if (range.is_mapped && range.used > 0) wait_for_gpu(range.device);
     succeeded(unmap(range));
     if (!range.has_owner) succeeded(cuda_calls().free_addresses(range.base, range.reserved));
@@ -133,8 +135,9 @@ void map_range(int64_t base) {
   Range& range = find(ranges(), base);
   if (range.is_mapped) return;
   const RelaxedCapture while_capturing;
-  const int error =
-      range.used == 0 ? 0 : cuda_calls().map_memory(range.base, range.used, range.device, &range.memory);
+  const int error = range.used == 0 ? 0
+                                    : cuda_calls().map_memory(range.base, range.used, range.device,
+                                                              &range.memory);
   if (error == kNoMemory && !succeeded(error)) {
     throw std::runtime_error(text("address range: out of memory: GPU ", range.device, " has no ",
                                   range.used, " bytes that are free"));
