@@ -370,7 +370,7 @@ class _Trained:
             loss.backward()
             return loss
 
-        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self.optimizer.step(closure)
 
     def tensors(self) -> dict[str, Tensor]:
         found = dict(self.model.state_dict())
