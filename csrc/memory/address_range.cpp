@@ -76,6 +76,15 @@ int unmap(Range& range) {
   return error;
 }
 
+// Waits for all that a GPU has to do.
+void wait_for_gpu(int device) {
+  int current = 0;
+  succeeded(cuda_calls().get_device(&current));
+  if (current != device) succeeded(cuda_calls().set_device(device));
+  succeeded(cuda_calls().device_synchronize());
+  if (current != device) succeeded(cuda_calls().set_device(current));
+}
+
 // Takes from a range what nobody has. Errors are not reported: it must go all the same.
 void let_go(Ranges& ranges, const char* base) noexcept {
   const auto found = ranges.all.find(base);
@@ -83,6 +92,8 @@ void let_go(Ranges& ranges, const char* base) noexcept {
   Range& range = found->second;
   if (!process_exits() && range.maker == process_id()) {
     const RelaxedCapture while_capturing;
+    // cuMemUnmap does not wait, as cudaFree does, for kernels that use what torch has freed.
+    if (range.is_mapped && range.used > 0) wait_for_gpu(range.device);
     succeeded(unmap(range));
     if (!range.has_owner) succeeded(cuda_calls().free_addresses(range.base, range.reserved));
   }

@@ -21,6 +21,8 @@ _SMALL = 1 << 20
 _PIECE = 1 << 26
 # Where CUDA begins an allocation, across whose end it copies nothing.
 _SEGMENT = 2 << 20
+# Torch's allocator makes segments of 20 MiB for a few MiB, or as large_segment_size_mb says.
+_SPARE_ADDRESSES = 1 << 30
 
 
 class DeviceMemory(ABC):
@@ -152,12 +154,15 @@ class KeptAddresses(DeviceMemory):
         """Storages in the ranges that the training state has no more, and something else has."""
         known = {storage_id(each.storage) for each in slots}
         self._forget_empty()
-        here = (refs for each, refs in self._ranges.items() if each.is_mapped)
-        living = (storage_of(ref) for refs in here for ref in refs)
+        here = [
+            (each, ref) for each, refs in self._ranges.items() if each.is_mapped for ref in refs
+        ]
         return [
             Slot(each, each.nbytes(), is_kept=True, is_frozen=False)
-            for each in living
-            if each is not None and storage_id(each) not in known
+            for of, ref in here
+            if (each := storage_of(ref)) is not None
+            and storage_id(each) not in known
+            and self._range_at(each.data_ptr()) is of  # it may have been resized since
         ]
 
     @property
@@ -182,7 +187,8 @@ class KeptAddresses(DeviceMemory):
         moving = [each for each in slots if self._range_of(each) is None]
         if not moving:
             return
-        made = AddressRange(4 * sum(aligned(each.nbytes) for each in moving), self._device)
+        nbytes = 4 * sum(aligned(each.nbytes) for each in moving) + _SPARE_ADDRESSES
+        made = AddressRange(nbytes, self._device)
         self._ranges[made] = [storage_reference(each.storage) for each in moving]
         with made.allocating():
             for each in moving:

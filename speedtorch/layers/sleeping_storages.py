@@ -104,6 +104,8 @@ class SleepingStorages:
         self._copies = SharedSideStream("training state")
         self._slots: list[Slot] = []
         """What sleeps, or is half way after an error."""
+        self._filling: list[Slot] = []
+        """What has memory again, but not yet its values."""
         self._known: dict[int, _Known] = {}
         """What the host's bytes are, by place."""
         self._shown: dict[int, _Shown] = {}
@@ -196,10 +198,12 @@ class SleepingStorages:
             RuntimeError: what torch raises where the device has too little memory
                 (torch.OutOfMemoryError); all sleeps on.
         """
-        is_here = self._memory.is_here
-        empty = [each for each in self._slots if not is_here(each) and each.is_needed]
+        is_here, unfilled = self._memory.is_here, {id(each) for each in self._filling}
+        without = [each for each in self._slots if id(each) in unfilled or not is_here(each)]
+        empty = [each for each in without if each.is_needed]
         seldom_written: list[Slot] = []
         try:
+            self._filling = empty  # also where an error ends what undoes this
             for some in self._memory.come(empty):
                 here = [each for each in some if each.is_kept]
                 self._copy(here, comes=True)
@@ -216,6 +220,7 @@ class SleepingStorages:
             self._wait()
             self._memory.leave(empty)
             raise
+        self._filling = []
         _count_move()
         for slot in self._slots:
             slot.wake_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,8 +259,9 @@ class StateSwapper:
         step = PartialStep(asked)
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
-            staying = self._staying()
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
+            staying = self._staying(self._first_bytes(optimizer, pieces))
+            self._make_room(staying)
             coming = deque(self._come(each, each.members(shared)) for each in pieces[:2])
         leaving: list[tuple[_Piece, Members]] = []
         for number, piece in enumerate(pieces):
@@ -282,19 +283,38 @@ class StateSwapper:
             self._leave(leaving)
         return (step.twin(()), *args[1:]), kwargs, step.settle
 
-    def _staying(self) -> set[_Piece]:
-        """The pieces that the budget has room for beside those that travel, the first ones."""
+    def _first_bytes(self, optimizer: Optimizer, pieces: Iterable[_Piece]) -> list[int]:
+        """Bytes of the state that a step is to make of each piece that has none."""
+        nbytes = self._first[optimizer].nbytes
+        new = [each.parameters for each in pieces if not each.pack.slab.nbytes]
+        return [sum(nbytes(each) for each in of if each.grad is not None) for of in new]
+
+    def _staying(self, first_bytes: Iterable[int]) -> set[_Piece]:
+        """The pieces that the budget has room for beside those that travel, the first ones.
+
+        Args:
+            first_bytes: of each piece whose state is made in this step.
+        """
         pieces = [each for some in self._pieces.values() for each in some]
         sizes = [each.pack.slab.nbytes for each in pieces]
+        every = [*sizes, *first_bytes]
         room = self.budget
-        if sum(sizes) > room:
-            room -= _AT_ONCE * max(sizes)
+        if sum(every) > room:
+            room -= _AT_ONCE * max(every)
         found = set()
         for piece, nbytes in zip(pieces, sizes, strict=True):
             if 0 < nbytes <= room:  # what has no state yet makes it on the device
                 room -= nbytes
                 found.add(piece)
         return found
+
+    def _make_room(self, staying: Collection[_Piece]) -> None:
+        """Evicts what has stayed so far, and for which there is no room any more."""
+        for optimizer, pieces in self._pieces.items():
+            going = [e for e in pieces if e.pack.slab.device_bytes and e not in staying]
+            if going:
+                shared = _times_kept(optimizer)
+                self._leave((each, each.members(shared)) for each in going)
 
     @staticmethod
     def _come(piece: _Piece, members: Members) -> Members:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -281,14 +282,19 @@ class TrainingState:
                     slot = by_storage[key] = Slot(storage, storage.nbytes())
                     slots[part].append(slot)
                 slot.add(name, each, is_kept=part not in lost, is_frozen=name in found.frozen)
-        for part, some in slots.items():
-            more = self._parts[part].others(some)
-            if any(storage_id(each.storage) in stay for each in more):
+        more = {part: self._parts[part].others(some) for part, some in slots.items()}
+        for part, others in more.items():
+            if any(storage_id(each.storage) in stay for each in others):
                 raise ValueError(
                     f"keep_addresses: memory of the {part} is also that of a part that stays; let"
                     " both sleep, or neither"
                 )
-            some += more
+        # A storage that another part has by now sleeps with the addresses that it has.
+        moved = {storage_id(each.storage) for others in more.values() for each in others}
+        for part, others in more.items():
+            own = [each for each in slots[part] if storage_id(each.storage) not in moved]
+            known = [by_storage.get(storage_id(each.storage), each) for each in others]
+            slots[part] = own + known
         return {part: some for part, some in slots.items() if some}, left
 
     def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
@@ -336,6 +342,11 @@ def _check_can_keep(device: torch.device) -> None:
         raise ValueError(
             f"keep_addresses: torch's allocator is {backend!r}, which has no memory pools; set"
             " PYTORCH_ALLOC_CONF=backend:native"
+        )
+    if (variable := "PYTORCH_NO_CUDA_MEMORY_CACHING") in os.environ:
+        raise ValueError(
+            f"keep_addresses: {variable} is set, with which torch's allocator has no memory pools:"
+            " unset it"
         )
 
 

@@ -58,7 +58,8 @@ class AddressRange:
 
         There is no memory yet: nothing may be written or read.
         """
-        pool = torch.cuda.MemPool(_allocator())
+        with torch.cuda.device(self._device):  # a pool is one of the current GPU
+            pool = torch.cuda.MemPool(_allocator())
         _ops.open_range(self.base)
         try:
             with torch.cuda.use_mem_pool(pool, self._device):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from interrupts import EVERY, every_interrupt, out_of_memory, source_files
 from rank_backends import NEEDS_GPUS
 from torch import Tensor, nn, optim
+from unit_models import assert_equal, copies
 
 import speedtorch
-from speedtorch.layers import TrainingState
+from speedtorch.layers import TrainingState, device_memory, training_state
+from speedtorch.layers.device_memory import KeptAddresses
+from speedtorch.layers.slot import Slot, bytes_at
 from speedtorch.nn.graphed import graphed
+from speedtorch.torch_internals import storage_of, storage_reference
 
 MIB = 1 << 20
 
@@ -269,3 +276,246 @@ def test_where_addresses_cannot_be_kept_it_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(ValueError, match="torch's allocator is 'cudaMallocAsync', which has no"):
         TrainingState(layer, device="cuda:0", keep_addresses=True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(ValueError, match="PYTORCH_NO_CUDA_MEMORY_CACHING is set, with which"):
+        TrainingState(layer, device="cuda:0", keep_addresses=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# On the CPU, whose storages stay where they are: what is in a range without memory is overwritten
+
+
+class PretendedRange:
+    """As AddressRange, for storages of the CPU; `of` is the one that is open."""
+
+    open: PretendedRange | None = None
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        assert nbytes > 0
+        self.reserved, self.is_mapped, self.base, self.end = nbytes, False, 0, 0
+        self.has: list[tuple[Any, int]] = []
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Those that are still there."""
+        found = [(storage_of(ref), address) for ref, address in self.has]
+        return [each for each, at in found if each is not None and each.data_ptr() == at != 0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes() for each in self.storages)
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        PretendedRange.open = self
+        try:
+            yield
+        finally:
+            PretendedRange.open = None
+
+    def map(self) -> None:
+        if not self.is_mapped:
+            self.overwrite(0xCD)
+        self.is_mapped = True
+
+    def unmap(self) -> None:
+        self.is_mapped = False
+        self.overwrite(0xAB)
+
+    def overwrite(self, value: int) -> None:
+        for each in self.storages:
+            bytes_at(each.data_ptr(), each.nbytes(), each.device).fill_(value)
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a state of the CPU keep its addresses in pretended ranges."""
+    fill = device_memory._fill
+
+    def filled(slots: Sequence[Slot], device: torch.device) -> None:
+        try:
+            fill(slots, device)
+        finally:
+            if (of := PretendedRange.open) is not None:
+                of.has += [(storage_reference(e.storage), e.storage.data_ptr()) for e in slots]
+                of.overwrite(0xEF)
+
+    def range_at(memory: KeptAddresses, address: int) -> PretendedRange | None:
+        every: Any = memory._ranges
+        return next((r for r in every if address in [e.data_ptr() for e in r.storages]), None)
+
+    monkeypatch.setattr(device_memory, "AddressRange", PretendedRange)
+    monkeypatch.setattr(device_memory, "_fill", filled)
+    monkeypatch.setattr(KeptAddresses, "_range_at", range_at)
+    monkeypatch.setattr(training_state, "_check_can_keep", lambda device: None)
+
+
+class _Trained:
+    """A small model on the CPU after steps."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 8)
+        self.model.bias.requires_grad_(False)
+        self.optimizer = optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.state = TrainingState(self.model, self.optimizer, keep_addresses=True)
+        for _ in range(2):
+            self.step()
+
+    def step(self) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss: Tensor = self.model(torch.ones(3, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = dict(self.model.state_dict())
+        for name, each in self.model.named_parameters():
+            kept = self.optimizer.state.get(each, {})
+            found |= {f"{key} of {name}": value for key, value in kept.items()}
+            if each.grad is not None:
+                found[f"gradient of {name}"] = each.grad
+        return found
+
+
+@pytest.mark.usefixtures("ranges")
+@EVERY
+@pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
+@pytest.mark.parametrize("call", ["sleep the first time", "sleep", "wake"])
+def test_an_error_at_a_line_of_ours_loses_nothing_with_kept_addresses(
+    call: str, error: Callable[[], BaseException], every: int
+) -> None:
+    expected = copies(_Trained().tensors())
+
+    def prepared() -> _Trained:
+        trained = _Trained()
+        if call != "sleep the first time":
+            with trained.state.asleep():
+                pass
+        if call == "wake":
+            trained.state.sleep()
+        return trained
+
+    def called(trained: _Trained) -> None:
+        trained.state.wake() if call == "wake" else trained.state.sleep()
+
+    files = source_files("layers/*.py")
+    interrupted = every_interrupt(prepared, called, error, files=files, every=every)
+    for number, (trained, _) in enumerate(interrupted):
+        assert_equal(trained.tensors(), expected)
+        if number % 2:
+            trained.state.sleep()
+            assert_equal(trained.tensors(), expected)
+        trained.state.wake()
+        assert_equal(trained.tensors(), expected)
+        trained.step()
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["other-addresses", "same-addresses"])
+def test_a_second_error_while_a_wake_is_undone_loses_nothing(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch, ranges: None
+) -> None:
+    trained = _Trained()
+    expected = copies(trained.tensors())
+    trained.state = TrainingState(trained.model, trained.optimizer, keep_addresses=keeps)
+    trained.state.sleep()
+
+    def fails(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    of = trained.state._parts["weights"]
+    with monkeypatch.context() as patch:
+        patch.setattr(of, "_copy", fails)
+        patch.setattr(of._memory, "leave", fails)
+        with pytest.raises(KeyboardInterrupt):
+            trained.state.wake()
+    assert_equal(trained.tensors(), expected)
+    trained.state.wake()
+    assert_equal(trained.tensors(), expected)
+    trained.step()
+
+
+@pytest.mark.usefixtures("ranges")
+@pytest.mark.parametrize("parts", [["weights", "optimizer"], ["optimizer", "weights"]])
+def test_tensors_whose_memory_two_parts_have_exchanged_sleep(parts: list[Any]) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = TrainingState(layer, optimizer, keep_addresses=True)
+    with state.asleep():
+        pass
+    kept = optimizer.state[layer.weight]
+    one, other = layer.weight.data, kept["momentum_buffer"].data
+    layer.weight.data, kept["momentum_buffer"].data = other, one
+    expected = layer.weight.detach().clone(), kept["momentum_buffer"].clone()
+    del one, other
+    with pytest.raises(ValueError, match="is also that of a part that stays"):
+        state.sleep(["weights"])
+    for _ in range(2):
+        state.sleep()
+        assert torch.equal(layer.weight, expected[0])
+        assert torch.equal(kept["momentum_buffer"], expected[1])
+        for part in parts:
+            state.wake([part])
+        assert torch.equal(layer.weight, expected[0])
+        assert torch.equal(kept["momentum_buffer"], expected[1])
+
+
+@pytest.mark.usefixtures("ranges")
+@pytest.mark.parametrize("count", [0, 256])
+def test_what_has_left_its_range_does_not_sleep_with_it(count: int) -> None:
+    model = nn.ParameterDict({"kept": torch.ones(4), "other": torch.ones(4)})
+    state = TrainingState(model, keep_addresses=True)
+    with state.asleep():
+        pass
+    storage = model["other"].detach().untyped_storage()
+    del model["other"]
+    storage.resize_(0)  # as FSDP frees what it has gathered
+    storage.resize_(count)
+    address = storage.data_ptr()
+    bytes_at(address, count, torch.device("cpu")).fill_(3)
+    with state.asleep():
+        assert storage.data_ptr() == address and storage.nbytes() == count
+        assert bool((bytes_at(address, count, torch.device("cpu")) == 3).all())
+    assert storage.data_ptr() == address
+
+
+@pytest.mark.usefixtures("ranges")
+def test_a_range_has_room_for_segments_of_torchs_allocator() -> None:
+    model = nn.ParameterList([torch.ones(300_000)])  # torch takes a segment of 20 MiB for it
+    state = TrainingState(model, keep_addresses=True)
+    with state.asleep():
+        pass
+    (made,) = state._parts["weights"]._memory._ranges  # type: ignore[attr-defined]
+    assert made.reserved >= 20 * MIB
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("count", [1, 300_000, 2_000_000, 3_000_000])
+def test_one_tensor_of_any_size_moves(count: int) -> None:
+    model = nn.ParameterList([torch.full((count,), 3.0, device="cuda")])
+    state = TrainingState(model, keep_addresses=True)
+    for _ in range(2):
+        with state.asleep():
+            pass
+        assert bool((model[0] == 3).all())
+
+
+@NEEDS_GPUS
+def test_a_state_of_another_gpu_than_the_current_one_wakes_where_it_was() -> None:
+    model = _model().to("cuda:1")
+    expected = [each.clone() for each in model.state_dict().values()]
+    state = TrainingState(model, keep_addresses=True)
+    with state.asleep():
+        pass
+    places = _places(model)
+    for _ in range(2):
+        with state.asleep():
+            pass
+        assert _places(model) == places
+        assert all(map(torch.equal, model.state_dict().values(), expected))

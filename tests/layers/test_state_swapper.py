@@ -17,6 +17,7 @@ from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 
 import speedtorch
 from speedtorch.layers import StateSwapper, Swapper, state_swapper
+from speedtorch.layers.partial_step import PartialStep
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     **COMMON_OPTIMIZERS,
@@ -168,6 +169,38 @@ def test_what_the_budget_has_room_for_stays(device: str, monkeypatch: pytest.Mon
     model[0].weight.grad = None  # what is not stepped stays as well
     optimizer.step()
     assert swapper.report().device_bytes == 2 * 1024
+
+
+def test_state_of_another_optimizer_takes_the_room_of_what_stays(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_swapper, "_PIECE", 1024)
+    layers = [nn.Linear(16, 16, bias=False).to(device) for _ in range(12)]
+    weights = [each.weight for each in layers]
+    first, second = (optim.SGD(some, lr=0.1, momentum=0.9) for some in (weights[:8], weights[8:]))
+    swapper = StateSwapper([first, second], budget=10_000)
+    for each in weights:
+        each.grad = torch.ones_like(each)
+    for _ in range(2):
+        first.step()
+    assert swapper.report().device_bytes == 8 * 1024
+    seen, real = list[int](), PartialStep.step
+
+    def step(self: PartialStep, parameters: list[Tensor]) -> None:
+        seen.append(swapper.report().device_bytes)
+        real(self, parameters)
+
+    monkeypatch.setattr(PartialStep, "step", step)
+    second.step()  # makes state, of which three pieces are on the device at once
+    assert max(seen) == 6 * 1024
+    for _ in range(2):
+        second.step()
+    assert max(seen) <= 9 * 1024
+    assert swapper.report().device_bytes == 6 * 1024
+    for each in weights:
+        of = first if any(each is one for one in weights[:8]) else second
+        buffer = of.state[each]["momentum_buffer"]
+        assert torch.equal(buffer.cpu(), torch.full((16, 16), 1.9 if of is first else 2.71))
 
 
 def test_state_that_there_is_goes_to_the_host_at_once(device: str) -> None:

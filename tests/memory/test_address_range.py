@@ -7,7 +7,8 @@ import gc
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from cuda_calls import INVALID_VALUE, PretendedDriver, library_path
 from warm_python import warm_python
 
+from speedtorch.memory import address_range
 from speedtorch.memory.address_range import AddressRange
 from speedtorch.ops.functions import _ops
 
@@ -90,6 +92,26 @@ def test_only_the_thread_that_opened_it_gets_segments(driver: PretendedDriver) -
     free(made.base, MIB)
 
 
+def test_torchs_pool_is_one_of_the_gpu(
+    driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, of_pools = [0], []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda _: of_pools.append(current[-1]))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *_: nullcontext())
+    monkeypatch.setattr(address_range, "_allocator", lambda: None)
+    with AddressRange(MIB, GPU).allocating():
+        pass
+    assert of_pools == [GPU.index]
+
+
 @pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize("owner_first", [False, True])
 def test_a_range_goes_with_its_owner_and_its_last_segment(
@@ -115,6 +137,23 @@ def test_a_range_goes_with_its_owner_and_its_last_segment(
     names = [name for name, *_ in driver.named(*CALLS)]
     assert names == [each for each in CALLS if is_mapped or "map" not in each]
     free(segments[1], 2 * MIB)  # of nothing
+
+
+def test_memory_that_torch_frees_goes_when_the_gpu_has_done_its_work(
+    driver: PretendedDriver,
+) -> None:
+    made = AddressRange(MIB, GPU)
+    (segment,) = allocated(made, MIB)
+    made.map()
+    driver.calls.clear()
+    free(segment, MIB)
+    names = "set_device", "device_synchronize", "unmap_memory"
+    assert [each[:2] for each in driver.named(*names)] == [
+        ("set_device", GPU.index),
+        ("device_synchronize",),
+        ("set_device", 0),
+        ("unmap_memory", made.base),
+    ]
 
 
 def test_a_call_that_fails_changes_nothing(driver: PretendedDriver) -> None:

@@ -60,6 +60,7 @@ def test_every_part_has_a_test() -> None:
         "Node",
         "Optimizer",
         "OrderedDict",
+        "StorageWeakRef",
         "Tensor",
         "TypeVar",
         "annotations",
@@ -348,6 +349,21 @@ def test_storage_uses() -> None:
     before = torch_internals.storage_uses(storage)
     views = [tensor[1:], tensor.detach()]
     assert torch_internals.storage_uses(storage) == before + len(views)
+
+
+def test_storage_references() -> None:
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+    reference = torch_internals.storage_reference(storage)
+    before = torch_internals.storage_uses(storage)
+    found = torch_internals.storage_of(reference)
+    assert found is not None
+    assert torch_internals.storage_id(found) == torch_internals.storage_id(storage)
+    del found
+    assert torch_internals.storage_uses(storage) == before
+    del storage, tensor
+    gc.collect()
+    assert torch_internals.storage_of(reference) is None
 
 
 def test_storage_at() -> None:
