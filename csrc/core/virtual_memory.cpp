@@ -34,8 +34,8 @@ bool is_in_use(int device) {
          is_active != 0;
 }
 
-// Lets the GPU reach memory at an address, and others that are in use as far as they can: each
-// takes some 6 ms for a GB.
+// Lets the GPU reach memory at an address, and other GPUs that are in use as far as they can: each
+// of these takes some 6 ms for a GB.
 int grant_access(CUdeviceptr at, size_t bytes, int device) {
   CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
   if (const int error = SPEEDTORCH_DRIVER_CALL(cuMemSetAccess, at, bytes, &access, 1)) return error;

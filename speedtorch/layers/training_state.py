@@ -177,7 +177,13 @@ class TrainingState:
         wanted, lost = _chosen("parts", parts), _chosen("discard", discard)
         if outside := [each for each in lost if each not in wanted]:
             raise ValueError(f"discard: {outside[0]!r} is none of the parts that sleep, {wanted}")
-        with self._at_work():
+        with (
+            self._turn,
+            as_plain(),
+            torch.no_grad(),
+            torch.inference_mode(False),
+            _WithoutCollections(),
+        ):
             begin, free = time.perf_counter(), self._free_bytes()
             copied = 0
             for each in self._parts.values():
@@ -207,7 +213,13 @@ class TrainingState:
                 (torch.OutOfMemoryError); the parts that did not fit sleep on.
         """
         wanted = _chosen("parts", parts)
-        with self._at_work():
+        with (
+            self._turn,
+            as_plain(),
+            torch.no_grad(),
+            torch.inference_mode(False),
+            _WithoutCollections(),
+        ):
             begin, free = time.perf_counter(), self._free_bytes()
             self._synchronize()
             copied = sum(self._parts[part].wake() for part in wanted)
@@ -238,19 +250,6 @@ class TrainingState:
             for part in self._parts.values():
                 if not part.is_asleep:
                     part.release()
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Within it tensors are what they are in memory, and no other thread moves them."""
-        with self._turn, as_plain(), torch.no_grad(), torch.inference_mode(False):
-            collects = gc.isenabled()
-            try:
-                # Thousands of records would set off collections of all objects that there are.
-                gc.disable()
-                yield
-            finally:
-                if collects:
-                    gc.enable()
 
     def _slots(
         self, found: StateTensors, wanted: Collection[StatePart], lost: Collection[StatePart]
@@ -326,6 +325,21 @@ class TrainingState:
             reserved_bytes=self._reserved_bytes(),
             left=tuple(left),
         )
+
+
+class _WithoutCollections:
+    """Within it Python collects no cycles.
+
+    Thousands of records would set off collections, which look at all objects that there are.
+    """
+
+    def __enter__(self) -> None:
+        self._collects = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._collects:
+            gc.enable()
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
 import weakref
@@ -633,6 +634,7 @@ def test_an_error_at_a_line_of_ours_loses_nothing(
         prepared, lambda each: getattr(each.state, call)(), error, every=every
     )
     for number, (training, _) in enumerate(interrupted):
+        assert gc.isenabled() and torch.is_grad_enabled()
         assert_equal(training.tensors(), expected)
         if number % 2:
             training.state.sleep()
