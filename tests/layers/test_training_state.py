@@ -415,12 +415,14 @@ def test_state_under_keys_of_one_text_sleeps(device: str) -> None:
 
 
 def test_the_devices_memory_is_free_meanwhile(device: str) -> None:
-    state = TrainingState(nn.Linear(4096, 4096, bias=False, device=device))
+    # On a GPU so much that what other processes take and give meanwhile does not matter.
+    side = 1 << 15 if device == "cuda" else 64
+    state = TrainingState(nn.Linear(side, side, bias=False, device=device))
     report = state.sleep()
     if device == "cpu":
         assert report.device_bytes == 0
     else:
-        assert report.device_bytes >= 60 << 20
+        assert report.device_bytes >= 3 << 30
     assert state.wake().device_bytes <= 0
 
 
