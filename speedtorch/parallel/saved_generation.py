@@ -23,6 +23,7 @@ from speedtorch.files.generations import generations_of, path_of
 from speedtorch.files.saved_values import restored
 from speedtorch.files.system_calls import about, calls, open_to_read
 from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.ops.functions import pinned_scatter
 from speedtorch.table.progress import progress_bar
 
 __all__ = ["FORMAT", "VERSION", "VERSION_OF_DELTA", "SavedGeneration", "base_of"]
@@ -247,7 +248,7 @@ class SavedGeneration:
         whole = self._whole_of(key)
         made = whole._mapped(key)
         for each in reversed(self.chain[: self.chain.index(whole)]):
-            made.index_copy_(0, *each._rows(key))
+            pinned_scatter(made, *each._rows(key))
         return made
 
     def _mapped(self, key: str) -> Tensor:

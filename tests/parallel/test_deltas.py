@@ -17,6 +17,7 @@ from reference import as_bytes
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.files.safetensors_format import DTYPES
 from speedtorch.parallel import checkpoints
 from speedtorch.step.trained_rows import TrainedRows
 
@@ -158,6 +159,23 @@ def test_what_is_needed_stays(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 4
     speedtorch.save(tmp_path, keep=2, **run.parts)
     assert sorted(os.listdir(tmp_path)) == [f"generation-0000000{n}" for n in (4, 5)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_rows_of_every_dtype_are_put_over_those_of_the_base(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    table = speedtorch.HostTable(9, 3, dtype=dtype)
+    table.track_changes()
+    speedtorch.save(tmp_path, rows=table["weight"])
+    for base in (1, 2):
+        row = torch.arange(3 * dtype.itemsize, dtype=torch.uint8) % (
+            2 if dtype == torch.bool else 9
+        )
+        table.scatter(torch.tensor([3 * base]), row.view(dtype).view(1, 3), "weight")
+        assert speedtorch.save(tmp_path, base=base, rows=table["weight"]).base == base
+    found = speedtorch.load(tmp_path)["rows"]
+    assert torch.equal(as_bytes(found), as_bytes(table["weight"]))
 
 
 def test_other_changes_are_saved_as_well(tmp_path: Path) -> None:
