@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult
 from typing import TypeAlias
@@ -45,17 +45,25 @@ def byte_rows(field: Tensor) -> Tensor:
     return rows.as_strided((len(rows), rows[0].numel()), (rows.stride(0), 1)).view(torch.uint8)
 
 
-def have_same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether fields of one shape and dtype are alike bit for bit; the GPU is done with them."""
-    rows, others = byte_rows(one), byte_rows(other)
-    count = max(1, _COMPARED_BYTES // rows.shape[1])
+def have_same_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Whether fields, each two of one shape and dtype, are alike bit for bit.
 
-    def same(begin: int) -> bool:
-        some, its = (each[begin : begin + count].cpu().numpy() for each in (rows, others))
-        return np.array_equal(some, its)
+    The GPU is done with them.
+    """
+
+    def parts() -> Iterator[tuple[Tensor, Tensor, slice]]:
+        for one, other in pairs:
+            rows, others = byte_rows(one), byte_rows(other)
+            count = max(1, _COMPARED_BYTES // rows.shape[1])
+            for begin in range(0, len(rows), count):
+                yield rows, others, slice(begin, begin + count)
+
+    def same(part: tuple[Tensor, Tensor, slice]) -> bool:
+        rows, others, some = part
+        return np.array_equal(rows[some].cpu().numpy(), others[some].cpu().numpy())
 
     with threads(MOST_THREADS) as pool:
-        return all(pool.imap(same, range(0, len(rows), count)))
+        return all(pool.imap(same, parts()))
 
 
 @dataclass(frozen=True)

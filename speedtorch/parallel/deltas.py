@@ -214,8 +214,8 @@ def are_same(tensor: Tensor, stored: Tensor) -> bool:
     if place is None or place.table.changes is None:
         return False
     place.table.settle()
-    return all(
-        have_same_bytes(place.rows[here.start : here.stop], stored[there.start : there.stop])
+    return have_same_bytes(
+        (place.rows[here.start : here.stop], stored[there.start : there.stop])
         for there, here in place.blocks
     )
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -133,6 +132,28 @@ class JoinedRows:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class _Runs:
+    """Runs of a file's bytes, which are written one after another.
+
+    Args:
+        descriptor: Of the file.
+        runs: By where each begins: how many bytes it has.
+    """
+
+    def __init__(self, descriptor: int, runs: Mapping[int, int]) -> None:
+        self._descriptor, self._rest, self._left = descriptor, iter(runs.items()), 0
+
+    def write(self, data: memoryview) -> None:
+        """Writes the next bytes, of the end of one run and the begin of others as it may be."""
+        while len(data):
+            if not self._left:
+                begin, self._left = next(self._rest)
+                os.lseek(self._descriptor, begin, os.SEEK_SET)
+            count = min(len(data), self._left)
+            write_all(self._descriptor, data[:count])
+            data, self._left = data[count:], self._left - count
+
+
 class JoinedFile:
     """A file of rows that ranks write together.
 
@@ -167,9 +188,8 @@ class JoinedFile:
         descriptor = calls.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             with about(path):
-                for begin, rows in own.items():
-                    os.lseek(descriptor, begin, os.SEEK_SET)
-                    write_blocks(partial(write_all, descriptor), b"", [rows])
+                runs = _Runs(descriptor, {begin: rows.nbytes for begin, rows in own.items()})
+                write_blocks(runs.write, b"", [*own.values()])
                 calls.fsync(descriptor)
         finally:
             calls.close(descriptor)

@@ -107,13 +107,13 @@ def test_rows_that_are_not_contiguous_are_refused(tmp_path: Path) -> None:
 def test_one_other_element_makes_the_bytes_others(at: tuple[int, int], device: str) -> None:
     rows, records = numbers(9_000, 200), numbers(9_000, 300, device=device)
     records[:, :200] = rows
-    assert have_same_bytes(records[:, :200], rows)
+    assert have_same_bytes([(records[:, :200], rows)])
     records[at] ^= 1
-    assert not have_same_bytes(records[:, :200], rows)
+    assert not have_same_bytes([(records[:, :200], rows)])
 
 
 def test_bytes_are_compared_and_not_numbers() -> None:
-    assert have_same_bytes(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
-    assert not have_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert have_same_bytes(torch.tensor(3), torch.tensor(3))
-    assert have_same_bytes(torch.empty(0, 4), torch.empty(0, 4))
+    assert have_same_bytes([(torch.tensor([float("nan")]), torch.tensor([float("nan")]))])
+    assert not have_same_bytes([(torch.tensor([0.0]), torch.tensor([-0.0]))])
+    assert have_same_bytes([(torch.tensor(3), torch.tensor(3))])
+    assert have_same_bytes([(torch.empty(0, 4), torch.empty(0, 4))])
