@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.pool import AsyncResult
 from typing import TypeAlias
 
@@ -159,7 +160,7 @@ def write_blocks(
 
     begin = torch.tensor(list(header), dtype=torch.uint8, device="cpu")
     with threads(count) as pool:
-        for block, pieces in _blocks([begin, *fields], buffers):
+        for block, pieces in _blocks(chain([begin], _long_rows_apart(fields)), buffers):
             work = block, pieces, digests is not None
             prepared.append((block, pool.apply_async(_prepare, work)))
             if len(prepared) == count:  # the next one has the buffer of the first
@@ -168,8 +169,17 @@ def write_blocks(
             write_next()
 
 
+def _long_rows_apart(fields: Iterable[Tensor | SomeRows]) -> Iterator[Tensor | SomeRows]:
+    """The fields; some rows that are long, each where it is: a copy could take many blocks."""
+    for each in fields:
+        if isinstance(each, SomeRows) and each.nbytes > len(each.ids) * _BLOCK_BYTES // 16:
+            yield from (each.field[row : row + 1] for row in each.ids.tolist())
+        else:
+            yield each
+
+
 def _blocks(
-    fields: Sequence[Tensor | SomeRows], buffers: Sequence[_Bytes]
+    fields: Iterable[Tensor | SomeRows], buffers: Sequence[_Bytes]
 ) -> Iterator[tuple[_Bytes, list[_Piece]]]:
     """Blocks, each in the next buffer, and what of them threads are to gather."""
     pieces: list[_Piece] = []

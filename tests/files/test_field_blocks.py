@@ -75,6 +75,25 @@ def test_blocks_of_any_size_give_the_same_bytes(
     assert (tmp_path / "a").read_bytes() == b"head" + b"".join(map(content, fields))
 
 
+@pytest.mark.parametrize("width", [1, 100, 5_000])
+def test_some_rows_are_copied_before_by_no_more_than_a_block_and_a_part(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(field_blocks, "_BLOCK_BYTES", 4_000)
+    copied, real = list[int](), SomeRows.at
+
+    def at(some: SomeRows, ids: Tensor) -> Tensor:
+        copied.append(some.field[0].nbytes * len(ids))
+        return real(some, ids)
+
+    monkeypatch.setattr(SomeRows, "at", at)
+    written: list[bytes] = []
+    some = SomeRows(numbers(60, width + 1)[:, :width], torch.tensor([59, 7, 7, 0]).repeat(20))
+    write_blocks(lambda data: written.append(bytes(data)), b"head", [some, some])
+    assert b"".join(written) == b"head" + 2 * content(some)
+    assert max(copied, default=0) <= 4_500
+
+
 @pytest.mark.parametrize("call", ["reserve", "write"])
 def test_a_call_that_fails_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
