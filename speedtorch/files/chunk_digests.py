@@ -45,6 +45,6 @@ def all_digests(read: Read, nbytes: int, told: Callable[[int], object]) -> list[
     numbers = iter(range(count))
     with threads(count) as pool:
         work = read, nbytes, numbers, told
-        parts = [pool.apply_async(digests_of, work) for _ in range(min(count, MOST_THREADS))]
-        found = {number: digest for part in parts for number, digest in part.get().items()}
+        parts = [pool.begin(digests_of, *work) for _ in range(min(count, MOST_THREADS))]
+        found = {number: digest for part in parts for number, digest in part.result().items()}
     return [found[number] for number in range(count)]

@@ -9,9 +9,9 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing.pool import AsyncResult
 from typing import TypeAlias
 
 import numpy as np
@@ -51,20 +51,25 @@ def have_same_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
     The GPU is done with them.
     """
+    # Each thread takes the next part.
+    parts = iter([part for each in pairs for part in _parts(*map(byte_rows, each))])
 
-    def parts() -> Iterator[tuple[Tensor, Tensor, slice]]:
-        for one, other in pairs:
-            rows, others = byte_rows(one), byte_rows(other)
-            count = max(1, _COMPARED_BYTES // rows.shape[1])
-            for begin in range(0, len(rows), count):
-                yield rows, others, slice(begin, begin + count)
-
-    def same(part: tuple[Tensor, Tensor, slice]) -> bool:
-        rows, others, some = part
-        return np.array_equal(rows[some].cpu().numpy(), others[some].cpu().numpy())
+    def same() -> bool:
+        return all(
+            np.array_equal(rows[some].cpu().numpy(), others[some].cpu().numpy())
+            for rows, others, some in parts
+        )
 
     with threads(MOST_THREADS) as pool:
-        return all(pool.imap(same, parts()))
+        found = [pool.begin(same) for _ in range(MOST_THREADS)]
+        return all(each.result() for each in found)
+
+
+def _parts(rows: Tensor, others: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """Which rows are compared at once."""
+    count = max(1, _COMPARED_BYTES // rows.shape[1])
+    for begin in range(0, len(rows), count):
+        yield rows, others, slice(begin, begin + count)
 
 
 @dataclass(frozen=True)
@@ -148,11 +153,11 @@ def write_blocks(
         return
     count = min(_BLOCKS, -(-nbytes // _BLOCK_BYTES))
     buffers = [np.empty(min(_BLOCK_BYTES, nbytes), dtype=np.uint8) for _ in range(count)]
-    prepared: deque[tuple[_Bytes, AsyncResult[list[int]]]] = deque()
+    prepared: deque[tuple[_Bytes, Future[list[int]]]] = deque()
 
     def write_next() -> None:
         block, found = prepared.popleft()
-        numbers = found.get()
+        numbers = found.result()
         if digests is not None:
             digests.extend(numbers)
         write(block.data)
@@ -161,8 +166,7 @@ def write_blocks(
     begin = torch.tensor(list(header), dtype=torch.uint8, device="cpu")
     with threads(count) as pool:
         for block, pieces in _blocks(chain([begin], _long_rows_apart(fields)), buffers):
-            work = block, pieces, digests is not None
-            prepared.append((block, pool.apply_async(_prepare, work)))
+            prepared.append((block, pool.begin(_prepare, block, pieces, digests is not None)))
             if len(prepared) == count:  # the next one has the buffer of the first
                 write_next()
         while prepared:

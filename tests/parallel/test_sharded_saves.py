@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from speedtorch.files import field_blocks
 from speedtorch.files.field_blocks import have_same_bytes
-from speedtorch.files.threads import threads
+from speedtorch.files.threads import Threads, threads
 from speedtorch.parallel.sharded_saves import JoinedFile, JoinedRows
 
 RANKS, RUNS, ROWS = 2, 40, 3  # of a run
@@ -41,7 +40,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many threads each group of them may have."""
     made: list[int] = []
 
-    def noted(most: int) -> AbstractContextManager[ThreadPool]:
+    def noted(most: int) -> AbstractContextManager[Threads]:
         made.append(most)
         return threads(most)
 
