@@ -18,7 +18,7 @@ import speedtorch
 from speedtorch.files.generations import generations_of
 
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
-ROWS, END, EVERY = 500, 180, 3
+ROWS, END, EVERY = 500, 540, 3
 
 
 def batch(number: int) -> Tensor:

@@ -27,7 +27,6 @@ from speedtorch.ops.shapes import check_span
 __all__ = [
     "FORMATS",
     "StoredField",
-    "blocks_of_bytes",
     "open_fields",
     "save_fields",
     "write_safetensors",
@@ -47,7 +46,7 @@ _TRIES = 1000
 _Result = TypeVar("_Result")
 
 
-def blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Consecutive bytes, uint8 `[rows, bytes]`, in the file's order, _BLOCK_BYTES at most.
 
     Each comes with a contiguous buffer on the CPU, which is the next one's, too.
@@ -78,7 +77,7 @@ class StoredField(StoredArray):
     def read_into(self, field: Tensor) -> None:
         """Reads all rows into a field of this shape and dtype, of any row stride."""
         offset = self.offset
-        for block, buffer in blocks_of_bytes(field):
+        for block, buffer in _blocks_of_bytes(field):
             with about(self.path, "the table holds old and new rows now; load it again"):
                 self.read(buffer.view(-1).numpy().data, offset)
             block.copy_(buffer)

@@ -684,13 +684,13 @@ def _write_manifest(
     folder: str,
     files: Sequence[Mapping[str, Any]],
     values: Mapping[str, Any],
-    base: SavedGeneration | None = None,
-    ids_of: Mapping[str, str] | None = None,
+    base: SavedGeneration | None,
+    ids_of: Mapping[str, str],
 ) -> _Manifest:
     """Writes what tells all."""
     manifest = {"format": FORMAT, "version": VERSION, "files": files, "parts": values}
     if base is not None:
-        against = {"generation": base.number, "sha256": base.digest, "rows": dict(ids_of or {})}
+        against = {"generation": base.number, "sha256": base.digest, "rows": dict(ids_of)}
         manifest |= {"version": VERSION_OF_DELTA, "base": against}
     text = json.dumps(manifest, separators=(",", ":")).encode()
     _write(folder, "manifest.json", text)

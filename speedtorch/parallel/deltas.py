@@ -101,7 +101,7 @@ class Delta(Generic[_Written]):
 def delta(
     tensors: Mapping[str, _Written],
     changed: Mapping[str, Changed[_Written]],
-    taken: Collection[str] = (),
+    taken: Collection[str],
 ) -> Delta[_Written]:
     """Puts changed rows in the place of all; ids get names that no tensor has, nor are `taken`."""
     made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
