@@ -287,6 +287,8 @@ def add_torch(extension: Extension, torch: ModuleType) -> None:
     if SANITIZE:
         # Pointers to torch's classes cannot be checked: their type information stays in torch.
         flags += [f"-fsanitize={SANITIZE}", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1"]
+        # Python's own flags may have -fwrapv, with which no sum of integers is too large.
+        flags += ["-fno-wrapv"]
     if SANITIZE == "thread":
         flags += ["-fno-builtin"]  # csrc/core/announced_copies.cpp has what is called, not expanded
     if LIMITED_API:
