@@ -85,7 +85,8 @@ void wait_for_gpu(int device) {
   if (current != device) succeeded(cuda_calls().set_device(current));
 }
 
-// Takes from a range what nobody has. Errors are not reported: it must go all the same.
+// Takes the memory from a range without segments, and the addresses if it has no owner either.
+// Errors are not reported: it must go all the same.
 void let_go(Ranges& ranges, const char* base) noexcept {
   const auto found = ranges.all.find(base);
   if (found == ranges.all.end() || found->second.segments > 0) return;

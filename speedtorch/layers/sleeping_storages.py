@@ -1,7 +1,7 @@
 """The memory of tensors, by storages: on the device, or in host memory while they sleep.
 
-A storage is emptied and filled again, and stays the same object all the while. So whatever has a
-view of it has the same values again: tied weights, tensors that are not contiguous, the flat
+A storage loses its memory and gets some again, elsewhere or at the same addresses (device_memory),
+and stays the same object all the while. So whatever has a view of it has the same values again: tied weights, tensors that are not contiguous, the flat
 buffers of DistributedDataParallel and FSDP. Tensors that are known by name are in mapped host
 memory meanwhile, as tensors of their device still, whose kernels reach it over the link: they can
 be read, saved and loaded, and autograd and its hooks know no other tensors.

@@ -63,7 +63,7 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     started, that is raised, and what has been made is undone.
     """
     done: Future[_Result] = Future()
-    # A process of multiprocessing takes the threads of pools away at its end, before it waits.
+    # The end of a process of multiprocessing waits here, before it runs its other finalizers.
     ending = Finalize(None, wait, ([done],), exitpriority=100)
     place = os.path.realpath(folder)
 
