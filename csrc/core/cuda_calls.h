@@ -76,7 +76,7 @@ struct CudaCalls {
 
 CudaCalls& cuda_calls();
 
-constexpr int kNoMemory = 2;  // cudaErrorMemoryAllocation
+constexpr int kNoMemory = 2;             // cudaErrorMemoryAllocation
 constexpr int kInsufficientDriver = 35;  // also the answer where there is no driver at all
 
 // True for the errors that say there is no GPU or no driver for it (or no CUDA in this build).

@@ -1,10 +1,11 @@
 """The memory of tensors, by storages: on the device, or in host memory while they sleep.
 
-A storage loses its memory and gets some again, elsewhere or at the same addresses (device_memory),
-and stays the same object all the while. So whatever has a view of it has the same values again: tied weights, tensors that are not contiguous, the flat
-buffers of DistributedDataParallel and FSDP. Tensors that are known by name are in mapped host
-memory meanwhile, as tensors of their device still, whose kernels reach it over the link: they can
-be read, saved and loaded, and autograd and its hooks know no other tensors.
+A storage loses its memory and gets some again, elsewhere or at the same addresses (see
+device_memory.py), and stays the same object all the while. So whatever has a view of it has the
+same values again: tied weights, tensors that are not contiguous, the flat buffers of
+DistributedDataParallel and FSDP. Tensors that are known by name are in mapped host memory
+meanwhile, as tensors of their device still, whose kernels reach it over the link: they can be read,
+saved and loaded, and autograd and its hooks know no other tensors.
 
 **Errors at any line.** First all is copied, then the tensors are let see the copy one by one, and
 only then goes the memory that they have left: each is whole all the while. An error on the way to
