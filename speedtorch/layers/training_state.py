@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,33 @@ from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.torch_internals import as_plain, storage_id
 
 __all__ = ["SleepReport", "TrainingState"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _alone(method: _Method) -> _Method:
+    """Lets a method move tensors without a graph, and without collections of cycles meanwhile.
+
+    Thousands of records would set off collections, which look at all objects that there are. They
+    go on wherever Ctrl-C interrupts this: each line of one `finally` is in the block of the other.
+    """
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        collects = gc.isenabled()
+        try:
+            try:
+                gc.disable()
+                with as_plain(), torch.no_grad(), torch.inference_mode(False):
+                    return method(*args, **kwargs)
+            finally:
+                if collects:
+                    gc.enable()
+        finally:
+            if collects:
+                gc.enable()
+
+    return call  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -149,6 +177,7 @@ class TrainingState:
         """Bytes of host memory that it has, asleep or awake."""
         return sum(each.host_nbytes for each in self._parts.values())
 
+    @_alone
     def sleep(
         self, parts: Collection[StatePart] | None = None, *, discard: Collection[StatePart] = ()
     ) -> SleepReport:
@@ -177,13 +206,7 @@ class TrainingState:
         wanted, lost = _chosen("parts", parts), _chosen("discard", discard)
         if outside := [each for each in lost if each not in wanted]:
             raise ValueError(f"discard: {outside[0]!r} is none of the parts that sleep, {wanted}")
-        with (
-            self._turn,
-            as_plain(),
-            torch.no_grad(),
-            torch.inference_mode(False),
-            _WithoutCollections(),
-        ):
+        with self._turn:
             begin, free = time.perf_counter(), self._free_bytes()
             copied = 0
             for each in self._parts.values():
@@ -198,6 +221,7 @@ class TrainingState:
                 torch.cuda.empty_cache()
             return self._report(begin, free, copied, left)
 
+    @_alone
     def wake(self, parts: Collection[StatePart] | None = None) -> SleepReport:
         """Brings what sleeps back to the device, and waits until it is there.
 
@@ -213,13 +237,7 @@ class TrainingState:
                 (torch.OutOfMemoryError); the parts that did not fit sleep on.
         """
         wanted = _chosen("parts", parts)
-        with (
-            self._turn,
-            as_plain(),
-            torch.no_grad(),
-            torch.inference_mode(False),
-            _WithoutCollections(),
-        ):
+        with self._turn:
             begin, free = time.perf_counter(), self._free_bytes()
             self._synchronize()
             copied = sum(self._parts[part].wake() for part in wanted)
@@ -325,21 +343,6 @@ class TrainingState:
             reserved_bytes=self._reserved_bytes(),
             left=tuple(left),
         )
-
-
-class _WithoutCollections:
-    """Within it Python collects no cycles.
-
-    Thousands of records would set off collections, which look at all objects that there are.
-    """
-
-    def __enter__(self) -> None:
-        self._collects = gc.isenabled()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        if self._collects:
-            gc.enable()
 
 
 def _device_of(model: nn.Module) -> torch.device:
