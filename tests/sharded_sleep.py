@@ -10,7 +10,7 @@ from rank_processes import own_device
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -28,6 +28,8 @@ def _model(way: str) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view="views" in way)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bfloat16" in way else None
     more: dict[str, Any] = {"mp_policy": policy} if policy else {}
+    if "offloaded" in way:
+        more["offload_policy"] = CPUOffloadPolicy(pin_memory=own_device().type == "cuda")
     mesh = init_device_mesh(own_device().type, (dist.get_world_size(),))
     for each in (*model, model):  # type: ignore[misc]
         fully_shard(each, mesh=mesh, **more)
@@ -69,9 +71,13 @@ def _all_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
 
 def _stepped(way: str, budget: int | None) -> list[Tensor]:
     model = _model(way)
-    optimizer = optim.AdamW(model.parameters(), lr=0.05)
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    optimizer: optim.Optimizer = (
+        optim.Muon(matrices) if "Muon" in way else optim.AdamW(model.parameters(), lr=0.05)
+    )
     if budget is not None:
-        swapper = StateSwapper(optimizer, budget=budget)
+        at = own_device() if "offloaded" in way else None
+        swapper = StateSwapper(optimizer, budget=budget, device=at)
     for step in range(STEPS):
         optimizer.zero_grad()
         model(_batch(step)).square().mean().backward()
@@ -84,7 +90,7 @@ def _stepped(way: str, budget: int | None) -> list[Tensor]:
 
 def check_state_swapper(way: str) -> None:
     """The bits are those of ranks that have all state on their device."""
-    ours, theirs = (_stepped(way, budget) for budget in (600, None))
+    ours, theirs = _stepped(way, 600), _stepped(way.replace("offloaded", ""), None)
     assert len(ours) == len(theirs) > 20
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)

@@ -29,19 +29,21 @@ from speedtorch.torch_internals import (
     takes_uneven_inputs,
 )
 
-__all__ = ["Averaging"]
+__all__ = ["Averaging", "averaged_parameters"]
 
 
 class _Made:
-    """Counts the DistributedDataParallels that are made."""
+    """Counts the DistributedDataParallels that are made, and knows those that there are still."""
 
     def __init__(self) -> None:
         self.number = 0
+        self.alive: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         register_module_module_registration_hook(self._note)
 
     def _note(self, module: nn.Module, name: str, child: object) -> None:
         if name == "module" and isinstance(module, DistributedDataParallel):
             self.number += 1
+            self.alive.add(module)
 
 
 _made = _Made()
@@ -59,6 +61,13 @@ _averaged = weakref.WeakKeyDictionary()
 
 _placed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Those that have placed what they average for good."""
+
+
+def averaged_parameters() -> frozenset[int]:
+    """The ids of the parameters of all DistributedDataParallels, as far as they are known."""
+    return frozenset(
+        id(each) for wrapper in _made.alive for each in wrapper.parameters() if each.requires_grad
+    )
 
 
 class _Reach(torch.autograd.Function):

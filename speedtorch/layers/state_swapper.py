@@ -18,12 +18,13 @@ from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import TransferStats
-from speedtorch.layers.unit import is_of_unit
+from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.layers.unit_steps import closure_done, steps_by
+from speedtorch.layers.visit import Visit, bytes_of_visit, check_visitors, follow_inner
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.row_weight import RowWeight
-from speedtorch.torch_internals import as_plain
+from speedtorch.torch_internals import as_plain, tree_leaves
 
 __all__ = ["StateReport", "StateSwapper", "check_has_own_state"]
 
@@ -71,13 +72,21 @@ class _Piece:
     """Parameters that are stepped together, and what the optimizer keeps of them."""
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Sequence[Tensor], traffic: TransferStats
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[Tensor],
+        device: torch.device,
+        traffic: TransferStats,
+        *,
+        visits: bool,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._visits = optimizer, visits
         self._parameters = [weakref.ref(each) for each in parameters]
         self._names: list[dict[Any, str]] = [{} for _ in parameters]
         """Of each parameter's state by its keys: a step asks for thousands of them again."""
-        self.pack = Pack(parameters[0].device, traffic)
+        self.pack = Pack(device, traffic)
+        self.visit = Visit(device, traffic)
+        """Of parameters and gradients that are on the host but for the step, if they visit it."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -85,14 +94,38 @@ class _Piece:
         return [each for ref in self._parameters if (each := ref()) is not None]
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Whether a parameter has come to another device."""
-        return any(each.device != self.pack.slab.device for each in self.parameters)
-
-    @property
     def has_gradients(self) -> bool:
         """Whether a step would change it."""
         return any(each.grad is not None for each in self.parameters)
+
+    @property
+    def visiting_bytes(self) -> int:
+        """Of parameters and gradients that come along."""
+        return sum(map(bytes_of_visit, self.parameters)) if self._visits else 0
+
+    def come(self, members: Members) -> Members:
+        """Begins to bring all; gives what load() is to be called with."""
+        if self._visits:
+            self.visit.bring(self.parameters)
+        # What an interrupted step has brought is copied again: the host may have changed since.
+        is_old = self.pack.slab.is_filled
+        self.pack.bring(members)
+        return members if is_old else Members(members.tensors, ())
+
+    def load(self, members: Members) -> None:
+        """Lets all be seen on the device, behind the copies."""
+        self.pack.load(members)
+        self.pack.slab.coming.join()
+        self.visit.load()
+        for each in self.parameters if self._visits else ():
+            for value in tree_leaves(self._optimizer.state.get(each)):
+                follow_inner(value)  # it may have been loaded as one of the host
+
+    def leave(self, members: Members | None) -> None:
+        """Ends copies to the host, and frees the device's memory; None: the state stays."""
+        if members is not None:
+            self.pack.evict(members, search=False)
+        self.visit.leave()
 
     def members(self, shared: Mapping[int, int]) -> Members:
         """Its state by name.
@@ -168,11 +201,20 @@ class StateSwapper:
         6
     """
 
-    def __init__(self, optimizer: Optimizer | Iterable[Optimizer], *, budget: int | str) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer | Iterable[Optimizer],
+        *,
+        budget: int | str,
+        device: torch.device | str | None = None,
+    ) -> None:
         self._optimizers = optimizers_within(given_optimizers(optimizer))
         if not self._optimizers:
             raise TypeError("optimizer: expected a torch.optim.Optimizer, got none")
         self.budget = bytes_of("budget", budget)
+        self.device = None if device is None else exact_device(device)
+        if self.device is not None and self.device.type == "meta":
+            raise ValueError("device: expected one with memory, as 'cuda', got 'meta'")
         self._traffic = TransferStats()
         for each in self._optimizers:
             _check(each)
@@ -260,28 +302,55 @@ class StateSwapper:
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
+            if self.device is not None:
+                check_visitors(each for piece in pieces for each in piece.parameters)
             staying = self._staying(self._first_bytes(optimizer, pieces))
             self._make_room(staying)
-            coming = deque(self._come(each, each.members(shared)) for each in pieces[:2])
-        leaving: list[tuple[_Piece, Members]] = []
+        try:
+            self._step_each(step, pieces, staying, shared)
+        finally:
+            with as_plain(), torch.no_grad():
+                for piece in pieces:
+                    piece.visit.leave()
+        return (step.twin(()), *args[1:]), kwargs, step.settle
+
+    def _step_each(
+        self,
+        step: PartialStep,
+        pieces: Sequence[_Piece],
+        staying: Collection[_Piece],
+        shared: Mapping[int, int],
+    ) -> None:
+        """Steps pieces one after another, each of which is brought for it.
+
+        Args:
+            step: of the optimizer.
+            pieces: of parameters that have gradients.
+            staying: those whose state stays on the device.
+            shared: how many parameters keep each tensor.
+        """
+        with as_plain(), torch.no_grad():
+            coming = deque(each.come(each.members(shared)) for each in pieces[:2])
+        leaving: list[tuple[_Piece, Members | None]] = []
         for number, piece in enumerate(pieces):
             with as_plain(), torch.no_grad():
-                piece.pack.load(coming.popleft())
-                piece.pack.slab.coming.join()
+                piece.load(coming.popleft())
             step.step(piece.parameters)
             with as_plain(), torch.no_grad():
+                piece.visit.write_back()
                 members = piece.members(shared)
                 if piece not in staying:
                     piece.pack.write_back(members)
                 # Found before the host waits: the link into the device is idle from then on.
                 following = [(each, each.members(shared)) for each in pieces[number + 2 :][:1]]
-                self._leave(leaving)
-                coming.extend(self._come(*each) for each in following)
+                for each, its in leaving:
+                    each.leave(its)
+                coming.extend(each.come(its) for each, its in following)
                 # All that the step has changed is on its way: it is not copied again.
-                leaving = [] if piece in staying else [(piece, Members(members.tensors, ()))]
+                leaving = [(piece, None if piece in staying else Members(members.tensors, ()))]
         with as_plain(), torch.no_grad():
-            self._leave(leaving)
-        return (step.twin(()), *args[1:]), kwargs, step.settle
+            for each, its in leaving:
+                each.leave(its)
 
     def _first_bytes(self, optimizer: Optimizer, pieces: Iterable[_Piece]) -> list[int]:
         """Bytes of the state that a step is to make of each piece that has none."""
@@ -290,14 +359,14 @@ class StateSwapper:
         return [sum(nbytes(each) for each in of if each.grad is not None) for of in new]
 
     def _staying(self, first_bytes: Iterable[int]) -> set[_Piece]:
-        """The pieces that the budget has room for beside those that travel, the first ones.
+        """The pieces whose state the budget has room for beside what travels, the first ones.
 
         Args:
             first_bytes: of each piece whose state is made in this step.
         """
         pieces = [each for some in self._pieces.values() for each in some]
         sizes = [each.pack.slab.nbytes for each in pieces]
-        every = [*sizes, *first_bytes]
+        every = [*(e.pack.slab.nbytes + e.visiting_bytes for e in pieces), *first_bytes]
         room = self.budget
         if sum(every) > room:
             room -= _AT_ONCE * max(every)
@@ -314,27 +383,20 @@ class StateSwapper:
             going = [e for e in pieces if e.pack.slab.device_bytes and e not in staying]
             if going:
                 shared = _times_kept(optimizer)
-                self._leave((each, each.members(shared)) for each in going)
-
-    @staticmethod
-    def _come(piece: _Piece, members: Members) -> Members:
-        """Begins to bring state; gives what load() is to be called with."""
-        # What an interrupted step has brought is copied again: the host may have changed since.
-        is_old = piece.pack.slab.is_filled
-        piece.pack.bring(members)
-        return members if is_old else Members(members.tensors, ())
-
-    @staticmethod
-    def _leave(pieces: Iterable[tuple[_Piece, Members]]) -> None:
-        """Ends copies to the host, and frees the device's memory."""
-        for piece, members in pieces:
-            piece.pack.evict(members, search=False)
+                for each in going:
+                    each.leave(each.members(shared))
 
     def _arranged(self, optimizer: Optimizer) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor."""
         self._loading[optimizer].forget()
         pieces = [each for each in self._pieces[optimizer] if each.parameters]
-        if any(each.is_elsewhere for each in pieces):
+        for piece in pieces:
+            piece.visit.leave()  # if an error has interrupted that
+        if any(
+            self._steps_on(e) != piece.pack.slab.device
+            for piece in pieces
+            for e in piece.parameters
+        ):
             pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}
         most = max(1, min(self.budget // _AT_ONCE, _PIECE))
@@ -344,24 +406,30 @@ class StateSwapper:
         for each in (e for group in optimizer.param_groups for e in group["params"]):
             if id(each) in owned:
                 continue
-            nbytes = self._bytes_of(optimizer, each)
-            some = open_ones.get(each.device)
-            if some is None or size[each.device] + nbytes > most:
-                some = open_ones[each.device] = []
-                new.append(some)
-                size[each.device] = 0
+            nbytes, device = self._bytes_of(optimizer, each), self._steps_on(each)
+            some = open_ones.get(device)
+            if some is None or size[device] + nbytes > most:
+                some = open_ones[device] = []
+                new.append((some, device))
+                size[device] = 0
             some.append(each)
-            size[each.device] += nbytes
+            size[device] += nbytes
+        visits = self.device is not None
         # At once: a parameter in no piece, or in two, would not be stepped as it should.
-        pieces += [_Piece(optimizer, some, self._traffic) for some in new]
+        pieces += [_Piece(optimizer, *some, self._traffic, visits=visits) for some in new]
         self._pieces[optimizer] = pieces
         return _times_kept(optimizer)
 
     def _bytes_of(self, optimizer: Optimizer, parameter: Tensor) -> int:
         """Of its state, or of what a first step is to make: as much as itself, if not more."""
+        visiting = 0 if self.device is None else bytes_of_visit(parameter)
         if kept := optimizer.state.get(parameter):
-            return sum(each.nbytes for _, each in plain_tensors("", kept))
-        return max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
+            return visiting + sum(each.nbytes for _, each in plain_tensors("", kept))
+        return visiting + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
+
+    def _steps_on(self, parameter: Tensor) -> torch.device:
+        """The device where it is stepped."""
+        return self.device if self.device is not None and parameter.is_cpu else parameter.device
 
 
 class _Loading:

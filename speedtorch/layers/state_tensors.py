@@ -96,7 +96,9 @@ def plain_tensors(
             yield name, value
         elif hasattr(value, "__tensor_flatten__"):
             for each in value.__tensor_flatten__()[0]:
-                yield from plain_tensors(f"{name}.{each}", getattr(value, each), seen)
+                inner = getattr(value, each)
+                if isinstance(inner, Tensor):  # and no DeviceMesh, which has tensors of its own
+                    yield from plain_tensors(f"{name}.{each}", inner, seen)
         elif not is_lazy(value):
             if _has_memory(value):
                 yield name, value

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["TransferStats"]
+__all__ = ["Begun", "TransferStats"]
 
 _KEPT = 64  # events of so many copies, before anybody looks whether they are done
 

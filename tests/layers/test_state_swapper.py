@@ -470,3 +470,121 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
         assert sorted(map(id, owned)) == sorted(map(id, training.model.parameters()))
         training.optimizer.zero_grad()
         training.step(2)
+
+
+class AtHome:
+    """Parameters in host memory that are stepped on a device, or what is there all the while."""
+
+    def __init__(self, device: str, make: Callable[..., Any], budget: int | None) -> None:
+        torch.manual_seed(0)
+        self.device = torch.device("cpu" if budget else device)
+        self.model = nn.Sequential(*(Layer() for _ in range(3))).to(self.device)
+        self.optimizer = make(self.model.parameters())
+        self.steps = 0
+        if budget:
+            self.swapper = StateSwapper(self.optimizer, budget=budget, device=device)
+
+    def gradients(self) -> AtHome:
+        random = torch.Generator().manual_seed(self.steps)
+        for number, each in enumerate(self.model.parameters()):
+            gradient = torch.randn(each.shape, generator=random).to(self.device, each.dtype)
+            is_left = not each.requires_grad or (number + self.steps) % 5 == 0
+            each.grad = None if is_left else gradient
+        return self
+
+    def step(self, count: int = 1) -> AtHome:
+        for _ in range(count):
+            self.gradients().optimizer.step()
+            self.steps += 1
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {name: each.cpu() for name, each in self.model.state_dict().items()}
+        for number, kept in self.optimizer.state_dict()["state"].items():
+            for key, value in kept.items():
+                for at, each in enumerate(value if isinstance(value, list) else [value]):
+                    if isinstance(each, Tensor):
+                        found[f"{number} {key} {at}"] = each.cpu()
+        return found
+
+
+@pytest.mark.parametrize("budget", [1, 2000, 1 << 20], ids=["nothing", "some", "all"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Shampoo"])
+def test_parameters_in_host_memory_are_stepped_on_the_device(
+    name: str, budget: int, device: str
+) -> None:
+    make = OPTIMIZERS.get(name, Shampoo)
+    ours, theirs = (AtHome(device, make, each) for each in (budget, None))
+    homes = [each.data_ptr() for each in ours.model.parameters()]
+    assert_equal(ours.step(5).tensors(), theirs.step(5).tensors())
+    assert homes == [each.data_ptr() for each in ours.model.parameters()]
+    gradients = [each.grad for each in ours.model.parameters() if each.grad is not None]
+    assert {each.device.type for each in gradients} == {"cpu"}
+    assert_equal(ours.step(3).tensors(), theirs.step(3).tensors())
+    loaded = [AtHome(device, make, each) for each in (budget, None)]
+    for each in loaded:
+        each.model.load_state_dict(ours.model.state_dict())
+        each.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+        each.step(3)
+    assert_equal(loaded[0].tensors(), loaded[1].tensors())
+
+
+class ChangesGradients(optim.Optimizer):
+    """Clips gradients in its step, where they are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                each.sub_(each.grad.clamp_(-0.5, 0.5), alpha=0.1)
+
+
+def test_gradients_that_a_step_changes_are_changed_on_the_host(device: str) -> None:
+    ours, theirs = (AtHome(device, ChangesGradients, each).step(2) for each in (1000, None))
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad, other.grad.cpu()) and one.grad.abs().max() <= 0.5
+
+
+@EVERY
+@pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
+def test_an_error_leaves_each_parameter_at_home_before_or_after_its_step(
+    error: Callable[[], BaseException], every: int, device: str
+) -> None:
+    def prepared() -> AtHome:
+        return AtHome(device, optim.Adam, 2000).step(2).gradients()
+
+    before, after = copies(prepared().tensors()), copies(prepared().step().tensors())
+    interrupted = every_interrupt(prepared, lambda e: e.optimizer.step(), error, every=every)
+    for ours, _ in interrupted:
+        assert {each.device.type for each in ours.model.parameters()} == {"cpu"}
+        ours.swapper.evict()
+        found = ours.tensors()
+        for number, name in enumerate(dict(ours.model.named_parameters())):
+            own = [key for key in found if key == name or key.startswith(f"{number} exp_avg ")]
+            was = [torch.equal(found[key], before[key]) for key in own]
+            done = [torch.equal(found[key], after[key]) for key in own]
+            assert all(was) or all(done), name
+        assert len(copies(ours.step(2).tensors())) == len(after)
+
+
+def test_what_cannot_visit_the_device_is_named(device: str) -> None:
+    base = torch.ones(8)
+    first, second = nn.Parameter(base[:6]), nn.Parameter(base[4:])
+    optimizer = optim.SGD([first, second], lr=0.1)
+    StateSwapper(optimizer, budget="1KiB", device=device)
+    first.grad, second.grad = torch.ones(6), torch.ones(4)
+    with pytest.raises(ValueError, match=r"shapes \[6\] and \[4\] share host memory"):
+        optimizer.step()
+    second.grad = None
+    optimizer.step()
+    assert torch.equal(base, torch.tensor([0.9] * 6 + [1.0] * 2))
+    first.grad = torch.ones(6).to_sparse()
+    with pytest.raises(ValueError, match="a gradient of shape .* dense tensor on the CPU"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="expected one with memory, as 'cuda', got 'meta'"):
+        StateSwapper(optim.SGD([nn.Parameter(base)]), budget=1, device="meta")

@@ -1,0 +1,187 @@
+"""Visit: parameters whose home is host memory, and their gradients, on a device for one step.
+
+Their memory on the host stays where it is, so that who has pinned it or has views of it (FSDP2)
+goes on with that. The objects stay, too: on the device their `data` is a copy. Of a tensor of a
+class of its own (DTensor) the tensors within move, and it is let see their device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.layers.data_parallel import averaged_parameters
+from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.layers.transfer_stats import Begun, TransferStats
+from speedtorch.memory.side_stream import SharedSideStream
+from speedtorch.torch_internals import version_of
+
+__all__ = ["Visit", "bytes_of_visit", "check_visitors", "follow_inner"]
+
+
+class _Guest(NamedTuple):
+    """A plain tensor, its memory on the host, and the copy of that on the device."""
+
+    tensor: Tensor
+    home: Tensor
+    copy: Tensor
+
+
+class _Whole(NamedTuple):
+    """A parameter or a gradient, and what has memory of it."""
+
+    tensor: Tensor
+    is_gradient: bool
+    guests: list[_Guest]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.home.nbytes for each in self.guests)
+
+
+class Visit:
+    """Copies of parameters and gradients, which are seen on the device from load() to leave().
+
+    On a GPU copies go beside the current stream, as those of a slab.
+
+    Args:
+        device: where the step runs; "cpu" is another part of host memory.
+        traffic: counts what is copied.
+    """
+
+    def __init__(self, device: torch.device, traffic: TransferStats) -> None:
+        self._device, self._traffic = device, traffic
+        self._coming = SharedSideStream("layers coming", is_timed=True)
+        self._leaving = SharedSideStream("layers leaving", is_timed=True)
+        self._wholes: list[_Whole] = []
+        self._versions: list[int] = []
+        """Of each when it was seen on the device first; none: it has not been."""
+        self._is_written = False
+        """Whether the host has all that is new, or is about to."""
+
+    def bring(self, parameters: Iterable[Tensor]) -> None:
+        """Begins to copy those that are on the host and have gradients, with these."""
+        wholes = []
+        with self._coming.after_current(self._device) as stream:
+            begun = self._traffic.begin(stream)
+            for each in parameters:
+                if each.grad is None or not each.is_cpu:
+                    continue
+                for whole in (each, each.grad):
+                    guests = [
+                        _Guest(tensor, home := tensor.data, _copy_of(home, self._device))
+                        for _, tensor in plain_tensors("", whole)
+                    ]
+                    wholes.append(_Whole(whole, whole is not each, guests))
+        if wholes:
+            self._count(begun, wholes, comes=True)
+        self._wholes = wholes
+
+    def load(self) -> None:
+        """Lets them be seen on the device, behind the copies."""
+        self._coming.join()
+        self._is_written = False
+        self._versions = [version_of(each.tensor) for each in self._wholes]
+        for each in self._wholes:
+            for tensor, _, copy in each.guests:
+                tensor.data = copy
+            follow_inner(each.tensor)
+
+    def write_back(self) -> None:
+        """Begins to copy what a step has changed to the host.
+
+        That is all parameters, and gradients if torch counts a change of them.
+        """
+        changed = [
+            each
+            for each, version in zip(self._wholes, self._versions, strict=False)
+            if not each.is_gradient or version_of(each.tensor) != version
+        ]
+        if changed:
+            with self._leaving.after_current(self._device) as stream:
+                begun = self._traffic.begin(stream)
+                for each in changed:
+                    for _, home, copy in each.guests:
+                        home.copy_(copy, non_blocking=True)
+            self._count(begun, changed, comes=False)
+        self._is_written = True
+
+    def leave(self) -> None:
+        """Lets all be seen on the host, as the step has left it; the copies go.
+
+        Another call does what an error has interrupted.
+        """
+        if self._versions:
+            if not self._is_written:
+                self.write_back()
+            self._leaving.finish()
+            for each in self._wholes:
+                for tensor, home, _ in each.guests:
+                    tensor.data = home
+                follow_inner(each.tensor)
+        self._versions, self._wholes = [], []
+
+    def _count(self, begun: Begun, wholes: Iterable[_Whole], *, comes: bool) -> None:
+        nbytes = sum(each.nbytes for each in wholes)
+        end = (self._coming if comes else self._leaving).end
+        self._traffic.end(begun, end, nbytes, comes=comes)
+
+
+def bytes_of_visit(parameter: Tensor) -> int:
+    """Bytes of a parameter and its gradient that come to the device; 0 if it is there."""
+    return 2 * sum(each.nbytes for _, each in plain_tensors("", parameter) if each.is_cpu)
+
+
+def check_visitors(parameters: Iterable[Tensor]) -> None:
+    """Raises ValueError if one of those that are on the host cannot come to the device."""
+    averaged = averaged_parameters()
+    spans = []
+    for each in parameters:
+        if each.grad is None or not each.is_cpu:
+            continue
+        for what, whole in (("a parameter", each), ("a gradient", each.grad)):
+            for _, tensor in plain_tensors("", whole):
+                if tensor.layout is not torch.strided or not tensor.is_cpu:
+                    raise ValueError(
+                        f"{what} of shape {list(whole.shape)} cannot come to the device for its"
+                        f" step: expected a dense tensor on the CPU, got {tensor.layout} on"
+                        f" {str(tensor.device)!r}"
+                    )
+                if whole is each and tensor.numel():
+                    spans.append((tensor.data_ptr(), tensor.nbytes, whole.shape))
+        if id(each) in averaged:
+            raise ValueError(
+                f"a parameter of shape {list(each.shape)} is in host memory and averaged by"
+                " DistributedDataParallel, which finds its gradient no more once it has been on the"
+                " device: keep it there, or use fully_shard"
+            )
+    spans.sort(key=itemgetter(0))
+    for (begin, nbytes, shape), (after, _, other) in pairwise(spans):
+        if after < begin + nbytes:
+            raise ValueError(
+                f"parameters of shapes {list(shape)} and {list(other)} share host memory, and would"
+                " be stepped as two: let the optimizer have one of them"
+            )
+
+
+def follow_inner(tensor: object) -> None:
+    """Lets a tensor of a class of its own be seen on the device where the tensors within are."""
+    if not isinstance(tensor, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return
+    names, settings = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    tensors = [each for each in inner.values() if isinstance(each, Tensor)]
+    for each in tensors:
+        follow_inner(each)
+    if tensors and tensors[0].device != tensor.device:
+        made: Any = type(tensor)
+        tensor.data = made.__tensor_unflatten__(inner, settings, tensor.shape, tensor.stride())
+
+
+def _copy_of(home: Tensor, device: torch.device) -> Tensor:
+    return home.to(device, non_blocking=True, copy=True)
