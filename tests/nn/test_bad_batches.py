@@ -1,4 +1,4 @@
-"""Batches with bad ids anywhere in training: an IndexError, no row changed, the next batch right."""
+"""Batches with bad ids anywhere in training: an IndexError, no row changed, the next one right."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Long training with prefetch, beside a mirror of plain torch tensors on the same device.
 
-The mirror steps the distinct rows of a batch with an optimizer of its own. Gradients are small whole
-numbers, whose sums are exact in any order. Each lookup is compared as it comes, and the tables at
-the end, bit for bit. `make soak` looks up 10^8 rows on a GPU.
+The mirror steps the distinct rows of a batch with an optimizer of its own. Gradients are small
+whole numbers, whose sums are exact in any order. Each lookup is compared as it comes, and the
+tables at the end, bit for bit. `make soak` looks up 10^8 rows on a GPU.
 """
 
 from __future__ import annotations

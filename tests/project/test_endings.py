@@ -17,10 +17,8 @@ import speedtorch
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 TESTS = Path(__file__).parents[1]
-STATUS = {
-    **{"exit_3": 3, "error": 1, "os_exit": 7, "sigterm_handled": 5},
-    **{"ctrl_c": -signal.SIGINT, "by_a_thread": -signal.SIGINT, "sigterm": -signal.SIGTERM},
-}
+STATUS = {"exit_3": 3, "error": 1, "os_exit": 7, "sigterm_handled": 5, "sigterm": -signal.SIGTERM}
+STATUS |= {"ctrl_c": -signal.SIGINT, "by_a_thread": -signal.SIGINT}
 LAST_WORDS = {"error": "ValueError: the last words"}
 LAST_WORDS |= {"ctrl_c": "KeyboardInterrupt", "by_a_thread": "KeyboardInterrupt"}
 
