@@ -108,7 +108,7 @@ class Deltas(Run):
 
 
 FIELDS = ("weight", "exp_avg", "exp_avg_sq")
-TURNS = soaked(1, 23)
+TURNS = soaked(1, 21)
 """Runs of the tests that kill: over 10,000 kills in a whole soak."""
 
 

@@ -137,6 +137,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_tables_that_go_while_kernels_use_them_leave_nothing_behind(device: str) -> None:
     drops = Drops(device, seed=1)
     for number in range(1, 20):  # what libraries keep after the first uses

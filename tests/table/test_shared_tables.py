@@ -440,7 +440,7 @@ def writes_once(table: HostTable) -> None:
 
 @pytest.mark.soak
 def test_random_work_of_two_processes_on_disjoint_rows_leaves_no_wrong_row(device: str) -> None:
-    table, operations = HostTable(1000, 8, memory="shared").fill_(-1), soaked(5000, 100_000)
+    table, operations = HostTable(1000, 8, memory="shared").fill_(-1), soaked(5000, 50_000)
     with spawned(works_at_random, table.share(), operations, device) as (_, other):
         assert told(other) == "open"
         even = random_work(table, 0, 2, operations, device)
