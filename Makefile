@@ -3,8 +3,9 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, check, test, examples, nightly and bench
+#   ARGS     more arguments for demo, check, test, examples, nightly, soak and bench
 #   PROGRAMS how many random programs make nightly runs
+#   SHARE    of the full size that make soak runs
 #   PLATFORM the tag of make wheel's wheel, which auditwheel checks
 
 PYTHON ?= python3
@@ -12,6 +13,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
 PROGRAMS ?= 100000
+SHARE ?= 1
 # The lowest that holds for a library built on Debian 12; docs/releasing.md says why.
 PLATFORM ?= manylinux_2_34_$(shell uname -m)
 SPEEDTORCH_CUDA ?= auto
@@ -48,7 +50,7 @@ WHEEL_TOOLS := .venv-wheel
 WHEEL_TRIED := build/wheel-tried
 WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
 
-.PHONY: help setup demo check test examples nightly clients lint sanitize bench notebooks docs wheel sdist clean force
+.PHONY: help setup demo check test examples nightly soak clients lint sanitize bench notebooks docs wheel sdist clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -70,6 +72,10 @@ examples: setup ## whole programs at a small size: examples, notebooks, benchmar
 nightly: setup ## the tests, whole grids, errors at every line, and make sanitize: hours
 	SPEEDTORCH_PROGRAMS=$(PROGRAMS) $(TEST) --dist load -m 'not clients' $(PATIENT) $(ARGS)
 	$(if $(ARGS),,$(MAKE) sanitize)
+
+# One process a core; with a GPU the GPU's parts, too.
+soak: setup ## by hand: 10^9 rows on a GPU, 10,000 kills, 5 million files, ends of processes: hours
+	SPEEDTORCH_SOAK=$(SHARE) $(TEST) --dist load -m soak $(PATIENT) $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)
@@ -94,9 +100,20 @@ TESTS_OF_THREADS := tests/memory/test_memory.py tests/step/test_threads.py \
     pinned_gather.py pinned_scatter.py plan.py pool_rows.py round_rows.py shard_ids.py sum_rows.py \
     swap_places.py table_ids.py)
 
-sanitize: setup ## the ops' tests with gcc's address, undefined-behaviour and thread sanitizers
+# Every kernel at small sizes.
+TESTS_OF_KERNELS := tests/nn/test_bad_batches.py $(addprefix tests/ops/test_,counted.py \
+    moved_rows.py plan.py::test_any_number_of_ids plan.py::test_any_order_of_ids plan_fault.py \
+    pool_rows.py round_rows.py shard_ids.py::test_a_small_table \
+    shard_ids.py::test_requested_ids_are_the_reference \
+    split_plan.py::test_each_table_gets_the_plan_of_its_own_ids \
+    sum_rows.py::test_ids_have_the_rows_of_their_sources swap_places.py table_ids.py)
+GPU_TOOLS := memcheck racecheck initcheck synccheck
+
+sanitize: setup ## the ops' tests with gcc's sanitizers, and on a GPU with compute-sanitizer's
 	$(PY) tests/sanitized.py address,undefined $(PATIENT) $(TESTS_OF_BOUNDS) $(ARGS)
 	$(PY) tests/sanitized.py thread $(PATIENT) $(TESTS_OF_THREADS) $(ARGS)
+	for tool in $(GPU_TOOLS); do \
+	    $(PY) tests/sanitized.py $$tool $(PATIENT) $(TESTS_OF_KERNELS) $(ARGS) || exit; done
 
 bench: setup ## on a GPU: benchmarks/results/, and the tables of README.md and docs/performance.md
 	$(PY) -m benchmarks $(ARGS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ordinary_run import soaked
 
 import speedtorch
 from speedtorch.files import system_calls
@@ -107,6 +108,8 @@ class Deltas(Run):
 
 
 FIELDS = ("weight", "exp_avg", "exp_avg_sq")
+TURNS = soaked(1, 21)
+"""Runs of the tests that kill: over 10,000 kills in a whole soak."""
 
 
 class Table:
@@ -166,8 +169,11 @@ def saved_and_killed(saved: Run | Table, step: int, number: int) -> tuple[bool, 
     return after != before, status
 
 
-def main(kind: str, folder: Path) -> None:
-    """Kills a save at each call; prints how many kills there were, and how many were too late."""
+def main(kind: str, folder: Path, turn: int = 0) -> None:
+    """Kills a save at each call; prints how many kills there were, and how many were too late.
+
+    Another turn kills the saves that follow at other calls.
+    """
     torch.set_num_threads(1)
     kinds: dict[str, Callable[[Path], Run | Table]] = {
         "run": Run,
@@ -185,7 +191,7 @@ def main(kind: str, folder: Path) -> None:
         late, status = saved_and_killed(saved, 3 * number, number)
         switched += late
         # The next one is killed as well, often while it completes the one before.
-        saved_and_killed(saved, 3 * number + 1, 1 + number * 5 % 23)
+        saved_and_killed(saved, 3 * number + 1, 1 + (number * 5 + turn) % 23)
         saved.save(3 * number + 2)
         assert saved.step() == 3 * number + 2
         saved.check_files(3 * number + 2)
@@ -195,4 +201,4 @@ def main(kind: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

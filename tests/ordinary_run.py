@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Hashable, Sequence
 
-__all__ = ["dealt", "process_count", "programs"]
+__all__ = ["dealt", "process_count", "programs", "soaked"]
 
 # Of one process: torch, CUDA's context, small tables, and processes that it starts: 32 of them on
 # an H100 of 78 GiB ran out of its memory.
@@ -44,6 +44,14 @@ def dealt(cases: Sequence[tuple[Hashable, Hashable]]) -> list[int]:
 def programs(ordinary: int) -> int:
     """How many random programs a test runs: many times as many in `make nightly`."""
     return ordinary * (125 if "SPEEDTORCH_PROGRAMS" in os.environ else 1)
+
+
+def soaked(ordinary: int, full: int) -> int:
+    """How many of something a test with the mark `soak` runs.
+
+    SPEEDTORCH_SOAK is the share of `full` to run: `make soak` sets 1, and a shorter soak sets less.
+    """
+    return max(ordinary, round(full * float(os.environ.get("SPEEDTORCH_SOAK", "0"))))
 
 
 def process_count(cores: int, host_bytes: int, gpu_bytes: int | None = None) -> int:

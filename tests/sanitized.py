@@ -1,7 +1,9 @@
-"""The library built with a sanitizer of gcc's, and programs that run with it.
+"""Tests with a sanitizer: the library built with one of gcc's, or a tool of compute-sanitizer.
 
-`python tests/sanitized.py thread ARGUMENTS` builds it in a folder of its own, for the CPU alone,
-and runs pytest with these arguments. Where the machine lacks what the sanitizer needs, it says so.
+`python tests/sanitized.py thread ARGUMENTS` builds the library in a folder of its own, for the CPU
+alone, and runs pytest with these arguments. `python tests/sanitized.py memcheck ARGUMENTS` runs it
+in one process with the ordinary library on a GPU. Where the machine lacks what the sanitizer needs,
+it says so.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -25,6 +29,11 @@ class Sanitizer(NamedTuple):
     runtime: str
     environment: Mapping[str, str]
     started_by: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As a compiler is given it."""
+        return f"-fsanitize={self.checks}"
 
     def libraries(self) -> list[str]:
         """What is loaded before Python, which has no sanitizer."""
@@ -59,6 +68,59 @@ class Sanitizer(NamedTuple):
         settings.append(f"LD_PRELOAD={' '.join(self.libraries())}")
         return [*self.started_by, "env", *settings, sys.executable, *arguments]
 
+    def prepared(self) -> list[str]:
+        """Builds the package in build/; pytest's arguments that let tests have it."""
+        folder = ROOT / "build" / f"sanitized-{self.checks}"
+        shutil.rmtree(folder, ignore_errors=True)
+        ignored = shutil.ignore_patterns("_C*.so", "__pycache__")
+        shutil.copytree(ROOT / "speedtorch", folder / "speedtorch", ignore=ignored)
+        (folder / "docs").symlink_to(ROOT / "docs")  # tests look for pages beside the package
+        self.build(ROOT, "--build-lib", str(folder))
+        return ["-o", f"pythonpath={folder}"]
+
+
+OURS = ("--kernel-name", "kns=speedtorch")
+"""Only kernels whose mangled names have our namespace: all others run at full speed."""
+
+
+class GpuTool(NamedTuple):
+    """A tool of compute-sanitizer, its options, and tests that it cannot judge."""
+
+    tool: str
+    options: tuple[str, ...] = OURS
+    left_out: str = "not cpu"
+
+    @property
+    def name(self) -> str:
+        """As it is started."""
+        return f"compute-sanitizer --tool {self.tool}"
+
+    def program(self) -> str | None:
+        """The program of PATH, or of the CUDA toolkit."""
+        homes = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), "/usr/local/cuda"]
+        folders = [os.environ["PATH"], *(f"{home}/bin" for home in homes)]
+        return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+    def lacks(self) -> str | None:
+        """What this machine lacks, if it lacks something."""
+        if not torch.cuda.is_available():
+            return "there is no GPU"
+        return None if self.program() else "compute-sanitizer is not installed"
+
+    def prepared(self) -> list[str]:
+        """Pytest's arguments."""
+        return ["-k", self.left_out]
+
+    def python(self, *arguments: str) -> list[str]:
+        """The command of a Python with these arguments.
+
+        Each tensor has memory of its own, where an access beyond it is seen. Backtraces would keep
+        frames of Python alive, and their tensors.
+        """
+        options = ["--error-exitcode", "9", "--show-backtrace", "no", "--report-api-errors", "no"]
+        command = [self.program() or "", "--tool", self.tool, *options, *self.options]
+        return ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", *command, sys.executable, *arguments]
+
 
 ADDRESS = Sanitizer(
     "address,undefined",
@@ -76,23 +138,26 @@ THREAD = Sanitizer(
     # The kernel's random addresses may lie where ThreadSanitizer keeps its own data.
     ("setarch", platform.machine(), "-R"),
 )
+GPU_TOOLS = (
+    GpuTool("memcheck"),
+    GpuTool("racecheck"),
+    # It must see the writes of all kernels, and does not see those of the CPU to managed memory.
+    GpuTool("initcheck", options=(), left_out="not cpu and not managed"),
+    GpuTool("synccheck"),
+)
+SANITIZERS: dict[str, Sanitizer | GpuTool]
 SANITIZERS = {each.checks: each for each in (ADDRESS, THREAD)}
+SANITIZERS |= {each.tool: each for each in GPU_TOOLS}
 
 
 def main(checks: str, *arguments: str) -> int:
-    """Builds the package in build/ and runs pytest with it; returns what pytest returned."""
+    """Runs pytest with a sanitizer; returns what it returned, or 9 for what a GPU's tool found."""
     sanitizer = SANITIZERS[checks]
     if lack := sanitizer.lacks():
-        print(f"speedtorch: no test ran with -fsanitize={checks}: {lack}", file=sys.stderr)
+        print(f"speedtorch: no test ran with {sanitizer.name}: {lack}", file=sys.stderr)
         return 0
-    folder = ROOT / "build" / f"sanitized-{checks}"
-    shutil.rmtree(folder, ignore_errors=True)
-    ignored = shutil.ignore_patterns("_C*.so", "__pycache__")
-    shutil.copytree(ROOT / "speedtorch", folder / "speedtorch", ignore=ignored)
-    (folder / "docs").symlink_to(ROOT / "docs")  # tests look for pages beside the package
-    sanitizer.build(ROOT, "--build-lib", str(folder))
     # Reports go to file descriptor 2, which pytest would keep until the test ends.
-    pytest = ["-m", "pytest", "--capture=sys", "-o", f"pythonpath={folder}", *arguments]
+    pytest = ["-m", "pytest", "--capture=sys", *sanitizer.prepared(), *arguments]
     return subprocess.run(sanitizer.python(*pytest), cwd=ROOT).returncode
 
 

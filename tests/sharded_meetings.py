@@ -7,13 +7,15 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from sharded_checkpoints import STEPS, Run, saved
+from killed_saves import killed_at
+from sharded_checkpoints import STEPS, Run, assert_same, saved
 
 import speedtorch
 from speedtorch.files import system_calls
@@ -130,6 +132,35 @@ def check_killed(folder: str, killed: int) -> None:
     assert there == ["generation-00000001"]
     with pytest.raises(RuntimeError, match=r"rank \d has ended"):
         raise saving.exception() or AssertionError
+
+
+def check_killed_at(folder: str, calls: list[int], how: dict[str, Any]) -> None:
+    """Each rank is killed at its call on a file of this number within a save; 0 is none."""
+    run = Run().train(0, STEPS)
+    for table in run.tables:
+        table.track_changes()
+    saved(folder, run, step=STEPS)
+    run.train(STEPS, 1)
+    dist.barrier()
+    killed_at(calls[dist.get_rank()])
+    warnings.simplefilter("ignore", RuntimeWarning)
+    try:
+        saved(folder, run, step=STEPS + 1, **how)
+    except RuntimeError as error:
+        assert any(each in str(error) for each in ("has ended", "closed by peer", "reset by peer"))
+
+
+def check_after_kill(folder: str) -> None:
+    """The generation before or the new one is whole, and the next save leaves nothing else."""
+    run = Run(seed=5)
+    step = speedtorch.load(folder, **run.parts())["step"]
+    assert_same(run.own(), Run().train(0, step).own())
+    saved(folder, run.train(step, 1), step=step + 1)
+    dist.barrier()
+    there = sorted(os.listdir(folder))
+    assert there == [f"generation-{1 + number:08}" for number in range(step - STEPS + 2)], there
+    assert all(os.listdir(f"{folder}/{each}") for each in there)
+    dist.barrier()
 
 
 def check_ended(folder: str) -> None:

@@ -1,6 +1,7 @@
 """Parsers of files with changed bytes: a result that fits, or a ValueError.
 
-SPEEDTORCH_FUZZ is how many inputs each parser gets, 20,000 by default and the same ones each time;
+SPEEDTORCH_FUZZ is how many inputs each parser gets, 20,000 by default and the same ones each time,
+and 5 million in `make soak`;
 SPEEDTORCH_FUZZ_SEED gives different ones. A failure prints the input.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ordinary_run import soaked
 from torch import optim
 
 import speedtorch
@@ -25,7 +27,10 @@ from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.file_format import Read, StoredArray
 from speedtorch.parallel.saved_generation import SavedGeneration
 
-COUNT = int(os.environ.get("SPEEDTORCH_FUZZ", "20000"))
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+PARTS = soaked(1, 16)  # for as many processes
+COUNT = int(os.environ.get("SPEEDTORCH_FUZZ", soaked(20_000, 5_000_000))) // PARTS
 SEED = os.environ.get("SPEEDTORCH_FUZZ_SEED", "")
 SECONDS, MEMORY = 10.0, 64 << 20
 WORDS = [
@@ -60,8 +65,8 @@ def changed(chance: random.Random, corpus: list[bytes]) -> bytes:
     return bytes(data)
 
 
-def inputs(name: str, corpus: list[bytes]) -> Iterator[bytes]:
-    chance = random.Random(name + SEED)
+def inputs(name: str, part: int, corpus: list[bytes]) -> Iterator[bytes]:
+    chance = random.Random(name + SEED + (str(part) if part else ""))
     for _ in range(COUNT):
         yield changed(chance, corpus)
 
@@ -125,31 +130,31 @@ def safetensors_files() -> list[bytes]:
     return [header + bytes(38), other, (2).to_bytes(8, "little") + b"{}", b""]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Python's parser, which NumPy gives headers to
-def test_npy_files() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_npy_files(part: int) -> None:
     def call(data: bytes) -> None:
         check_arrays(npy_format.read_arrays(read_of(data), len(data)), len(data))
 
-    results, errors = check(call, inputs("npy", npy_files()))
+    results, errors = check(call, inputs("npy", part, npy_files()))
     assert min(results, errors) > COUNT / 50
 
 
-@pytest.mark.slow
-def test_safetensors_files() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_safetensors_files(part: int) -> None:
     def call(data: bytes) -> None:
         check_arrays(safetensors_format.read_arrays(read_of(data), len(data)), len(data))
 
     def resized(data: bytes) -> bytes:  # most changes would be found by the first number alone
         return len(data[8:]).to_bytes(8, "little") + data[8:] if data[-1:] in (b"}", b" ") else data
 
-    given = map(resized, inputs("safetensors", safetensors_files()))
+    given = map(resized, inputs("safetensors", part, safetensors_files()))
     results, errors = check(call, given)
     assert errors > COUNT / 50 and results > COUNT / 200
 
 
-@pytest.mark.slow
-def test_manifests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_manifests(tmp_path: Path, part: int) -> None:
     emb = speedtorch.Embedding(6, 2)
     optimizer = optim.Adam(emb.parameters())
     speedtorch.attach(optimizer, emb)
@@ -178,5 +183,5 @@ def test_manifests(tmp_path: Path) -> None:
         except FileNotFoundError as error:  # of a file, or a base, that it names
             raise ValueError("there is none") from error
 
-    results, errors = check(call, inputs("manifest", corpus))
+    results, errors = check(call, inputs("manifest", part, corpus))
     assert min(results, errors) > COUNT / 50

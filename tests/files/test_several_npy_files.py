@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from file_faults import fail
-from killed_saves import FIELDS, Table
+from killed_saves import FIELDS, TURNS, Table
 from warm_python import warm_python
 
 from speedtorch.files import system_calls, table_files
@@ -34,12 +34,15 @@ def output_of(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.slow
+@pytest.mark.parametrize("turn", range(TURNS))
 @pytest.mark.parametrize("kind", ["table", "first table"])
 def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_table(
-    tmp_path: Path, kind: str
+    tmp_path: Path, kind: str, turn: int
 ) -> None:
-    kills, switched = map(int, output_of("killed_saves", kind, str(tmp_path / "t")).split())
+    command = "killed_saves", kind, str(tmp_path / "t"), str(turn)
+    kills, switched = map(int, output_of(*command).split())
     assert kills > 30 and 10 < switched < kills - 10
 
 

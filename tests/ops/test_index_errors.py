@@ -6,12 +6,14 @@ latest by `speedtorch.synchronize()`, in the same words.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import Place
+from ordinary_run import soaked
 from reference import (
     assert_same_bytes,
     assert_same_storage,
@@ -172,6 +174,23 @@ def test_a_gather_finds_bad_ids_on_both_sides_of_every_change_of_path(
     attempt.assert_nothing_moved()
 
 
+@pytest.mark.soak
+def test_random_batches_with_bad_ids_move_no_row_and_the_next_is_right(place: Place) -> None:
+    chance = random.Random(str(place))
+    for _ in range(soaked(30, 2000)):
+        call, dtype = chance.choice([*CALLS]), chance.choice([torch.int32, torch.int64])
+        ids = chance.sample(range(ROWS), chance.randint(1, ROWS))
+        bad = BAD_INT32 if dtype == torch.int32 else BAD_INT64
+        places = sorted(chance.sample(range(len(ids)), chance.randint(1, len(ids))))
+        spoilt = [chance.choice(bad) if at in places else id for at, id in enumerate(ids)]
+        attempt = Attempt(call, place, place.ids(spoilt, dtype), planned=chance.random() < 0.3)
+        message, first = message_of(attempt), places[0]
+        assert f"id {spoilt[first]} at position {first} of " in message
+        assert f"({len(places)} of {len(ids)} ids" in message
+        attempt.assert_nothing_moved()
+        assert_works(call, place, ids, dtype)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_all_may_be_bad(place: Place, call: str) -> None:
     attempt = Attempt(call, place, place.ids([-1 - row for row in IDS]))
@@ -199,7 +218,12 @@ def test_the_position_counts_through_all_dimensions(place: Place) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_the_call_after_the_error_works(place: Place, call: str) -> None:
     message_of(Attempt(call, place, place.ids(with_bad((0, ROWS)))))
-    attempt, expected = Attempt(call, place, place.ids(IDS)), Attempt(call, CPU, CPU.ids(IDS))
+    assert_works(call, place, IDS, torch.int64)
+
+
+def assert_works(call: str, place: Place, ids: list[int], dtype: torch.dtype) -> None:
+    """Makes a call with good ids, whose results are those on the CPU."""
+    attempt, expected = (Attempt(call, at, at.ids(ids, dtype)) for at in (place, CPU))
     rows, expected_rows = attempt(), expected()
     speedtorch.synchronize()
     assert_same_storage(attempt.table, expected.table)

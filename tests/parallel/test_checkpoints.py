@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from file_faults import count_calls, fail
-from killed_saves import check, values
+from killed_saves import TURNS, check, values
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 from warm_python import warm_python
@@ -358,14 +358,16 @@ def test_too_small_a_disk_is_told_before_anything_is_written(
     assert os.listdir(tmp_path) == ["generation-00000001"]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
+@pytest.mark.parametrize("turn", range(TURNS))
 @pytest.mark.parametrize("kind", ["run", "background", "deltas"])
 def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(
-    kind: str, tmp_path: Path
+    kind: str, turn: int, tmp_path: Path
 ) -> None:
     root = Path(system_calls.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
-    command = [warm_python(), "-m", "killed_saves", kind, str(tmp_path / "runs")]
+    command = [warm_python(), "-m", "killed_saves", kind, str(tmp_path / "runs"), str(turn)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )

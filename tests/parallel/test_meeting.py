@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ordinary_run import soaked
 from rank_processes import exit_codes, in_processes
 from sharded_checkpoints import check_loaded
 from sharded_meetings import (
+    check_after_kill,
     check_ended,
     check_goes_on,
     check_gone,
     check_killed,
+    check_killed_at,
     check_patience,
     check_values,
     check_without_locks,
@@ -40,6 +44,24 @@ def test_a_rank_that_is_killed_within_a_save_leaves_the_generation_before(
     assert codes == [-signal.SIGKILL if rank == killed else 0 for rank in range(3)]
     in_processes(2, check_loaded, folder, None)
     in_processes(2, check_goes_on, folder)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(soaked(1, 100)))
+def test_two_ranks_of_which_one_or_both_are_killed_at_any_call_leave_nothing_behind(
+    turn: int, tmp_path: Path
+) -> None:
+    chance, codes = random.Random(turn), [0, 0]
+    how = {"background": chance.random() < 0.5, "base": chance.choice([None, 1])}
+    calls = chance.choice([[1, 0], [0, 1], [1, 1]])
+    calls = [each * chance.randint(1, 60) for each in calls]
+    while -signal.SIGKILL not in codes:  # a save has fewer calls
+        folder = str(tmp_path / str(max(calls)))
+        codes = exit_codes(2, check_killed_at, folder, calls, how)
+        assert set(codes) <= {0, -signal.SIGKILL}, codes
+        in_processes(2, check_after_kill, folder)
+        calls = [(each + 1) // 2 for each in calls]
 
 
 @pytest.mark.slow

@@ -34,10 +34,10 @@ def test_files_are_known_by_their_names() -> None:
 def test_every_make_target_that_contributors_are_told_is_one() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document, some in {
-        "CONTRIBUTING.md": {"check", "test", "nightly"},
+        "CONTRIBUTING.md": {"check", "test", "nightly", "soak", "sanitize"},
         ".github/workflows/ci.yml": {"check", "test"},
         ".github/workflows/docs.yml": {"docs"},
-        ".github/workflows/nightly.yml": {"nightly"},
+        ".github/workflows/nightly.yml": {"nightly", "sanitize"},
         ".github/workflows/wheels.yml": {"wheel", "sdist"},
         "docs/releasing.md": {"wheel", "sdist"},
     }.items():

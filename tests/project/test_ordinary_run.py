@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import PLACES, left_to_nightly
-from ordinary_run import dealt, process_count
+from ordinary_run import dealt, process_count, soaked
 
 GIB = 1 << 30
 
@@ -87,6 +87,20 @@ def test_nothing_is_dealt_to_cases_that_run_by_night_anyway() -> None:
     ]
     ordinary = [each for each in taken(items) if each["number"] == 0]
     assert [each["way"] for each in ordinary] == [*"abc"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Soaks
+
+
+@pytest.mark.parametrize(("share", "count"), [(None, 20), ("0", 20), ("0.5", 500), ("1", 1000)])
+def test_a_soak_is_a_share_of_its_full_size(
+    share: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPEEDTORCH_SOAK", raising=False)
+    if share is not None:
+        monkeypatch.setenv("SPEEDTORCH_SOAK", share)
+    assert soaked(20, 1000) == count
 
 
 # ------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from cuda_calls import PretendedDriver
 from file_faults import fail
 from interrupts import every_interrupt, source_files
+from ordinary_run import soaked
 from table_processes import (
     Rows,
     counts_bytes,
@@ -437,11 +438,12 @@ def writes_once(table: HostTable) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_random_work_of_two_processes_on_disjoint_rows_leaves_no_wrong_row(device: str) -> None:
-    table = HostTable(1000, 8, memory="shared").fill_(-1)
-    with spawned(works_at_random, table.share(), 5000, device) as (_, other):
+    table, operations = HostTable(1000, 8, memory="shared").fill_(-1), soaked(5000, 50_000)
+    with spawned(works_at_random, table.share(), operations, device) as (_, other):
         assert told(other) == "open"
-        even = random_work(table, 0, 2, 5000, device)
+        even = random_work(table, 0, 2, operations, device)
         odd = torch.from_numpy(told(other))
     assert torch.equal(table["weight"][::2], even)
     assert torch.equal(table["weight"][1::2], odd)

@@ -1,0 +1,51 @@
+"""A process that trains ends as it should, whatever it does when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import endings
+import pytest
+from ordinary_run import soaked
+from warm_python import finished, warm_python
+
+import speedtorch
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+TESTS = Path(__file__).parents[1]
+STATUS = {"exit_3": 3, "error": 1, "os_exit": 7, "sigterm_handled": 5, "sigterm": -signal.SIGTERM}
+STATUS |= {"ctrl_c": -signal.SIGINT, "by_a_thread": -signal.SIGINT}
+LAST_WORDS = {"error": "ValueError: the last words"}
+LAST_WORDS |= {"ctrl_c": "KeyboardInterrupt", "by_a_thread": "KeyboardInterrupt"}
+
+
+@pytest.mark.parametrize("seed", range(soaked(1, 12)))
+@pytest.mark.parametrize("way", endings.BY_NAME)
+def test_a_process_ends_with_its_own_status_and_says_nothing(
+    device: str, way: str, seed: int, tmp_path: Path
+) -> None:
+    folders = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    environment["PYTHON_OF_CHILDREN"] = sys.executable
+    program = (
+        f"import endings\nkept = endings.begin({way!r}, {seed}, {device!r}, {str(tmp_path)!r})"
+    )
+    done = finished([warm_python(), "-c", program], env=environment)
+    if way == "daemon_thread" and done.returncode == -signal.SIGABRT:
+        # Python ends the thread within an op of torch's, which aborts: a plain Embedding does, too.
+        assert (done.stdout, done.stderr) == ("", "terminate called without an active exception\n")
+        return
+    assert done.returncode == STATUS.get(way, 0), done.stderr
+    assert done.stdout == ""
+    if way in LAST_WORDS:
+        assert done.stderr.startswith("Traceback")
+        assert done.stderr.endswith(f"\n{LAST_WORDS[way]}\n")
+        assert "Exception ignored" not in done.stderr
+    else:
+        assert done.stderr == ""
+    if way == "saving":
+        assert speedtorch.load(tmp_path)["step"] == 5
