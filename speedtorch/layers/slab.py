@@ -8,6 +8,7 @@ that views of it which autograd has saved are right again once it is filled.
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -168,10 +169,11 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]
     return slots.values()
 
 
-def _gone(coming: SharedSideStream, device: torch.device) -> None:
+def _gone(coming: SharedSideStream, device: torch.device, process: int) -> None:
     """Orders copies into the memory of a dropped slab behind the slab's last use."""
-    with coming.after_current(device):
-        pass
+    if os.getpid() == process:  # no forked child, where CUDA takes no call
+        with coming.after_current(device):
+            pass
 
 
 class Slab:
@@ -252,7 +254,8 @@ class Slab:
         self.is_filled = False
         """Whether the device slab has its bytes, or is about to."""
         if device.type == "cuda":
-            weakref.finalize(self, _gone, self.coming, device).atexit = False
+            gone = weakref.finalize(self, _gone, self.coming, device, os.getpid())
+            gone.atexit = False
         self._host_views: dict[str, Tensor] = {}
         self._device_views: dict[str, Tensor] = {}
         self._whole: Tensor | None = None

@@ -11,6 +11,7 @@ before that can be thrown away, what comes after it can be repeated.
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -131,6 +132,8 @@ class Exchange(ABC):
         self._expected: Batch | None = None
         """The batch of a loop that the next step may take."""
         self._loop: Callable[[], object] = lambda: None
+        self._process = os.getpid()
+        """That has looked rows up last."""
         self._hold_nothing(0)
 
     # ---- what a subclass does with the memory of the rows
@@ -339,6 +342,11 @@ class Exchange(ABC):
             self._hold_nothing(self.now.number + 1)
             self.complete()
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a child that was forked, and has looked nothing up itself."""
+        return self._process != os.getpid()
+
     # ---- lookups
 
     @in_timeline("speedtorch::lookup")
@@ -348,6 +356,7 @@ class Exchange(ABC):
         Gives where the rows of the ids, of any shape on either device, are. What was announced is
         held as well. Bad ids raise IndexError, and what is held did not change.
         """
+        self._process = os.getpid()
         try:
             found = self._look_up(ids)
         except BaseException:

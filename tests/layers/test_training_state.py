@@ -415,15 +415,15 @@ def test_state_under_keys_of_one_text_sleeps(device: str) -> None:
 
 
 def test_the_devices_memory_is_free_meanwhile(device: str) -> None:
-    # On a GPU so much that what other processes take and give meanwhile does not matter.
-    side = 1 << 15 if device == "cuda" else 64
-    state = TrainingState(nn.Linear(side, side, bias=False, device=device))
-    report = state.sleep()
     if device == "cpu":
-        assert report.device_bytes == 0
-    else:
-        assert report.device_bytes >= 3 << 30
-    assert state.wake().device_bytes <= 0
+        state = TrainingState(nn.Linear(64, 64, bias=False))
+        assert state.sleep().device_bytes == 0 == state.wake().device_bytes
+        return
+    state = TrainingState(nn.Linear(1 << 15, 1 << 15, bias=False, device=device))
+    # Other processes of this run take and give memory meanwhile, perhaps as much.
+    grown = [(state.sleep().device_bytes, state.wake().device_bytes) for _ in range(7)]
+    assert sorted(asleep for asleep, _ in grown)[3] >= 3 << 30
+    assert sorted(awake for _, awake in grown)[3] <= -3 << 30
 
 
 @NEEDS_GPU

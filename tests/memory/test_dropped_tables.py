@@ -89,7 +89,7 @@ class Drops:
 
     def trained(self, number: float) -> None:
         """The module, its optimizer and a loop that has brought rows ahead go together."""
-        weight = torch.full((ROWS, WIDTH), number)
+        weight, kind = torch.full((ROWS, WIDTH), number), self.kind()
         stream = self.chance.choice(self.streams)
         with stream:
             module = speedtorch.Embedding(
@@ -97,8 +97,8 @@ class Drops:
                 WIDTH,
                 device=self.device,
                 _weight=weight,
-                memory=self.kind(),  # type: ignore[arg-type]
-                cache=self.chance.choice([None, 100 * WIDTH * 8]),
+                memory=kind,  # type: ignore[arg-type]
+                cache=self.chance.choice([None, 100 * WIDTH * 8]) if kind != "plain" else None,
             )
             sgd = optim.SGD(module.parameters(), lr=1.0, momentum=0.5)
             speedtorch.attach(sgd, module)

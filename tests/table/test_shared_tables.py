@@ -550,3 +550,35 @@ def test_one_process_gets_several_handles_of_one_table() -> None:
 def _opens_all(connection: object, handles: list[object]) -> None:
     send: Callable[[object], None] = connection.send  # type: ignore[attr-defined]
     send([float(HostTable.from_handle(each)["weight"].sum()) for each in handles])  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("trains", [False, True], ids=["reads", "trains"])
+def test_a_forked_child_that_ends_writes_no_row_that_it_has_not_trained(trains: bool) -> None:
+    module = speedtorch.Embedding(6, 2, _weight=torch.zeros(6, 2), memory="shared")
+    sgd = torch.optim.SGD(module.parameters(), lr=1.0)
+    speedtorch.attach(sgd, module)
+
+    def step(ids: list[int]) -> None:
+        sgd.zero_grad()
+        module(torch.tensor(ids)).sum().backward()
+        sgd.step()
+
+    step([1, 2])  # held and not written back
+    goes_on, tells = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(goes_on, 1)
+        if trains:
+            step([5])
+        del module, sgd, step
+        gc.collect()
+        os._exit(0)
+    step([1, 3])
+    step([1])
+    module.flush()
+    os.write(tells, b"+")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    if trains:
+        assert module.table["weight"][5].tolist() == [-1.0, -1.0]
+    else:
+        assert module.table["weight"][:, 0].tolist() == [0.0, -3.0, -1.0, -1.0, 0.0, 0.0]
