@@ -79,6 +79,8 @@ class Sanitizer(NamedTuple):
         return ["-o", f"pythonpath={folder}"]
 
 
+# Torch captures no graph where each tensor has memory of its own.
+ON_A_GPU = "not cpu and not captured"
 OURS = ("--kernel-name", "kns=speedtorch")
 """Only kernels whose mangled names have our namespace: all others run at full speed."""
 
@@ -88,7 +90,7 @@ class GpuTool(NamedTuple):
 
     tool: str
     options: tuple[str, ...] = OURS
-    left_out: str = "not cpu"
+    left_out: str = ON_A_GPU
 
     @property
     def name(self) -> str:
@@ -141,8 +143,9 @@ THREAD = Sanitizer(
 GPU_TOOLS = (
     GpuTool("memcheck"),
     GpuTool("racecheck"),
-    # It must see the writes of all kernels, and does not see those of the CPU to managed memory.
-    GpuTool("initcheck", options=(), left_out="not cpu and not managed"),
+    # It must see the writes of all kernels, and does not see those of the CPU to managed memory. Of
+    # what has room for more rows than there are, all are moved.
+    GpuTool("initcheck", options=(), left_out=f"{ON_A_GPU} and not managed and not capacity"),
     GpuTool("synccheck"),
 )
 SANITIZERS: dict[str, Sanitizer | GpuTool]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -143,6 +144,8 @@ def modules_with_ids(modules: Iterable[nn.Module]) -> list[RowModule | TableColl
 
 
 def _end_loop(module: RowModule, loop: _Loop) -> None:
+    if sys.is_finalizing():  # torch aborts a Python that ends and makes tensors then
+        return
     with as_plain():
         module.lookups.exchange.end_loop(loop)
 
