@@ -1,4 +1,4 @@
-"""A transformer whose shards two GPUs have by FSDP2, with its optimizer's state in host memory."""
+"""A transformer whose shards two GPUs have by FSDP2, with its state or all of it in host memory."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ TITLE = f"a transformer of 8 billion parameters in shards on {RANKS} GPUs, bfloa
 BUDGET = 12 << 30 if DEVICE == "cuda" else 1 << 14
 ALONE = "FSDP2, all on the GPUs"
 OURS = f"speedtorch, StateSwapper, at most {text_of(BUDGET)}"
+OFFLOADED = "FSDP2's CPUOffloadPolicy"
+STEPPED = f"{OFFLOADED}, stepped by speedtorch's StateSwapper, at most {text_of(BUDGET)}"
 
 _Way = tuple[nn.Module, Callable[[Tensor], Tensor]]
 """The model, and a step of it."""
@@ -40,7 +42,8 @@ def measured() -> Measured:
         return
     yield from told_by(RANKS, [partial(steps, ALONE, on_gpus)])
     yield from told_by(RANKS, [partial(steps, OURS, state_on_host)])
-    yield from told_by(RANKS, [partial(steps, "FSDP2's CPUOffloadPolicy", offloaded, few=True)])
+    yield from told_by(RANKS, [partial(steps, STEPPED, stepped_on_gpus)])
+    yield from told_by(RANKS, [partial(steps, OFFLOADED, offloaded, few=True)])
 
 
 def steps(
@@ -86,7 +89,21 @@ def state_on_host() -> _Way:
 
 def offloaded() -> _Way:
     """All in host memory, where the optimizer steps."""
+    model = in_host_memory()
+    return model, trained(model, adam(model))
+
+
+def stepped_on_gpus() -> _Way:
+    """All in host memory; what a step needs comes to the GPU for it, piece by piece."""
+    model = in_host_memory()
+    optimizer: optim.Optimizer = adam(model)
+    swapper = speedtorch.StateSwapper(optimizer, budget=BUDGET, device=DEVICE)
+    step = trained(model, optimizer)
+    return model, lambda words, swapper=swapper: step(words)  # type: ignore[misc]
+
+
+def in_host_memory() -> Transformer:
+    """The model in shards that FSDP2 brings layer by layer."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    model = in_shards("cpu", offload_policy=CPUOffloadPolicy(pin_memory=DEVICE == "cuda"))
-    return model, trained(model, adam(model))
+    return in_shards("cpu", offload_policy=CPUOffloadPolicy(pin_memory=DEVICE == "cuda"))

@@ -177,17 +177,26 @@ class StateSwapper:
     It works with any module whose parameters stay on their device between steps: with
     DistributedDataParallel, and with `fully_shard` (FSDP2), whose ranks step their shards.
 
+    With `device`, parameters may be in host memory, as FSDP2's CPUOffloadPolicy keeps them: they
+    come with their gradients and their state for the step, and their new values go back into the
+    memory where they were. What is pinned travels fastest.
+
     Args:
         optimizer: one or several that step each parameter by itself, also as accelerate, Lightning
             or Fabric wrap them.
         budget: the most device memory that state takes, in bytes or as "2GiB". Three pieces of a
             third of it travel, or of 256 MiB if that is less. The state of one parameter is not
-            divided, so that the largest counts threefold.
+            divided, so that the largest counts threefold. With `device` parameters and gradients
+            that come count as well.
+        device: where parameters in host memory are stepped; None: where they are.
 
     Raises:
         TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS).
         ValueError: an optimizer is given twice, is differentiable, or has a parameter of an
-            Embedding's rows or of a Swapper's unit; or the budget is no number of bytes.
+            Embedding's rows or of a Swapper's unit; or the budget is no number of bytes. In a step:
+            a parameter in host memory cannot come to the device, as it shares memory with another,
+            has a sparse gradient, or is averaged by DistributedDataParallel.
+        RuntimeError: the device is a GPU, and there is none.
 
     Example:
         >>> import torch, speedtorch

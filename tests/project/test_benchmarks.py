@@ -131,12 +131,13 @@ def test_the_table_of_shards_has_each_way(results: tuple[Path, dict[str, Any], s
     assert [line.split(" | ")[0] for line in lines[4:]] == [
         "| FSDP2, all on the GPUs",
         "| speedtorch, StateSwapper, at most 16.0 KiB",
+        "| FSDP2's CPUOffloadPolicy, stepped by speedtorch's StateSwapper, at most 16.0 KiB",
         "| FSDP2's CPUOffloadPolicy",
     ]
     losses = [
         of for name, of in results[1]["sharded_transformer"]["extra"].items() if "loss" in name
     ]
-    assert losses[0] == losses[1] and losses[2] == losses[0][: len(losses[2])]
+    assert losses[0] == losses[1] == losses[2] and losses[3] == losses[0][: len(losses[3])]
 
 
 @pytest.mark.examples
