@@ -114,11 +114,8 @@ class Pack:
         Raises:
             RuntimeError, TypeError, ValueError, MemoryError: as of load(); nothing has changed.
         """
-        if self.slab.is_filled or not (at := self._packed(members)):
-            return
-        with _plain_tensors():
-            self.slab.copy_to(Memory.DEVICE, members.tensors, ())
-        self._count(self._changed(members.tensors), members.tensors, at)
+        if not self.slab.is_filled:
+            self._filled(members)
 
     def load(self, members: Members) -> None:
         """Brings all to the device, beside the current stream, which must join `slab.coming`.
@@ -130,18 +127,45 @@ class Pack:
                 (torch.OutOfMemoryError); all is where it was.
             TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
         """
-        if at := self._packed(members):
+        copied: Collection[str] = ()
+        if self.slab.is_filled:
+            at = self._packed(members)
+        else:
+            at, copied = self._filled(members), members.tensors
+        if at:
             with _plain_tensors():
-                self._move(members, at, Memory.DEVICE)
+                self._move(members, at, Memory.DEVICE, copied)
         self.memory = Memory.DEVICE
 
-    def _packed(self, members: Members) -> dict[str, Memory | None]:
-        """Where in the slab they are, with all of them in it; none if all are on the device."""
+    def _filled(self, members: Members) -> dict[str, Memory | None]:
+        """As _packed(); the device slab has all bytes of the host slab then, or is about to.
+
+        The copy begins before each tensor is looked at, which lasts long where there are thousands.
+        """
+        tensors = members.tensors
+        try:
+            with _plain_tensors():
+                if self.slab.memory_at(tensors) is Memory.HOST:
+                    self.slab.copy_to(Memory.DEVICE, tensors, ())
+                if at := self._packed(members, search=False):
+                    if not self.slab.is_filled:
+                        self.slab.copy_to(Memory.DEVICE, tensors, ())
+                    self._count(self._changed(tensors), tensors, at)
+        except BaseException:
+            self.slab.empty()  # no tensor is there
+            raise
+        return at
+
+    def _packed(self, members: Members, *, search: bool = True) -> dict[str, Memory | None]:
+        """Where in the slab they are, with all of them in it; none if all are on the device.
+
+        `search`: as of evict().
+        """
         at = self.slab.where(members.tensors)
         if self._is_there(members, at):
             return {}
         if None in at.values():
-            self.evict(members)
+            self.evict(members, search=search)
             at = self.slab.where(members.tensors)
         return at
 
@@ -197,14 +221,15 @@ class Pack:
         slab, tensors = self.slab, members.tensors
         if not slab.device_bytes:
             return
-        at = slab.where(tensors)
-        there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
-        new = self._changed(there)
-        if changed := new.union(there.keys() & members.written):
+        with _plain_tensors():
+            copied = self._begun(members, after)
+            at = slab.where(tensors)
+            there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
+            new = self._changed(there)
             settled = [name for name, memory in at.items() if memory is Memory.HOST]
-            with _plain_tensors():
-                slab.copy_to(Memory.HOST, changed, settled, after)
-            self._count(new, there, at)
+            changed = new.union(there.keys() & members.written).difference(copied)
+            slab.copy_to(Memory.HOST, changed, settled, after)
+        self._count(new, there, at)
 
     def evict(
         self, members: Members, after: torch.cuda.Event | None = None, *, search: bool = True
@@ -228,15 +253,16 @@ class Pack:
         if not tensors and not left.device_bytes:
             self.memory = Memory.HOST
             return 0
-        at = left.where(tensors)
         with _plain_tensors():
+            copied = self._begun(members)
+            at = left.where(tensors)
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
                     self.slab = Slab(tensors, left.device, traffic=left.traffic)
                 elif not tensors.keys() <= left.places.keys():
                     self._grow(members, at)
                 at = self.slab.where(tensors)
-            self._move(members, at, Memory.HOST)
+            self._move(members, at, Memory.HOST, copied)
         self.memory = Memory.HOST
         # All tensors are on the host: they need no slab's device memory.
         held = {}
@@ -270,8 +296,32 @@ class Pack:
             # The memory that it leaves stays as it is: versions do so, too.
             tensor.data = self.slab.view(name, Memory.HOST)
 
-    def _move(self, members: Members, at: Mapping[str, Memory | None], memory: Memory) -> None:
-        """Lets all tensors be in a memory, where what they are elsewhere is copied to first."""
+    def _begun(self, members: Members, after: torch.cuda.Event | None = None) -> Collection[str]:
+        """Begins to copy to the host what is said to have changed; returns the names.
+
+        That is before each tensor is looked at, as in _filled(). Nothing is written that a tensor
+        may have on the host: all of them have their addresses on the device.
+
+        `after`: as of Slab.copy_to.
+        """
+        written = members.written
+        if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
+            return ()
+        written = members.tensors.keys() & written
+        self.slab.copy_to(Memory.HOST, written, (), after)
+        return written
+
+    def _move(
+        self,
+        members: Members,
+        at: Mapping[str, Memory | None],
+        memory: Memory,
+        copied: Collection[str] = (),
+    ) -> None:
+        """Lets all tensors be in a memory, where what they are elsewhere is copied to first.
+
+        What is `copied` has been, or is about to be.
+        """
         slab, known = self.slab, self._versions
         leaving, settled = members.tensors, [name for name in at if at[name] is memory]
         if settled:
@@ -280,17 +330,18 @@ class Pack:
             return
         elsewhere = [name for name in leaving if at[name] is None]
         new = self._changed(leaving).union(elsewhere)
-        changed = new.union(members.written).intersection(leaving).difference(elsewhere)
+        changed = new.union(members.written).intersection(leaving).difference(elsewhere, copied)
         slab.copy_to(memory, changed, settled)
-        if memory is Memory.HOST:
+        self._count(new, leaving, at)
+        comes = memory is Memory.DEVICE
+        versions = tuple([known[name][comes] for name in leaving])
+        views = [slab.view(name, memory) for name in leaving]
+        if not comes:
             slab.leaving.finish()  # the copy may span the places of those that are elsewhere
         for name in elsewhere:
             slab.take(name, leaving[name])
         self.memory = None
-        self._count(new, leaving, at)
-        comes = memory is Memory.DEVICE
-        set_versions(tuple(leaving.values()), tuple([known[name][comes] for name in leaving]))
-        views = [slab.view(name, memory) for name in leaving]
+        set_versions(tuple(leaving.values()), versions)
         for tensor, view in zip(leaving.values(), views, strict=True):
             tensor.data = view
         self._placed.update((name, weakref.ref(leaving[name])) for name in elsewhere)
