@@ -260,27 +260,27 @@ class TrainingState:
         them does.
         """
         sleeping = {id(each) for part in self._parts.values() for each in part.tensors}
-        awake = {
-            part: {n: e for n, e in found.of[part].items() if self._is_awake(e, sleeping)}
-            for part in PARTS
-        }
-        stay = {_key(e) for part in PARTS if part not in wanted for e in awake[part].values()}
+        rest = [each for part in PARTS if part not in wanted for each in found.of[part].values()]
+        stay = {_key(each) for each in rest if self._is_awake(each, sleeping)}
         by_storage: dict[int, Slot] = {}
         slots: dict[StatePart, list[Slot]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
-            for name, each in awake[part].items():
+            is_kept, is_asleep = part not in lost, self._parts[part].is_asleep
+            for name, each in found.of[part].items():
+                if not self._is_awake(each, sleeping):
+                    continue
                 _check(name, each)
                 storage = each.untyped_storage()
                 key = storage_id(storage)
-                if key in stay or not storage.resizable() or self._parts[part].is_asleep:
+                if key in stay or not storage.resizable() or is_asleep:
                     left.append(name)
                     stay.add(key)
                     continue
                 if (slot := by_storage.get(key)) is None:
                     slot = by_storage[key] = Slot(storage, storage.nbytes())
                     slots[part].append(slot)
-                slot.add(name, each, is_kept=part not in lost, is_frozen=name in found.frozen)
+                slot.add(each, is_kept=is_kept, is_frozen=name in found.frozen)
         more = {part: self._parts[part].others(some) for part, some in slots.items()}
         for part, others in more.items():
             if any(storage_id(each.storage) in stay for each in others):
