@@ -25,7 +25,7 @@ from torch import Tensor
 from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses, TorchMemory
 from speedtorch.layers.fingerprints import fingerprint
 from speedtorch.layers.host_slab import cut
-from speedtorch.layers.slot import Slot, bytes_at, fall_asleep, wake_up
+from speedtorch.layers.slot import Slot, bytes_at, fall_asleep, wake_up, waking
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
@@ -215,6 +215,7 @@ class SleepingStorages:
             for slot in empty:
                 if not slot.is_kept:
                     slot.bytes().fill_(255)
+            tensors = waking(self._slots)
             self._wait()  # or another thread would see memory that has nothing yet
         except BaseException:
             self._wait()
@@ -222,7 +223,7 @@ class SleepingStorages:
             raise
         self._filling = []
         _count_move()
-        wake_up(self._slots)
+        wake_up(tensors)
         self._slots, self._known = [], known
         return sum(each.nbytes for each in empty if each.is_kept)
 

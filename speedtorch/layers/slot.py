@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["ALIGNMENT", "Slot", "aligned", "bytes_at", "fall_asleep", "wake_up"]
+__all__ = ["ALIGNMENT", "Slot", "aligned", "bytes_at", "fall_asleep", "wake_up", "waking"]
 
 # Torch's allocator begins a tensor there: neighbours on the device are neighbours on the host, too.
 ALIGNMENT = 512
@@ -132,8 +133,8 @@ class Slot:
     @property
     def is_needed(self) -> bool:
         """Whether a tensor sleeps still, or something else has the storage, as a view does."""
-        for member, tensor in self.living():
-            if self.sleeps(member, tensor):
+        for member in self.members:
+            if (tensor := member.ref()) is not None and self.sleeps(member, tensor):
                 return True
         return storage_uses(self.storage) > 1 + len(self.members)
 
@@ -157,23 +158,43 @@ def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> Non
         tensor.data = view
 
 
-def wake_up(slots: Iterable[Slot]) -> None:
-    """Lets the tensors of storages be what they were, but for those with other memory by now."""
-    tensors, versions = [], []
-    waking = []
+class Waking(NamedTuple):
+    """A tensor that wakes.
+
+    Attributes:
+        version: that it has then.
+        here: what it is then; None: as it is now, with other memory than it slept in.
+    """
+
+    tensor: Tensor
+    version: int
+    here: Tensor | None
+
+
+def waking(slots: Iterable[Slot]) -> list[Waking]:
+    """The tensors of storages that sleep, or have the version of one that does."""
+    found = []
     for slot in slots:
-        for member, tensor in slot.living():
-            now, version = version_of(tensor), member.version
+        for member in slot.members:
+            if (tensor := member.ref()) is None:
+                continue
+            now, version, here = version_of(tensor), member.version, None
             if slot.sleeps(member, tensor):
-                waking.append((tensor, member.here))
+                here = member.here
                 # An error may have ended the last call once versions were set.
                 is_same = slot.is_kept and now in (version, _ASLEEP + version)
             elif now < _ASLEEP:
                 continue
             else:  # it never slept, or has been given other memory
                 is_same = member.shown < 0 and now == _ASLEEP + version
-            tensors.append(tensor)
-            versions.append(version if is_same else version + 1)
-    set_versions(tuple(tensors), tuple(versions))
-    for tensor, here in waking:
-        tensor.data = here
+            found.append(Waking(tensor, version if is_same else version + 1, here))
+    return found
+
+
+def wake_up(tensors: Sequence[Waking]) -> None:
+    """Lets them be what they were."""
+    versions = tuple([version for _, version, _ in tensors])
+    set_versions(tuple([tensor for tensor, _, _ in tensors]), versions)
+    for tensor, _, here in tensors:
+        if here is not None:
+            tensor.data = here

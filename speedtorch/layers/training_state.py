@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -182,8 +182,9 @@ class TrainingState:
             as_plain(),
             torch.no_grad(),
             torch.inference_mode(False),
-            _WithoutCollections(),
+            ExitStack() as end,
         ):
+            _stop_collections(end)
             begin, free = time.perf_counter(), self._free_bytes()
             copied = 0
             for each in self._parts.values():
@@ -218,8 +219,9 @@ class TrainingState:
             as_plain(),
             torch.no_grad(),
             torch.inference_mode(False),
-            _WithoutCollections(),
+            ExitStack() as end,
         ):
+            _stop_collections(end)
             begin, free = time.perf_counter(), self._free_bytes()
             self._synchronize()
             copied = sum(self._parts[part].wake() for part in wanted)
@@ -261,7 +263,11 @@ class TrainingState:
         """
         sleeping = {id(each) for part in self._parts.values() for each in part.tensors}
         rest = [each for part in PARTS if part not in wanted for each in found.of[part].values()]
-        stay = {_key(each) for each in rest if self._is_awake(each, sleeping)}
+        stay = {
+            storage_id(storage)
+            for each in rest
+            if self._is_awake(each, sleeping) and (storage := _storage_of(each)) is not None
+        }
         by_storage: dict[int, Slot] = {}
         slots: dict[StatePart, list[Slot]] = {part: [] for part in wanted}
         left = []
@@ -270,15 +276,18 @@ class TrainingState:
             for name, each in found.of[part].items():
                 if not self._is_awake(each, sleeping):
                     continue
+                storage = _storage_of(each)
+                if storage is not None and not (nbytes := storage.nbytes()):
+                    continue
                 _check(name, each)
-                storage = each.untyped_storage()
+                assert storage is not None
                 key = storage_id(storage)
                 if key in stay or not storage.resizable() or is_asleep:
                     left.append(name)
                     stay.add(key)
                     continue
                 if (slot := by_storage.get(key)) is None:
-                    slot = by_storage[key] = Slot(storage, storage.nbytes())
+                    slot = by_storage[key] = Slot(storage, nbytes)
                     slots[part].append(slot)
                 slot.add(each, is_kept=is_kept, is_frozen=name in found.frozen)
         more = {part: self._parts[part].others(some) for part, some in slots.items()}
@@ -297,10 +306,8 @@ class TrainingState:
         return {part: some for part, some in slots.items() if some}, left
 
     def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
-        """Whether a tensor has memory on the device."""
-        if tensor.device != self.device or id(tensor) in sleeping:
-            return False
-        return tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0
+        """Whether a tensor is on the device and may have memory there."""
+        return tensor.device == self.device and id(tensor) not in sleeping
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
@@ -327,19 +334,14 @@ class TrainingState:
         )
 
 
-class _WithoutCollections:
-    """Within it Python collects no cycles.
+def _stop_collections(until: ExitStack) -> None:
+    """Lets Python collect no cycles until the end of a block.
 
     Thousands of records would set off collections, which look at all objects that there are.
     """
-
-    def __enter__(self) -> None:
-        self._collects = gc.isenabled()
+    if gc.isenabled():
+        until.callback(gc.enable)
         gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        if self._collects:
-            gc.enable()
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -364,9 +366,9 @@ def _check_can_keep(device: torch.device) -> None:
         )
 
 
-def _key(tensor: Tensor) -> int:
-    """What tells memory apart."""
-    return storage_id(tensor.untyped_storage()) if tensor.layout == torch.strided else id(tensor)
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a dense tensor."""
+    return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
 def _chosen(argument: str, parts: Any) -> list[StatePart]:
