@@ -106,21 +106,44 @@ class Pack:
             if memory is Memory.DEVICE
         }
 
-    def bring(self, members: Members) -> None:
+    def begin(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Begins to copy the host slab to the device if these tensors seem to be all of it.
+
+        Looking at each tensor lasts long where there are thousands: bring() or load() does so next,
+        and is given the answer.
+
+        Returns:
+            Whether it does. The tensors stay on the host, and the copy harms none.
+        """
+        if self.slab.is_filled or self.slab.memory_at(tensors) is not Memory.HOST:
+            return False
+        with _plain_tensors():
+            self.slab.copy_to(Memory.DEVICE, tensors, ())
+        return True
+
+    def bring(self, members: Members, *, begun: bool = False) -> None:
         """Begins to copy all to the device, where load() finds it.
 
         The tensors stay on the host until then. What changes there meanwhile is copied again.
 
+        Args:
+            members: all of them.
+            begun: what begin() has said.
+
         Raises:
             RuntimeError, TypeError, ValueError, MemoryError: as of load(); nothing has changed.
         """
-        if not self.slab.is_filled:
-            self._filled(members)
+        if begun or not self.slab.is_filled:
+            self._filled(members, begun=begun)
 
-    def load(self, members: Members) -> None:
+    def load(self, members: Members, *, begun: bool = False) -> None:
         """Brings all to the device, beside the current stream, which must join `slab.coming`.
 
         What came to them there stays where it is.
+
+        Args:
+            members: all of them.
+            begun: what begin() has said.
 
         Raises:
             RuntimeError: what torch raises where the device has too little memory
@@ -128,25 +151,22 @@ class Pack:
             TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
         """
         copied: Collection[str] = ()
-        if self.slab.is_filled:
-            at = self._packed(members)
+        if begun or not self.slab.is_filled:
+            at, copied = self._filled(members, begun=begun), members.tensors
         else:
-            at, copied = self._filled(members), members.tensors
+            at = self._packed(members)
         if at:
             with _plain_tensors():
                 self._move(members, at, Memory.DEVICE, copied)
         self.memory = Memory.DEVICE
 
-    def _filled(self, members: Members) -> dict[str, Memory | None]:
-        """As _packed(); the device slab has all bytes of the host slab then, or is about to.
-
-        The copy begins before each tensor is looked at, which lasts long where there are thousands.
-        """
+    def _filled(self, members: Members, *, begun: bool) -> dict[str, Memory | None]:
+        """As _packed(); the device slab has all bytes of the host slab then, or is about to."""
         tensors = members.tensors
         try:
+            if not begun:
+                self.begin(tensors)
             with _plain_tensors():
-                if self.slab.memory_at(tensors) is Memory.HOST:
-                    self.slab.copy_to(Memory.DEVICE, tensors, ())
                 if at := self._packed(members, search=False):
                     if not self.slab.is_filled:
                         self.slab.copy_to(Memory.DEVICE, tensors, ())
@@ -154,6 +174,8 @@ class Pack:
         except BaseException:
             self.slab.empty()  # no tensor is there
             raise
+        if not at:
+            self.slab.empty()
         return at
 
     def _packed(self, members: Members, *, search: bool = True) -> dict[str, Memory | None]:
