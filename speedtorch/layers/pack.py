@@ -230,6 +230,29 @@ class Pack:
             return 0
         return self.other_bytes(members) + (self.slab.device_bytes or self.missing_bytes(members))
 
+    def begin_back(
+        self, members: Members, after: torch.cuda.Event | None = None
+    ) -> Collection[str]:
+        """Begins to copy to the host what is said to have changed, before each tensor is looked at.
+
+        Nothing is written that a tensor may have on the host: all have their addresses on the
+        device.
+
+        Args:
+            members: all of them.
+            after: as of Slab.copy_to.
+
+        Returns:
+            Names of what is copied, for evict(), which is called next.
+        """
+        written = members.written
+        if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
+            return ()
+        written = members.tensors.keys() & written
+        with _plain_tensors():
+            self.slab.copy_to(Memory.HOST, written, (), after)
+        return written
+
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
         """Begins to copy what is new on the device to the host, where evict() finds it.
 
@@ -244,7 +267,7 @@ class Pack:
         if not slab.device_bytes:
             return
         with _plain_tensors():
-            copied = self._begun(members, after)
+            copied = self.begin_back(members, after)
             at = slab.where(tensors)
             there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
             new = self._changed(there)
@@ -254,7 +277,12 @@ class Pack:
         self._count(new, there, at)
 
     def evict(
-        self, members: Members, after: torch.cuda.Event | None = None, *, search: bool = True
+        self,
+        members: Members,
+        after: torch.cuda.Event | None = None,
+        *,
+        search: bool = True,
+        copied: Collection[str] = (),
     ) -> int:
         """Brings all to the host, and what is new of it; returns the device bytes that are free.
 
@@ -266,6 +294,7 @@ class Pack:
             after: the end of their last use; None: after all that the current stream has by now.
             search: look for such views if there may be some, among all objects; otherwise they have
                 no memory from now on, as what autograd has saved has none until the next load.
+            copied: what begin_back() has given.
 
         Raises:
             TypeError, ValueError: a tensor that came to them cannot be packed; all is where it was.
@@ -276,7 +305,6 @@ class Pack:
             self.memory = Memory.HOST
             return 0
         with _plain_tensors():
-            copied = self._begun(members)
             at = left.where(tensors)
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
@@ -317,21 +345,6 @@ class Pack:
         for name, tensor in held.items():
             # The memory that it leaves stays as it is: versions do so, too.
             tensor.data = self.slab.view(name, Memory.HOST)
-
-    def _begun(self, members: Members, after: torch.cuda.Event | None = None) -> Collection[str]:
-        """Begins to copy to the host what is said to have changed; returns the names.
-
-        That is before each tensor is looked at, as in _filled(). Nothing is written that a tensor
-        may have on the host: all of them have their addresses on the device.
-
-        `after`: as of Slab.copy_to.
-        """
-        written = members.written
-        if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
-            return ()
-        written = members.tensors.keys() & written
-        self.slab.copy_to(Memory.HOST, written, (), after)
-        return written
 
     def _move(
         self,

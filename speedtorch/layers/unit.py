@@ -342,10 +342,13 @@ class Unit:
         self._tracker.stop()
         self.averaging.note()
         self._join_streams(after)
-        freed = 0
-        for pack, members in reversed(self._parts()):
+        freed, parts = 0, self._parts()[::-1]
+        # All are on their way before the first is waited for.
+        copied = [pack.begin_back(members) for pack, members in parts]
+        for (pack, members), names in zip(parts, copied, strict=True):
             # Graphs have views of its own tensors alone.
-            freed += pack.evict(members, after, search=search or pack is not self._own)
+            is_searched = search or pack is not self._own
+            freed += pack.evict(members, after, search=is_searched, copied=names)
         self._is_state_new = self.has_views = False
         self.made_state_bytes = 0
         self._note_copied()
