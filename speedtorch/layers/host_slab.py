@@ -17,7 +17,7 @@ from torch import Tensor
 from speedtorch.memory import host_memory
 from speedtorch.memory.side_stream import end_of_current
 
-__all__ = ["copy_spans", "host_bytes", "is_pinned"]
+__all__ = ["copy_spans", "cut", "host_bytes", "is_pinned"]
 
 STAGE_BYTES = 32 << 20  # of each buffer: 0.6 ms of the link
 
@@ -64,7 +64,7 @@ def copy_spans(
     stage = None if is_direct else _stage(other.device)
     if is_pinned:
         # CUDA refuses a copy across the seam of two registrations.
-        spans = _cut(spans, host_memory.registration_seams(host))
+        spans = cut(spans, host_memory.registration_seams(host))
     for begin, end in spans:
         of_host, of_other = host, other
         if end - begin < host.numel():
@@ -77,7 +77,7 @@ def copy_spans(
             of_host.copy_(of_other, non_blocking=is_direct)
 
 
-def _cut(spans: Sequence[tuple[int, int]], seams: Sequence[int]) -> Sequence[tuple[int, int]]:
+def cut(spans: Sequence[tuple[int, int]], seams: Sequence[int]) -> Sequence[tuple[int, int]]:
     """The same ranges of bytes, none of which has a seam inside."""
     if not seams:
         return spans

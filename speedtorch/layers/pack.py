@@ -106,42 +106,88 @@ class Pack:
             if memory is Memory.DEVICE
         }
 
-    def bring(self, members: Members) -> None:
+    def begin(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Begins to copy the host slab to the device if these tensors seem to be all of it.
+
+        Looking at each tensor lasts long where there are thousands: bring() or load() does so next,
+        and is given the answer.
+
+        Returns:
+            Whether it does. The tensors stay on the host, and the copy harms none.
+        """
+        if self.slab.is_filled or self.slab.memory_at(tensors) is not Memory.HOST:
+            return False
+        with _plain_tensors():
+            self.slab.copy_to(Memory.DEVICE, tensors, ())
+        return True
+
+    def bring(self, members: Members, *, begun: bool = False) -> None:
         """Begins to copy all to the device, where load() finds it.
 
         The tensors stay on the host until then. What changes there meanwhile is copied again.
 
+        Args:
+            members: all of them.
+            begun: what begin() has said.
+
         Raises:
             RuntimeError, TypeError, ValueError, MemoryError: as of load(); nothing has changed.
         """
-        if self.slab.is_filled or not (at := self._packed(members)):
-            return
-        with _plain_tensors():
-            self.slab.copy_to(Memory.DEVICE, members.tensors, ())
-        self._count(self._changed(members.tensors), members.tensors, at)
+        if begun or not self.slab.is_filled:
+            self._filled(members, begun=begun)
 
-    def load(self, members: Members) -> None:
+    def load(self, members: Members, *, begun: bool = False) -> None:
         """Brings all to the device, beside the current stream, which must join `slab.coming`.
 
         What came to them there stays where it is.
+
+        Args:
+            members: all of them.
+            begun: what begin() has said.
 
         Raises:
             RuntimeError: what torch raises where the device has too little memory
                 (torch.OutOfMemoryError); all is where it was.
             TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
         """
-        if at := self._packed(members):
+        copied: Collection[str] = ()
+        if begun or not self.slab.is_filled:
+            at, copied = self._filled(members, begun=begun), members.tensors
+        else:
+            at = self._packed(members)
+        if at:
             with _plain_tensors():
-                self._move(members, at, Memory.DEVICE)
+                self._move(members, at, Memory.DEVICE, copied)
         self.memory = Memory.DEVICE
 
-    def _packed(self, members: Members) -> dict[str, Memory | None]:
-        """Where in the slab they are, with all of them in it; none if all are on the device."""
+    def _filled(self, members: Members, *, begun: bool) -> dict[str, Memory | None]:
+        """As _packed(); the device slab has all bytes of the host slab then, or is about to."""
+        tensors = members.tensors
+        try:
+            if not begun:
+                self.begin(tensors)
+            with _plain_tensors():
+                if at := self._packed(members, search=False):
+                    if not self.slab.is_filled:
+                        self.slab.copy_to(Memory.DEVICE, tensors, ())
+                    self._count(self._changed(tensors), tensors, at)
+        except BaseException:
+            self.slab.empty()  # no tensor is there
+            raise
+        if not at:
+            self.slab.empty()
+        return at
+
+    def _packed(self, members: Members, *, search: bool = True) -> dict[str, Memory | None]:
+        """Where in the slab they are, with all of them in it; none if all are on the device.
+
+        `search`: as of evict().
+        """
         at = self.slab.where(members.tensors)
         if self._is_there(members, at):
             return {}
         if None in at.values():
-            self.evict(members)
+            self.evict(members, search=search)
             at = self.slab.where(members.tensors)
         return at
 
@@ -184,6 +230,29 @@ class Pack:
             return 0
         return self.other_bytes(members) + (self.slab.device_bytes or self.missing_bytes(members))
 
+    def begin_back(
+        self, members: Members, after: torch.cuda.Event | None = None
+    ) -> Collection[str]:
+        """Begins to copy to the host what is said to have changed, before each tensor is looked at.
+
+        Nothing is written that a tensor may have on the host: all have their addresses on the
+        device.
+
+        Args:
+            members: all of them.
+            after: as of Slab.copy_to.
+
+        Returns:
+            Names of what is copied, for evict(), which is called next.
+        """
+        written = members.written
+        if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
+            return ()
+        written = members.tensors.keys() & written
+        with _plain_tensors():
+            self.slab.copy_to(Memory.HOST, written, (), after)
+        return written
+
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
         """Begins to copy what is new on the device to the host, where evict() finds it.
 
@@ -197,17 +266,23 @@ class Pack:
         slab, tensors = self.slab, members.tensors
         if not slab.device_bytes:
             return
-        at = slab.where(tensors)
-        there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
-        new = self._changed(there)
-        if changed := new.union(there.keys() & members.written):
+        with _plain_tensors():
+            copied = self.begin_back(members, after)
+            at = slab.where(tensors)
+            there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
+            new = self._changed(there)
             settled = [name for name, memory in at.items() if memory is Memory.HOST]
-            with _plain_tensors():
-                slab.copy_to(Memory.HOST, changed, settled, after)
-            self._count(new, there, at)
+            changed = new.union(there.keys() & members.written).difference(copied)
+            slab.copy_to(Memory.HOST, changed, settled, after)
+        self._count(new, there, at)
 
     def evict(
-        self, members: Members, after: torch.cuda.Event | None = None, *, search: bool = True
+        self,
+        members: Members,
+        after: torch.cuda.Event | None = None,
+        *,
+        search: bool = True,
+        copied: Collection[str] = (),
     ) -> int:
         """Brings all to the host, and what is new of it; returns the device bytes that are free.
 
@@ -219,6 +294,7 @@ class Pack:
             after: the end of their last use; None: after all that the current stream has by now.
             search: look for such views if there may be some, among all objects; otherwise they have
                 no memory from now on, as what autograd has saved has none until the next load.
+            copied: what begin_back() has given.
 
         Raises:
             TypeError, ValueError: a tensor that came to them cannot be packed; all is where it was.
@@ -228,15 +304,15 @@ class Pack:
         if not tensors and not left.device_bytes:
             self.memory = Memory.HOST
             return 0
-        at = left.where(tensors)
         with _plain_tensors():
+            at = left.where(tensors)
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
                     self.slab = Slab(tensors, left.device, traffic=left.traffic)
                 elif not tensors.keys() <= left.places.keys():
                     self._grow(members, at)
                 at = self.slab.where(tensors)
-            self._move(members, at, Memory.HOST)
+            self._move(members, at, Memory.HOST, copied)
         self.memory = Memory.HOST
         # All tensors are on the host: they need no slab's device memory.
         held = {}
@@ -270,8 +346,17 @@ class Pack:
             # The memory that it leaves stays as it is: versions do so, too.
             tensor.data = self.slab.view(name, Memory.HOST)
 
-    def _move(self, members: Members, at: Mapping[str, Memory | None], memory: Memory) -> None:
-        """Lets all tensors be in a memory, where what they are elsewhere is copied to first."""
+    def _move(
+        self,
+        members: Members,
+        at: Mapping[str, Memory | None],
+        memory: Memory,
+        copied: Collection[str] = (),
+    ) -> None:
+        """Lets all tensors be in a memory, where what they are elsewhere is copied to first.
+
+        What is `copied` has been, or is about to be.
+        """
         slab, known = self.slab, self._versions
         leaving, settled = members.tensors, [name for name in at if at[name] is memory]
         if settled:
@@ -280,17 +365,18 @@ class Pack:
             return
         elsewhere = [name for name in leaving if at[name] is None]
         new = self._changed(leaving).union(elsewhere)
-        changed = new.union(members.written).intersection(leaving).difference(elsewhere)
+        changed = new.union(members.written).intersection(leaving).difference(elsewhere, copied)
         slab.copy_to(memory, changed, settled)
-        if memory is Memory.HOST:
+        self._count(new, leaving, at)
+        comes = memory is Memory.DEVICE
+        versions = tuple([known[name][comes] for name in leaving])
+        views = [slab.view(name, memory) for name in leaving]
+        if not comes:
             slab.leaving.finish()  # the copy may span the places of those that are elsewhere
         for name in elsewhere:
             slab.take(name, leaving[name])
         self.memory = None
-        self._count(new, leaving, at)
-        comes = memory is Memory.DEVICE
-        set_versions(tuple(leaving.values()), tuple([known[name][comes] for name in leaving]))
-        views = [slab.view(name, memory) for name in leaving]
+        set_versions(tuple(leaving.values()), versions)
         for tensor, view in zip(leaving.values(), views, strict=True):
             tensor.data = view
         self._placed.update((name, weakref.ref(leaving[name])) for name in elsewhere)

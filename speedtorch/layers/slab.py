@@ -297,25 +297,35 @@ class Slab:
 
         It asks all tensors for one thing after another, which takes less time than one by one.
         """
+        if (memory := self.memory_at(tensors)) is None:
+            return None
+        order, values = self._order, tensors.values()
+        alike = (
+            [each.dtype for each in values] == order.dtypes
+            and [each.shape for each in values] == order.sizes
+            and [each.stride() for each in values] == order.strides
+        )
+        return memory if alike else None
+
+    def memory_at(self, tensors: Mapping[str, Tensor]) -> Memory | None:
+        """The memory in which all places have the addresses of these tensors; None: not known.
+
+        What a tensor is like there is not looked at.
+        """
         order = self._order
         if not order.names or len(tensors) != len(order.names) or [*tensors] != order.names:
             return None
-        values = tensors.values()
-        if {each.layout for each in values} != {torch.strided}:
+        try:
+            pointers = [each.data_ptr() for each in tensors.values()]
+        except RuntimeError:  # a sparse tensor has none
             return None
-        pointers = [each.data_ptr() for each in values]
         base = pointers[0] - order.begins[0]
         is_host = base == self._address
         if not is_host and (base != self._storage.data_ptr() or self.device_bytes != self.nbytes):
             return None
         if [pointer - base for pointer in pointers] != order.begins:
             return None
-        alike = (
-            [each.dtype for each in values] == order.dtypes
-            and [each.shape for each in values] == order.sizes
-            and [each.stride() for each in values] == order.strides
-        )
-        return (Memory.HOST if is_host else Memory.DEVICE) if alike else None
+        return Memory.HOST if is_host else Memory.DEVICE
 
     def fits(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether those with a place are like it, and memory is shared as in the layout.

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses, TorchMemory
 from speedtorch.layers.fingerprints import fingerprint
-from speedtorch.layers.host_slab import copy_spans
-from speedtorch.layers.slot import Slot, bytes_at
+from speedtorch.layers.host_slab import cut
+from speedtorch.layers.slot import Slot, bytes_at, fall_asleep, wake_up, waking
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
@@ -159,7 +159,7 @@ class SleepingStorages:
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self._memory.place(each)))
         end = 0
         for slot in slots:
-            end = slot.take_place(end)
+            slot.begin, end = end, end + slot.host_bytes
         if end > self._host.nbytes:
             self.release()
             self._host = self._host_bytes(end)
@@ -184,8 +184,7 @@ class SleepingStorages:
         self._slots = slots
         _count_move()
         try:
-            for slot, views in zip(slots, asleep, strict=True):
-                slot.fall_asleep(views)
+            fall_asleep(slots, asleep)
             self._memory.leave(slots)
         except BaseException:
             self.wake()
@@ -216,6 +215,7 @@ class SleepingStorages:
             for slot in empty:
                 if not slot.is_kept:
                     slot.bytes().fill_(255)
+            tensors = waking(self._slots)
             self._wait()  # or another thread would see memory that has nothing yet
         except BaseException:
             self._wait()
@@ -223,8 +223,7 @@ class SleepingStorages:
             raise
         self._filling = []
         _count_move()
-        for slot in self._slots:
-            slot.wake_up()
+        wake_up(tensors)
         self._slots, self._known = [], known
         return sum(each.nbytes for each in empty if each.is_kept)
 
@@ -279,11 +278,15 @@ class SleepingStorages:
 
         That has nothing to do before which writes or reads them: the caller has waited for it.
         """
+        runs = list(self._runs(slots))
+        seams = host_memory.registration_seams(self._host)
         with self._copies.after(self._device):
-            for address, begin, count in self._runs(slots):
-                other, host = bytes_at(address, count, self._device), self._host
-                part = host[begin : begin + count]
-                copy_spans(part, other, [(0, count)], comes=comes, is_pinned=True)
+            for address, begin, count in runs:
+                for first, end in cut([(begin, begin + count)], seams):
+                    there = bytes_at(address + first - begin, end - first, self._device)
+                    host = self._host[first:end]
+                    to, given = (there, host) if comes else (host, there)
+                    to.copy_(given, non_blocking=True)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

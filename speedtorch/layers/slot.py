@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["ALIGNMENT", "Slot", "aligned", "bytes_at"]
+__all__ = ["ALIGNMENT", "Slot", "aligned", "bytes_at", "fall_asleep", "wake_up", "waking"]
 
 # Torch's allocator begins a tensor there: neighbours on the device are neighbours on the host, too.
 ALIGNMENT = 512
@@ -37,46 +38,33 @@ def bytes_at(address: int, count: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
 
 
-@dataclass(slots=True)
 class _Member:
-    """A tensor that has a storage, and how it lies in it."""
+    """A tensor that has a storage, and how it lies in it.
 
-    name: str
-    ref: weakref.ref[Tensor]
-    first: int = 0
-    size: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.uint8
-    version: int = 0
-    """On the device."""
-    here: Tensor | None = None
-    """The same on the device, where its storage has no memory while it sleeps."""
-    shown: int = -1
-    """Where its first byte is while it sleeps."""
+    Attributes:
+        ref: the tensor.
+        layout: where in the storage it begins, its size, its stride and its dtype.
+        version: on the device.
+        here: the same on the device, where its storage has no memory while it sleeps.
+        shown: where its first byte is while it sleeps.
+    """
 
-    def note(self, tensor: Tensor) -> None:
-        """Notes how it lies now."""
-        self.first, self.size = int(tensor.storage_offset()), tuple(tensor.shape)
-        self.stride, self.dtype = tensor.stride(), tensor.dtype
+    __slots__ = ("here", "layout", "ref", "shown", "version")
+
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self.ref = weakref.ref(tensor)
+        self.layout = int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
         self.version = version_of(tensor)
-        # What a class of its own makes of detach() is not known, and the other way takes longer.
+        # What a class of its own makes of `data` is not known, and the other way takes longer.
         is_plain = type(tensor) in (Tensor, nn.Parameter)
-        self.here = tensor.detach() if is_plain else self.of(tensor.untyped_storage())
-
-    def layout(self) -> tuple[object, ...]:
-        """How it lies in its storage."""
-        return self.first, self.size, self.stride, self.dtype
-
-    def show(self, tensor: Tensor, view: Tensor) -> None:
-        """Lets it be a view of what sleeps."""
-        self.shown = view.data_ptr()
-        set_versions((tensor,), (_ASLEEP + self.version,))
-        tensor.data = view
+        self.here = tensor.data if is_plain else self.of(storage)
+        self.shown = -1
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         """Such a tensor in a storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.first, self.size, self.stride)
+        first, size, stride, dtype = self.layout
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
+        return empty.set_(storage, first, size, stride)
 
 
 @dataclass(slots=True)
@@ -103,12 +91,17 @@ class Slot:
     @property
     def end(self) -> int:
         """Where the next one may begin."""
-        return self.begin + (aligned(self.nbytes) if self.is_kept else 0)
+        return self.begin + self.host_bytes
 
-    def add(self, name: str, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
-        """One more tensor that has the storage."""
+    @property
+    def host_bytes(self) -> int:
+        """That it takes of host memory."""
+        return aligned(self.nbytes) if self.is_kept else 0
+
+    def add(self, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
+        """One more tensor that has the storage, as it lies there now."""
         if not self.members or not any(each.ref() is tensor for each in self.members):
-            self.members.append(_Member(name, weakref.ref(tensor)))
+            self.members.append(_Member(tensor, self.storage))
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
 
@@ -118,16 +111,9 @@ class Slot:
             if (tensor := each.ref()) is not None:
                 yield each, tensor
 
-    def take_place(self, begin: int) -> int:
-        """Notes where it begins in host memory, and how its tensors lie in it; gives its end."""
-        self.begin = begin
-        for member, tensor in self.living():
-            member.note(tensor)
-        return self.end
-
     def layout(self) -> tuple[object, ...]:
         """Its bytes, and how its tensors lie in them."""
-        return self.nbytes, *(each.layout() for each in self.members)
+        return self.nbytes, *[each.layout for each in self.members]
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device, in this storage."""
@@ -142,35 +128,73 @@ class Slot:
         if host is not None:
             return [each.of(host) for each in self.members]
         device = self.storage.device
-        return [torch.empty(0, dtype=each.dtype, device=device) for each in self.members]
-
-    def fall_asleep(self, views: Sequence[Tensor]) -> None:
-        """Lets its tensors be views that asleep() has made."""
-        for member, view in zip(self.members, views, strict=True):
-            tensor = member.ref()
-            if tensor is not None and self.has(tensor):
-                member.show(tensor, view)
-
-    def wake_up(self) -> None:
-        """Lets its tensors be what they were, but for those that were given other memory."""
-        for member, tensor in self.living():
-            now, version = version_of(tensor), member.version
-            if self._sleeps(member, tensor):
-                is_same = self.is_kept and now == _ASLEEP + version
-                set_versions((tensor,), (version if is_same else version + 1,))
-                assert member.here is not None
-                tensor.data = member.here
-            elif now >= _ASLEEP:
-                set_versions((tensor,), (version + 1,))
+        return [torch.empty(0, dtype=each.layout[-1], device=device) for each in self.members]
 
     @property
     def is_needed(self) -> bool:
         """Whether a tensor sleeps still, or something else has the storage, as a view does."""
-        if any(self._sleeps(member, each) for member, each in self.living()):
-            return True
-        own = 1 + sum(each.here is not None for each in self.members)
-        return storage_uses(self.storage) > own
+        for member in self.members:
+            if (tensor := member.ref()) is not None and self.sleeps(member, tensor):
+                return True
+        return storage_uses(self.storage) > 1 + len(self.members)
 
-    def _sleeps(self, member: _Member, tensor: Tensor) -> bool:
+    def sleeps(self, member: _Member, tensor: Tensor) -> bool:
         """Whether a tensor is where it was put to sleep."""
         return member.shown == tensor.data_ptr() and (self.is_kept or not tensor.numel())
+
+
+def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> None:
+    """Lets the tensors of storages be views that Slot.asleep() has made."""
+    falling = [
+        (member, tensor, view)
+        for slot, its_views in zip(slots, views, strict=True)
+        for member, view in zip(slot.members, its_views, strict=True)
+        if (tensor := member.ref()) is not None and slot.has(tensor)
+    ]
+    versions = tuple([_ASLEEP + member.version for member, _, _ in falling])
+    set_versions(tuple([tensor for _, tensor, _ in falling]), versions)
+    for member, tensor, view in falling:
+        member.shown = view.data_ptr()
+        tensor.data = view
+
+
+class Waking(NamedTuple):
+    """A tensor that wakes.
+
+    Attributes:
+        version: that it has then.
+        here: what it is then; None: as it is now, with other memory than it slept in.
+    """
+
+    tensor: Tensor
+    version: int
+    here: Tensor | None
+
+
+def waking(slots: Iterable[Slot]) -> list[Waking]:
+    """The tensors of storages that sleep, or have the version of one that does."""
+    found = []
+    for slot in slots:
+        for member in slot.members:
+            if (tensor := member.ref()) is None:
+                continue
+            now, version, here = version_of(tensor), member.version, None
+            if slot.sleeps(member, tensor):
+                here = member.here
+                # An error may have ended the last call once versions were set.
+                is_same = slot.is_kept and now in (version, _ASLEEP + version)
+            elif now < _ASLEEP:
+                continue
+            else:  # it never slept, or has been given other memory
+                is_same = member.shown < 0 and now == _ASLEEP + version
+            found.append(Waking(tensor, version if is_same else version + 1, here))
+    return found
+
+
+def wake_up(tensors: Sequence[Waking]) -> None:
+    """Lets them be what they were."""
+    versions = tuple([version for _, version, _ in tensors])
+    set_versions(tuple([tensor for tensor, _, _ in tensors]), versions)
+    for tensor, _, here in tensors:
+        if here is not None:
+            tensor.data = here

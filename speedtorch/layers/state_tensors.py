@@ -8,7 +8,7 @@ memory, and the tensors among its attributes (bitsandbytes, MaskedTensor).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -49,34 +49,36 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
     """Finds them; the rows of an Embedding and their state are left out."""
     found: dict[StatePart, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "optimizer": {}}
     frozen: set[str] = set()
-    rows = {id(each) for each in module.parameters() if isinstance(each, RowWeight)}
+    parameters = list(module.named_parameters())
+    rows = {id(each) for _, each in parameters if isinstance(each, RowWeight)}
     names: dict[int, str] = {}
-    for name, each in (*module.named_parameters(), *module.named_buffers()):
+    for name, each in (*parameters, *module.named_buffers()):
         if id(each) in rows:
             continue
         names[id(each)] = name
-        own = _added(found["weights"], plain_tensors(name, each))
+        own = _added(found["weights"], name, each)
         if not each.requires_grad:
             frozen.update(own)
         if each.is_leaf and each.grad is not None:
-            _added(found["gradients"], plain_tensors(f"the gradient of {name}", each.grad))
+            _added(found["gradients"], f"the gradient of {name}", each.grad)
     for number, optimizer in enumerate(optimizers):
         which = f" ({number})" if number else ""
         for place, (of, kept) in enumerate(optimizer.state.items()):
             if id(of) in rows:
                 continue
             name = names.get(id(of), f"parameter {place}") + which
-            _added(found["optimizer"], plain_tensors(f"state of {name}", kept))
+            _added(found["optimizer"], f"state of {name}", kept)
     return StateTensors(found, frozen)
 
 
-def _added(found: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Puts tensors among those that are found; gives their names, each of one tensor alone."""
+def _added(found: dict[str, Tensor], name: str, value: Any) -> list[str]:
+    """Puts the tensors of a value among those found; gives their names, each of one alone."""
     names = []
-    for name, each in tensors:
-        while found.setdefault(name, each) is not each:  # of keys as 1 and "1"
-            name += "'"
-        names.append(name)
+    is_one = is_plain_tensor(value)
+    for its_name, each in ((name, value),) if is_one else plain_tensors(name, value):
+        while found.setdefault(its_name, each) is not each:  # of keys as 1 and "1"
+            its_name += "'"
+        names.append(its_name)
     return names
 
 

@@ -7,7 +7,8 @@ what was found is kept for as long as each of it is where it was found.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, cast
 
@@ -49,22 +50,23 @@ class TensorIndex:
         """The parameters that have one, by its name."""
         self.state: dict[str, Tensor] = {}
         # Weak references to gradients: the index must not keep a dropped gradient alive.
-        self._of_parameters: list[tuple[Tensor, bool, weakref.ref[Tensor] | None]] = []
+        self._gradient_refs: list[weakref.ref[Tensor]] = []
+        self._without_gradient: list[Tensor] = []
         self._of_state: list[tuple[Optimizer, Mapping[Tensor, Any], list[Any]]] = []
         """What each optimizer keeps of each parameter; None: nothing."""
         self._empty: list[dict[str, Any]] = []
-        self._kept: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._filled: list[dict[str, Any]] = []
         for part in module.modules():
             for of_part in (*members_of(part), buffers_of(part)):
                 self._keep(of_part)
         for name, each in self.parameters.items():
-            known = None
             if each.is_leaf and each.grad is not None:
                 if each.grad.is_conj() or each.grad.is_neg():  # as torch makes some
                     each.grad = each.grad.resolve_conj().resolve_neg()
                 self._gradients[f"the gradient of {name}"] = each
-                known = weakref.ref(each.grad)
-            self._of_parameters.append((each, each.requires_grad, known))
+                self._gradient_refs.append(weakref.ref(each.grad))
+            elif each.is_leaf:
+                self._without_gradient.append(each)
         for number, optimizer in enumerate(optimizers):
             which = f" ({number})" if number else ""
             kept_by_it = [optimizer.state.get(each) for each in self.parameters.values()]
@@ -76,12 +78,20 @@ class TensorIndex:
                 for key, value in kept.items():
                     if is_of_state(optimizer, name + which, each, key, value):
                         self.state[f"{key} of {name}{which}"] = value
+        self._lengths = list(map(len, self._filled))
+        self._values = list(self._values_now())
+        self._flags = self._flags_now()
 
     def _keep(self, entries: dict[str, Any]) -> None:
-        if entries:
-            self._kept.append((entries, tuple(entries.values())))
-        else:
-            self._empty.append(entries)
+        (self._filled if entries else self._empty).append(entries)
+
+    def _values_now(self) -> Iterator[Any]:
+        return chain.from_iterable([each.values() for each in self._filled])
+
+    def _flags_now(self) -> list[bool]:
+        """Which parameters are trained, and which are leaves."""
+        every = self.parameters.values()
+        return [each.requires_grad for each in every] + [each.is_leaf for each in every]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -94,19 +104,18 @@ class TensorIndex:
         return [*self.own.values(), *self.gradients.values(), *self.state.values()]
 
     def is_current(self) -> bool:
-        """Whether all is where it was found, and nothing else."""
-        if any(self._empty):
+        """Whether all is where it was found, and nothing else.
+
+        It asks all objects for one thing after another, which takes less time than one by one.
+        """
+        if any(self._empty) or [*map(len, self._filled)] != self._lengths:
             return False
-        for entries, values in self._kept:
-            if len(entries) != len(values) or not all(map(is_, entries.values(), values)):
-                return False
-        for each, is_trained, known in self._of_parameters:
-            if each.requires_grad is not is_trained:
-                return False
-            gradient = each.grad if each.is_leaf else None
-            if (known is None) is not (gradient is None):
-                return False
-            if known is not None and known() is not gradient:
+        if not all(map(is_, self._values_now(), self._values)) or self._flags_now() != self._flags:
+            return False
+        if [True for each in self._without_gradient if each.grad is not None]:
+            return False
+        for each, known in zip(self._gradients.values(), self._gradient_refs, strict=True):
+            if each.grad is None or each.grad is not known():
                 return False
         for optimizer, state, kept_by_it in self._of_state:
             if optimizer.state is not state:

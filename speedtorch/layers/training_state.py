@@ -278,27 +278,34 @@ class TrainingState:
         them does.
         """
         sleeping = {id(each) for part in self._parts.values() for each in part.tensors}
-        awake = {
-            part: {n: e for n, e in found.of[part].items() if self._is_awake(e, sleeping)}
-            for part in PARTS
+        rest = [each for part in PARTS if part not in wanted for each in found.of[part].values()]
+        stay = {
+            storage_id(storage)
+            for each in rest
+            if self._is_awake(each, sleeping) and (storage := _storage_of(each)) is not None
         }
-        stay = {_key(e) for part in PARTS if part not in wanted for e in awake[part].values()}
         by_storage: dict[int, Slot] = {}
         slots: dict[StatePart, list[Slot]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
-            for name, each in awake[part].items():
+            is_kept, is_asleep = part not in lost, self._parts[part].is_asleep
+            for name, each in found.of[part].items():
+                if not self._is_awake(each, sleeping):
+                    continue
+                storage = _storage_of(each)
+                if storage is not None and not (nbytes := storage.nbytes()):
+                    continue
                 _check(name, each)
-                storage = each.untyped_storage()
+                assert storage is not None
                 key = storage_id(storage)
-                if key in stay or not storage.resizable() or self._parts[part].is_asleep:
+                if key in stay or not storage.resizable() or is_asleep:
                     left.append(name)
                     stay.add(key)
                     continue
                 if (slot := by_storage.get(key)) is None:
-                    slot = by_storage[key] = Slot(storage, storage.nbytes())
+                    slot = by_storage[key] = Slot(storage, nbytes)
                     slots[part].append(slot)
-                slot.add(name, each, is_kept=part not in lost, is_frozen=name in found.frozen)
+                slot.add(each, is_kept=is_kept, is_frozen=name in found.frozen)
         more = {part: self._parts[part].others(some) for part, some in slots.items()}
         for part, others in more.items():
             if any(storage_id(each.storage) in stay for each in others):
@@ -315,10 +322,8 @@ class TrainingState:
         return {part: some for part, some in slots.items() if some}, left
 
     def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
-        """Whether a tensor has memory on the device."""
-        if tensor.device != self.device or id(tensor) in sleeping:
-            return False
-        return tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0
+        """Whether a tensor is on the device and may have memory there."""
+        return tensor.device == self.device and id(tensor) not in sleeping
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
@@ -367,9 +372,9 @@ def _check_can_keep(device: torch.device) -> None:
         )
 
 
-def _key(tensor: Tensor) -> int:
-    """What tells memory apart."""
-    return storage_id(tensor.untyped_storage()) if tensor.layout == torch.strided else id(tensor)
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a dense tensor."""
+    return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
 def _chosen(argument: str, parts: Any) -> list[StatePart]:

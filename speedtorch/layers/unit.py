@@ -275,23 +275,29 @@ class Unit:
             pack.slab.coming.join()
 
     @_untracked
-    def _come(self, call: Callable[[Pack, Members], None], *, state: bool) -> None:
+    def _come(self, call: Callable[..., None], *, state: bool) -> None:
         self._tracker.stop()
         self.averaging.note()
         if not self.device_bytes:  # all is on the host, and all is copied
             self.was_stepped = self._is_state_new = False
             self._note_copied()
-        parts, begun = self._parts(), []
+        empty = [pack for pack in self._packs if not pack.slab.device_bytes]
+        called: list[_Part] = []
         try:
+            # Even whether the index is current is seen while the copy is on its way.
+            is_begun = self._index is not None and self._own.begin(self._index.own)
+            parts = self._parts()
             for pack, members in parts if state else parts[:2]:
-                if not pack.slab.device_bytes:
-                    begun.append((pack, members))
-                call(pack, members)
+                called.append((pack, members))
+                call(pack, members, begun=is_begun and pack is self._own)
         except BaseException as error:
             for pack in self._packs:  # some may be on the device already
                 pack.slab.coming.join()
-            for pack, members in begun if isinstance(error, RuntimeError) else ():
-                pack.evict(members)
+            for pack, members in called if isinstance(error, RuntimeError) else ():
+                if pack in empty:
+                    pack.evict(members)
+            if self._own in empty and self._own.memory is Memory.HOST:
+                self._own.slab.empty()
             self.track()
             raise
 
@@ -336,10 +342,13 @@ class Unit:
         self._tracker.stop()
         self.averaging.note()
         self._join_streams(after)
-        freed = 0
-        for pack, members in reversed(self._parts()):
+        freed, parts = 0, self._parts()[::-1]
+        # All are on their way before the first is waited for.
+        copied = [pack.begin_back(members) for pack, members in parts]
+        for (pack, members), names in zip(parts, copied, strict=True):
             # Graphs have views of its own tensors alone.
-            freed += pack.evict(members, after, search=search or pack is not self._own)
+            is_searched = search or pack is not self._own
+            freed += pack.evict(members, after, search=is_searched, copied=names)
         self._is_state_new = self.has_views = False
         self.made_state_bytes = 0
         self._note_copied()

@@ -178,6 +178,55 @@ def test_what_has_not_changed_travels_one_way(device: str) -> None:
     assert_equal({"weight": layer[1].weight}, twice)
 
 
+def test_copies_begin_before_each_tensor_is_looked_at(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    copy_spans, where = slab.copy_spans, slab.Slab.where
+
+    def copied(*args: Any, **rest: Any) -> None:
+        calls.append("copy")
+        copy_spans(*args, **rest)
+
+    def looked(*args: Any) -> Any:
+        calls.append("look")
+        return where(*args)
+
+    unit = Unit(nn.Linear(4, 4), device=device)
+    monkeypatch.setattr(slab, "copy_spans", copied)
+    monkeypatch.setattr(slab.Slab, "where", looked)
+    for move in (unit.load, unit.write_back, unit.evict, unit.bring):
+        unit.touch()
+        calls.clear()
+        move()
+        assert calls[0] == "copy" and calls.count("copy") == 1
+
+
+def test_tensors_that_became_others_in_the_same_memory_move_as_those(device: str) -> None:
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    unit = Unit(layer, device=device)
+    for is_loaded in (False, True):
+        if is_loaded:
+            unit.load()
+        layer.weight.data = layer.weight.data.t()
+        expected = copies(dict(layer.named_parameters()))
+        unit.touch()
+        for move in (unit.evict, unit.load) if is_loaded else (unit.load, unit.evict):
+            move()
+            assert_equal(dict(layer.named_parameters()), expected)
+        unit.evict()
+
+
+def test_a_load_that_is_refused_leaves_no_device_memory(device: str) -> None:
+    layer = nn.Linear(2, 2, dtype=torch.complex64).requires_grad_(False)
+    unit = Unit(layer, device=device)
+    layer.weight.data = layer.weight.data.t().conj()
+    for move in (unit.load, unit.bring):
+        with pytest.raises(ValueError, match="conjugated"):
+            move()
+        assert unit.device_bytes == 0 and unit.memory is Memory.HOST
+
+
 def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
