@@ -144,8 +144,13 @@ GPU_TOOLS = (
     GpuTool("memcheck"),
     GpuTool("racecheck"),
     # It must see the writes of all kernels, and does not see those of the CPU to managed memory. Of
-    # what has room for more rows than there are, all are moved.
-    GpuTool("initcheck", options=(), left_out=f"{ON_A_GPU} and not managed and not capacity"),
+    # what has room for more rows than there are, all are moved. A swap through the CPU waits by a
+    # copy of a byte that nobody has written.
+    GpuTool(
+        "initcheck",
+        options=(),
+        left_out=f"{ON_A_GPU} and not managed and not capacity and not pageable",
+    ),
     GpuTool("synccheck"),
 )
 SANITIZERS: dict[str, Sanitizer | GpuTool]

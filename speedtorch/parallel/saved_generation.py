@@ -182,8 +182,9 @@ class SavedGeneration:
     @staticmethod
     def _checked(entry: Any) -> str:
         name = entry["name"]
-        if os.path.basename(name) != name or not name.endswith(".safetensors"):
-            raise ValueError(f"it names the file {name!r}")
+        is_name = os.path.basename(name) == name and name.endswith(".safetensors")
+        if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
+            raise ValueError(f"it names the file {name[:300]!r}")
         return str(name)
 
     def _open(self, name: str) -> None:

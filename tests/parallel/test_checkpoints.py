@@ -215,6 +215,18 @@ def test_damage_is_found_before_anything_is_loaded(name: str, at: str, tmp_path:
     assert speedtorch.load(tmp_path, generation=1, layer=layer) == {}
 
 
+@pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "../tensors.safetensors", "tensors"])
+def test_a_manifest_that_names_no_file_is_an_error(name: str, tmp_path: Path) -> None:
+    path = Path(speedtorch.save(tmp_path, a=torch.ones(3)).path) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"][0]["name"] = name
+    text = json.dumps(content).encode()
+    path.write_bytes(text)
+    path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
+    with pytest.raises(ValueError, match=r"manifest.json: is damaged.*: it names the file '"):
+        speedtorch.load(tmp_path)
+
+
 def test_any_manifest_is_one_or_an_error(tmp_path: Path) -> None:
     saved = speedtorch.save(tmp_path, a={"b": [torch.ones(3), 1.5, "x"]}, step=3)
     path, draw = Path(saved.path) / "manifest.json", random.Random(0)
