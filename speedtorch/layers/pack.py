@@ -77,8 +77,10 @@ class Pack:
         """Views that keep a device slab which evict() has left to them, with names."""
         self._placed: dict[str, weakref.ref[Tensor]] = {}
         """The tensor that has the place of each name."""
-        self._versions: dict[str, tuple[int, int]] = {}
-        """The last version of each tensor on the host and on the device."""
+        # Not one dict of pairs: thousands of these would set off collections of cycles.
+        self._host_versions: dict[str, int] = {}
+        self._device_versions: dict[str, int] = {}
+        """The last version of each tensor in each memory."""
         with _plain_tensors():
             self.slab = Slab({}, device, traffic=traffic)
         """Of now: a tensor that joins may need another."""
@@ -357,7 +359,7 @@ class Pack:
 
         What is `copied` has been, or is about to be.
         """
-        slab, known = self.slab, self._versions
+        slab = self.slab
         leaving, settled = members.tensors, [name for name in at if at[name] is memory]
         if settled:
             leaving = {name: each for name, each in leaving.items() if at[name] is not memory}
@@ -369,7 +371,8 @@ class Pack:
         slab.copy_to(memory, changed, settled)
         self._count(new, leaving, at)
         comes = memory is Memory.DEVICE
-        versions = tuple([known[name][comes] for name in leaving])
+        of_memory = self._device_versions if comes else self._host_versions
+        versions = tuple([of_memory[name] for name in leaving])
         views = [slab.view(name, memory) for name in leaving]
         if not comes:
             slab.leaving.finish()  # the copy may span the places of those that are elsewhere
@@ -383,8 +386,12 @@ class Pack:
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Names of those whose elements have changed since they were copied, or never were."""
-        known = self._versions
-        return {name for name, t in tensors.items() if version_of(t) not in known.get(name, ())}
+        host, device = self._host_versions, self._device_versions
+        return {
+            name
+            for name, each in tensors.items()
+            if device.get(name) != version_of(each) != host.get(name)
+        }
 
     def _count(
         self,
@@ -396,11 +403,14 @@ class Pack:
 
         Graphs of the memory that one leaves are right if they have saved these very elements.
         """
+        on_host, on_device = self._host_versions, self._device_versions
         for name in names:
             version, left = version_of(tensors[name]), at[name]
-            host, device = self._versions.get(name, (_HOST_VERSIONS, 0))
+            host, device = on_host.get(name, _HOST_VERSIONS), on_device.get(name, 0)
+            # The last of the two says that it is counted, should Ctrl-C come in between.
             if version >= _HOST_VERSIONS:
-                host, device = max(host, version + (left is not Memory.HOST)), device + 1
+                on_device[name] = device + 1
+                on_host[name] = max(host, version + (left is not Memory.HOST))
             else:
-                host, device = host + 1, max(device, version + (left is not Memory.DEVICE))
-            self._versions[name] = host, device
+                on_host[name] = host + 1
+                on_device[name] = max(device, version + (left is not Memory.DEVICE))

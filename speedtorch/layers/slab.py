@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter, eq, methodcaller
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ __all__ = ["Memory", "Slab", "check_packable"]
 ALIGNMENT = 256
 # What tensors in common memory keep of their address: that of the widest element, complex128.
 _ELEMENT_ALIGNMENT = 16
+
+_SHAPE, _STRIDE = attrgetter("shape"), methodcaller("stride")
 
 
 class Memory(Enum):
@@ -300,10 +303,11 @@ class Slab:
         if (memory := self.memory_at(tensors)) is None:
             return None
         order, values = self._order, tensors.values()
+        # No lists of thousands of tuples, which would set off collections of cycles.
         alike = (
             [each.dtype for each in values] == order.dtypes
-            and [each.shape for each in values] == order.sizes
-            and [each.stride() for each in values] == order.strides
+            and all(map(eq, map(_SHAPE, values), order.sizes))
+            and all(map(eq, map(_STRIDE, values), order.strides))
         )
         return memory if alike else None
 
