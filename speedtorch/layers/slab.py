@@ -321,8 +321,10 @@ class Slab:
             return None
         try:
             pointers = [each.data_ptr() for each in tensors.values()]
-        except RuntimeError:  # a sparse tensor has none
-            return None
+        except RuntimeError:
+            if all(each.layout is torch.strided for each in tensors.values()):
+                raise
+            return None  # a sparse tensor has none
         base = pointers[0] - order.begins[0]
         is_host = base == self._address
         if not is_host and (base != self._storage.data_ptr() or self.device_bytes != self.nbytes):
