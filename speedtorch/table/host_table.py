@@ -771,13 +771,15 @@ class HostTable:
                 " or share a new table"
             )
 
-    def note_given(self, field: str) -> None:
-        """Says that a field was loaded: no process is to give it first values.
+    def note_given(self, *fields: str) -> None:
+        """Says that fields are loaded: no process is to give them first values.
 
         Example:
             >>> HostTable(2, 1, memory="plain").note_given("weight")
         """
-        self._placed().note_given(list(self.fields).index(field))
+        numbers = {name: number for number, name in enumerate(self.fields)}
+        for field in fields:
+            self._placed().note_given(numbers[field])
 
     @_in_turn
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
@@ -879,9 +881,9 @@ class HostTable:
             self._read(parts, here)
 
     def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
+        self.note_given(*stored)
         for name, each in stored.items():
             each.read_into(self.rows_of(name)[rows.start : rows.stop])
-            self.note_given(name)
         self.settle()
         self.was_read = True
 
