@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
+from unit_models import COMMON_OPTIMIZERS
 
 from speedtorch.layers import StateSwapper, TrainingState
 
 STEPS = 6
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    **{name: make for name, make in COMMON_OPTIMIZERS.items() if name != "Rprop"},
+    "AdamW": partial(optim.AdamW, lr=0.05),
+    "AdamW-fused": partial(optim.AdamW, lr=0.05, fused=True),
+    "Muon": lambda parameters: optim.Muon([each for each in parameters if each.dim() == 2]),
+}
+"""Torch's Rprop steps no DTensor."""
 
 
 def _model(way: str) -> nn.Module:
@@ -41,10 +51,10 @@ def _batch(step: int) -> Tensor:
     return torch.randn(5, 6, generator=random).to(own_device())
 
 
-def _trained(way: str, *, sleeps: bool, keep_addresses: bool = False) -> list[Tensor]:
+def _trained(way: str, name: str, *, sleeps: bool, keep_addresses: bool = False) -> list[Tensor]:
     """All that the state has at the end, on the CPU."""
     model = _model(way)
-    optimizer = optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = OPTIMIZERS[name](model.parameters())
     state = TrainingState(model, optimizer, keep_addresses=keep_addresses)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -69,12 +79,9 @@ def _all_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
     return [each.detach().cpu().clone() for each in local if isinstance(each, Tensor)]
 
 
-def _stepped(way: str, budget: int | None) -> list[Tensor]:
+def _stepped(way: str, name: str, budget: int | None) -> list[Tensor]:
     model = _model(way)
-    matrices = [each for each in model.parameters() if each.dim() == 2]
-    optimizer: optim.Optimizer = (
-        optim.Muon(matrices) if "Muon" in way else optim.AdamW(model.parameters(), lr=0.05)
-    )
+    optimizer = OPTIMIZERS[name](model.parameters())
     if budget is not None:
         at = own_device() if "offloaded" in way else None
         swapper = StateSwapper(optimizer, budget=budget, device=at)
@@ -88,19 +95,29 @@ def _stepped(way: str, budget: int | None) -> list[Tensor]:
     return _all_of(model, optimizer)
 
 
-def check_state_swapper(way: str) -> None:
-    """The bits are those of ranks that have all state on their device."""
-    ours, theirs = _stepped(way, 600), _stepped(way.replace("offloaded", ""), None)
+def _names() -> list[str]:
+    """The optimizers, of which two ranks on the CPU have some, and three the others."""
+    if own_device().type == "cuda":
+        return list(OPTIMIZERS)
+    return list(OPTIMIZERS)[dist.get_world_size() % 2 :: 2]
+
+
+def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     assert len(ours) == len(theirs) > 20
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def check_state_swapper(way: str) -> None:
+    """The bits are those of ranks that have all on their device."""
+    for name in _names():
+        theirs = _stepped(way.replace("offloaded", ""), name, None)
+        assert _same(_stepped(way, name, 600), theirs), name
 
 
 def check_sleep(way: str) -> None:
     """The bits are those of ranks that do not sleep."""
-    theirs = _trained(way, sleeps=False)
-    for keep_addresses in (False, True)[: 1 + (own_device().type == "cuda")]:
-        ours = _trained(way, sleeps=True, keep_addresses=keep_addresses)
-        assert len(ours) == len(theirs) > 20
-        for one, other in zip(ours, theirs, strict=True):
-            assert torch.equal(one, other)
+    for name in _names():
+        theirs = _trained(way, name, sleeps=False)
+        for keep_addresses in (False, True)[: 1 + (own_device().type == "cuda")]:
+            ours = _trained(way, name, sleeps=True, keep_addresses=keep_addresses)
+            assert _same(ours, theirs), name

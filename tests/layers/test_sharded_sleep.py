@@ -21,10 +21,8 @@ def test_ranks_train_as_if_they_had_not_slept(way: str, ranks: int, backend: str
         "ddp",
         "fully_shard",
         "fully_shard bfloat16",
-        "fully_shard Muon",
         "fully_shard offloaded",
         "fully_shard bfloat16 offloaded",
-        "fully_shard Muon offloaded",
     ],
 )
 def test_ranks_step_as_with_all_state_on_the_device(way: str, ranks: int, backend: str) -> None:

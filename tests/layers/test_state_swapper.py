@@ -6,6 +6,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
@@ -588,3 +590,37 @@ def test_what_cannot_visit_the_device_is_named(device: str) -> None:
         optimizer.step()
     with pytest.raises(ValueError, match="expected one with memory, as 'cuda', got 'meta'"):
         StateSwapper(optim.SGD([nn.Parameter(base)]), budget=1, device="meta")
+
+
+def test_threads_and_streams_step_what_is_in_host_memory(device: str) -> None:
+    def work(ours: AtHome) -> None:
+        own = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext()
+        with own:
+            ours.step(6)
+
+    makes = [optim.Adam, optim.AdamW, optim.RMSprop]
+    ours = [AtHome(device, make, 2000) for make in makes]
+    with ThreadPool(len(ours)) as pool:
+        pool.map(work, ours)
+    for each, make in zip(ours, makes, strict=True):
+        assert_equal(each.tensors(), AtHome(device, make, None).step(6).tensors())
+
+
+def test_scaled_gradients_of_what_is_in_host_memory(device: str) -> None:
+    def train(budget: int | None) -> dict[str, Tensor]:
+        ours = AtHome(device, optim.Adam, budget)
+        scaler = torch.amp.GradScaler(ours.device.type, init_scale=4.0, growth_interval=2)
+        for number in range(5):
+            scaler.scale(torch.ones((), device=ours.device))
+            ours.gradients()
+            for each in ours.model.parameters():
+                if each.dtype == torch.bfloat16:  # torch scales none of these on a GPU
+                    each.grad = None
+                elif each.grad is not None:
+                    each.grad *= scaler.get_scale() * (float("inf") if number == 2 else 1.0)
+            scaler.step(ours.optimizer)
+            scaler.update()
+            ours.steps += 1
+        return ours.tensors()
+
+    assert_equal(train(2000), train(None))
