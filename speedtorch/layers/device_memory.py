@@ -81,6 +81,8 @@ class TorchMemory(DeviceMemory):
 
     def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
         """Fills some, while those before are on their way."""
+        # Torch would copy what an error has left there, behind what the host is about to send.
+        self.leave([each for each in slots if self.is_here(each)])
         for some in _pieces(slots):
             _fill(some, self._device)
             yield some

@@ -209,12 +209,12 @@ class TrainingState:
         with self._turn:
             begin, free = time.perf_counter(), self._free_bytes()
             copied = 0
+            self._synchronize()
             for each in self._parts.values():
                 if each.is_half_way:  # an error has interrupted the last call
                     each.wake()
             found = state_tensors(self._model, self._optimizers)
             slots, left = self._slots(found, wanted, lost)
-            self._synchronize()
             for part, of_part in slots.items():
                 copied += self._parts[part].sleep(of_part)
             if self.device.type == "cuda":

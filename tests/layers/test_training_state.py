@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import linecache
 import sys
 import threading
 import weakref
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from interrupts import EVERY, every_interrupt, out_of_memory
+from interrupts import EVERY, PACKAGE, Lines, every_interrupt, out_of_memory
 from torch import Tensor, nn, optim
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -644,3 +645,23 @@ def test_an_error_at_a_line_of_ours_loses_nothing(
         training.state.wake()
         assert_equal(training.tensors(), expected)
         assert_trains_on(training, steps=1)
+
+
+def test_what_an_error_has_left_on_the_device_is_filled_anew(device: str) -> None:
+    expected = copies(Training(device).step(2).tensors())
+    training = Training(device).step(2)
+    training.state.sleep()
+    with Lines(PACKAGE) as lines:
+        training.state.wake()
+    assert lines.seen is not None
+    text = [linecache.getline(file, line).strip() for file, line, _ in lines.seen]
+    filled = 1 + text.index("self._filling = []")  # all has come by then, and still sleeps
+    training.state.sleep()
+    with Lines(PACKAGE, filled) as lines:
+        training.state.wake()
+    assert lines.raised is not None and training.state.is_asleep
+    if device == "cuda":
+        torch.cuda._sleep(1 << 28)  # what torch queues now comes late
+    training.state.sleep()
+    training.state.wake()
+    assert_equal(training.tensors(), expected)
