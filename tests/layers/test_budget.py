@@ -116,6 +116,8 @@ def test_what_comes_ahead_stays_until_it_is_used(room: float, device: str) -> No
         with swapper.use(*(model[each] for each in used)):
             swapper.prefetch(*(model[each] for each in later), state=True)
             (model[used[0]](x) + model[used[1]](x)).square().mean().backward()
+            if device == "cuda":  # other processes of this run have the GPU, too
+                torch.cuda.synchronize()
             swapper.step()
         optimizer.zero_grad()
         if device == "cuda":
