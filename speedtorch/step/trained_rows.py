@@ -285,27 +285,19 @@ class TrainedRows:
         the table goes now: a cycle of both would wait for the garbage collector.
         """
         try:
-            self._come_home()
+            self.write_back()
         finally:
             vars(self.parameter)["_rows"] = lambda: self
             self.__class__ = _LeftRows
             vars(self).pop("parameter", None)
             self.parameter_view.keep_alive(None)
 
-    def _come_home(self) -> None:
-        """As write_back(), as the last that is done with held rows.
-
-        In a forked child they are those of its parent, which trains on, and writes them itself.
-        """
-        if not self.exchange.is_inherited:
-            self.write_back()
-
     def end(self, parameter: nn.Parameter) -> None:
         """Called when the weight goes, after the module: its rows are in the table."""
         # What refers to it weakly may have lost it by now.
         self.parameter_view.keep_alive(parameter)
         try:
-            self._come_home()
+            self.write_back()
         finally:
             self.table.claim.drop(self)
             self.parameter_view.keep_alive(None)
