@@ -263,6 +263,8 @@ class TrainedRows:
     @alone
     def write_back(self) -> None:
         """See RowHolder; the CPU sees the rows, too, after this."""
+        if self.exchange.is_inherited:  # and what is on its way on a GPU is the parent's
+            return
         with as_plain():
             self.exchange.write_back()
             self._store.settle(self.exchange.device)
@@ -285,19 +287,27 @@ class TrainedRows:
         the table goes now: a cycle of both would wait for the garbage collector.
         """
         try:
-            self.write_back()
+            self._come_home()
         finally:
             vars(self.parameter)["_rows"] = lambda: self
             self.__class__ = _LeftRows
             vars(self).pop("parameter", None)
             self.parameter_view.keep_alive(None)
 
+    def _come_home(self) -> None:
+        """As write_back(), as the last that is done with held rows; nothing in a forked child.
+
+        Those that are on a GPU it cannot read.
+        """
+        if not self.exchange.is_of_fork:
+            self.write_back()
+
     def end(self, parameter: nn.Parameter) -> None:
         """Called when the weight goes, after the module: its rows are in the table."""
         # What refers to it weakly may have lost it by now.
         self.parameter_view.keep_alive(parameter)
         try:
-            self.write_back()
+            self._come_home()
         finally:
             self.table.claim.drop(self)
             self.parameter_view.keep_alive(None)
