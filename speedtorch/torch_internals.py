@@ -35,6 +35,7 @@ __all__ = [
     "GRADIENT_ASKED_TO_BE_ZERO",
     "LENT_BY_GRAD_SCALER",
     "METHODS_OF_MODULES",
+    "STEP_HOOKS",
     "TRUNCATED_NORMAL",
     "UNSCALES",
     "VERSION_ASKED",
@@ -438,6 +439,10 @@ def stepping_grad_scaler() -> SteppingScaler | None:
             is_near = "cpu" not in divided or scaler._scale.device.type == "cpu"
             return SteppingScaler(scaler, is_near or isinstance(scaler, HostGradScaler))
     return None
+
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer that have the hooks of its step."""
 
 
 FOUND_INF = "found_inf"

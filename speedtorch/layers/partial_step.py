@@ -7,13 +7,14 @@ leaves them as they are.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.torch_internals import step_without_hooks
+from speedtorch.torch_internals import STEP_HOOKS, step_without_hooks
 
 __all__ = ["PartialStep"]
 
@@ -43,6 +44,8 @@ class PartialStep:
             chosen[number].append(optimizer.param_groups[number]["params"][place])
         made: Optimizer = object.__new__(type(optimizer))
         made.__dict__.update(optimizer.__dict__)
+        # The step of a base class, which that of the optimizer calls, would call them.
+        made.__dict__.update({name: OrderedDict() for name in STEP_HOOKS})
         made.param_groups = [
             {**group, "params": of_group}
             for group, of_group in zip(optimizer.param_groups, chosen, strict=True)
@@ -59,7 +62,7 @@ class PartialStep:
         if (made := self._last) is None:
             return
         for name, value in made.__dict__.items():
-            if name != "param_groups":
+            if name != "param_groups" and name not in STEP_HOOKS:
                 _assign(self._optimizer.__dict__, name, value)
         for group, changed in zip(self._optimizer.param_groups, made.param_groups, strict=True):
             for name, value in changed.items():

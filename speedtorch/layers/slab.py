@@ -26,7 +26,7 @@ from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import current_stream, storage_id, storage_uses
 
-__all__ = ["Memory", "Slab", "check_packable"]
+__all__ = ["Memory", "Slab", "check_packable", "extent"]
 
 # Where torch's own allocators begin a tensor at the finest (CUDA: 512, CPU: 64): as much as the
 # widest loads, cuBLAS and TMA descriptors ask for, and little beside a parameter's kilobytes.
@@ -88,7 +88,7 @@ class _Order(NamedTuple):
         )
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Bytes from a tensor's lowest element to its highest; 1 for none, which have an address too.
 
     What lies between elements that are not dense counts as well.
@@ -155,7 +155,7 @@ def check_packable(name: str, tensor: object) -> None:
 def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:
     """The names of tensors that share memory together: `{name: (address, bytes)}` of each slot."""
     owner: dict[str, str] = {name: name for name in tensors}
-    spans = {name: (_address(tensor), _extent(tensor)) for name, tensor in tensors.items()}
+    spans = {name: (_address(tensor), extent(tensor)) for name, tensor in tensors.items()}
     # Tensors of one device in the order of their addresses: neighbours alone can overlap.
     ranked = sorted(tensors, key=lambda name: (str(tensors[name].device), spans[name]))
     first, end = "", 0

@@ -19,12 +19,18 @@ from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
-from speedtorch.layers.unit_steps import closure_done, steps_by
-from speedtorch.layers.visit import Visit, bytes_of_visit, check_visitors, follow_inner
+from speedtorch.layers.unit_steps import closure_done, refuse_hasty_scaler, steps_by
+from speedtorch.layers.visit import (
+    Visit,
+    bring_to_host,
+    bytes_of_visit,
+    check_visitors,
+    follow_inner,
+)
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.row_weight import RowWeight
-from speedtorch.torch_internals import as_plain, tree_leaves
+from speedtorch.torch_internals import LENT_BY_GRAD_SCALER, as_plain, tree_leaves
 
 __all__ = ["StateReport", "StateSwapper", "check_has_own_state"]
 
@@ -81,6 +87,8 @@ class _Piece:
         visits: bool,
     ) -> None:
         self._optimizer, self._visits = optimizer, visits
+        self.home = parameters[0].device
+        """Of all parameters."""
         self._parameters = [weakref.ref(each) for each in parameters]
         self._names: list[dict[Any, str]] = [{} for _ in parameters]
         """Of each parameter's state by its keys: a step asks for thousands of them again."""
@@ -97,6 +105,16 @@ class _Piece:
     def has_gradients(self) -> bool:
         """Whether a step would change it."""
         return any(each.grad is not None for each in self.parameters)
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether its parameters are on the host but for the step."""
+        return self._visits and self.home.type == "cpu"
+
+    @property
+    def unscales(self) -> bool:
+        """Whether a fused kernel scales gradients back, of which torch counts no change."""
+        return vars(self._optimizer).get(LENT_BY_GRAD_SCALER[0]) is not None
 
     @property
     def visiting_bytes(self) -> int:
@@ -167,7 +185,7 @@ class _Piece:
 class StateSwapper:
     """Keeps the state of optimizers in host memory, and brings it piece by piece in their steps.
 
-    Parameters, gradients and activations stay where they are. `optimizer.step()` steps the
+    Parameters, gradients and activations stay on their device. `optimizer.step()` steps the
     parameters in pieces: while one is stepped on the device, the state of the next one comes and
     that of the one before leaves. Numbers are those of a step that has all state on the device.
     Pieces that the budget has room for beside those that travel stay on the device. Between two
@@ -196,7 +214,8 @@ class StateSwapper:
             Embedding's rows or of a Swapper's unit; or the budget is no number of bytes. In a step:
             a parameter in host memory cannot come to the device, as it shares memory with another,
             has a sparse gradient, or is averaged by DistributedDataParallel.
-        RuntimeError: the device is a GPU, and there is none.
+        RuntimeError: the device is a GPU, and there is none. In a step: torch's GradScaler, whose
+            scale is on a GPU, has scaled gradients in host memory back (speedtorch.GradScaler may).
 
     Example:
         >>> import torch, speedtorch
@@ -267,7 +286,7 @@ class StateSwapper:
         return freed
 
     def close(self) -> None:
-        """Brings all state to the device for good: the optimizers are as before.
+        """Brings all state to where its parameters are for good: the optimizers are as before.
 
         Raises:
             RuntimeError: the device has too little memory for all of it
@@ -283,8 +302,14 @@ class StateSwapper:
             for optimizer in [each for each, pieces in self._pieces.items() if pieces]:
                 shared = self._arranged(optimizer)
                 for piece in self._pieces[optimizer]:
-                    piece.pack.load(piece.members(shared))
-                    piece.pack.slab.coming.join()
+                    members = piece.members(shared)
+                    if piece.is_of_host:
+                        piece.pack.evict(members, search=False)
+                        for each in piece.parameters:
+                            bring_to_host(optimizer.state.get(each))
+                    else:
+                        piece.pack.load(members)
+                        piece.pack.slab.coming.join()
                 self._pieces[optimizer] = []
 
     def report(self) -> StateReport:
@@ -312,6 +337,7 @@ class StateSwapper:
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
             if self.device is not None:
+                refuse_hasty_scaler()
                 check_visitors(each for piece in pieces for each in piece.parameters)
             staying = self._staying(self._first_bytes(optimizer, pieces))
             self._make_room(staying)
@@ -346,7 +372,7 @@ class StateSwapper:
                 piece.load(coming.popleft())
             step.step(piece.parameters)
             with as_plain(), torch.no_grad():
-                piece.visit.write_back()
+                piece.visit.write_back(gradients=piece.unscales)
                 members = piece.members(shared)
                 if piece not in staying:
                     piece.pack.write_back(members)
@@ -401,11 +427,7 @@ class StateSwapper:
         pieces = [each for each in self._pieces[optimizer] if each.parameters]
         for piece in pieces:
             piece.visit.leave()  # if an error has interrupted that
-        if any(
-            self._steps_on(e) != piece.pack.slab.device
-            for piece in pieces
-            for e in piece.parameters
-        ):
+        if any(e.device != piece.home for piece in pieces for e in piece.parameters):
             pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}
         most = max(1, min(self.budget // _AT_ONCE, _PIECE))
@@ -415,14 +437,14 @@ class StateSwapper:
         for each in (e for group in optimizer.param_groups for e in group["params"]):
             if id(each) in owned:
                 continue
-            nbytes, device = self._bytes_of(optimizer, each), self._steps_on(each)
-            some = open_ones.get(device)
-            if some is None or size[device] + nbytes > most:
-                some = open_ones[device] = []
-                new.append((some, device))
-                size[device] = 0
+            nbytes, home = self._bytes_of(optimizer, each), each.device
+            some = open_ones.get(home)
+            if some is None or size[home] + nbytes > most:
+                some = open_ones[home] = []
+                new.append((some, self._steps_on(each)))
+                size[home] = 0
             some.append(each)
-            size[device] += nbytes
+            size[home] += nbytes
         visits = self.device is not None
         # At once: a parameter in no piece, or in two, would not be stepped as it should.
         pieces += [_Piece(optimizer, *some, self._traffic, visits=visits) for some in new]

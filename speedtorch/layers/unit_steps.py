@@ -23,7 +23,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["UnitSteps", "closure_done", "steps_by"]
+__all__ = ["UnitSteps", "closure_done", "refuse_hasty_scaler", "steps_by"]
 
 
 class UnitSteps:
@@ -112,12 +112,8 @@ class UnitSteps:
                 "GradScaler: units have been stepped in the backward pass, by gradients that were"
                 " still scaled: use auto() without step=True, or no scaler"
             )
-        if is_asked and stepping is not None and not stepping.waits:
-            raise RuntimeError(
-                "GradScaler: torch's divides gradients in host memory before its scale has come"
-                " there from the GPU; nothing has been stepped: use speedtorch.GradScaler, which"
-                " waits"
-            )
+        if is_asked:
+            refuse_hasty_scaler()
 
     def _check_left(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises RuntimeError if gradients have changed since a backward that stepped units."""
@@ -162,6 +158,16 @@ class UnitSteps:
             for number, of_one in saved["state"].items()
         }
         return {**saved, "state": of_parameters}
+
+
+def refuse_hasty_scaler() -> None:
+    """Raises RuntimeError if torch's GradScaler is about to step gradients in host memory."""
+    stepping = stepping_grad_scaler()
+    if stepping is not None and not stepping.waits:
+        raise RuntimeError(
+            "GradScaler: torch's divides gradients in host memory before its scale has come there"
+            " from the GPU; nothing has been stepped: use speedtorch.GradScaler, which waits"
+        )
 
 
 def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:

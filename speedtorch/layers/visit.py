@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.data_parallel import averaged_parameters
+from speedtorch.layers.slab import extent
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.layers.transfer_stats import Begun, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
-from speedtorch.torch_internals import version_of
+from speedtorch.torch_internals import tree_leaves, version_of
 
-__all__ = ["Visit", "bytes_of_visit", "check_visitors", "follow_inner"]
+__all__ = ["Visit", "bring_to_host", "bytes_of_visit", "check_visitors", "follow_inner"]
 
 
 class _Guest(NamedTuple):
@@ -92,22 +93,25 @@ class Visit:
                 tensor.data = copy
             follow_inner(each.tensor)
 
-    def write_back(self) -> None:
+    def write_back(self, *, gradients: bool = False) -> None:
         """Begins to copy what a step has changed to the host.
 
         That is all parameters, and gradients if torch counts a change of them.
+
+        Args:
+            gradients: copy all of them.
         """
         changed = [
             each
             for each, version in zip(self._wholes, self._versions, strict=False)
-            if not each.is_gradient or version_of(each.tensor) != version
+            if gradients or not each.is_gradient or version_of(each.tensor) != version
         ]
         if changed:
             with self._leaving.after_current(self._device) as stream:
                 begun = self._traffic.begin(stream)
                 for each in changed:
-                    for _, home, copy in each.guests:
-                        home.copy_(copy, non_blocking=True)
+                    for tensor, home, _ in each.guests:
+                        home.copy_(tensor.data, non_blocking=True)  # a step may have assigned it
             self._count(begun, changed, comes=False)
         self._is_written = True
 
@@ -124,6 +128,9 @@ class Visit:
                 for tensor, home, _ in each.guests:
                     tensor.data = home
                 follow_inner(each.tensor)
+            for each in self._wholes:
+                if not each.is_gradient:
+                    bring_to_host(each.tensor.grad)  # which a step may have assigned
         self._versions, self._wholes = [], []
 
     def _count(self, begun: Begun, wholes: Iterable[_Whole], *, comes: bool) -> None:
@@ -141,6 +148,7 @@ def check_visitors(parameters: Iterable[Tensor]) -> None:
     """Raises ValueError if one of those that are on the host cannot come to the device."""
     averaged = averaged_parameters()
     spans = []
+    gradients: dict[int, Tensor] = {}
     for each in parameters:
         if each.grad is None or not each.is_cpu:
             continue
@@ -153,7 +161,13 @@ def check_visitors(parameters: Iterable[Tensor]) -> None:
                         f" {str(tensor.device)!r}"
                     )
                 if whole is each and tensor.numel():
-                    spans.append((tensor.data_ptr(), tensor.nbytes, whole.shape))
+                    spans.append((tensor.data_ptr(), extent(tensor), whole.shape))
+                if whole is not each and gradients.setdefault(id(tensor), each) is not each:
+                    other = gradients[id(tensor)]
+                    raise ValueError(
+                        f"parameters of shapes {list(other.shape)} and {list(each.shape)} have one"
+                        " gradient tensor, which cannot come with both: give each its own"
+                    )
         if id(each) in averaged:
             raise ValueError(
                 f"a parameter of shape {list(each.shape)} is in host memory and averaged by"
@@ -161,12 +175,21 @@ def check_visitors(parameters: Iterable[Tensor]) -> None:
                 " device: keep it there, or use fully_shard"
             )
     spans.sort(key=itemgetter(0))
-    for (begin, nbytes, shape), (after, _, other) in pairwise(spans):
+    for (begin, nbytes, shape), (after, _, other_shape) in pairwise(spans):
         if after < begin + nbytes:
             raise ValueError(
-                f"parameters of shapes {list(shape)} and {list(other)} share host memory, and would"
-                " be stepped as two: let the optimizer have one of them"
+                f"parameters of shapes {list(shape)} and {list(other_shape)} share host memory, and"
+                " would be stepped as two: let the optimizer have one of them"
             )
+
+
+def bring_to_host(value: object) -> None:
+    """Lets all tensors in a value be in host memory."""
+    for _, each in plain_tensors("", value):
+        if not each.is_cpu:
+            each.data = each.cpu()
+    for leaf in tree_leaves(value):
+        follow_inner(leaf)
 
 
 def follow_inner(tensor: object) -> None:

@@ -323,8 +323,10 @@ class Exchange(ABC):
         """Writes the rows that are newer here to the table; they stay held.
 
         With `changes` the caller may change the table: held rows are read again before they are
-        used.
+        used. A child that was forked writes none of the process before it; see is_inherited.
         """
+        if self.is_inherited:
+            return
         self.complete(ahead=False)
         self._drop_prefetched()
         self.now = self._written_back(changes=changes)
@@ -344,8 +346,25 @@ class Exchange(ABC):
 
     @property
     def is_inherited(self) -> bool:
+        """Whether the held rows are those of a process that has forked this one, as is their table.
+
+        That process trains on, and writes them itself.
+        """
+        return self.is_of_fork and self._store.is_common
+
+    @property
+    def is_of_fork(self) -> bool:
         """Whether this is a child that was forked, and has looked nothing up itself."""
         return self._process != os.getpid()
+
+    def _be_own(self) -> None:
+        """Holds nothing that a child has of the process that has forked it."""
+        if self.is_inherited:
+            self._store.let_go()
+            self._announced.forget()
+            self._expected, self._joint, self._loop = None, None, lambda: None
+            self._hold_nothing(self.now.number + 1)
+        self._process = os.getpid()
 
     # ---- lookups
 
@@ -356,7 +375,8 @@ class Exchange(ABC):
         Gives where the rows of the ids, of any shape on either device, are. What was announced is
         held as well. Bad ids raise IndexError, and what is held did not change.
         """
-        self._process = os.getpid()
+        if self.is_of_fork:
+            self._be_own()
         try:
             found = self._look_up(ids)
         except BaseException:
@@ -669,6 +689,7 @@ class Exchange(ABC):
     @alone
     def start_loop(self, loop: object) -> None:
         """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""
+        self._be_own()
         if self._loop() not in (None, loop):
             gc.collect()  # it may have ended by an exception, whose traceback has its frames
         if self._loop() not in (None, loop):
@@ -681,7 +702,7 @@ class Exchange(ABC):
     @alone
     def end_loop(self, loop: object) -> None:
         """Ends a loop: forgets what was planned; rows that have arrived for it go back."""
-        if self._loop() is not loop:
+        if self._loop() is not loop or self.is_inherited:
             return
         self._loop = lambda: None
         self.expect(None)

@@ -172,6 +172,11 @@ class RowStore:
         if self._rounding is not None:
             self._rounding.round(names, ids, rows)
 
+    @property
+    def is_common(self) -> bool:
+        """Whether a child that is forked has the table's memory, and no copy of it."""
+        return self._table.is_common
+
     def bring_home(self) -> None:
         """Writes rows that are kept elsewhere to the table, which may change after this."""
 

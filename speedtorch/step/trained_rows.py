@@ -263,6 +263,8 @@ class TrainedRows:
     @alone
     def write_back(self) -> None:
         """See RowHolder; the CPU sees the rows, too, after this."""
+        if self.exchange.is_inherited:  # and what is on its way on a GPU is the parent's
+            return
         with as_plain():
             self.exchange.write_back()
             self._store.settle(self.exchange.device)
@@ -293,11 +295,11 @@ class TrainedRows:
             self.parameter_view.keep_alive(None)
 
     def _come_home(self) -> None:
-        """As write_back(), as the last that is done with held rows.
+        """As write_back(), as the last that is done with held rows; nothing in a forked child.
 
-        In a forked child they are those of its parent, which trains on, and writes them itself.
+        Those that are on a GPU it cannot read.
         """
-        if not self.exchange.is_inherited:
+        if not self.exchange.is_of_fork:
             self.write_back()
 
     def end(self, parameter: nn.Parameter) -> None:

@@ -94,6 +94,11 @@ class LazyTable:
             self._draws = ()
         return table
 
+    @property
+    def is_common(self) -> bool:
+        """Whether a child that is forked has its memory, and no copy of it."""
+        return self._table is not None and self._table.memory in ("shared", "file")
+
     def home_of(self, name: str, *, anew: bool = False) -> HostTable:
         """The table that has a field; with `anew` all values of the field are to be given next."""
         beside = self._beside

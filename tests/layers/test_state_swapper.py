@@ -275,6 +275,38 @@ def test_several_optimizers_and_a_closure(device: str) -> None:
     assert_equal(train(100), train(None))
 
 
+class OfAdam(optim.Adam):
+    """Calls the step of its base class, which calls hooks as well once there has been an Adam."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+def test_an_optimizer_whose_step_calls_that_of_its_base_class(kind: str, device: str) -> None:
+    def train(is_swapped: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
+        optim.Adam(layers.parameters())
+        optimizer = OfAdam(layers.parameters())
+        if is_swapped and kind == "Swapper":
+            swapper = Swapper(layers, optimizer, budget=3000, device=device)
+        elif is_swapped:
+            swapper = StateSwapper(optimizer, budget=200)
+        calls: list[object] = []
+        optimizer.register_step_pre_hook(lambda *given: calls.append(given))
+        for _ in range(3):
+            optimizer.zero_grad()
+            layers(torch.ones(2, 4, device=device)).square().sum().backward()
+            optimizer.step()
+        if is_swapped:
+            assert len(calls) == 3
+            swapper.close()
+        return copies(layers.state_dict())
+
+    assert_equal(train(True), train(False))
+
+
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, speedtorch.GradScaler])
 def test_scaled_gradients(kind: Any, device: str) -> None:
     def train(budget: int | None) -> dict[str, Tensor]:
@@ -552,6 +584,64 @@ def test_gradients_that_a_step_changes_are_changed_on_the_host(device: str) -> N
             assert torch.equal(one.grad, other.grad.cpu()) and one.grad.abs().max() <= 0.5
 
 
+class AssignsMemory(optim.Optimizer):
+    """Gives parameters and gradients other memory in its step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                each.grad = each.grad * 0.5
+                each.data = each.data - 0.1 * each.grad
+
+
+def test_memory_that_a_step_assigns_goes_home(device: str) -> None:
+    ours, theirs = (AtHome(device, AssignsMemory, each) for each in (1000, None))
+    homes = [each.data_ptr() for each in ours.model.parameters()]
+    assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
+    assert homes == [each.data_ptr() for each in ours.model.parameters()]
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        if one.grad is not None and other.grad is not None:
+            assert one.grad.is_cpu and torch.equal(one.grad, other.grad.cpu())
+
+
+def test_gradients_that_a_fused_step_scales_back_are_so_on_the_host(device: str) -> None:
+    def gradients(budget: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4).to("cpu" if budget else device)
+        adam = optim.Adam(layer.parameters(), fused=True)
+        if budget:
+            StateSwapper(adam, budget=budget, device=device)
+        scaler = speedtorch.GradScaler("cpu" if budget else device, init_scale=4.0)
+        scaler.scale(layer.weight.square().sum() + layer.bias.square().sum()).backward()
+        scaler.step(adam)
+        return [each.grad.cpu() for each in layer.parameters() if each.grad is not None]
+
+    for ours, theirs in zip(gradients(1000), gradients(None), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW-fused", "Shampoo"])
+def test_an_optimizer_steps_parameters_in_host_memory_there_after_close(
+    name: str, device: str
+) -> None:
+    ours = AtHome(device, OPTIMIZERS.get(name, Shampoo), 2000).step(2)
+    ours.swapper.close()
+    assert {each.device.type for each in ours.tensors().values()} == {"cpu"}
+    for kept in ours.optimizer.state.values():
+        values = [
+            each for value in kept.values() for each in torch.utils._pytree.tree_leaves(value)
+        ]
+        assert all(each.is_cpu for each in values if isinstance(each, Tensor))
+    before = copies(ours.tensors())
+    if name != "Shampoo":  # whose own reference to what it shares is none of its state
+        ours.step()
+        assert any(not torch.equal(each, before[key]) for key, each in ours.tensors().items())
+
+
 @EVERY
 @pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
 def test_an_error_leaves_each_parameter_at_home_before_or_after_its_step(
@@ -585,7 +675,15 @@ def test_what_cannot_visit_the_device_is_named(device: str) -> None:
     second.grad = None
     optimizer.step()
     assert torch.equal(base, torch.tensor([0.9] * 6 + [1.0] * 2))
-    first.grad = torch.ones(6).to_sparse()
+    first.data, second.data = base[::3], base[4:6]  # the second element of one is within the other
+    first.grad, second.grad = torch.ones(3), torch.ones(2)
+    with pytest.raises(ValueError, match=r"shapes \[3\] and \[2\] share host memory"):
+        optimizer.step()
+    first.data, second.data = base[:2], base[2:4]
+    first.grad = second.grad
+    with pytest.raises(ValueError, match=r"shapes \[2\] and \[2\] have one gradient tensor"):
+        optimizer.step()
+    first.grad = torch.ones(2).to_sparse()
     with pytest.raises(ValueError, match="a gradient of shape .* dense tensor on the CPU"):
         optimizer.step()
     with pytest.raises(ValueError, match="expected one with memory, as 'cuda', got 'meta'"):

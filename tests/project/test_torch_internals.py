@@ -577,6 +577,13 @@ def test_lent_by_grad_scaler() -> None:
     assert lent == [set(torch_internals.LENT_BY_GRAD_SCALER)]
 
 
+def test_step_hooks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert [len(vars(optimizer)[name]) for name in torch_internals.STEP_HOOKS] == [1, 1]
+
+
 def test_host_grad_scaler_and_stepping_grad_scaler() -> None:
     seen = []
 

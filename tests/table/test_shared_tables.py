@@ -11,11 +11,12 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -553,9 +554,12 @@ def _opens_all(connection: object, handles: list[object]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("trains", [False, True], ids=["reads", "trains"])
-def test_a_forked_child_that_ends_writes_no_row_that_it_has_not_trained(trains: bool) -> None:
-    module = speedtorch.Embedding(6, 2, _weight=torch.zeros(6, 2), memory="shared")
+@pytest.mark.parametrize("work", ["none", "reads", "looks up", "saves", "trains", "prefetches"])
+@pytest.mark.parametrize("settings", [{}, {"cache": "4KiB"}, {"capacity": 4}], ids=str)
+def test_a_forked_child_writes_no_row_that_it_has_not_trained(
+    settings: dict[str, Any], work: str
+) -> None:
+    module = speedtorch.Embedding(6, 2, _weight=torch.zeros(6, 2), memory="shared", **settings)
     sgd = torch.optim.SGD(module.parameters(), lr=1.0)
     speedtorch.attach(sgd, module)
 
@@ -564,21 +568,60 @@ def test_a_forked_child_that_ends_writes_no_row_that_it_has_not_trained(trains: 
         module(torch.tensor(ids)).sum().backward()
         sgd.step()
 
+    def train(ids: Iterable[list[int]]) -> None:
+        for each in ids:
+            step(each)
+
+    works: dict[str, Callable[[], object]] = {
+        "none": lambda: None,
+        "reads": lambda: module.table["weight"],
+        "looks up": torch.no_grad()(lambda: module(torch.tensor([1, 2]))),
+        "saves": module.state_dict,
+        "trains": lambda: train([[4], [5]]),
+        "prefetches": lambda: train(speedtorch.prefetch([[4], [5]], module, ids=torch.tensor)),
+    }
     step([1, 2])  # held and not written back
     goes_on, tells = os.pipe()
     if (child := os.fork()) == 0:
         os.read(goes_on, 1)
-        if trains:
-            step([5])
-        del module, sgd, step
-        gc.collect()
+        try:
+            works[work]()
+            del module, sgd, step, train, works
+            gc.collect()
+        except BaseException:
+            os._exit(1)
         os._exit(0)
     step([1, 3])
     step([1])
     module.flush()
     os.write(tells, b"+")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    if trains:
-        assert module.table["weight"][5].tolist() == [-1.0, -1.0]
-    else:
-        assert module.table["weight"][:, 0].tolist() == [0.0, -3.0, -1.0, -1.0, 0.0, 0.0]
+    trained = -1.0 if work in ("trains", "prefetches") else 0.0
+    assert module.table["weight"][:, 0].tolist() == [0.0, -3.0, -1.0, -1.0, trained, trained]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_that_ends_a_loop_of_its_parent_writes_none_of_its_rows() -> None:
+    module = speedtorch.Embedding(6, 2, _weight=torch.zeros(6, 2), memory="shared")
+    sgd = torch.optim.SGD(module.parameters(), lr=1.0)
+    speedtorch.attach(sgd, module)
+    loop = iter(speedtorch.prefetch([[1, 2], [2, 3], [4]], module, ids=torch.tensor))
+
+    def step() -> None:
+        sgd.zero_grad()
+        module(torch.tensor(next(loop))).sum().backward()
+        sgd.step()
+
+    step()  # the next rows are held as well
+    goes_on, tells = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(goes_on, 1)
+        del loop, step
+        gc.collect()
+        os._exit(0)
+    step()
+    step()
+    module.flush()
+    os.write(tells, b"+")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert module.table["weight"][:, 0].tolist() == [0.0, -1.0, -2.0, -1.0, -1.0, 0.0]
