@@ -159,7 +159,7 @@ class SleepingStorages:
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self._memory.place(each)))
         end = 0
         for slot in slots:
-            slot.begin, end = end, end + slot.host_bytes
+            end = slot.take_place(end)
         if end > self._host.nbytes:
             self.release()
             self._host = self._host_bytes(end)

@@ -91,12 +91,7 @@ class Slot:
     @property
     def end(self) -> int:
         """Where the next one may begin."""
-        return self.begin + self.host_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """That it takes of host memory."""
-        return aligned(self.nbytes) if self.is_kept else 0
+        return self.begin + (aligned(self.nbytes) if self.is_kept else 0)
 
     def add(self, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
         """One more tensor that has the storage, as it lies there now."""
@@ -104,6 +99,11 @@ class Slot:
             self.members.append(_Member(tensor, self.storage))
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
+
+    def take_place(self, begin: int) -> int:
+        """Notes where it begins in host memory; gives its end."""
+        self.begin = begin
+        return self.end
 
     def living(self) -> Iterator[tuple[_Member, Tensor]]:
         """Its tensors that there are still."""
