@@ -350,7 +350,12 @@ class Exchange(ABC):
 
         That process trains on, and writes them itself.
         """
-        return self._process != os.getpid() and self._store.is_common
+        return self.is_of_fork and self._store.is_common
+
+    @property
+    def is_of_fork(self) -> bool:
+        """Whether this is a child that was forked, and has looked nothing up itself."""
+        return self._process != os.getpid()
 
     def _be_own(self) -> None:
         """Holds nothing that a child has of the process that has forked it."""
@@ -370,7 +375,7 @@ class Exchange(ABC):
         Gives where the rows of the ids, of any shape on either device, are. What was announced is
         held as well. Bad ids raise IndexError, and what is held did not change.
         """
-        if self._process != os.getpid():
+        if self._process != os.getpid():  # is_of_fork, without a call
             self._be_own()
         try:
             found = self._look_up(ids)
