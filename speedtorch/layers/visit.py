@@ -1,8 +1,8 @@
 """Visit: parameters whose home is host memory, and their gradients, on a device for one step.
 
 Their memory on the host stays where it is, so that code which has pinned it or has views of it
-(FSDP2) goes on with it. The objects stay, too: on the device their `data` is a copy. Of a tensor of a
-class of its own (DTensor) the tensors within move, and it is let see their device.
+(FSDP2) goes on with it. The objects stay, too: on the device their `data` is a copy. Of a tensor of
+a class of its own (DTensor) the tensors within move, and it is let see their device.
 """
 
 from __future__ import annotations
