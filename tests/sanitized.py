@@ -145,7 +145,7 @@ GPU_TOOLS = (
     GpuTool("racecheck"),
     # It must see the writes of all kernels, and does not see those of the CPU to managed memory. Of
     # what has room for more rows than there are, all are moved. A swap through the CPU waits by a
-    # copy of a byte that nobody has written.
+    # copy of a byte that was never written.
     GpuTool(
         "initcheck",
         options=(),

@@ -29,7 +29,7 @@ __all__ = ["SleepReport", "TrainingState"]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _alone(method: _Method) -> _Method:
+def _without_collections(method: _Method) -> _Method:
     """Lets a method move tensors without a graph, and without collections of cycles meanwhile.
 
     Thousands of records would set off collections, which look at all objects that there are. They
@@ -177,7 +177,7 @@ class TrainingState:
         """Bytes of host memory that it has, asleep or awake."""
         return sum(each.host_nbytes for each in self._parts.values())
 
-    @_alone
+    @_without_collections
     def sleep(
         self, parts: Collection[StatePart] | None = None, *, discard: Collection[StatePart] = ()
     ) -> SleepReport:
@@ -221,7 +221,7 @@ class TrainingState:
                 torch.cuda.empty_cache()
             return self._report(begin, free, copied, left)
 
-    @_alone
+    @_without_collections
     def wake(self, parts: Collection[StatePart] | None = None) -> SleepReport:
         """Brings what sleeps back to the device, and waits until it is there.
 

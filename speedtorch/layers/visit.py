@@ -25,7 +25,7 @@ from speedtorch.torch_internals import tree_leaves, version_of
 __all__ = ["Visit", "bring_to_host", "bytes_of_visit", "check_visitors", "follow_inner"]
 
 
-class _Guest(NamedTuple):
+class _InnerCopy(NamedTuple):
     """A plain tensor, its memory on the host, and the copy of that on the device."""
 
     tensor: Tensor
@@ -33,16 +33,16 @@ class _Guest(NamedTuple):
     copy: Tensor
 
 
-class _Whole(NamedTuple):
+class _Copied(NamedTuple):
     """A parameter or a gradient, and what has memory of it."""
 
     tensor: Tensor
     is_gradient: bool
-    guests: list[_Guest]
+    inner: list[_InnerCopy]
 
     @property
     def nbytes(self) -> int:
-        return sum(each.home.nbytes for each in self.guests)
+        return sum(each.home.nbytes for each in self.inner)
 
 
 class Visit:
@@ -59,7 +59,7 @@ class Visit:
         self._device, self._traffic = device, traffic
         self._coming = SharedSideStream("layers coming", is_timed=True)
         self._leaving = SharedSideStream("layers leaving", is_timed=True)
-        self._wholes: list[_Whole] = []
+        self._copied: list[_Copied] = []
         self._versions: list[int] = []
         """Of each when it was seen on the device first; none: it has not been."""
         self._is_written = False
@@ -67,29 +67,29 @@ class Visit:
 
     def bring(self, parameters: Iterable[Tensor]) -> None:
         """Begins to copy those that are on the host and have gradients, with these."""
-        wholes = []
+        copied = []
         with self._coming.after_current(self._device) as stream:
             begun = self._traffic.begin(stream)
             for each in parameters:
                 if each.grad is None or not each.is_cpu:
                     continue
                 for whole in (each, each.grad):
-                    guests = [
-                        _Guest(tensor, home := tensor.data, _copy_of(home, self._device))
+                    inner = [
+                        _InnerCopy(tensor, home := tensor.data, _copy_of(home, self._device))
                         for _, tensor in plain_tensors("", whole)
                     ]
-                    wholes.append(_Whole(whole, whole is not each, guests))
-        if wholes:
-            self._count(begun, wholes, comes=True)
-        self._wholes = wholes
+                    copied.append(_Copied(whole, whole is not each, inner))
+        if copied:
+            self._count(begun, copied, comes=True)
+        self._copied = copied
 
     def load(self) -> None:
         """Lets them be seen on the device, behind the copies."""
         self._coming.join()
         self._is_written = False
-        self._versions = [version_of(each.tensor) for each in self._wholes]
-        for each in self._wholes:
-            for tensor, _, copy in each.guests:
+        self._versions = [version_of(each.tensor) for each in self._copied]
+        for each in self._copied:
+            for tensor, _, copy in each.inner:
                 tensor.data = copy
             follow_inner(each.tensor)
 
@@ -103,14 +103,14 @@ class Visit:
         """
         changed = [
             each
-            for each, version in zip(self._wholes, self._versions, strict=False)
+            for each, version in zip(self._copied, self._versions, strict=False)
             if gradients or not each.is_gradient or version_of(each.tensor) != version
         ]
         if changed:
             with self._leaving.after_current(self._device) as stream:
                 begun = self._traffic.begin(stream)
                 for each in changed:
-                    for tensor, home, _ in each.guests:
+                    for tensor, home, _ in each.inner:
                         home.copy_(tensor.data, non_blocking=True)  # a step may have assigned it
             self._count(begun, changed, comes=False)
         self._is_written = True
@@ -124,17 +124,17 @@ class Visit:
             if not self._is_written:
                 self.write_back()
             self._leaving.finish()
-            for each in self._wholes:
-                for tensor, home, _ in each.guests:
+            for each in self._copied:
+                for tensor, home, _ in each.inner:
                     tensor.data = home
                 follow_inner(each.tensor)
-            for each in self._wholes:
+            for each in self._copied:
                 if not each.is_gradient:
                     bring_to_host(each.tensor.grad)  # which a step may have assigned
-        self._versions, self._wholes = [], []
+        self._versions, self._copied = [], []
 
-    def _count(self, begun: Begun, wholes: Iterable[_Whole], *, comes: bool) -> None:
-        nbytes = sum(each.nbytes for each in wholes)
+    def _count(self, begun: Begun, copied: Iterable[_Copied], *, comes: bool) -> None:
+        nbytes = sum(each.nbytes for each in copied)
         end = (self._coming if comes else self._leaving).end
         self._traffic.end(begun, end, nbytes, comes=comes)
 
