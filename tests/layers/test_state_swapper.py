@@ -291,6 +291,7 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_class(kind: str, device:
         optimizer = OfAdam(layers.parameters())
         if is_swapped and kind == "Swapper":
             swapper = Swapper(layers, optimizer, budget=3000, device=device)
+            swapper.auto()
         elif is_swapped:
             swapper = StateSwapper(optimizer, budget=200)
         calls: list[object] = []

@@ -559,6 +559,9 @@ def _opens_all(connection: object, handles: list[object]) -> None:
 def test_a_forked_child_writes_no_row_that_it_has_not_trained(
     settings: dict[str, Any], work: str
 ) -> None:
+    trains = work in ("trains", "prefetches")
+    if trains and torch.cuda.is_available():
+        pytest.skip("torch goes backward in no forked child where its parent did and has a GPU")
     module = speedtorch.Embedding(6, 2, _weight=torch.zeros(6, 2), memory="shared", **settings)
     sgd = torch.optim.SGD(module.parameters(), lr=1.0)
     speedtorch.attach(sgd, module)
@@ -596,7 +599,7 @@ def test_a_forked_child_writes_no_row_that_it_has_not_trained(
     module.flush()
     os.write(tells, b"+")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    trained = -1.0 if work in ("trains", "prefetches") else 0.0
+    trained = -1.0 if trains else 0.0
     assert module.table["weight"][:, 0].tolist() == [0.0, -3.0, -1.0, -1.0, trained, trained]
 
 
