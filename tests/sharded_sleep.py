@@ -21,9 +21,10 @@ from unit_models import COMMON_OPTIMIZERS
 
 from speedtorch.layers import StateSwapper, TrainingState
 
-STEPS = 6
+STEPS = 4
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     **{name: make for name, make in COMMON_OPTIMIZERS.items() if name != "Rprop"},
+    "SGD-foreach": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
     "AdamW": partial(optim.AdamW, lr=0.05),
     "AdamW-fused": partial(optim.AdamW, lr=0.05, fused=True),
     "Muon": lambda parameters: optim.Muon([each for each in parameters if each.dim() == 2]),

@@ -30,7 +30,7 @@ from speedtorch.layers.visit import (
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.row_weight import RowWeight
-from speedtorch.torch_internals import LENT_BY_GRAD_SCALER, as_plain, tree_leaves
+from speedtorch.torch_internals import as_plain, tree_leaves
 
 __all__ = ["StateReport", "StateSwapper", "check_has_own_state"]
 
@@ -110,11 +110,6 @@ class _Piece:
     def is_of_host(self) -> bool:
         """Whether its parameters are on the host but for the step."""
         return self._visits and self.home.type == "cpu"
-
-    @property
-    def unscales(self) -> bool:
-        """Whether a fused kernel scales gradients back, of which torch counts no change."""
-        return vars(self._optimizer).get(LENT_BY_GRAD_SCALER[0]) is not None
 
     @property
     def visiting_bytes(self) -> int:
@@ -372,7 +367,7 @@ class StateSwapper:
                 piece.load(coming.popleft())
             step.step(piece.parameters)
             with as_plain(), torch.no_grad():
-                piece.visit.write_back(gradients=piece.unscales)
+                piece.visit.write_back()
                 members = piece.members(shared)
                 if piece not in staying:
                     piece.pack.write_back(members)

@@ -20,7 +20,7 @@ from speedtorch.layers.slab import extent
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.layers.transfer_stats import Begun, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
-from speedtorch.torch_internals import tree_leaves, version_of
+from speedtorch.torch_internals import tree_leaves
 
 __all__ = ["Visit", "bring_to_host", "bytes_of_visit", "check_visitors", "follow_inner"]
 
@@ -60,8 +60,8 @@ class Visit:
         self._coming = SharedSideStream("layers coming", is_timed=True)
         self._leaving = SharedSideStream("layers leaving", is_timed=True)
         self._copied: list[_Copied] = []
-        self._versions: list[int] = []
-        """Of each when it was seen on the device first; none: it has not been."""
+        self._is_seen = False
+        """Whether they are, or some of them, on the device."""
         self._is_written = False
         """Whether the host has all that is new, or is about to."""
 
@@ -86,33 +86,28 @@ class Visit:
     def load(self) -> None:
         """Lets them be seen on the device, behind the copies."""
         self._coming.join()
-        self._is_written = False
-        self._versions = [version_of(each.tensor) for each in self._copied]
+        self._is_seen, self._is_written = True, False
         for each in self._copied:
             for tensor, _, copy in each.inner:
                 tensor.data = copy
             follow_inner(each.tensor)
 
-    def write_back(self, *, gradients: bool = False) -> None:
-        """Begins to copy what a step has changed to the host.
+    def write_back(self) -> None:
+        """Begins to copy all to the host, behind a step.
 
-        That is all parameters, and gradients if torch counts a change of them.
-
-        Args:
-            gradients: copy all of them.
+        Gradients as well: a step may have changed them (weight decay, Nesterov's momentum), and of
+        tensors of a class of its own torch counts no change that a `foreach` operation makes.
         """
-        changed = [
-            each
-            for each, version in zip(self._copied, self._versions, strict=False)
-            if gradients or not each.is_gradient or version_of(each.tensor) != version
-        ]
-        if changed:
+        if self._copied:
             with self._leaving.after_current(self._device) as stream:
                 begun = self._traffic.begin(stream)
-                for each in changed:
+                for each in self._copied:
                     for tensor, home, _ in each.inner:
-                        home.copy_(tensor.data, non_blocking=True)  # a step may have assigned it
-            self._count(begun, changed, comes=False)
+                        if not _is_expanded(home):
+                            home.copy_(
+                                tensor.data, non_blocking=True
+                            )  # a step may have assigned it
+            self._count(begun, self._copied, comes=False)
         self._is_written = True
 
     def leave(self) -> None:
@@ -120,7 +115,7 @@ class Visit:
 
         Another call does what an error has interrupted.
         """
-        if self._versions:
+        if self._is_seen:
             if not self._is_written:
                 self.write_back()
             self._leaving.finish()
@@ -131,7 +126,7 @@ class Visit:
             for each in self._copied:
                 if not each.is_gradient:
                     bring_to_host(each.tensor.grad)  # which a step may have assigned
-        self._versions, self._copied = [], []
+        self._is_seen, self._copied = False, []
 
     def _count(self, begun: Begun, copied: Iterable[_Copied], *, comes: bool) -> None:
         nbytes = sum(each.nbytes for each in copied)
@@ -204,6 +199,11 @@ def follow_inner(tensor: object) -> None:
     if tensors and tensors[0].device != tensor.device:
         made: Any = type(tensor)
         tensor.data = made.__tensor_unflatten__(inner, settings, tensor.shape, tensor.stride())
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of it are one in memory, which no operation changes in place."""
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _copy_of(home: Tensor, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -567,22 +568,40 @@ def test_parameters_in_host_memory_are_stepped_on_the_device(
 class ChangesGradients(optim.Optimizer):
     """Clips gradients in its step, where they are."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, *, counts: bool) -> None:
         super().__init__(parameters, {"lr": 0.1})
+        self.counts = counts
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.param_groups[0]["params"]:
             if each.grad is not None:
-                each.sub_(each.grad.clamp_(-0.5, 0.5), alpha=0.1)
+                if self.counts:
+                    each.grad.clamp_(-0.5, 0.5)
+                else:  # torch does not see it, as of a foreach operation on a DTensor
+                    each.grad.data.clamp_(-0.5, 0.5)
+                each.sub_(each.grad, alpha=0.1)
 
 
-def test_gradients_that_a_step_changes_are_changed_on_the_host(device: str) -> None:
-    ours, theirs = (AtHome(device, ChangesGradients, each).step(2) for each in (1000, None))
+@pytest.mark.parametrize("counts", [True, False])
+def test_gradients_that_a_step_changes_are_changed_on_the_host(counts: bool, device: str) -> None:
+    make = partial(ChangesGradients, counts=counts)
+    ours, theirs = (AtHome(device, make, each).step(2) for each in (1000, None))
     for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
             assert torch.equal(one.grad, other.grad.cpu()) and one.grad.abs().max() <= 0.5
+
+
+def test_an_expanded_gradient_stays_as_it_is(device: str) -> None:
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    optimizer = optim.SGD([parameter], lr=0.5)
+    StateSwapper(optimizer, budget="1KiB", device=device)
+    parameter.grad = gradient = torch.ones(2, 1).expand(2, 3)
+    optimizer.step()
+    assert parameter.tolist() == [[-0.5] * 3] * 2
+    assert parameter.grad is gradient and gradient.tolist() == [[1.0] * 3] * 2
+    assert gradient.stride() == (1, 0)
 
 
 class AssignsMemory(optim.Optimizer):
