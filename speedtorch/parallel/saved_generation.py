@@ -118,6 +118,8 @@ class SavedGeneration:
             number, digest = _base_in(entry)
             if number >= self.number:
                 raise ValueError(f"it was written against generation {number}, which came later")
+            if not isinstance(entry["rows"], dict):
+                raise ValueError("its changed rows have no names")
             self.ids_of = {str(key): str(ids) for key, ids in entry["rows"].items()}
         self.base = SavedGeneration(self._folder, number)
         with about(self.path, f"it was written against generation {number}"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import sys
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +449,21 @@ def test_a_damaged_base_names_what_does_not_need_it(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, generation=2)
     (tmp_path / "generation-00000001" / "manifest.json").write_bytes(b"{}")
     with pytest.raises(ValueError, match="not those that were written$"):
+        speedtorch.load(tmp_path)
+
+
+def test_a_base_without_rows_by_name_is_an_error(tmp_path: Path) -> None:
+    table = speedtorch.HostTable(ROWS, 1, memory="plain")
+    table.track_changes()
+    speedtorch.save(tmp_path, rows=table["weight"])
+    saved = speedtorch.save(tmp_path, base=1, rows=table["weight"])
+    path = Path(saved.path) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["base"]["rows"] = "changed rows.1"
+    text = json.dumps(content).encode()
+    path.write_bytes(text)
+    path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
+    with pytest.raises(ValueError, match=r"manifest.json: is damaged.*changed rows have no names"):
         speedtorch.load(tmp_path)
 
 
