@@ -218,9 +218,12 @@ class Swapper:
         self._residency.clear()
         self._is_closed = True
 
-    def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the Swapper is closed: make another")
+
+    def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
+        self._check_open()
         found: dict[Unit, None] = {}
         for module in modules:
             if not isinstance(module, nn.Module):
@@ -276,9 +279,10 @@ class Swapper:
             What ends that by remove(), or as a context manager.
 
         Raises:
-            RuntimeError: step is asked for, and there is no optimizer.
+            RuntimeError: step is asked for, and there is no optimizer; or the Swapper is closed.
             ValueError: ahead is no number of units.
         """
+        self._check_open()
         if step and not self._steps:
             raise RuntimeError("auto: the swapper was made without an optimizer, and cannot step")
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
