@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,10 +72,13 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
             return ["dict", *entries]
         metadata = getattr(value, "_metadata", None)  # of a module's state_dict
         return ["ordered", _described(f"{name}'s metadata", metadata, keep, depth + 1), *entries]
+    remedy = "what has a state_dict() by itself, or save that object's state_dict()"
+    if isinstance(value, np.generic | np.ndarray):
+        remedy = "torch.from_numpy(array), or number.item()"
     raise TypeError(
         f"{name}: is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without code"
         " cannot hold; expected None, numbers, strings, bytes, tensors, and dicts, lists and tuples"
-        " of them: give what has a state_dict() by itself, or save that object's state_dict()"
+        f" of them: give {remedy}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.first_state import FirstState
@@ -19,7 +19,12 @@ from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
-from speedtorch.layers.unit_steps import closure_done, refuse_hasty_scaler, steps_by
+from speedtorch.layers.unit_steps import (
+    check_steps_in_pieces,
+    closure_done,
+    refuse_hasty_scaler,
+    steps_by,
+)
 from speedtorch.layers.visit import (
     Visit,
     bring_to_host,
@@ -545,8 +550,7 @@ def check_has_own_state(optimizer: Optimizer) -> None:
 def _check(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     check_has_own_state(optimizer)
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(f"optimizer: {name} steps all parameters at once, and not in pieces")
+    check_steps_in_pieces(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
             f"optimizer: {name} has differentiable=True, whose backward needs its state on the"

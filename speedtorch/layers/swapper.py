@@ -18,7 +18,7 @@ from speedtorch.layers.state_swapper import check_has_own_state
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit, exact_device
-from speedtorch.layers.unit_steps import UnitSteps
+from speedtorch.layers.unit_steps import UnitSteps, check_steps_in_pieces
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 
@@ -50,8 +50,9 @@ class Swapper:
             "12GiB"; None: as much as there is. Units that are used at once must fit together.
 
     Raises:
-        TypeError: an argument is of the wrong kind, an optimizer keeps tensors within lists or
-            dicts, as LBFGS does, or a tensor is of a class of its own.
+        TypeError: an argument is of the wrong kind, an optimizer steps all parameters at once, as
+            LBFGS does, or keeps tensors within lists or dicts, or a tensor is of a class of its
+            own.
         ValueError: there is no unit, two of them share a tensor, one of them is in another, an
             optimizer is given twice, the budget is no number of bytes, or a tensor is sparse,
             quantized, on the meta device or made in inference mode.
@@ -86,6 +87,7 @@ class Swapper:
         stepped = optimizers_within(self._given)
         for each in stepped:
             check_has_own_state(each)
+            check_steps_in_pieces(each)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)
@@ -216,9 +218,12 @@ class Swapper:
         self._residency.clear()
         self._is_closed = True
 
-    def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the Swapper is closed: make another")
+
+    def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
+        self._check_open()
         found: dict[Unit, None] = {}
         for module in modules:
             if not isinstance(module, nn.Module):
@@ -274,9 +279,10 @@ class Swapper:
             What ends that by remove(), or as a context manager.
 
         Raises:
-            RuntimeError: step is asked for, and there is no optimizer.
+            RuntimeError: step is asked for, and there is no optimizer; or the Swapper is closed.
             ValueError: ahead is no number of units.
         """
+        self._check_open()
         if step and not self._steps:
             raise RuntimeError("auto: the swapper was made without an optimizer, and cannot step")
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:

@@ -27,6 +27,7 @@ from speedtorch.layers.slab import Memory
 from speedtorch.layers.state_tensors import stays_on_cpu
 from speedtorch.layers.tensor_index import TensorIndex
 from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.step.row_weight import RowWeight
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
     as_plain,
@@ -683,8 +684,13 @@ class Unit:
         self._disown()
 
     def _check_alone(self) -> None:
-        """ValueError if a parameter or buffer belongs to another unit."""
+        """ValueError if a parameter or buffer belongs to another unit, TypeError if to a table."""
         for name, tensor in _of_module(self.module):
+            if isinstance(tensor, RowWeight):
+                raise TypeError(
+                    f"unit {self.name!r}: {name} are rows of an Embedding, which are in host memory"
+                    " already, and come by themselves: make units of other modules alone"
+                )
             other = self._owner_of(tensor)
             within = () if other is None or other is self else _of_module(other.module)
             if other is not None and (names := [its for its, e in within if e is tensor]):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency
@@ -23,7 +23,13 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["UnitSteps", "closure_done", "refuse_hasty_scaler", "steps_by"]
+__all__ = [
+    "UnitSteps",
+    "check_steps_in_pieces",
+    "closure_done",
+    "refuse_hasty_scaler",
+    "steps_by",
+]
 
 
 class UnitSteps:
@@ -167,6 +173,14 @@ def refuse_hasty_scaler() -> None:
         raise RuntimeError(
             "GradScaler: torch's divides gradients in host memory before its scale has come there"
             " from the GPU; nothing has been stepped: use speedtorch.GradScaler, which waits"
+        )
+
+
+def check_steps_in_pieces(optimizer: Optimizer) -> None:
+    """Raises TypeError if the optimizer steps all parameters at once."""
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            f"optimizer: {type(optimizer).__name__} steps all parameters at once, and not in pieces"
         )
 
 

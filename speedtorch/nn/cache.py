@@ -46,6 +46,9 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
         >>> model[0].report().slots
         1000
     """
+    if not isinstance(module, nn.Module):
+        given = f"{type(module).__name__}, {type(nbytes).__name__}"
+        raise TypeError(f"cache: expected an nn.Module and bytes, in this order, got {given}")
     modules = [each for each in module.modules() if isinstance(each, RowModule)]
     if not modules:
         raise ValueError(

@@ -19,7 +19,7 @@ from speedtorch.files.file_format import listed
 from speedtorch.files.table_files import open_fields
 from speedtorch.memory.byte_count import bytes_of
 from speedtorch.memory.placement import MemoryKind
-from speedtorch.nn.row_reading import blocks_of
+from speedtorch.nn.row_reading import blocks_of, checked_count
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
 from speedtorch.step.hot_rows import CacheReport
@@ -155,9 +155,11 @@ class RowModule(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
-        if capacity is not None and (operator.index(capacity) < 1 or isinstance(capacity, bool)):
-            raise ValueError(f"capacity: expected the most rows of a step, got {capacity}")
-        self.capacity = None if capacity is None else min(operator.index(capacity), num_embeddings)
+        if capacity is not None:
+            capacity = min(
+                checked_count("capacity", capacity, "the most rows of a step"), num_embeddings
+            )
+        self.capacity = capacity
         self._settings = tuple(settings)
         self._cache = None if cache is None else bytes_of("cache", cache)
         self._cache_rows = _members(cache_rows, cache, num_embeddings)

@@ -125,6 +125,10 @@ class Table(NamedTuple):
         # torchrec's configs make an init_fn of these bounds themselves: the same partial.
         own = getattr(config, "init_fn", None)
         draw = own or partial(nn.init.uniform_, a=low, b=high)
+        if isinstance(config.feature_names, str):
+            raise TypeError(
+                f"{name}: feature_names: expected a list of names, got {config.feature_names!r}"
+            )
         features, group = list(config.feature_names) or [name], getattr(config, "group", "")
         if not isinstance(group, str) or "." in group:
             raise ValueError(f"{name}: group must be a name without dots, got {group!r}")

@@ -90,13 +90,17 @@ def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> N
     """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
     if not isinstance(ids, Tensor):
         raise not_ids(name, ids)
-    if ids.dtype not in ID_DTYPES or ids.layout != torch.strided or ids.is_meta:
+    is_dense = ids.layout == torch.strided and not ids.is_nested
+    if ids.dtype not in ID_DTYPES or not is_dense or ids.is_meta:
         if ids.is_meta:
             raise NotImplementedError(f"{name}: ids on the meta device have no values to look up")
-        raise numbers(
-            f"{name}: expected a dense int32 or int64 tensor, got {ids.dtype} of shape"
-            f" {list(ids.shape)}"
-        )
+        expected = f"{name}: expected a dense int32 or int64 tensor, got"
+        if ids.is_nested:
+            raise numbers(
+                f"{expected} a nested one: give its values(), and for bags its offsets() as well"
+            )
+        layout = "" if is_dense else f" in {ids.layout}"
+        raise numbers(f"{expected} {ids.dtype} of shape {list(ids.shape)}{layout}")
 
 
 class SeenIds:

@@ -323,7 +323,7 @@ class TrainedRows:
         with as_plain():
             self._check_claim()
             self.table.host_table.settle()
-            return self.table.field("weight")
+            return self.table.field("weight")[:]  # a tensor of the caller's
 
     @alone
     def copied(self, rows: slice) -> Tensor:

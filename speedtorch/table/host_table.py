@@ -417,7 +417,7 @@ class HostTable:
     def __getitem__(self, field: str) -> Tensor:
         """All rows of one field, `[rows, *shape]`: a strided view of the records."""
         self._at_home()
-        return self.rows_of(field)
+        return self.rows_of(field)[:]  # a tensor of the caller's, which may become another
 
     def rows_of(self, field: str) -> Tensor:
         """A field as it is in memory; rows held elsewhere stay there."""
@@ -477,7 +477,7 @@ class HostTable:
                 f"a mapped file has no records: its fields {', '.join(self.fields)} lie one after"
                 " the other; name one, or open it without memory='mapped'"
             )
-        return self._record
+        return self._record[:]
 
     @_in_turn
     def gather(

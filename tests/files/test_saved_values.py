@@ -8,6 +8,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,6 +90,8 @@ class Own(dict[str, int]):
         ({(1, 2): 3}, r"value: has the key \(1, 2\), a tuple; expected strings and numbers"),
         (nn.Tanh(), "torch.nn.modules.activation.Tanh"),
         (math, "builtins.module"),
+        (np.float32(1.5), r"numpy.float32, .* or number.item\(\)"),
+        ([np.ones(2)], r"value\[0\]: is a numpy.ndarray, .*: give torch.from_numpy\(array\)"),
     ],
 )
 def test_what_cannot_be_held_is_named(value: Any, message: str) -> None:

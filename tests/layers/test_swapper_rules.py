@@ -74,6 +74,8 @@ def test_a_swapper_may_follow_one_whose_steps_a_scheduler_has_wrapped() -> None:
     assert same(made, whole)
     with pytest.raises(RuntimeError, match="the Swapper is closed: make another"):
         first.prefetch(made[0])
+    with pytest.raises(RuntimeError, match="the Swapper is closed: make another"):
+        first.auto()
 
 
 @pytest.mark.parametrize("auto", [False, True])

@@ -118,6 +118,13 @@ def test_a_closure_is_for_one_optimizer() -> None:
         swapper.step(lambda: 1)
 
 
+def test_an_optimizer_that_steps_all_parameters_at_once_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="optimizer: LBFGS steps all parameters at once"):
+        Swapper(layers, optim.LBFGS(layers.parameters()), device="cpu")
+    Swapper(layers, optim.SGD(layers.parameters()), device="cpu").close()  # nothing was taken
+
+
 @pytest.mark.parametrize(
     ("optimizers", "kind", "message"),
     [

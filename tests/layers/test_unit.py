@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from unit_models import Layer, assert_equal, copies, tensors_of
 
+import speedtorch
 from speedtorch.layers import Memory, Unit, slab
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import version_of
@@ -472,6 +473,14 @@ def test_what_is_no_module_or_optimizer_is_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         Unit(*arguments, device="cpu")  # type: ignore[arg-type]
+
+
+def test_rows_of_an_embedding_are_refused_with_the_remedy() -> None:
+    block = nn.Sequential(speedtorch.Embedding(5, 2), nn.Linear(2, 2))
+    told = "unit 'block': 0.weight are rows of an Embedding, .* make units of other modules"
+    with pytest.raises(TypeError, match=told):
+        Unit(block, device="cpu", name="block")
+    Unit(block[1], device="cpu").close()
 
 
 def test_the_meta_device_is_refused() -> None:

@@ -163,7 +163,7 @@ def test_it_is_at_most_the_table() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.5, "4"], ids=repr)
 def test_other_numbers_are_refused(wrong: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="capacity|integer"):
+    with pytest.raises((ValueError, TypeError), match="capacity: expected .*, got "):
         speedtorch.Embedding(3, 2, capacity=wrong)
 
 

@@ -55,6 +55,18 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"tables: expected a list of .* got dict in it, which has no 'name'",
     ),
     (
+        lambda: speedtorch.EmbeddingBagCollection(
+            [speedtorch.EmbeddingBagConfig(10, 4, "users", feature_names="ages")]  # type: ignore[arg-type]
+        ),
+        TypeError,
+        "users: feature_names: expected a list of names, got 'ages'",
+    ),
+    (
+        lambda: speedtorch.cache("4GiB", two()),  # type: ignore[arg-type]
+        TypeError,
+        "cache: expected an nn.Module and bytes, in this order, got str, ModuleDict",
+    ),
+    (
         lambda: speedtorch.Embedding(10, 4)(torch.tensor([1], device="meta")),
         NotImplementedError,
         "ids on the meta device have no values",

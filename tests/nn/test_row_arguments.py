@@ -202,6 +202,21 @@ def test_a_copy_of_a_model_of_a_refused_dtype_is_refused_as_well() -> None:
         copy.deepcopy(Model().half())(BAGS)
 
 
+NESTED = [torch.tensor([3]), torch.tensor([1, 0])]
+
+
+@pytest.mark.filterwarnings("ignore:.*")  # torch's, that nested tensors are a prototype
+@pytest.mark.parametrize("make", MODULES)
+def test_ids_that_are_not_dense_are_refused_with_their_layout(make: Any) -> None:
+    module = make(5, 2)
+    with pytest.raises(RuntimeError, match="got torch.int64 of shape .* in torch.sparse_coo"):
+        module(torch.eye(3, dtype=torch.int64).to_sparse())
+    for layout in (torch.strided, torch.jagged):
+        ids = torch.nested.nested_tensor(NESTED, layout=layout)
+        with pytest.raises(RuntimeError, match=r"got a nested one: give its values\(\), and for"):
+            module(ids)
+
+
 # ------------------------------------------------------------------------------------------------
 # Graphs, transforms and averages
 

@@ -1029,3 +1029,17 @@ def test_initialising_an_untouched_table_takes_no_memory(
     write(huge)  # the last one counts
     assert huge.weight.shape == (1 << 24, 64)
     assert resident_bytes() - before < 64 << 20
+
+
+def test_what_a_tensor_of_all_rows_becomes_changes_no_table() -> None:
+    module = speedtorch.Embedding.from_pretrained(first_rows(), freeze=False)
+    with torch.no_grad():
+        module.weight.cpu().unsqueeze_(0)
+    module.weight.data.t_()
+    module.weight.detach().cpu().requires_grad_()
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    module(torch.tensor([1])).sum().backward()
+    sgd.step()
+    expected = first_rows()
+    expected[1] -= 1
+    assert_same_bytes(module.table["weight"], expected)

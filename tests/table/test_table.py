@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,28 @@ def test_fields_share_the_memory_of_the_records(kind: dict[str, Any]) -> None:
     assert table.record[1].tolist() == [6, 7, -1, -1, 10, 11]
     strides = {name: table[name].stride() for name in table.fields}
     assert strides == dict.fromkeys(table.fields, (6, 1))
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "requires_grad_": lambda rows: rows.requires_grad_(),
+    "unsqueeze_": lambda rows: rows.unsqueeze_(0),
+    "t_": lambda rows: rows.t_(),
+    "resize_": lambda rows: rows.resize_(1, 2),
+    "set_": lambda rows: rows.set_(torch.zeros(9, 2)),  # type: ignore[call-overload]
+    "data": lambda rows: setattr(rows, "data", torch.zeros(9, 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_tensor_of_the_rows_becomes_changes_no_table(
+    kind: dict[str, Any], change: str
+) -> None:
+    table = HostTable(3, 2, state=("sum",), **kind).fill_(1)
+    for rows in (table["weight"], table.record):
+        CHANGES[change](rows)
+    table.scatter(torch.tensor([2]), torch.full((1, 2), 5.0, device=table.device), "weight")
+    assert table["weight"].tolist() == [[1, 1], [1, 1], [5, 5]] and table.record.shape == (3, 4)
+    assert not table["weight"].requires_grad
 
 
 def test_a_new_table_is_all_zeros(kind: dict[str, Any]) -> None:
