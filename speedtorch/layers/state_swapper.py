@@ -327,7 +327,7 @@ class StateSwapper:
         """Steps all pieces, before the step of nothing; gives what that is called with."""
         args, kwargs = closure_done(args, kwargs)
         asked: Optimizer = args[0]
-        step = PartialStep(asked)
+        step = PartialStep(asked, args[1:], kwargs)
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]

@@ -75,7 +75,7 @@ class UnitSteps:
         """Steps all units, before the step of what is left; gives what that is called with."""
         args, kwargs = closure_done(args, kwargs)
         asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
-        step = PartialStep(asked)
+        step = PartialStep(asked, args[1:], kwargs)
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
         parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
         for group in asked.param_groups:
@@ -173,11 +173,13 @@ def refuse_hasty_scaler() -> None:
 def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
     """Calls the closure of a step, and gives the arguments with one that returns its result."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
+    if not callable(closure):  # a step of its own may be given something else
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
-    return args[:1], {**kwargs, "closure": lambda: loss}
+    if len(args) > 1:
+        return (args[0], lambda: loss, *args[2:]), kwargs
+    return args, {**kwargs, "closure": lambda: loss}
 
 
 def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:

@@ -309,6 +309,51 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_class(kind: str, device:
     assert_equal(train(True), train(False))
 
 
+class Scaled(optim.Optimizer):
+    """Its step is given a factor, and a closure whose loss is another one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any, factor: float, *, more: float = 1.0) -> float:  # type: ignore[override]
+        loss = float(closure()) if closure else 1.0
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                sums = self.state[each].setdefault("sums", torch.zeros_like(each))
+                each.sub_(sums.add_(each.grad), alpha=0.1 * factor * more * loss)
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+def test_what_a_step_is_given_is_given_to_each_part(kind: str, device: str) -> None:
+    def train(is_swapped: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
+        optimizer: Any = Scaled(layers.parameters())
+        if is_swapped and kind == "Swapper":
+            swapper = Swapper(layers, optimizer, budget=3000, device=device)
+            swapper.auto()
+        elif is_swapped:
+            swapper = StateSwapper(optimizer, budget=200)
+
+        @torch.enable_grad()
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = layers(torch.ones(2, 4, device=device)).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        losses = [optimizer.step(closure, 0.5), optimizer.step(closure=closure, factor=0.1)]
+        assert losses[0] != losses[1]
+        optimizer.step(None, 2.0, more=0.1)
+        if is_swapped:
+            swapper.close()
+        return copies(layers.state_dict())
+
+    assert_equal(train(True), train(False))
+
+
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, speedtorch.GradScaler])
 def test_scaled_gradients(kind: Any, device: str) -> None:
     def train(budget: int | None) -> dict[str, Tensor]:
