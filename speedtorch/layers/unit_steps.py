@@ -12,18 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.unit import Unit, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
+    STEP_HOOKS,
     not_compiled,
     stepping_grad_scaler,
     version_of,
 )
 
 __all__ = ["UnitSteps", "closure_done", "refuse_hasty_scaler", "steps_by"]
+
+_, _POST_HOOKS = STEP_HOOKS
 
 
 class UnitSteps:
@@ -185,7 +189,8 @@ def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], A
 def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
     """Lets an optimizer's step() be one of units first; gives what undoes that.
 
-    Hooks of the step are called once, before and after all of it: ours is the last of those before.
+    Hooks of the step are called once, before and after all of it: ours are the last of those before
+    and the first of those after, which find what the step has counted.
     """
     original = optimizer.step
 
@@ -204,19 +209,24 @@ def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], No
             settle.append(done)
             return args, kwargs
 
-        hook = optimizer.register_step_pre_hook(before)
-        try:
-            result = original(*args, **kwargs)
+        def after(*_: Any) -> None:
             for each in settle:
                 each()
-            return result
+
+        hooks: list[RemovableHandle] = []
+        try:
+            hooks.append(optimizer.register_step_pre_hook(before))
+            hooks.append(optimizer.register_step_post_hook(after))
+            vars(optimizer)[_POST_HOOKS].move_to_end(hooks[1].id, last=False)
+            return original(*args, **kwargs)
         except BaseException:
             if stepping_grad_scaler() is not None:  # which would take them back after a step only
                 for name in LENT_BY_GRAD_SCALER:
                     vars(optimizer).pop(name, None)
             raise
         finally:
-            hook.remove()
+            for each in hooks:
+                each.remove()
 
     ours = MethodType(step, optimizer)  # schedulers look for its function
     optimizer.step = ours  # type: ignore[method-assign]

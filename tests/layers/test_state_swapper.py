@@ -309,6 +309,45 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_class(kind: str, device:
     assert_equal(train(True), train(False))
 
 
+class Counting(optim.Optimizer):
+    """Counts its steps, and goes down by less and less."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        for each in group["params"]:
+            if each.grad is not None:
+                each.sub_(each.grad, alpha=0.1 / group["count"])
+
+
+@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: str) -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = Counting(layers.parameters())
+    seen: list[int] = []
+
+    def fails(*_: Any) -> None:
+        seen.append(optimizer.param_groups[0]["count"])
+        raise ZeroDivisionError
+
+    optimizer.register_step_post_hook(fails)
+    if kind == "Swapper":
+        swapper = Swapper(layers, optimizer, budget=3000, device=device)
+        swapper.auto()
+    else:
+        layers.to(device)
+        StateSwapper(optimizer, budget=200)
+    for _ in range(3):
+        layers(torch.ones(2, 4, device=device)).sum().backward()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
+
+
 class Scaled(optim.Optimizer):
     """Its step is given a factor, and a closure whose loss is another one."""
 
