@@ -204,7 +204,8 @@ class StateSwapper:
         device: where parameters in host memory are stepped; None: where they are.
 
     Raises:
-        TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS).
+        TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS) or another
+            optimizer (Lookahead).
         ValueError: an optimizer is given twice, is differentiable, or has a parameter of an
             Embedding's rows or of a Swapper's unit; or the budget is no number of bytes. In a step:
             a parameter in host memory cannot come to the device, as it shares memory with another,

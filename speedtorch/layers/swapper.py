@@ -51,7 +51,7 @@ class Swapper:
 
     Raises:
         TypeError: an argument is of the wrong kind, an optimizer keeps tensors within lists or
-            dicts, as LBFGS does, or a tensor is of a class of its own.
+            dicts, as LBFGS does, or steps another one, or a tensor is of a class of its own.
         ValueError: there is no unit, two of them share a tensor, one of them is in another, an
             optimizer is given twice, the budget is no number of bytes, or a tensor is sparse,
             quantized, on the meta device or made in inference mode.

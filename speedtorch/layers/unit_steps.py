@@ -22,6 +22,7 @@ from speedtorch.torch_internals import (
     STEP_HOOKS,
     not_compiled,
     stepping_grad_scaler,
+    tree_leaves,
     version_of,
 )
 
@@ -191,7 +192,17 @@ def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], No
 
     Hooks of the step are called once, before and after all of it: ours are the last of those before
     and the first of those after, which find what the step has counted.
+
+    Raises TypeError for an optimizer that steps another one, which is no optimizer of units alone.
     """
+    name = type(optimizer).__name__
+    for each in tree_leaves(vars(optimizer)):
+        if isinstance(each, Optimizer):
+            inner = type(each).__name__
+            raise TypeError(
+                f"optimizer: {name} has a {inner} within, and would step all of it with each part:"
+                f" give that {inner} instead"
+            )
     original = optimizer.step
 
     closed = False

@@ -348,6 +348,30 @@ def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: st
     assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
 
 
+class Lookahead(optim.Optimizer):
+    """Steps another optimizer, of all parameters."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__([*inner.param_groups[0]["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_that_steps_another_is_refused(device: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    optimizer = Lookahead(optim.SGD(layers.parameters()))
+    for make in (
+        lambda: StateSwapper(optimizer, budget=100),
+        lambda: Swapper(layers, optimizer, device=device),
+    ):
+        with pytest.raises(TypeError, match="Lookahead has a SGD within, and would step all of it"):
+            make()
+    Swapper(layers, optimizer.inner, device=device).close()
+    StateSwapper(optimizer.inner, budget=100).close()
+
+
 class Scaled(optim.Optimizer):
     """Its step is given a factor, and a closure whose loss is another one."""
 
