@@ -348,6 +348,28 @@ def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: st
     assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
 
 
+class Noisy(optim.Optimizer):
+    """Adds random numbers of the CPU."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                noise = torch.randn(each.shape).to(each.device)
+                self.state[each].setdefault("sums", torch.zeros_like(each)).add_(noise)
+                each.sub_(self.state[each]["sums"], alpha=0.1)
+
+
+def test_random_numbers_are_those_without_a_swapper(device: str) -> None:
+    assert_equal(
+        Training(device, Noisy, 700).step(3).tensors(),
+        Training(device, Noisy, None).step(3).tensors(),
+    )
+
+
 class Lookahead(optim.Optimizer):
     """Steps another optimizer, of all parameters."""
 
