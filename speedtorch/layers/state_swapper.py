@@ -6,6 +6,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -246,13 +247,11 @@ class StateSwapper:
         self._first = {each: FirstState(each) for each in self._optimizers}
         self._loading = {each: _Loading() for each in self._optimizers}
         self._undo: list[Callable[[], None]] = []
-        self._hooks: list[RemovableHandle] = []
         try:
             _swapped.update(self._optimizers)
             for each, loading in self._loading.items():
                 self._undo.append(steps_by(each, self._step_pieces))
-                self._hooks.append(each.register_load_state_dict_pre_hook(loading.begin))
-                self._hooks.append(each.register_load_state_dict_post_hook(loading.end))
+                self._undo.append(loading.watch(each))
             self.evict()
         except BaseException:
             self.close()
@@ -290,9 +289,7 @@ class StateSwapper:
         """
         for undo in self._undo:
             undo()
-        for hook in self._hooks:
-            hook.remove()
-        self._undo, self._hooks = [], []
+        self._undo = []
         _swapped.difference_update(self._optimizers)
         with as_plain(), torch.no_grad():
             for optimizer in [each for each, pieces in self._pieces.items() if pieces]:
@@ -470,7 +467,38 @@ class _Loading:
         self._waiting: list[dict[str, Tensor]] = []
         """Of each parameter in the order of the groups."""
 
-    def begin(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    def watch(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Takes part in its load_state_dict(); gives what undoes that.
+
+        Hooks of others find whole tensors: ours are the last before it and the first after it.
+        """
+        original = optimizer.load_state_dict
+        is_closed = False
+
+        @wraps(original)
+        def load(*args: Any, **kwargs: Any) -> None:
+            hooks: list[RemovableHandle] = []
+            try:
+                if not is_closed:  # another has wrapped it
+                    hooks.append(optimizer.register_load_state_dict_pre_hook(self._begin))
+                    after = optimizer.register_load_state_dict_post_hook(self._end, prepend=True)
+                    hooks.append(after)
+                original(*args, **kwargs)
+            finally:
+                for each in hooks:
+                    each.remove()
+
+        optimizer.load_state_dict = load  # type: ignore[method-assign]
+
+        def undo() -> None:
+            nonlocal is_closed
+            is_closed = True
+            if vars(optimizer).get("load_state_dict") is load:
+                optimizer.load_state_dict = original  # type: ignore[method-assign]
+
+        return undo
+
+    def _begin(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Takes tensors out of what is loaded."""
         state = dict(saved["state"])
         self._waiting.clear()
@@ -488,7 +516,7 @@ class _Loading:
             state[number] = {**kept, **{key: each.new_empty(0) for key, each in waits.items()}}
         return {**saved, "state": state}
 
-    def end(self, optimizer: Optimizer) -> None:
+    def _end(self, optimizer: Optimizer) -> None:
         """Gives tensors their places."""
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         for parameter, waits in zip(parameters, self._waiting, strict=False):

@@ -232,6 +232,34 @@ def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
     assert_equal(plain.step(3).tensors(), theirs.step(3).tensors())
 
 
+def test_hooks_of_a_load_find_whole_tensors(device: str) -> None:
+    def load(budget: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        ours, seen = Training(device, optim.Adam, None).step(2), list[Tensor]()
+
+        def before(_: object, saved: dict[str, Any]) -> None:
+            for kept in saved["state"].values():
+                seen.append(kept["exp_avg"].cpu().clone())
+                kept["exp_avg"].mul_(0.5)
+
+        def after(optimizer: optim.Optimizer) -> None:
+            seen.extend(kept["exp_avg"].cpu().clone() for kept in optimizer.state.values())
+
+        def register() -> None:
+            ours.optimizer.register_load_state_dict_pre_hook(before)
+            ours.optimizer.register_load_state_dict_post_hook(after)
+
+        register()
+        if budget:
+            ours.swapper = StateSwapper(ours.optimizer, budget=budget)
+        register()
+        ours.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+        return seen, ours.step(2).tensors()
+
+    (ours, found), (theirs, expected) = load(700), load(None)
+    assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    assert_equal(found, expected)
+
+
 def test_groups_schedulers_and_hooks_go_on(device: str) -> None:
     def train(budget: int | None) -> tuple[dict[str, Tensor], list[str]]:
         training = Training(device, lambda p: optim.AdamW(p, lr=0.1), budget)
