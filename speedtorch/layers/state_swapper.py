@@ -478,12 +478,17 @@ class _Loading:
         @wraps(original)
         def load(*args: Any, **kwargs: Any) -> None:
             hooks: list[RemovableHandle] = []
+            before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
             try:
                 if not is_closed:  # another has wrapped it
                     hooks.append(optimizer.register_load_state_dict_pre_hook(self._begin))
                     after = optimizer.register_load_state_dict_post_hook(self._end, prepend=True)
                     hooks.append(after)
                 original(*args, **kwargs)
+            except BaseException:
+                if self._waiting:  # some of what torch has loaded may be without elements
+                    vars(optimizer).update(before)
+                raise
             finally:
                 for each in hooks:
                     each.remove()

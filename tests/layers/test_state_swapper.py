@@ -666,6 +666,36 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
         training.step(2)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
+def test_an_error_in_a_load_leaves_the_state_before_or_after_it(
+    error: Callable[[], BaseException], device: str
+) -> None:
+    def prepared(value: float = 1.0) -> optim.Optimizer:
+        weight = nn.Parameter(torch.zeros(2, 2, device=device))
+        optimizer = optim.Adam([weight])
+        StateSwapper(optimizer, budget=100)
+        weight.grad = torch.full_like(weight, value)
+        optimizer.step()
+        return optimizer
+
+    def state(optimizer: optim.Optimizer) -> dict[str, Tensor]:
+        return copies(optimizer.state_dict()["state"][0])
+
+    other = prepared(2.0)
+    saved, before = other.state_dict(), state(prepared())
+
+    def load(optimizer: optim.Optimizer) -> None:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+
+    for optimizer, _ in every_interrupt(prepared, load, error, every=1):
+        found = state(optimizer)
+        assert any(
+            all(torch.equal(each, of[name]) for name, each in found.items())
+            for of in (before, state(other))
+        )
+        optimizer.step()
+
+
 class AtHome:
     """Parameters in host memory that are stepped on a device, or what is there all the while."""
 
