@@ -521,6 +521,7 @@ class _Loading:
             state[number] = {**kept, **{key: each.new_empty(0) for key, each in waits.items()}}
         return {**saved, "state": state}
 
+    @torch.inference_mode(False)
     def _end(self, optimizer: Optimizer) -> None:
         """Gives tensors their places."""
         parameters = (each for group in optimizer.param_groups for each in group["params"])

@@ -232,6 +232,14 @@ def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
     assert_equal(plain.step(3).tensors(), theirs.step(3).tensors())
 
 
+def test_a_checkpoint_is_loaded_in_inference_mode(device: str) -> None:
+    ours, theirs = (Training(device, optim.Adam, each).step(2) for each in (700, None))
+    saved = copy.deepcopy(ours.optimizer.state_dict())
+    with torch.inference_mode():
+        ours.optimizer.load_state_dict(saved)
+    assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
+
+
 def test_hooks_of_a_load_find_whole_tensors(device: str) -> None:
     def load(budget: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         ours, seen = Training(device, optim.Adam, None).step(2), list[Tensor]()
