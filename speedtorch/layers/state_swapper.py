@@ -272,6 +272,8 @@ class StateSwapper:
                 class that does not show the tensors within.
             MemoryError: the host has too little memory.
         """
+        if not self._undo:  # it is closed
+            return 0
         freed = 0
         with as_plain(), torch.no_grad():
             for optimizer in self._optimizers:

@@ -214,6 +214,16 @@ def test_state_that_there_is_goes_to_the_host_at_once(device: str) -> None:
     assert_equal(ours.step(3).tensors(), theirs.step(3).tensors())
 
 
+def test_evict_after_close_moves_nothing(device: str) -> None:
+    ours, theirs = (Training(device, optim.Adam, each).step(2) for each in (700, None))
+    assert ours.swapper is not None
+    ours.swapper.close()
+    assert ours.swapper.evict() == 0 == ours.swapper.report().host_bytes
+    kept = ours.optimizer.state[next(ours.model.parameters())]
+    assert kept["exp_avg"].device.type == device
+    assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
+
+
 def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
     ours, theirs = Training(device, optim.Adam, 700).step(2), Training(device, optim.Adam, None)
     theirs.step(5)
