@@ -23,7 +23,8 @@ class PartialStep:
     """One step of an optimizer, without its hooks.
 
     What a step changes besides parameters and their state, as a count in a group, is changed by
-    each part alike, and is the optimizer's once by `settle`.
+    each part alike, and is the optimizer's once by `settle`. What it changes in place (a tensor, a
+    list, state of no parameter) is changed once for each part.
 
     Args:
         optimizer: whose step that is.
