@@ -49,7 +49,8 @@ def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
     try:
         with as_plain():
             copy = OptimizerCopy(optimizer, parameter, like, settings, construct=False)
-        copy.step(like, sparse=False)
+        with torch.random.fork_rng(devices=()):  # the step may draw random numbers of the CPU
+            copy.step(like, sparse=False)
     except MemoryError:
         raise
     except Exception:  # of any kind: the optimizer's code has met a tensor without elements

@@ -8,7 +8,7 @@ leaves them as they are.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +23,22 @@ class PartialStep:
     """One step of an optimizer, without its hooks.
 
     What a step changes besides parameters and their state, as a count in a group, is changed by
-    each part alike, and is the optimizer's once by `settle`.
+    each part alike, and is the optimizer's once by `settle`. What it changes in place (a tensor, a
+    list, state of no parameter) is changed once for each part.
+
+    Args:
+        optimizer: whose step that is.
+        args: what the step is given, for each part.
+        kwargs: likewise.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._optimizer, self._args, self._kwargs = optimizer, args, kwargs or {}
         self._last: Optimizer | None = None
         self._places = {
             id(each): (number, place)
@@ -55,7 +66,8 @@ class PartialStep:
 
     def step(self, parameters: Collection[Tensor]) -> None:
         """Steps these alone."""
-        step_without_hooks(type(self._optimizer))(self.twin(parameters))
+        step: Any = step_without_hooks(type(self._optimizer))
+        step(self.twin(parameters), *self._args, **self._kwargs)
 
     def settle(self) -> None:
         """Gives the optimizer what the last part has changed of it."""

@@ -89,12 +89,13 @@ class _Order(NamedTuple):
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's lowest element to its highest; 1 for none, which have an address too.
+    """Bytes from a tensor's lowest element to its highest; those of one for none.
 
-    What lies between elements that are not dense counts as well.
+    What lies between elements that are not dense counts as well. What has no elements has an
+    address, too, and torch.load() reads storages of whole elements alone.
     """
     if tensor.numel() == 0:
-        return 1
+        return tensor.itemsize
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     highest: int = sum((size - 1) * stride for size, stride in steps)
     return (highest + 1) * tensor.itemsize

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -209,7 +210,8 @@ class StateSwapper:
         device: where parameters in host memory are stepped; None: where they are.
 
     Raises:
-        TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS).
+        TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS) or another
+            optimizer (Lookahead).
         ValueError: an optimizer is given twice, is differentiable, or has a parameter of an
             Embedding's rows or of a Swapper's unit; or the budget is no number of bytes. In a step:
             a parameter in host memory cannot come to the device, as it shares memory with another,
@@ -250,13 +252,11 @@ class StateSwapper:
         self._first = {each: FirstState(each) for each in self._optimizers}
         self._loading = {each: _Loading() for each in self._optimizers}
         self._undo: list[Callable[[], None]] = []
-        self._hooks: list[RemovableHandle] = []
         try:
             _swapped.update(self._optimizers)
             for each, loading in self._loading.items():
                 self._undo.append(steps_by(each, self._step_pieces))
-                self._hooks.append(each.register_load_state_dict_pre_hook(loading.begin))
-                self._hooks.append(each.register_load_state_dict_post_hook(loading.end))
+                self._undo.append(loading.watch(each))
             self.evict()
         except BaseException:
             self.close()
@@ -277,6 +277,8 @@ class StateSwapper:
                 class that does not show the tensors within.
             MemoryError: the host has too little memory.
         """
+        if not self._undo:  # it is closed
+            return 0
         freed = 0
         with as_plain(), torch.no_grad():
             for optimizer in self._optimizers:
@@ -294,9 +296,7 @@ class StateSwapper:
         """
         for undo in self._undo:
             undo()
-        for hook in self._hooks:
-            hook.remove()
-        self._undo, self._hooks = [], []
+        self._undo = []
         _swapped.difference_update(self._optimizers)
         with as_plain(), torch.no_grad():
             for optimizer in [each for each, pieces in self._pieces.items() if pieces]:
@@ -332,7 +332,7 @@ class StateSwapper:
         """Steps all pieces, before the step of nothing; gives what that is called with."""
         args, kwargs = closure_done(args, kwargs)
         asked: Optimizer = args[0]
-        step = PartialStep(asked)
+        step = PartialStep(asked, args[1:], kwargs)
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
@@ -474,7 +474,43 @@ class _Loading:
         self._waiting: list[dict[str, Tensor]] = []
         """Of each parameter in the order of the groups."""
 
-    def begin(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    def watch(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Takes part in its load_state_dict(); gives what undoes that.
+
+        Hooks of others find whole tensors: ours are the last before it and the first after it.
+        """
+        original = optimizer.load_state_dict
+        is_closed = False
+
+        @wraps(original)
+        def load(*args: Any, **kwargs: Any) -> None:
+            hooks: list[RemovableHandle] = []
+            before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
+            try:
+                if not is_closed:  # another has wrapped it
+                    hooks.append(optimizer.register_load_state_dict_pre_hook(self._begin))
+                    after = optimizer.register_load_state_dict_post_hook(self._end, prepend=True)
+                    hooks.append(after)
+                original(*args, **kwargs)
+            except BaseException:
+                if self._waiting:  # some of what torch has loaded may be without elements
+                    vars(optimizer).update(before)
+                raise
+            finally:
+                for each in hooks:
+                    each.remove()
+
+        optimizer.load_state_dict = load  # type: ignore[method-assign]
+
+        def undo() -> None:
+            nonlocal is_closed
+            is_closed = True
+            if vars(optimizer).get("load_state_dict") is load:
+                optimizer.load_state_dict = original  # type: ignore[method-assign]
+
+        return undo
+
+    def _begin(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Takes tensors out of what is loaded."""
         state = dict(saved["state"])
         self._waiting.clear()
@@ -492,7 +528,8 @@ class _Loading:
             state[number] = {**kept, **{key: each.new_empty(0) for key, each in waits.items()}}
         return {**saved, "state": state}
 
-    def end(self, optimizer: Optimizer) -> None:
+    @torch.inference_mode(False)
+    def _end(self, optimizer: Optimizer) -> None:
         """Gives tensors their places."""
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         for parameter, waits in zip(parameters, self._waiting, strict=False):

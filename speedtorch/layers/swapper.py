@@ -50,9 +50,9 @@ class Swapper:
             "12GiB"; None: as much as there is. Units that are used at once must fit together.
 
     Raises:
-        TypeError: an argument is of the wrong kind, an optimizer steps all parameters at once, as
-            LBFGS does, or keeps tensors within lists or dicts, or a tensor is of a class of its
-            own.
+        TypeError: an argument is of the wrong kind, an optimizer steps all parameters at once
+            (LBFGS) or another optimizer (Lookahead), or keeps tensors within lists or dicts, or a
+            tensor is of a class of its own.
         ValueError: there is no unit, two of them share a tensor, one of them is in another, an
             optimizer is given twice, the budget is no number of bytes, or a tensor is sparse,
             quantized, on the meta device or made in inference mode.

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.unit import Unit, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
+    STEP_HOOKS,
     not_compiled,
     stepping_grad_scaler,
+    tree_leaves,
     version_of,
 )
 
@@ -30,6 +33,8 @@ __all__ = [
     "refuse_hasty_scaler",
     "steps_by",
 ]
+
+_, _POST_HOOKS = STEP_HOOKS
 
 
 class UnitSteps:
@@ -81,7 +86,7 @@ class UnitSteps:
         """Steps all units, before the step of what is left; gives what that is called with."""
         args, kwargs = closure_done(args, kwargs)
         asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
-        step = PartialStep(asked)
+        step = PartialStep(asked, args[1:], kwargs)
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
         parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
         for group in asked.param_groups:
@@ -177,27 +182,36 @@ def refuse_hasty_scaler() -> None:
 
 
 def check_steps_in_pieces(optimizer: Optimizer) -> None:
-    """Raises TypeError if the optimizer steps all parameters at once."""
+    """Raises TypeError if the optimizer steps all parameters at once, or another optimizer."""
+    name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            f"optimizer: {type(optimizer).__name__} steps all parameters at once, and not in pieces"
-        )
+        raise TypeError(f"optimizer: {name} steps all parameters at once, and not in pieces")
+    for each in tree_leaves(vars(optimizer)):
+        if isinstance(each, Optimizer):
+            inner = type(each).__name__
+            raise TypeError(
+                f"optimizer: {name} has a {inner} within, and would step all of it with each part:"
+                f" give that {inner} instead"
+            )
 
 
 def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
     """Calls the closure of a step, and gives the arguments with one that returns its result."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
+    if not callable(closure):  # a step of its own may be given something else
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
-    return args[:1], {**kwargs, "closure": lambda: loss}
+    if len(args) > 1:
+        return (args[0], lambda: loss, *args[2:]), kwargs
+    return args, {**kwargs, "closure": lambda: loss}
 
 
 def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
     """Lets an optimizer's step() be one of units first; gives what undoes that.
 
-    Hooks of the step are called once, before and after all of it: ours is the last of those before.
+    Hooks of the step are called once, before and after all of it: ours are the last of those before
+    and the first of those after, which find what the step has counted.
     """
     original = optimizer.step
 
@@ -216,19 +230,24 @@ def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], No
             settle.append(done)
             return args, kwargs
 
-        hook = optimizer.register_step_pre_hook(before)
-        try:
-            result = original(*args, **kwargs)
+        def after(*_: Any) -> None:
             for each in settle:
                 each()
-            return result
+
+        hooks: list[RemovableHandle] = []
+        try:
+            hooks.append(optimizer.register_step_pre_hook(before))
+            hooks.append(optimizer.register_step_post_hook(after))
+            vars(optimizer)[_POST_HOOKS].move_to_end(hooks[1].id, last=False)
+            return original(*args, **kwargs)
         except BaseException:
             if stepping_grad_scaler() is not None:  # which would take them back after a step only
                 for name in LENT_BY_GRAD_SCALER:
                     vars(optimizer).pop(name, None)
             raise
         finally:
-            hook.remove()
+            for each in hooks:
+                each.remove()
 
     ours = MethodType(step, optimizer)  # schedulers look for its function
     optimizer.step = ours  # type: ignore[method-assign]

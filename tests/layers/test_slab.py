@@ -144,6 +144,15 @@ def test_a_file_of_a_view_has_its_bytes_alone() -> None:
     assert len(file.getvalue()) < 1 << 12
 
 
+def test_a_file_of_any_tensor_is_read_by_torch() -> None:
+    tensors = several()
+    slab, file = filled(tensors, "cpu"), io.BytesIO()
+    torch.save({name: slab.view(name, Memory.HOST) for name in tensors}, file)
+    file.seek(0)
+    for name, each in torch.load(file).items():
+        assert torch.equal(each, tensors[name]) and each.dtype == tensors[name].dtype, name
+
+
 def test_the_host_slab_is_reached_by_the_gpu(device: str) -> None:
     slab = Slab({"weight": torch.ones(4)}, torch.device(device))
     kind = "registered" if device == "cuda" else "plain"

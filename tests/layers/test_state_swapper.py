@@ -214,6 +214,16 @@ def test_state_that_there_is_goes_to_the_host_at_once(device: str) -> None:
     assert_equal(ours.step(3).tensors(), theirs.step(3).tensors())
 
 
+def test_evict_after_close_moves_nothing(device: str) -> None:
+    ours, theirs = (Training(device, optim.Adam, each).step(2) for each in (700, None))
+    assert ours.swapper is not None
+    ours.swapper.close()
+    assert ours.swapper.evict() == 0 == ours.swapper.report().host_bytes
+    kept = ours.optimizer.state[next(ours.model.parameters())]
+    assert kept["exp_avg"].device.type == device
+    assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
+
+
 def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
     ours, theirs = Training(device, optim.Adam, 700).step(2), Training(device, optim.Adam, None)
     theirs.step(5)
@@ -230,6 +240,42 @@ def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
     plain.optimizer.load_state_dict(ours.optimizer.state_dict())
     plain.steps = ours.steps
     assert_equal(plain.step(3).tensors(), theirs.step(3).tensors())
+
+
+def test_a_checkpoint_is_loaded_in_inference_mode(device: str) -> None:
+    ours, theirs = (Training(device, optim.Adam, each).step(2) for each in (700, None))
+    saved = copy.deepcopy(ours.optimizer.state_dict())
+    with torch.inference_mode():
+        ours.optimizer.load_state_dict(saved)
+    assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
+
+
+def test_hooks_of_a_load_find_whole_tensors(device: str) -> None:
+    def load(budget: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        ours, seen = Training(device, optim.Adam, None).step(2), list[Tensor]()
+
+        def before(_: object, saved: dict[str, Any]) -> None:
+            for kept in saved["state"].values():
+                seen.append(kept["exp_avg"].cpu().clone())
+                kept["exp_avg"].mul_(0.5)
+
+        def after(optimizer: optim.Optimizer) -> None:
+            seen.extend(kept["exp_avg"].cpu().clone() for kept in optimizer.state.values())
+
+        def register() -> None:
+            ours.optimizer.register_load_state_dict_pre_hook(before)
+            ours.optimizer.register_load_state_dict_post_hook(after)
+
+        register()
+        if budget:
+            ours.swapper = StateSwapper(ours.optimizer, budget=budget)
+        register()
+        ours.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+        return seen, ours.step(2).tensors()
+
+    (ours, found), (theirs, expected) = load(700), load(None)
+    assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    assert_equal(found, expected)
 
 
 def test_groups_schedulers_and_hooks_go_on(device: str) -> None:
@@ -303,6 +349,136 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_class(kind: str, device:
             optimizer.step()
         if is_swapped:
             assert len(calls) == 3
+            swapper.close()
+        return copies(layers.state_dict())
+
+    assert_equal(train(True), train(False))
+
+
+class Counting(optim.Optimizer):
+    """Counts its steps, and goes down by less and less."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        for each in group["params"]:
+            if each.grad is not None:
+                each.sub_(each.grad, alpha=0.1 / group["count"])
+
+
+@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: str) -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = Counting(layers.parameters())
+    seen: list[int] = []
+
+    def fails(*_: Any) -> None:
+        seen.append(optimizer.param_groups[0]["count"])
+        raise ZeroDivisionError
+
+    optimizer.register_step_post_hook(fails)
+    if kind == "Swapper":
+        swapper = Swapper(layers, optimizer, budget=3000, device=device)
+        swapper.auto()
+    else:
+        layers.to(device)
+        StateSwapper(optimizer, budget=200)
+    for _ in range(3):
+        layers(torch.ones(2, 4, device=device)).sum().backward()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
+
+
+class Noisy(optim.Optimizer):
+    """Adds random numbers of the CPU."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                noise = torch.randn(each.shape).to(each.device)
+                self.state[each].setdefault("sums", torch.zeros_like(each)).add_(noise)
+                each.sub_(self.state[each]["sums"], alpha=0.1)
+
+
+def test_random_numbers_are_those_without_a_swapper(device: str) -> None:
+    assert_equal(
+        Training(device, Noisy, 700).step(3).tensors(),
+        Training(device, Noisy, None).step(3).tensors(),
+    )
+
+
+class Lookahead(optim.Optimizer):
+    """Steps another optimizer, of all parameters."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__([*inner.param_groups[0]["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_that_steps_another_is_refused(device: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    optimizer = Lookahead(optim.SGD(layers.parameters()))
+    for make in (
+        lambda: StateSwapper(optimizer, budget=100),
+        lambda: Swapper(layers, optimizer, device=device),
+    ):
+        with pytest.raises(TypeError, match="Lookahead has a SGD within, and would step all of it"):
+            make()
+    Swapper(layers, optimizer.inner, device=device).close()
+    StateSwapper(optimizer.inner, budget=100).close()
+
+
+class Scaled(optim.Optimizer):
+    """Its step is given a factor, and a closure whose loss is another one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any, factor: float, *, more: float = 1.0) -> float:  # type: ignore[override]
+        loss = float(closure()) if closure else 1.0
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                sums = self.state[each].setdefault("sums", torch.zeros_like(each))
+                each.sub_(sums.add_(each.grad), alpha=0.1 * factor * more * loss)
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+def test_what_a_step_is_given_is_given_to_each_part(kind: str, device: str) -> None:
+    def train(is_swapped: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
+        optimizer: Any = Scaled(layers.parameters())
+        if is_swapped and kind == "Swapper":
+            swapper = Swapper(layers, optimizer, budget=3000, device=device)
+            swapper.auto()
+        elif is_swapped:
+            swapper = StateSwapper(optimizer, budget=200)
+
+        @torch.enable_grad()
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = layers(torch.ones(2, 4, device=device)).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        losses = [optimizer.step(closure, 0.5), optimizer.step(closure=closure, factor=0.1)]
+        assert losses[0] != losses[1]
+        optimizer.step(None, 2.0, more=0.1)
+        if is_swapped:
             swapper.close()
         return copies(layers.state_dict())
 
@@ -506,6 +682,36 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
         assert sorted(map(id, owned)) == sorted(map(id, training.model.parameters()))
         training.optimizer.zero_grad()
         training.step(2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
+def test_an_error_in_a_load_leaves_the_state_before_or_after_it(
+    error: Callable[[], BaseException], device: str
+) -> None:
+    def prepared(value: float = 1.0) -> optim.Optimizer:
+        weight = nn.Parameter(torch.zeros(2, 2, device=device))
+        optimizer = optim.Adam([weight])
+        StateSwapper(optimizer, budget=100)
+        weight.grad = torch.full_like(weight, value)
+        optimizer.step()
+        return optimizer
+
+    def state(optimizer: optim.Optimizer) -> dict[str, Tensor]:
+        return copies(optimizer.state_dict()["state"][0])
+
+    other = prepared(2.0)
+    saved, before = other.state_dict(), state(prepared())
+
+    def load(optimizer: optim.Optimizer) -> None:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+
+    for optimizer, _ in every_interrupt(prepared, load, error, every=1):
+        found = state(optimizer)
+        assert any(
+            all(torch.equal(each, of[name]) for name, each in found.items())
+            for of in (before, state(other))
+        )
+        optimizer.step()
 
 
 class AtHome:
