@@ -162,7 +162,7 @@ class _Piece:
             own, names = _spans(parameter), self._names[number]
             for key, value in kept.items():
                 if (name := names.get(key)) is None:
-                    name = names[key] = f"{key} of parameter {number}"
+                    name = names[key] = f"{key!r} of parameter {number}"
                 if may_stay and key == "step" and self._stays(name, parameter, value):
                     continue
                 is_plain = type(value) is Tensor
@@ -247,7 +247,8 @@ class StateSwapper:
             raise ValueError("device: expected one with memory, as 'cuda', got 'meta'")
         self._traffic = TransferStats()
         for each in self._optimizers:
-            _check(each)
+            check_has_own_state(each)
+            check_steps_in_pieces(each)
         self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
         self._first = {each: FirstState(each) for each in self._optimizers}
         self._loading = {each: _Loading() for each in self._optimizers}
@@ -300,7 +301,7 @@ class StateSwapper:
         _swapped.difference_update(self._optimizers)
         with as_plain(), torch.no_grad():
             for optimizer in [each for each, pieces in self._pieces.items() if pieces]:
-                shared = self._arranged(optimizer)
+                shared = self._arranged(optimizer, checks=False)
                 for piece in self._pieces[optimizer]:
                     members = piece.members(shared)
                     if piece.is_of_host:
@@ -421,8 +422,11 @@ class StateSwapper:
                 for each in going:
                     each.leave(each.members(shared))
 
-    def _arranged(self, optimizer: Optimizer) -> Counter[int]:
-        """Puts new parameters into pieces; gives how many parameters keep each tensor."""
+    def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
+        """Puts new parameters into pieces; gives how many parameters keep each tensor.
+
+        Raises ValueError if it `checks`, and there is one that cannot be stepped in a piece.
+        """
         self._loading[optimizer].forget()
         pieces = [each for each in self._pieces[optimizer] if each.parameters]
         for piece in pieces:
@@ -430,13 +434,15 @@ class StateSwapper:
         if any(e.device != piece.home for piece in pieces for e in piece.parameters):
             pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}
+        every = [each for group in optimizer.param_groups for each in group["params"]]
+        others = [each for each in every if id(each) not in owned]
+        if checks and others:
+            _check_parameters(optimizer, others)
         most = max(1, min(self.budget // _AT_ONCE, _PIECE))
         open_ones: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()
         new = []
-        for each in (e for group in optimizer.param_groups for e in group["params"]):
-            if id(each) in owned:
-                continue
+        for each in others:
             nbytes, home = self._bytes_of(optimizer, each), each.device
             some = open_ones.get(home)
             if some is None or size[home] + nbytes > most:
@@ -584,16 +590,14 @@ def check_has_own_state(optimizer: Optimizer) -> None:
         )
 
 
-def _check(optimizer: Optimizer) -> None:
+def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
+    """Raises ValueError if it cannot step one of them in a piece."""
     name = type(optimizer).__name__
-    check_has_own_state(optimizer)
-    check_steps_in_pieces(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
             f"optimizer: {name} has differentiable=True, whose backward needs its state on the"
             " device"
         )
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for each in parameters:
         if isinstance(each, RowWeight):
             raise ValueError(

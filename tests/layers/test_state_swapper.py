@@ -617,6 +617,34 @@ def test_wrong_arguments_are_told(device: str) -> None:
     StateSwapper(adam, budget=100).close()
 
 
+@pytest.mark.parametrize("what", ["rows", "unit", "differentiable"])
+def test_what_comes_later_is_refused_as_at_first(what: str, device: str) -> None:
+    layer, other = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
+    optimizer = optim.Adam(layer.parameters())
+    swapper = StateSwapper(optimizer, budget=100)
+    layer(torch.ones(1, 4, device=device)).sum().backward()
+    optimizer.step()
+    before = copies(layer.state_dict())
+    if what == "rows":
+        rows = speedtorch.Embedding(4, 2)
+        group: dict[str, Any] = {"params": rows.parameters()}
+        said = "rows of an Embedding"
+    elif what == "unit":
+        kept = Swapper([other], device=device)
+        group, said = {"params": other.parameters()}, "parameter of a Swapper's unit"
+    else:
+        group, said = {"params": other.parameters(), "differentiable": True}, "differentiable=True"
+    optimizer.add_param_group(group)
+    if what == "rows":
+        speedtorch.attach(optimizer, rows)
+    with pytest.raises(ValueError, match=said):
+        optimizer.step()
+    assert_equal(copies(layer.state_dict()), before)
+    swapper.close()
+    if what == "unit":
+        kept.close()
+
+
 @NEEDS_GPU
 def test_the_device_has_the_state_of_three_pieces_at_most() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(16)))
