@@ -62,6 +62,7 @@ from speedtorch.parallel.sharded_saves import (
     by_first,
     check_same,
 )
+from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.table.host_table import any_notes_changes
 from speedtorch.table.progress import progress_bar
 from speedtorch.table.read_only_rows import ReadOnlyRows
@@ -636,6 +637,11 @@ def _shards(tensors: Mapping[str, _Written]) -> Iterator[dict[str, _Written]]:
 
 def _dense(name: str, tensor: Tensor) -> Tensor:
     """A tensor whose rows can be written; raises for what has no plain elements."""
+    if (rows := rows_of_parameter(tensor)) is not None:  # its memory is that of the held ones
+        raise TypeError(
+            f"{name}: stands for all rows of {rows.name}: give the module, its state_dict(), or"
+            " weight.detach().clone()"
+        )
     tensor = tensor.rows if isinstance(tensor, ReadOnlyRows) else tensor.detach()
     if type(tensor) is not Tensor:
         kind = type(tensor)

@@ -474,6 +474,17 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
 
 
+def test_a_weight_that_stands_for_a_table_is_none_of_the_values(tmp_path: Path) -> None:
+    emb = speedtorch.Embedding(9, 2)
+    emb(torch.tensor([1, 2])).sum().backward()
+    for each in (emb.weight, emb.weight.detach(), emb.weight.data):
+        with pytest.raises(TypeError, match=r"w\['a'\]: stands for all rows .*: give the module"):
+            speedtorch.save(tmp_path, w={"a": each})
+    assert os.listdir(tmp_path) == []
+    speedtorch.save(tmp_path, w=emb.weight.detach().clone())
+    assert torch.equal(speedtorch.load(tmp_path)["w"], emb.table["weight"])
+
+
 def test_a_list_of_another_length_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
     speedtorch.save(tmp_path, layer=layer, layers=[layer, layer])
