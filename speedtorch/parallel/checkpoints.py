@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
@@ -642,6 +643,9 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
             f"{name}: stands for all rows of {rows.name}: give the module, its state_dict(), or"
             " weight.detach().clone()"
         )
+    if is_lazy(tensor) or tensor.is_nested:
+        what = "nested" if tensor.is_nested else "yet to be initialized, as of a lazy module"
+        raise ValueError(f"{name}: is {what}; expected a dense tensor with elements")
     tensor = tensor.rows if isinstance(tensor, ReadOnlyRows) else tensor.detach()
     if type(tensor) is not Tensor:
         kind = type(tensor)

@@ -448,6 +448,11 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.save(tmp_path, a=torch.eye(3).to_sparse())
     with pytest.raises(ValueError, match="a: is on the device meta"):
         speedtorch.save(tmp_path, a=torch.empty(2, device="meta"))
+    with pytest.raises(ValueError, match="a: is nested"):
+        nested = [torch.ones(2), torch.ones(3)]
+        speedtorch.save(tmp_path, a=torch.nested.nested_tensor(nested, layout=torch.jagged))
+    with pytest.raises(ValueError, match=r"a\['weight'\]: is yet to be initialized"):
+        speedtorch.save(tmp_path, a=nn.LazyLinear(3))
     with pytest.raises(ValueError, match="safetensors files cannot hold torch.complex128"):
         speedtorch.save(tmp_path, a=torch.ones(2, dtype=torch.complex128))
     assert os.listdir(tmp_path) == []
