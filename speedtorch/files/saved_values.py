@@ -7,7 +7,7 @@ one of our words.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,7 +57,7 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
             _described(f"{name}[{at}]", each, keep, depth + 1) for at, each in enumerate(value)
         ]
         return ["size" if kind is torch.Size else kind.__name__, *within]
-    if isinstance(value, Mapping) and kind in (dict, OrderedDict):
+    if isinstance(value, Mapping) and kind in (dict, Counter, OrderedDict):
         entries = []
         for key, each in value.items():
             if type(key) not in (str, int, float, bool):
@@ -67,8 +67,8 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
                 )
             of_key = _described(f"{name}'s key", key, keep, depth + 1)
             entries.append([of_key, _described(f"{name}[{key!r}]", each, keep, depth + 1)])
-        if kind is dict:
-            return ["dict", *entries]
+        if kind is not OrderedDict:
+            return [kind.__name__.lower(), *entries]
         metadata = getattr(value, "_metadata", None)  # of a module's state_dict
         return ["ordered", _described(f"{name}'s metadata", metadata, keep, depth + 1), *entries]
     raise TypeError(
@@ -103,6 +103,8 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
         return made if word == "list" else (tuple(made) if word == "tuple" else torch.Size(made))
     if word == "dict":
         return dict(_pairs(rest, within))
+    if word == "counter":  # of milestones of schedulers
+        return Counter(dict(_pairs(rest, within)))
     if word == "ordered" and rest:
         entries: Any = OrderedDict(_pairs(rest[1:], within))
         if (metadata := within(rest[0])) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from typing import Any
 
@@ -76,6 +76,11 @@ def test_a_modules_state_keeps_its_metadata() -> None:
     assert found._metadata == state._metadata and list(found) == list(state)
 
 
+def test_milestones_come_back_with_none_for_what_is_missing() -> None:
+    found = there_and_back({"milestones": Counter({30: 1, 80: 2})})["milestones"]
+    assert same(found, Counter({30: 1, 80: 2})) and found[31] == 0
+
+
 class Own(dict[str, int]):
     pass
 
@@ -107,7 +112,8 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
-WORDS = ["list", "tuple", "size", "dict", "ordered", "tensor", "float", "bytes", "dtype", "device"]
+WORDS = ["list", "tuple", "size", "dict", "counter", "ordered", "tensor", "float", "bytes"]
+WORDS += ["dtype", "device"]
 OURS = st.recursive(
     JSON,
     lambda inner: st.tuples(st.sampled_from(WORDS), st.lists(inner)).map(lambda e: [e[0], *e[1]]),

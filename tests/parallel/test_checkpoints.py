@@ -111,6 +111,36 @@ def test_a_run_goes_on_bit_for_bit(how: str, device: str, tmp_path: Path) -> Non
     assert_same(other.train(4).all_of(), run.train(4).all_of())
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda given: optim.lr_scheduler.MultiStepLR(given, [2, 2, 4]),
+        lambda given: optim.lr_scheduler.SequentialLR(
+            given,
+            [optim.lr_scheduler.ConstantLR(given), optim.lr_scheduler.MultiStepLR(given, [3])],
+            [2],
+        ),
+        lambda given: optim.lr_scheduler.ReduceLROnPlateau(given),
+    ],
+)
+def test_schedulers_go_on(made: Any, tmp_path: Path) -> None:
+    rates: list[list[float]] = []
+    for number in range(2):
+        optimizer = optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        scheduler = made(optimizer)
+        if number:
+            speedtorch.load(tmp_path, optimizer=optimizer, scheduler=scheduler)
+        rates.append([])
+        for step in range(3 * number, 6):
+            optimizer.step()
+            is_plateau = isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*([1.0] if is_plateau else []))
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+            if (number, step) == (0, 2):
+                speedtorch.save(tmp_path, optimizer=optimizer, scheduler=scheduler)
+    assert rates[1] == rates[0][3:]
+
+
 def test_what_is_loaded_is_no_part_of_the_file(device: str, tmp_path: Path) -> None:
     layer = nn.Linear(3, 3, device=device)
     optimizer = optim.Adam(layer.parameters())
