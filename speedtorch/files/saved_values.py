@@ -18,6 +18,7 @@ __all__ = ["described", "restored"]
 
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _DEEPEST = 100
+_LONG_BITS = 2048  # Python refuses to turn ints of 640 digits into text, or of more: they are hex
 
 
 def described(name: str, value: Any, keep: Callable[[str, Tensor], str]) -> Any:
@@ -40,6 +41,8 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
     if depth > _DEEPEST:
         raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")
     kind = type(value)
+    if kind is int and value.bit_length() > _LONG_BITS:
+        return ["int", hex(value)]
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
@@ -115,6 +118,8 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
             return found(text)
         if word == "float" and text in ("inf", "-inf", "nan"):
             return float(text)
+        if word == "int":
+            return int(text, 16)
         if word == "bytes":
             return bytes.fromhex(text)
         if word == "dtype" and text in _DTYPES:
