@@ -625,13 +625,15 @@ class _Tensors:
 def _shards(tensors: Mapping[str, _Written]) -> Iterator[dict[str, _Written]]:
     """Those of one file each."""
     shard: dict[str, _Written] = {}
-    nbytes = 0
+    nbytes = of_header = 0
     for key, each in tensors.items():
-        if shard and (nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS):
+        of_entry = len(json.dumps([key, *each.shape])) + 100  # with its dtype and its offsets
+        is_full = nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS
+        if shard and (is_full or of_header + of_entry > safetensors_format.LARGEST_HEADER):
             yield shard
-            shard, nbytes = {}, 0
+            shard, nbytes, of_header = {}, 0, 0
         shard[key] = each
-        nbytes += each.nbytes
+        nbytes, of_header = nbytes + each.nbytes, of_header + of_entry
     if shard:
         yield shard
 

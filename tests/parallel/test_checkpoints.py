@@ -219,6 +219,15 @@ def test_large_runs_are_several_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_same(speedtorch.load(tmp_path)["given"], given)
 
 
+def test_many_long_names_are_several_files(tmp_path: Path) -> None:
+    given = {"n" * 300 + str(number): torch.tensor(number) for number in range(4000)}
+    saved = speedtorch.save(tmp_path, given=given)
+    assert len(os.listdir(saved.path)) == 2 + 2
+    assert_same(speedtorch.load(tmp_path)["given"], given)
+    with pytest.raises(ValueError, match="the header takes"):
+        speedtorch.save(tmp_path, given={"n" * 1_100_000: torch.ones(1)})
+
+
 @pytest.mark.parametrize("at", ["first", "header", "middle", "last", "cut", "longer", "gone"])
 @pytest.mark.parametrize("name", ["tensors-00001.safetensors", "manifest.json", "manifest.crc32"])
 def test_damage_is_found_before_anything_is_loaded(name: str, at: str, tmp_path: Path) -> None:
