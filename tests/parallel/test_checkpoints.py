@@ -160,6 +160,15 @@ def test_what_is_loaded_is_no_part_of_the_file(device: str, tmp_path: Path) -> N
     assert {each.name: each.read_bytes() for each in Path(saved.path).iterdir()} == before
 
 
+def test_a_learning_rate_that_is_loaded_has_no_memory_but_its_own(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = optim.SGD(layer.parameters(), lr=torch.tensor(0.25))
+    speedtorch.save(tmp_path, large=torch.ones(1000), optimizer=optimizer)
+    speedtorch.load(tmp_path, optimizer=optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    assert rate == 0.25 and rate.untyped_storage().nbytes() == 4
+
+
 def test_plain_safetensors_reads_the_files(tmp_path: Path) -> None:
     emb = speedtorch.Embedding(20, 4)
     optimizer = optim.Adam(emb.parameters())
