@@ -443,8 +443,8 @@ def load(
         path: The folder that save() was given.
         generation: Its number; by default the last one.
         since: The number of the generation that the parts have now. If this one was written against
-            that (`save(base=)`), only the rows that have changed since are written to the tables,
-            and other threads may look rows up meanwhile; else all is loaded.
+            that (`save(base=)`), or is that, only the rows that have changed since are written to
+            the tables, and other threads may look rows up meanwhile; else all is loaded.
         verify: Compare all bytes with their digests.
         progress: As of save().
         **parts: By the names of save(): what has a load_state_dict(), or a list of such. Optimizers

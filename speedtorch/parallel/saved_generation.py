@@ -166,13 +166,13 @@ class SavedGeneration:
     def changed_since(self, generation: int) -> dict[str, list[tuple[Tensor, Tensor]]] | None:
         """Ids and rows that bring tables from a generation to this one, by key, in their order.
 
-        None if this one was not written against that, nor against one that was.
+        None if this one is not that, was not written against that, nor against one that was.
         """
         later = list(itertools.takewhile(lambda each: each.number != generation, self.chain))
         if len(later) == len(self.chain):
             return None
-        keys = [key for key in self.ids_of if all(key in each.ids_of for each in later)]
-        return {key: [each._rows(key) for each in reversed(later)] for key in keys if later}
+        keys = [key for key in self._arrays if all(key in each.ids_of for each in later)]
+        return {key: [each._rows(key) for each in reversed(later)] for key in keys}
 
     def _rows(self, key: str) -> tuple[Tensor, Tensor]:
         """The ids of changed rows, all of them there, and the rows."""
