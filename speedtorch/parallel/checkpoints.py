@@ -201,7 +201,7 @@ def save(
         raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
     if not parts:
         raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
-    begin, folder = time.perf_counter(), os.fspath(path)
+    begin, folder = time.perf_counter(), os.fsdecode(path)
     if background:  # the program may change its folder meanwhile
         folder = os.path.abspath(folder)
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
@@ -468,7 +468,7 @@ def load(
         ...     speedtorch.load(folder, layer=layer)
         {'epoch': 3}
     """
-    folder = os.fspath(path)
+    folder = os.fsdecode(path)
     for what, number in (("generation", generation), ("since", since)):
         if number is not None:
             _check_number(what, number)

@@ -515,6 +515,9 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(NotADirectoryError, match="is a file; name the folder"):
             call()
+    folder: Any = os.fsencode(tmp_path / "bytes")
+    speedtorch.save(folder, step=1)
+    assert speedtorch.load(folder) == {"step": 1}
     layer = nn.Linear(2, 2)
     speedtorch.save(tmp_path, layers=[layer, layer], step=1)
     with pytest.raises(KeyError, match=r"'model' is none of the parts of .*\['layers', 'step'\]"):
