@@ -7,7 +7,7 @@ one of our words.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = ["described", "restored"]
 
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _DEEPEST = 100
+_LONG_BITS = 2048  # Python refuses to turn ints of 640 digits into text, or of more: they are hex
 
 
 def described(name: str, value: Any, keep: Callable[[str, Tensor], str]) -> Any:
@@ -41,6 +42,8 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
     if depth > _DEEPEST:
         raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")
     kind = type(value)
+    if kind is int and value.bit_length() > _LONG_BITS:
+        return ["int", hex(value)]
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
@@ -58,7 +61,7 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
             _described(f"{name}[{at}]", each, keep, depth + 1) for at, each in enumerate(value)
         ]
         return ["size" if kind is torch.Size else kind.__name__, *within]
-    if isinstance(value, Mapping) and kind in (dict, OrderedDict):
+    if isinstance(value, Mapping) and kind in (dict, Counter, OrderedDict):
         entries = []
         for key, each in value.items():
             if type(key) not in (str, int, float, bool):
@@ -68,8 +71,8 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
                 )
             of_key = _described(f"{name}'s key", key, keep, depth + 1)
             entries.append([of_key, _described(f"{name}[{key!r}]", each, keep, depth + 1)])
-        if kind is dict:
-            return ["dict", *entries]
+        if kind is not OrderedDict:
+            return [kind.__name__.lower(), *entries]
         metadata = getattr(value, "_metadata", None)  # of a module's state_dict
         return ["ordered", _described(f"{name}'s metadata", metadata, keep, depth + 1), *entries]
     remedy = "what has a state_dict() by itself, or save that object's state_dict()"
@@ -107,6 +110,8 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
         return made if word == "list" else (tuple(made) if word == "tuple" else torch.Size(made))
     if word == "dict":
         return dict(_pairs(rest, within))
+    if word == "counter":  # of milestones of schedulers
+        return Counter(dict(_pairs(rest, within)))
     if word == "ordered" and rest:
         entries: Any = OrderedDict(_pairs(rest[1:], within))
         if (metadata := within(rest[0])) is not None:
@@ -117,6 +122,8 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
             return found(text)
         if word == "float" and text in ("inf", "-inf", "nan"):
             return float(text)
+        if word == "int":
+            return int(text, 16)
         if word == "bytes":
             return bytes.fromhex(text)
         if word == "dtype" and text in _DTYPES:

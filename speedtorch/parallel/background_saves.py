@@ -24,8 +24,8 @@ __all__ = ["begin", "copies", "fitting", "wait_for"]
 _Result = TypeVar("_Result")
 _Tensors = Mapping[Any, Tensor | SomeRows]
 
-_pending: dict[str, Future[Any]] = {}
-"""By folder."""
+_pending: dict[Future[Any], str] = {}
+"""Those that go on, and their folders."""
 os.register_at_fork(after_in_child=_pending.clear)  # whose threads are not there
 
 
@@ -65,7 +65,6 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     done: Future[_Result] = Future()
     # The end of a process of multiprocessing waits here, before it runs its other finalizers.
     ending = Finalize(None, wait, ([done],), exitpriority=100)
-    place = os.path.realpath(folder)
 
     def run() -> None:
         try:
@@ -78,22 +77,22 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
             try:
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
             finally:  # also where warnings are errors
-                _pending.pop(place, None)
+                _pending.pop(done, None)
                 done.set_exception(error)
         else:
-            _pending.pop(place, None)
+            _pending.pop(done, None)
             done.set_result(result)
         finally:
             ending.cancel()
 
     done.set_running_or_notify_cancel()
-    _pending[place] = done
+    _pending[done] = os.path.realpath(folder)
     thread = threading.Thread(target=run, name="speedtorch save")
     try:
         thread.start()
     except BaseException:
         if thread.ident is None:  # there is no room for another
-            _pending.pop(place, None)
+            _pending.pop(done, None)
             ending.cancel()
             undo.__exit__(*sys.exc_info())
         raise
@@ -102,5 +101,5 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
 
 def wait_for(folder: str) -> None:
     """Waits until no save to a folder goes on in the background; its error has been told."""
-    if (pending := _pending.get(os.path.realpath(folder))) is not None:
-        wait([pending])
+    place = os.path.realpath(folder)
+    wait([each for each, of in list(_pending.items()) if of == place])

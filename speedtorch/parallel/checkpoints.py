@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
@@ -62,6 +63,7 @@ from speedtorch.parallel.sharded_saves import (
     by_first,
     check_same,
 )
+from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.table.host_table import any_notes_changes
 from speedtorch.table.progress import progress_bar
 from speedtorch.table.read_only_rows import ReadOnlyRows
@@ -199,7 +201,7 @@ def save(
         raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
     if not parts:
         raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
-    begin, folder = time.perf_counter(), os.fspath(path)
+    begin, folder = time.perf_counter(), os.fsdecode(path)
     if background:  # the program may change its folder meanwhile
         folder = os.path.abspath(folder)
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
@@ -441,8 +443,8 @@ def load(
         path: The folder that save() was given.
         generation: Its number; by default the last one.
         since: The number of the generation that the parts have now. If this one was written against
-            that (`save(base=)`), only the rows that have changed since are written to the tables,
-            and other threads may look rows up meanwhile; else all is loaded.
+            that (`save(base=)`), or is that, only the rows that have changed since are written to
+            the tables, and other threads may look rows up meanwhile; else all is loaded.
         verify: Compare all bytes with their digests.
         progress: As of save().
         **parts: By the names of save(): what has a load_state_dict(), or a list of such. Optimizers
@@ -466,7 +468,7 @@ def load(
         ...     speedtorch.load(folder, layer=layer)
         {'epoch': 3}
     """
-    folder = os.fspath(path)
+    folder = os.fsdecode(path)
     for what, number in (("generation", generation), ("since", since)):
         if number is not None:
             _check_number(what, number)
@@ -623,19 +625,29 @@ class _Tensors:
 def _shards(tensors: Mapping[str, _Written]) -> Iterator[dict[str, _Written]]:
     """Those of one file each."""
     shard: dict[str, _Written] = {}
-    nbytes = 0
+    nbytes = of_header = 0
     for key, each in tensors.items():
-        if shard and (nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS):
+        of_entry = len(json.dumps([key, *each.shape])) + 100  # with its dtype and its offsets
+        is_full = nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS
+        if shard and (is_full or of_header + of_entry > safetensors_format.LARGEST_HEADER):
             yield shard
-            shard, nbytes = {}, 0
+            shard, nbytes, of_header = {}, 0, 0
         shard[key] = each
-        nbytes += each.nbytes
+        nbytes, of_header = nbytes + each.nbytes, of_header + of_entry
     if shard:
         yield shard
 
 
 def _dense(name: str, tensor: Tensor) -> Tensor:
     """A tensor whose rows can be written; raises for what has no plain elements."""
+    if (rows := rows_of_parameter(tensor)) is not None:  # its memory is that of the held ones
+        raise TypeError(
+            f"{name}: stands for all rows of {rows.name}: give the module, its state_dict(), or"
+            " weight.detach().clone()"
+        )
+    if is_lazy(tensor) or tensor.is_nested:
+        what = "nested" if tensor.is_nested else "yet to be initialized, as of a lazy module"
+        raise ValueError(f"{name}: is {what}; expected a dense tensor with elements")
     tensor = tensor.rows if isinstance(tensor, ReadOnlyRows) else tensor.detach()
     if type(tensor) is not Tensor:
         kind = type(tensor)

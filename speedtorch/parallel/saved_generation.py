@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -50,7 +51,7 @@ class SavedGeneration:
         self.ids_of: dict[str, str] = {}
         self._folder = folder
         self._older = [each for each in generations_of(folder) if each < number]
-        self._arrays: dict[str, tuple[StoredArray, Tensor]] = {}
+        self._arrays: dict[str, tuple[StoredArray, mmap.mmap]] = {}
         self._ranges: list[range] = []
 
     @classmethod
@@ -165,13 +166,13 @@ class SavedGeneration:
     def changed_since(self, generation: int) -> dict[str, list[tuple[Tensor, Tensor]]] | None:
         """Ids and rows that bring tables from a generation to this one, by key, in their order.
 
-        None if this one was not written against that, nor against one that was.
+        None if this one is not that, was not written against that, nor against one that was.
         """
         later = list(itertools.takewhile(lambda each: each.number != generation, self.chain))
         if len(later) == len(self.chain):
             return None
-        keys = [key for key in self.ids_of if all(key in each.ids_of for each in later)]
-        return {key: [each._rows(key) for each in reversed(later)] for key in keys if later}
+        keys = [key for key in self._arrays if all(key in each.ids_of for each in later)]
+        return {key: [each._rows(key) for each in reversed(later)] for key in keys}
 
     def _rows(self, key: str) -> tuple[Tensor, Tensor]:
         """The ids of changed rows, all of them there, and the rows."""
@@ -199,10 +200,11 @@ class SavedGeneration:
         descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with about(path):
-                mapped = torch.frombuffer(calls.map_copy(descriptor, size), dtype=torch.uint8)
+                mapped = calls.map_copy(descriptor, size)
         finally:
             calls.close(descriptor)
-        self._ranges.append(range(mapped.data_ptr(), mapped.data_ptr() + size))
+        first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+        self._ranges.append(range(first, first + size))
         for key, array in arrays.items():
             self._arrays[key] = array, mapped
 
@@ -259,13 +261,13 @@ class SavedGeneration:
         made = torch.empty(0, dtype=array.dtype, device="cpu")
         if array.nbytes == 0:
             return made.view(array.shape)
-        storage, begin = mapped.untyped_storage(), array.offset
-        if begin % array.dtype.itemsize:  # none of our files
-            part = mapped[begin : begin + array.nbytes].clone()
-            storage, begin = part.untyped_storage(), 0
+        # A storage of these bytes alone: a deepcopy, as of an optimizer's groups, copies all of it.
+        part = torch.frombuffer(mapped, dtype=torch.uint8, count=array.nbytes, offset=array.offset)
+        if array.offset % array.dtype.itemsize:  # none of our files
+            part = part.clone()
         # No view of another tensor, which would keep that and with it the file.
         strides = torch.empty(array.shape, device="meta").stride()
-        return made.set_(storage, begin // array.dtype.itemsize, array.shape, strides)
+        return made.set_(part.untyped_storage(), 0, array.shape, strides)
 
     def let_go(self, optimizer: Optimizer) -> None:
         """Gives an optimizer tensors of its own where it has kept those of the file."""

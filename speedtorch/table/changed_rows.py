@@ -47,6 +47,11 @@ class ChangedRows:
         """The last moment."""
         return self._now
 
+    def follow(self, version: Callable[[], int]) -> None:
+        """Goes on with other memory, to which the rows have moved; see ChangedRows."""
+        self._look()
+        self._version, self._seen = version, version()
+
     def begin(self) -> int:
         """A new moment; the caller has waited for what was to be written before it."""
         self._look()

@@ -578,10 +578,19 @@ class HostTable:
         if self.changes is None:
             if self.holder is not None and (holder := self.holder()) is not None:
                 holder.refuse_if_captured("noting its changes")
-            # All fields are views of one memory, whose version torch counts up.
-            field = weakref.ref(next(iter(self._plain_views.values())))
-            self.changes = ChangedRows(self.rows, lambda: cast(Tensor, field())._version)
+            self.changes = ChangedRows(self.rows, self._versions())
         return self.changes.begin()
+
+    def _versions(self) -> Callable[[], int]:
+        """What gives torch's version of the memory, of which all fields are views."""
+        field = weakref.ref(next(iter(self._plain_views.values())))
+        return lambda: cast(Tensor, field())._version
+
+    def take_changes(self, before: HostTable) -> None:
+        """Notes on what was noted of a table whose rows are in this one from now on."""
+        self.changes, before.changes = before.changes, None
+        if self.changes is not None:
+            self.changes.follow(self._versions())
 
     @_in_turn
     def changed(self, since: int) -> Tensor:

@@ -198,6 +198,7 @@ class LazyTable:
         if not self._draws:
             made.rows_of("weight").copy_(table.rows_of("weight"))
         made.note_read(table.was_read)
+        made.take_changes(table)
         self._adopt(made)
         table.be_held(None)
         table.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
+import sys
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_a_modules_state_keeps_its_metadata() -> None:
     assert found._metadata == state._metadata and list(found) == list(state)
 
 
+def test_milestones_come_back_with_none_for_what_is_missing() -> None:
+    found = there_and_back({"milestones": Counter({30: 1, 80: 2})})["milestones"]
+    assert same(found, Counter({30: 1, 80: 2})) and found[31] == 0
+
+
+def test_ints_that_python_turns_into_no_text_come_back() -> None:
+    value = {"long": [10**5000, -(10**5000)], "longest_text": 10**639}
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)
+    try:
+        assert same(there_and_back(value), value)
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
 class Own(dict[str, int]):
     pass
 
@@ -110,7 +126,8 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
-WORDS = ["list", "tuple", "size", "dict", "ordered", "tensor", "float", "bytes", "dtype", "device"]
+WORDS = ["list", "tuple", "size", "dict", "counter", "ordered", "tensor", "int", "float", "bytes"]
+WORDS += ["dtype", "device"]
 OURS = st.recursive(
     JSON,
     lambda inner: st.tuples(st.sampled_from(WORDS), st.lists(inner)).map(lambda e: [e[0], *e[1]]),

@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from warm_python import warm_python
 import speedtorch
 from speedtorch.files import system_calls
 from speedtorch.parallel import checkpoints
-from speedtorch.parallel.background_saves import fitting
+from speedtorch.parallel.background_saves import begin, fitting
 
 
 class SlowDisk:
@@ -103,6 +104,17 @@ def test_the_folder_is_waited_for(tmp_path: Path, disk: SlowDisk) -> None:
     assert saving.result().generation == 2
 
 
+def test_each_of_two_saves_that_began_at_once_is_waited_for(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+    first = begin(str(tmp_path), lambda: goes_on.wait(60), ExitStack())
+    second = begin(str(tmp_path), lambda: 2, ExitStack())
+    assert second.result(60) == 2
+    _ended(1)
+    threading.Timer(0.3, goes_on.set).start()
+    assert speedtorch.save(tmp_path, step=1).generation == 1
+    assert first.done()
+
+
 @pytest.mark.parametrize(("share", "before"), [(0.0, 4), (0.6, 2), (2.0, 0)])
 def test_what_has_no_room_is_written_before(
     share: float, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,10 +177,12 @@ def test_an_error_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [each() for each in copied] == [None]
 
 
-def _ended() -> None:
-    for each in threading.enumerate():
-        if each.name == "speedtorch save":
-            each.join(60)
+def _ended(left: int = 0) -> None:
+    """Waits until no more threads save than are left."""
+    until = time.monotonic() + 60
+    while sum(each.name == "speedtorch save" for each in threading.enumerate()) > left:
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -111,6 +111,36 @@ def test_a_run_goes_on_bit_for_bit(how: str, device: str, tmp_path: Path) -> Non
     assert_same(other.train(4).all_of(), run.train(4).all_of())
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda given: optim.lr_scheduler.MultiStepLR(given, [2, 2, 4]),
+        lambda given: optim.lr_scheduler.SequentialLR(
+            given,
+            [optim.lr_scheduler.ConstantLR(given), optim.lr_scheduler.MultiStepLR(given, [3])],
+            [2],
+        ),
+        lambda given: optim.lr_scheduler.ReduceLROnPlateau(given),
+    ],
+)
+def test_schedulers_go_on(made: Any, tmp_path: Path) -> None:
+    rates: list[list[float]] = []
+    for number in range(2):
+        optimizer = optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        scheduler = made(optimizer)
+        if number:
+            speedtorch.load(tmp_path, optimizer=optimizer, scheduler=scheduler)
+        rates.append([])
+        for step in range(3 * number, 6):
+            optimizer.step()
+            is_plateau = isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*([1.0] if is_plateau else []))
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+            if (number, step) == (0, 2):
+                speedtorch.save(tmp_path, optimizer=optimizer, scheduler=scheduler)
+    assert rates[1] == rates[0][3:]
+
+
 def test_what_is_loaded_is_no_part_of_the_file(device: str, tmp_path: Path) -> None:
     layer = nn.Linear(3, 3, device=device)
     optimizer = optim.Adam(layer.parameters())
@@ -128,6 +158,15 @@ def test_what_is_loaded_is_no_part_of_the_file(device: str, tmp_path: Path) -> N
     ]
     assert ranges == []
     assert {each.name: each.read_bytes() for each in Path(saved.path).iterdir()} == before
+
+
+def test_a_learning_rate_that_is_loaded_has_no_memory_but_its_own(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = optim.SGD(layer.parameters(), lr=torch.tensor(0.25))
+    speedtorch.save(tmp_path, large=torch.ones(1000), optimizer=optimizer)
+    speedtorch.load(tmp_path, optimizer=optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    assert rate == 0.25 and rate.untyped_storage().nbytes() == 4
 
 
 def test_plain_safetensors_reads_the_files(tmp_path: Path) -> None:
@@ -187,6 +226,15 @@ def test_large_runs_are_several_files(tmp_path: Path, monkeypatch: pytest.Monkey
     saved = speedtorch.save(tmp_path, given=given)
     assert len(os.listdir(saved.path)) == 5 + 2
     assert_same(speedtorch.load(tmp_path)["given"], given)
+
+
+def test_many_long_names_are_several_files(tmp_path: Path) -> None:
+    given = {"n" * 300 + str(number): torch.tensor(number) for number in range(4000)}
+    saved = speedtorch.save(tmp_path, given=given)
+    assert len(os.listdir(saved.path)) == 2 + 2
+    assert_same(speedtorch.load(tmp_path)["given"], given)
+    with pytest.raises(ValueError, match="the header takes"):
+        speedtorch.save(tmp_path, given={"n" * 1_100_000: torch.ones(1)})
 
 
 @pytest.mark.parametrize("at", ["first", "header", "middle", "last", "cut", "longer", "gone"])
@@ -448,6 +496,11 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.save(tmp_path, a=torch.eye(3).to_sparse())
     with pytest.raises(ValueError, match="a: is on the device meta"):
         speedtorch.save(tmp_path, a=torch.empty(2, device="meta"))
+    with pytest.raises(ValueError, match="a: is nested"):
+        nested = [torch.ones(2), torch.ones(3)]
+        speedtorch.save(tmp_path, a=torch.nested.nested_tensor(nested, layout=torch.jagged))
+    with pytest.raises(ValueError, match=r"a\['weight'\]: is yet to be initialized"):
+        speedtorch.save(tmp_path, a=nn.LazyLinear(3))
     with pytest.raises(ValueError, match="safetensors files cannot hold torch.complex128"):
         speedtorch.save(tmp_path, a=torch.ones(2, dtype=torch.complex128))
     assert os.listdir(tmp_path) == []
@@ -462,6 +515,9 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(NotADirectoryError, match="is a file; name the folder"):
             call()
+    folder: Any = os.fsencode(tmp_path / "bytes")
+    speedtorch.save(folder, step=1)
+    assert speedtorch.load(folder) == {"step": 1}
     layer = nn.Linear(2, 2)
     speedtorch.save(tmp_path, layers=[layer, layer], step=1)
     with pytest.raises(KeyError, match=r"'model' is none of the parts of .*\['layers', 'step'\]"):
@@ -472,6 +528,17 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, layers=[layer])
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
+
+
+def test_a_weight_that_stands_for_a_table_is_none_of_the_values(tmp_path: Path) -> None:
+    emb = speedtorch.Embedding(9, 2)
+    emb(torch.tensor([1, 2])).sum().backward()
+    for each in (emb.weight, emb.weight.detach(), emb.weight.data):
+        with pytest.raises(TypeError, match=r"w\['a'\]: stands for all rows .*: give the module"):
+            speedtorch.save(tmp_path, w={"a": each})
+    assert os.listdir(tmp_path) == []
+    speedtorch.save(tmp_path, w=emb.weight.detach().clone())
+    assert torch.equal(speedtorch.load(tmp_path)["w"], emb.table["weight"])
 
 
 def test_a_list_of_another_length_is_told_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -121,6 +121,18 @@ def test_a_reader_takes_only_what_has_changed(how: str, device: str, tmp_path: P
     assert_same(reader, run)
 
 
+def test_a_reader_that_has_the_last_generation_writes_no_row(tmp_path: Path) -> None:
+    run, reader = Run("cpu").train(2), Run("cpu", seed=7)
+    for base in (None, 1):
+        run.table.track_changes()
+        saved = speedtorch.save(tmp_path, base=base, **run.train(1).parts, step=base)
+        speedtorch.load(tmp_path, **reader.parts)
+        before = reader.table.track_changes()
+        assert speedtorch.load(tmp_path, since=saved.generation, **reader.parts) == {"step": base}
+        assert len(reader.table.changed(before)) == 0
+        assert_same(reader, run)
+
+
 def test_a_table_that_noted_nothing_goes_as_a_whole_once(tmp_path: Path) -> None:
     run = Run("cpu").train(3)
     first = speedtorch.save(tmp_path, **run.parts)

@@ -65,6 +65,23 @@ def test_trained_rows_are_told(run: Run) -> None:
     assert run.changed() == [1, 3, 7, 9, 20]
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_a_table_goes_on_to_note_changes_when_its_optimizer_is_attached(
+    how: str, device: str
+) -> None:
+    emb = speedtorch.Embedding(ROWS, 4, device=device, **WAYS[how])
+    since = emb.table.track_changes()
+    optimizer = optim.Adam(emb.parameters(), lr=0.1, foreach=False)
+    speedtorch.attach(optimizer, emb)
+    assert emb.table.changed(since).tolist() == list(range(ROWS))  # all have state now
+    since = emb.table.track_changes()
+    emb(torch.tensor([3, 7], device=device)).sum().backward()
+    optimizer.step()
+    assert emb.table.changed(since).tolist() == [3, 7]
+    emb.table["weight"][1] = 2.0
+    assert emb.table.changed(since).tolist() == list(range(ROWS))
+
+
 def test_each_moment_has_its_own_rows(run: Run) -> None:
     run.train([3, 7])
     first, run.since = run.since, run.table.track_changes()
