@@ -35,7 +35,7 @@ from speedtorch.layers.visit import (
 )
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
-from speedtorch.step.row_weight import RowWeight
+from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import as_plain, tree_leaves
 
 __all__ = ["StateReport", "StateSwapper", "check_has_own_state"]
@@ -599,7 +599,7 @@ def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> N
             " device"
         )
     for each in parameters:
-        if isinstance(each, RowWeight):
+        if rows_of_parameter(each) is not None:
             raise ValueError(
                 f"optimizer: {name} has the rows of an Embedding, whose state is in host memory"
                 " once it is attached: give them an optimizer of their own"
