@@ -15,6 +15,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.first_state import FirstState
+from speedtorch.layers.offloaded_parameters import (
+    OffloadedParameters,
+    bring_to_host,
+    check_offloaded,
+    follow_inner,
+    offloaded_bytes,
+)
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
@@ -25,13 +32,6 @@ from speedtorch.layers.unit_steps import (
     closure_done,
     refuse_hasty_scaler,
     steps_by,
-)
-from speedtorch.layers.visit import (
-    Visit,
-    bring_to_host,
-    bytes_of_visit,
-    check_visitors,
-    follow_inner,
 )
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
@@ -90,17 +90,17 @@ class _Piece:
         device: torch.device,
         traffic: TransferStats,
         *,
-        visits: bool,
+        brings: bool,
     ) -> None:
-        self._optimizer, self._visits = optimizer, visits
+        self._optimizer, self._brings = optimizer, brings
         self.home = parameters[0].device
         """Of all parameters."""
         self._parameters = [weakref.ref(each) for each in parameters]
         self._names: list[dict[Any, str]] = [{} for _ in parameters]
         """Of each parameter's state by its keys: a step asks for thousands of them again."""
         self.pack = Pack(device, traffic)
-        self.visit = Visit(device, traffic)
-        """Of parameters and gradients that are on the host but for the step, if they visit it."""
+        self.offloaded = OffloadedParameters(device, traffic)
+        """Its parameters, if they are in host memory and come for the step."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -115,17 +115,17 @@ class _Piece:
     @property
     def is_of_host(self) -> bool:
         """Whether its parameters are on the host but for the step."""
-        return self._visits and self.home.type == "cpu"
+        return self._brings and self.home.type == "cpu"
 
     @property
-    def visiting_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Of parameters and gradients that come along."""
-        return sum(map(bytes_of_visit, self.parameters)) if self._visits else 0
+        return sum(map(offloaded_bytes, self.parameters)) if self._brings else 0
 
     def come(self, members: Members) -> Members:
         """Begins to bring all; gives what load() is to be called with."""
-        if self._visits:
-            self.visit.bring(self.parameters)
+        if self._brings:
+            self.offloaded.bring(self.parameters)
         # What an interrupted step has brought is copied again: the host may have changed since.
         is_old = self.pack.slab.is_filled
         self.pack.bring(members)
@@ -135,8 +135,8 @@ class _Piece:
         """Lets all be seen on the device, behind the copies."""
         self.pack.load(members)
         self.pack.slab.coming.join()
-        self.visit.load()
-        for each in self.parameters if self._visits else ():
+        self.offloaded.load()
+        for each in self.parameters if self._brings else ():
             for value in tree_leaves(self._optimizer.state.get(each)):
                 follow_inner(value)  # it may have been loaded as one of the host
 
@@ -144,7 +144,7 @@ class _Piece:
         """Ends copies to the host, and frees the device's memory; None: the state stays."""
         if members is not None:
             self.pack.evict(members, search=False)
-        self.visit.leave()
+        self.offloaded.leave()
 
     def members(self, shared: Mapping[int, int]) -> Members:
         """Its state by name.
@@ -339,7 +339,7 @@ class StateSwapper:
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
             if self.device is not None:
                 refuse_hasty_scaler()
-                check_visitors(each for piece in pieces for each in piece.parameters)
+                check_offloaded(each for piece in pieces for each in piece.parameters)
             staying = self._staying(self._first_bytes(optimizer, pieces))
             self._make_room(staying)
         try:
@@ -347,7 +347,7 @@ class StateSwapper:
         finally:
             with as_plain(), torch.no_grad():
                 for piece in pieces:
-                    piece.visit.leave()
+                    piece.offloaded.leave()
         return (step.twin(()), *args[1:]), kwargs, step.settle
 
     def _step_each(
@@ -373,7 +373,7 @@ class StateSwapper:
                 piece.load(coming.popleft())
             step.step(piece.parameters)
             with as_plain(), torch.no_grad():
-                piece.visit.write_back()
+                piece.offloaded.write_back()
                 members = piece.members(shared)
                 if piece not in staying:
                     piece.pack.write_back(members)
@@ -402,7 +402,7 @@ class StateSwapper:
         """
         pieces = [each for some in self._pieces.values() for each in some]
         sizes = [each.pack.slab.nbytes for each in pieces]
-        every = [*(e.pack.slab.nbytes + e.visiting_bytes for e in pieces), *first_bytes]
+        every = [*(e.pack.slab.nbytes + e.offloaded_bytes for e in pieces), *first_bytes]
         room = self.budget
         if sum(every) > room:
             room -= _AT_ONCE * max(every)
@@ -430,7 +430,7 @@ class StateSwapper:
         self._loading[optimizer].forget()
         pieces = [each for each in self._pieces[optimizer] if each.parameters]
         for piece in pieces:
-            piece.visit.leave()  # if an error has interrupted that
+            piece.offloaded.leave()  # if an error has interrupted that
         if any(e.device != piece.home for piece in pieces for e in piece.parameters):
             pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}
@@ -451,18 +451,18 @@ class StateSwapper:
                 size[home] = 0
             some.append(each)
             size[home] += nbytes
-        visits = self.device is not None
+        brings = self.device is not None
         # At once: a parameter in no piece, or in two, would not be stepped as it should.
-        pieces += [_Piece(optimizer, *some, self._traffic, visits=visits) for some in new]
+        pieces += [_Piece(optimizer, *some, self._traffic, brings=brings) for some in new]
         self._pieces[optimizer] = pieces
         return _times_kept(optimizer)
 
     def _bytes_of(self, optimizer: Optimizer, parameter: Tensor) -> int:
         """Of its state, or of what a first step is to make: as much as itself, if not more."""
-        visiting = 0 if self.device is None else bytes_of_visit(parameter)
+        more = 0 if self.device is None else offloaded_bytes(parameter)
         if kept := optimizer.state.get(parameter):
-            return visiting + sum(each.nbytes for _, each in plain_tensors("", kept))
-        return visiting + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
+            return more + sum(each.nbytes for _, each in plain_tensors("", kept))
+        return more + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
 
     def _steps_on(self, parameter: Tensor) -> torch.device:
         """The device where it is stepped."""

@@ -1,4 +1,4 @@
-"""Visit: parameters whose home is host memory, and their gradients, on a device for one step.
+"""Parameters in host memory, and their gradients, which come to a device for a step alone.
 
 Their memory on the host stays where it is, so that code which has pinned it or has views of it
 (FSDP2) goes on with it. The objects stay, too: on the device their `data` is a copy. Of a tensor of
@@ -22,7 +22,13 @@ from speedtorch.layers.transfer_stats import Begun, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import tree_leaves
 
-__all__ = ["Visit", "bring_to_host", "bytes_of_visit", "check_visitors", "follow_inner"]
+__all__ = [
+    "OffloadedParameters",
+    "bring_to_host",
+    "check_offloaded",
+    "follow_inner",
+    "offloaded_bytes",
+]
 
 
 class _InnerCopy(NamedTuple):
@@ -45,7 +51,7 @@ class _Copied(NamedTuple):
         return sum(each.home.nbytes for each in self.inner)
 
 
-class Visit:
+class OffloadedParameters:
     """Copies of parameters and gradients, which are seen on the device from load() to leave().
 
     On a GPU copies go beside the current stream, as those of a slab.
@@ -134,12 +140,12 @@ class Visit:
         self._traffic.end(begun, end, nbytes, comes=comes)
 
 
-def bytes_of_visit(parameter: Tensor) -> int:
+def offloaded_bytes(parameter: Tensor) -> int:
     """Bytes of a parameter and its gradient that come to the device; 0 if it is there."""
     return 2 * sum(each.nbytes for _, each in plain_tensors("", parameter) if each.is_cpu)
 
 
-def check_visitors(parameters: Iterable[Tensor]) -> None:
+def check_offloaded(parameters: Iterable[Tensor]) -> None:
     """Raises ValueError if one of those that are on the host cannot come to the device."""
     averaged = averaged_parameters()
     spans = []
