@@ -46,8 +46,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "unsqueeze_": lambda rows: rows.unsqueeze_(0),
     "t_": lambda rows: rows.t_(),
     "resize_": lambda rows: rows.resize_(1, 2),
-    "set_": lambda rows: rows.set_(torch.zeros(9, 2)),  # type: ignore[call-overload]
-    "data": lambda rows: setattr(rows, "data", torch.zeros(9, 2)),
+    "set_": lambda rows: rows.set_(rows.new_zeros(9, 2)),  # type: ignore[call-overload]
+    "data": lambda rows: setattr(rows, "data", rows.new_zeros(9, 2)),
 }
 
 
