@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -51,6 +52,10 @@ TITLE = (
     f"{LARGE.title}, three of four of them changed in between, to host"
     " memory and back, the GPU's memory free meanwhile"
 )
+
+PAUSE = 0.1
+"""Seconds asleep, in which something else would have the memory. The GPU clears what was freed for
+some 10 ms: copies to it are slower as long as that lasts, ours to kept addresses by 6 ms."""
 
 _Way = tuple[Callable[[], object], Callable[[], object]]
 """Goes to sleep, and wakes."""
@@ -171,7 +176,9 @@ def measured_case(
         times: list[tuple[float, float]] = []
         for _ in turns(SIZES.sleeps):
             change(parameters)
-            times.append((timed(sleep), timed(wake)))
+            asleep = timed(sleep)
+            time.sleep(PAUSE)
+            times.append((asleep, timed(wake)))
         for bound, some in zip(bounds, zip(*times, strict=True), strict=True):
             told = {"nbytes": case.nbytes, "bound": bound, "kind": name}
             yield figure_of(bound.section, name, some, **told)  # type: ignore[arg-type]
