@@ -355,11 +355,15 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_class(kind: str, device:
     assert_equal(train(True), train(False))
 
 
-class Counting(optim.Optimizer):
-    """Counts its steps, and goes down by less and less."""
+class OwnOptimizer(optim.Optimizer):
+    """One of a user."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
+
+
+class Counting(OwnOptimizer):
+    """Counts its steps, and goes down by less and less."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -394,11 +398,8 @@ def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: st
     assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
 
 
-class Noisy(optim.Optimizer):
+class Noisy(OwnOptimizer):
     """Adds random numbers of the CPU."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -440,11 +441,8 @@ def test_an_optimizer_that_steps_another_is_refused(device: str) -> None:
     StateSwapper(optimizer.inner, budget=100).close()
 
 
-class Scaled(optim.Optimizer):
+class Scaled(OwnOptimizer):
     """Its step is given a factor, and a closure whose loss is another one."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any, factor: float, *, more: float = 1.0) -> float:  # type: ignore[override]
@@ -504,11 +502,8 @@ def test_scaled_gradients(kind: Any, device: str) -> None:
     assert_equal(train(700), train(None))
 
 
-class Aliasing(optim.Optimizer):
+class Aliasing(OwnOptimizer):
     """Keeps the parameter itself, a view of it, and its gradient."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -838,11 +833,8 @@ def test_an_expanded_gradient_stays_as_it_is(device: str) -> None:
     assert gradient.stride() == (1, 0)
 
 
-class AssignsMemory(optim.Optimizer):
+class AssignsMemory(OwnOptimizer):
     """Gives parameters and gradients other memory in its step."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
