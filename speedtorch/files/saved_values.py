@@ -19,7 +19,7 @@ __all__ = ["described", "restored"]
 
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _DEEPEST = 100
-_LONG_BITS = 2048  # Python refuses to turn ints of 640 digits into text, or of more: they are hex
+_LONG_BITS = 2048  # Python may refuse to turn ints of 640 digits into text: longer ones are hex
 
 
 def described(name: str, value: Any, keep: Callable[[str, Tensor], str]) -> Any:

@@ -109,10 +109,9 @@ class OffloadedParameters:
                 begun = self._traffic.begin(stream)
                 for each in self._copied:
                     for tensor, home, _ in each.inner:
-                        if not _is_expanded(home):
-                            home.copy_(
-                                tensor.data, non_blocking=True
-                            )  # a step may have assigned it
+                        if not (each.is_gradient and _is_expanded(home)):
+                            # Of its data, which a step may have assigned.
+                            home.copy_(tensor.data, non_blocking=True)
             self._count(begun, self._copied, comes=False)
         self._is_written = True
 
@@ -160,6 +159,12 @@ def check_offloaded(parameters: Iterable[Tensor]) -> None:
                         f"{what} of shape {list(whole.shape)} cannot come to the device for its"
                         f" step: expected a dense tensor on the CPU, got {tensor.layout} on"
                         f" {str(tensor.device)!r}"
+                    )
+                if whole is each and _is_expanded(tensor):
+                    raise ValueError(
+                        f"a parameter of shape {list(whole.shape)} has elements that are one in"
+                        f" memory (strides {list(tensor.stride())}), and cannot be stepped: give"
+                        " the optimizer a contiguous one"
                     )
                 if whole is each and tensor.numel():
                     spans.append((tensor.data_ptr(), extent(tensor), whole.shape))

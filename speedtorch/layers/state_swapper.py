@@ -31,6 +31,7 @@ from speedtorch.layers.unit_steps import (
     check_steps_in_pieces,
     closure_done,
     refuse_hasty_scaler,
+    replace_method,
     steps_by,
 )
 from speedtorch.memory.byte_count import bytes_of, text_of
@@ -435,14 +436,14 @@ class StateSwapper:
             pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}
         every = [each for group in optimizer.param_groups for each in group["params"]]
-        others = [each for each in every if id(each) not in owned]
-        if checks and others:
-            _check_parameters(optimizer, others)
+        added = [each for each in every if id(each) not in owned]
+        if checks and added:
+            _check_parameters(optimizer, added)
         most = max(1, min(self.budget // _AT_ONCE, _PIECE))
         open_ones: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()
         new = []
-        for each in others:
+        for each in added:
             nbytes, home = self._bytes_of(optimizer, each), each.device
             some = open_ones.get(home)
             if some is None or size[home] + nbytes > most:
@@ -483,7 +484,7 @@ class _Loading:
     def watch(self, optimizer: Optimizer) -> Callable[[], None]:
         """Takes part in its load_state_dict(); gives what undoes that.
 
-        Hooks of others find whole tensors: ours are the last before it and the first after it.
+        Other hooks find whole tensors: ours are the last before it and the first after it.
         """
         original = optimizer.load_state_dict
         is_closed = False
@@ -506,13 +507,12 @@ class _Loading:
                 for each in hooks:
                     each.remove()
 
-        optimizer.load_state_dict = load  # type: ignore[method-assign]
+        put_back = replace_method(optimizer, "load_state_dict", load)
 
         def undo() -> None:
             nonlocal is_closed
             is_closed = True
-            if vars(optimizer).get("load_state_dict") is load:
-                optimizer.load_state_dict = original  # type: ignore[method-assign]
+            put_back()
 
         return undo
 

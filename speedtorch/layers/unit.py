@@ -27,7 +27,7 @@ from speedtorch.layers.slab import Memory
 from speedtorch.layers.state_tensors import stays_on_cpu
 from speedtorch.layers.tensor_index import TensorIndex
 from speedtorch.layers.transfer_stats import TransferStats
-from speedtorch.step.row_weight import RowWeight
+from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
     as_plain,
@@ -686,7 +686,7 @@ class Unit:
     def _check_alone(self) -> None:
         """ValueError if a parameter or buffer belongs to another unit, TypeError if to a table."""
         for name, tensor in _of_module(self.module):
-            if isinstance(tensor, RowWeight):
+            if rows_of_parameter(tensor) is not None:
                 raise TypeError(
                     f"unit {self.name!r}: {name} are rows of an Embedding, which are in host memory"
                     " already, and come by themselves: make units of other modules alone"

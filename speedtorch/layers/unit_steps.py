@@ -31,6 +31,7 @@ __all__ = [
     "check_steps_in_pieces",
     "closure_done",
     "refuse_hasty_scaler",
+    "replace_method",
     "steps_by",
 ]
 
@@ -249,13 +250,29 @@ def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], No
             for each in hooks:
                 each.remove()
 
-    ours = MethodType(step, optimizer)  # schedulers look for its function
-    optimizer.step = ours  # type: ignore[method-assign]
+    # A method, whose function schedulers look for.
+    put_back = replace_method(optimizer, "step", MethodType(step, optimizer))
 
     def undo() -> None:
         nonlocal closed
         closed = True
-        if vars(optimizer).get("step") is ours:
-            optimizer.step = original  # type: ignore[method-assign]
+        put_back()
 
     return undo
+
+
+def replace_method(
+    optimizer: Optimizer, name: str, method: Callable[..., Any]
+) -> Callable[[], None]:
+    """Gives an optimizer another method; gives what puts the former one back.
+
+    That changes nothing where the new one has been replaced in turn, which may call it still.
+    """
+    former = getattr(optimizer, name)
+    setattr(optimizer, name, method)
+
+    def put_back() -> None:
+        if vars(optimizer).get(name) is method:
+            setattr(optimizer, name, former)
+
+    return put_back

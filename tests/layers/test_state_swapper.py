@@ -929,6 +929,12 @@ def test_what_cannot_visit_the_device_is_named(device: str) -> None:
     first.grad = second.grad
     with pytest.raises(ValueError, match=r"shapes \[2\] and \[2\] have one gradient tensor"):
         optimizer.step()
+    first.data, first.grad = torch.zeros(1).expand(2), torch.ones(2)
+    with pytest.raises(
+        ValueError, match=r"a parameter of shape \[2\] has elements that are one in"
+    ):
+        optimizer.step()
+    first.data = base[:2]
     first.grad = torch.ones(2).to_sparse()
     with pytest.raises(ValueError, match="a gradient of shape .* dense tensor on the CPU"):
         optimizer.step()
