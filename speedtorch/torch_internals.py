@@ -7,12 +7,11 @@ function around it: a step uses many of them.
 
 from __future__ import annotations
 
-import inspect
 import operator
 import sys
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache, partial, wraps
 from types import CodeType
@@ -25,19 +24,17 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 __all__ = [
-    "CLIPS_BY_NORM",
+    "FOREACH_TYPES",
     "FOUND_INF",
-    "GRADIENT_ASKED_TO_BE_ZERO",
     "LENT_BY_GRAD_SCALER",
     "METHODS_OF_MODULES",
     "STEP_HOOKS",
-    "TRUNCATED_NORMAL",
-    "UNSCALES",
     "VERSION_ASKED",
     "HostGradScaler",
     "SteppingScaler",
@@ -65,27 +62,35 @@ __all__ = [
     "foreach_neg",
     "foreach_sqrt",
     "forget_failed_backward",
+    "give_no_data_pointer",
     "gradient_hooks",
     "group_like",
     "ignored_by_data_parallel",
     "is_batched",
     "is_forward_mode",
+    "is_pointwise",
     "is_profiling",
     "is_tracing",
     "is_transformed",
+    "is_view",
     "members_of",
     "never_compiled",
     "next_node_number",
+    "no_torch_function",
     "not_compiled",
     "number_of_node",
     "of_another_dtype",
     "place_buckets",
+    "plain_truncated_normal",
+    "replace_step",
+    "replace_truncated_normal",
     "schema_name",
     "set_versions",
     "sparse_coo",
     "sparse_indices",
     "sparse_values",
     "split_apart",
+    "step_functions",
     "step_without_hooks",
     "stepping_grad_scaler",
     "storage_at",
@@ -118,6 +123,9 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 VERSION_ASKED: Any = cast(Any, Tensor._version).__get__
 """version_of(), as the `__torch_function__` of a tensor's class is told of it."""
 
+no_torch_function = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a class whose `__torch_dispatch__` is asked alone."""
+
 base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 """The tensor that autograd takes a tensor for a view of; None: the tensor is no such view."""
 
@@ -132,6 +140,9 @@ split_apart = torch.unsafe_split_with_sizes
 
 tensor_without_memory = Tensor._make_wrapper_subclass
 """A tensor of a class, with a shape and a dtype and no elements."""
+
+give_no_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""Lets a tensor without memory raise where C++ asks for the address of its elements."""
 
 tensor_of_class = Tensor._make_subclass
 """A tensor of a class in the memory of another."""
@@ -148,6 +159,23 @@ sparse_coo: Callable[..., Tensor] = torch.ops.aten._sparse_coo_tensor_unsafe.def
 torch.sparse_coo_tensor sets a flag of the whole process, which other threads see, for each call.
 Before torch 2.13 it also warns of unchecked invariants, with check_invariants=False too.
 """
+
+FOREACH_TYPES: list[type[Tensor]] = _foreach_supported_types
+"""The types of tensors for which torch.nn.utils clips by functions of lists of tensors."""
+
+
+@cache
+def is_pointwise(operator: Any) -> bool:
+    """Whether each element of an operator's result follows from the arguments' elements there."""
+    return torch.Tag.pointwise in operator.tags
+
+
+@cache
+def is_view(operator: Any) -> bool:
+    """Whether an operator's result shares the memory of an argument that it does not write to."""
+    results = [each.alias_info for each in operator._schema.returns]
+    return any(each is not None and not each.is_write for each in results)
+
 
 schema_name: Callable[[Any], str] = operator.attrgetter("_schema.name")
 """The name of an operator that a dispatch mode is given, as "aten::add_"."""
@@ -345,10 +373,14 @@ METHODS_OF_MODULES = (
 )
 """What torch calls of a module, and of which modules of ours have their own."""
 
-TRUNCATED_NORMAL = inspect.unwrap(
-    getattr(nn.init, "_no_grad_trunc_normal_", nn.init.trunc_normal_)
-).__code__
-"""The code of trunc_normal_, which alone in torch.nn.init tells no subclass of its being called."""
+
+plain_truncated_normal = nn.init._no_grad_trunc_normal_
+"""What torch.nn.init.trunc_normal_ calls; it asks no `__torch_function__`, as others there do."""
+
+
+def replace_truncated_normal(function: Callable[..., Tensor]) -> None:
+    """Lets torch.nn.init.trunc_normal_ call another function."""
+    setattr(nn.init, plain_truncated_normal.__name__, function)
 
 
 def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -373,26 +405,6 @@ def calls_under_way() -> Counter[nn.Module]:
 
 # ------------------------------------------------------------------------------------------------
 # Optimizers
-
-GRADIENT_ASKED_TO_BE_ZERO = frozenset(
-    inspect.unwrap(each).__code__ for each in (Optimizer.zero_grad, nn.Module.zero_grad)
-)
-"""The code that asks for a gradient in order to fill it with zeros."""
-
-
-def _codes_of(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of what is written within it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes_of(each)
-
-
-CLIPS_BY_NORM = frozenset(_codes_of(inspect.unwrap(nn.utils.clip_grad_norm_).__code__))
-"""The code that asks for gradients in order to clip them by the norm of them all."""
-
-UNSCALES = torch.amp.GradScaler._unscale_grads_.__name__
-"""The method of a GradScaler that asks for gradients in order to divide them by its scale."""
 
 LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
 """Attributes that a GradScaler gives an optimizer for one step."""
@@ -482,6 +494,44 @@ def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
         name: OrderedDict() if name.endswith("_hooks") else value
         for name, value in vars(optimizer).items()
     }
+
+
+def step_functions(kind: type[Optimizer]) -> list[type[Optimizer]]:
+    """The classes that define a step() which a class has or inherits, the outermost first."""
+    return [each for each in kind.__mro__ if "step" in vars(each) and each is not Optimizer]
+
+
+def replace_step(
+    owner: type[Optimizer], made: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Replaces the step function of a class by `made(function)`, within torch's calls of hooks.
+
+    Torch wraps the function of a class once by one that calls all hooks, which schedulers keep: it
+    stays, and calls the other function from then on. Returns that one, also if it is there already.
+    """
+    step: Any = vars(owner)["step"]
+    cell = None
+    if step.__code__.co_freevars and step.__code__.co_name == "wrapper":
+        place = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=True))
+        cell = place.get("func") if step.__code__ in _codes_of_hooks() else None
+    function = step if cell is None else cell.cell_contents
+    if "replaces_step" in vars(function):
+        return cast(Callable[..., Any], function)
+    replaced = made(function)
+    vars(replaced)["replaces_step"] = True
+    if cell is None:
+        setattr(owner, "step", replaced)  # noqa: B010
+    else:
+        setattr(cell, "cell_contents", replaced)  # noqa: B010
+        vars(step)["__wrapped__"] = replaced
+    return replaced
+
+
+@cache
+def _codes_of_hooks() -> frozenset[CodeType]:
+    """The code of torch's wrapper of step functions, which calls the hooks."""
+    codes = Optimizer.profile_hook_step.__code__.co_consts
+    return frozenset(each for each in codes if isinstance(each, CodeType))
 
 
 def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], object]:

@@ -90,7 +90,7 @@ def plain_tensors(
     What has been `seen` is left out.
     """
     seen = set() if seen is None else seen
-    if id(value) in seen:
+    if id(value) in seen or isinstance(value, RowWeight):  # whose table has the elements
         return
     if isinstance(value, Tensor):
         seen.add(id(value))

@@ -20,6 +20,7 @@ from speedtorch.optim.attached_state import AttachedState
 from speedtorch.optim.optimizer_copy import snapshot
 from speedtorch.optim.probe import learn_state
 from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import as_plain
 
@@ -62,7 +63,7 @@ class CapturedState:
         tables: Sequence[TrainedRows],
     ) -> None:
         self._modules, self._optimizers = nn.ModuleList(modules), optimizers
-        self._tables = {id(each.parameter): each for each in tables}
+        self._tables = {id(each.weight): each for each in tables}
         self._own = [self._captured(each) for each in optimizers]
         self._moved = times_moved()
         self._tensors = self._named()
@@ -192,13 +193,13 @@ def kept_as_before(
 ) -> Iterator[None]:
     """What is trained within leaves rows, parameters, states and random numbers as they were."""
     device = next(iter(exchanges.values())).device
-    held = {id(each.parameter) for each in exchanges}
+    held = {id(each.weight) for each in exchanges}
     others = [p for each in modules for p in (*each.parameters(), *each.buffers())]
     others += [p for each in optimizers for group in each.param_groups for p in group["params"]]
     tensors = {id(p): p for p in others if id(p) not in held}
     before = {key: (p, p.detach().clone()) for key, p in tensors.items()}
     states = [
-        {p: {n: snapshot(v) for n, v in of.items()} for p, of in each.state.items()}
+        {p: {n: snapshot(v) for n, v in _own(of).items()} for p, of in each.state.items()}
         for each in optimizers
     ]
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
@@ -220,13 +221,19 @@ def kept_as_before(
                 _put_back(optimizer, known, held)
 
 
+def _own(entries: _Entries) -> _Entries:
+    """Entries without those of all rows of a table, which has them."""
+    return {name: each for name, each in entries.items() if not isinstance(each, RowWeight)}
+
+
 def _put_back(optimizer: Optimizer, known: dict[Tensor, _Entries], held: set[int]) -> None:
     """Makes a state that of before, in the tensors of now, which a graph goes on to use."""
     for parameter, state in optimizer.state.items():
         # The table has the state of rows; the optimizer gets it at its first step.
         own = id(parameter) not in held
-        before = _completed(optimizer, parameter, state, known.get(parameter, {}), of_rows=own)
-        for name, value in state.items():
+        known_of = known.get(parameter, {})
+        before = _completed(optimizer, parameter, _own(state), known_of, of_rows=own)
+        for name, value in _own(state).items():
             if isinstance(value, Tensor) and isinstance(before.get(name), Tensor):
                 if own or value.shape == before[name].shape:
                     value.copy_(before[name].expand_as(value))

@@ -33,16 +33,13 @@ class Embedding(RowModule, nn.Embedding):
     another batch follow: then its rows are of the step only if its backward comes after all, which
     raises RuntimeError where they have a capacity.
 
-    The weight stands for the whole table. C++ code that is given it, and code that reaches its
-    memory by data_ptr(), cannot be told so and sees the held rows: give them emb.table["weight"].
-    For all others its shape, numel() and len() are the table's, weight[ids] is a lookup, and
-    torch.nn.init and in-place methods change all rows, those of an untouched table at first need.
-    Other functions compute with the whole table, in host memory, of which weight.cpu() is no copy.
-    Where gradients are asked a backward through their result raises, and so do at once a function
-    that writes in place or is given another tensor that needs a gradient, or one on a GPU. The
-    weight's grad is that of the held rows, and torch.empty_like and the like give their shape, as
-    optimizers need it: weight.data -= lr * weight.grad steps them. The weight keeps the table when
-    the module is gone.
+    The weight is a parameter of all rows without memory of its own. Each operation on it gives what
+    a plain parameter gives, or raises NotImplementedError with the remedy; docs/embedding.md lists
+    which do what. weight[ids] is a lookup. Functions of all rows are computed in host memory, and
+    a backward through their results raises. torch.nn.init and in-place methods change all rows,
+    those of an untouched table at first need. weight.grad is [num_embeddings, embedding_dim] as
+    well, and zero except for the rows of step_ids. The weight keeps the table when the module is
+    gone.
 
     The table takes its memory at first need. An exception in training (out of
     memory, Ctrl-C) leaves every row as before the step or as after it, and training can go on.
@@ -84,8 +81,8 @@ class Embedding(RowModule, nn.Embedding):
     Example:
         >>> embedding = Embedding(1_000_000, 8)
         >>> embedding(torch.tensor([[4, 999_999], [4, 4]])).sum().backward()
-        >>> embedding.weight.shape, embedding.weight.grad.shape
-        (torch.Size([1000000, 8]), torch.Size([2, 8]))
+        >>> embedding.weight.grad.shape, embedding.step_ids
+        (torch.Size([1000000, 8]), tensor([     4, 999999]))
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from speedtorch.step.rounding import (
     check_mode,
     stored_dtypes,
 )
-from speedtorch.step.row_weight import show_rows
+from speedtorch.step.row_weight import dense
 from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, Portion
@@ -196,7 +196,8 @@ class RowModule(nn.Module):
         if _weight is None:
             self.reset_parameters()
         elif isinstance(_weight, Tensor):
-            self.trained_rows.fields.load("weight", _weight)
+            with torch.no_grad():
+                self.trained_rows.fields.load("weight", dense(_weight))
         watch_steps()
 
     def _called(self) -> str:
@@ -204,7 +205,6 @@ class RowModule(nn.Module):
         return type(self).__name__
 
     def _train(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
-        self.weight = parameter
         name, capacity, rounding = self._called(), self.capacity, None
         if self.stored is not None:
             state, portion = self.rounding_state, table.portion
@@ -213,9 +213,9 @@ class RowModule(nn.Module):
             rounding = Rounding(self.stored, self.rounding, state, portion)
         self.trained_rows = TrainedRows(name, table, parameter, padding, capacity, rounding)
         self.lookups: Lookups = self.trained_rows
+        self.weight = self.trained_rows.make_weight(self.lookups)
         if self._cache is not None:
             self.trained_rows.cache(self._cache, self._cache_rows)
-        show_rows(parameter, self.trained_rows)
         # The weight may outlive the module, and so may a table that the caller gave or asked for.
         self._end = weakref.finalize(self, self.trained_rows.let_go)
         self._end.atexit = False
@@ -239,8 +239,11 @@ class RowModule(nn.Module):
         if self.capacity is not None and padding is None:
             padding = table.rows
         self._end.detach()
-        self._train(table, self.weight, padding)
+        weight = self.weight
+        self._train(table, self.trained_rows.parameter, padding)
         self.lookups = lookups(self.trained_rows, padding)
+        # The same object, which an optimizer may have.
+        self.weight = self.trained_rows.take_weight(weight, self.lookups)
 
     @classmethod
     def from_module(
@@ -461,6 +464,24 @@ class RowModule(nn.Module):
         every = slice(0, self.num_embeddings)
         return blocks_of(self.trained_rows, every, rows, self._refuse_share)
 
+    @property
+    def step_ids(self) -> Tensor:
+        """The ids of the step's rows `[n]`, int64, on the device, without the padding's.
+
+        These are the rows that the lookups since the last step have named, and that the next
+        `optimizer.step()` changes. With a capacity, this waits for the GPU. If ranks share the
+        rows, these are the ids of this rank's shard.
+
+        Example:
+            >>> import torch, speedtorch
+            >>> embedding = speedtorch.Embedding(10, 4)
+            >>> embedding(torch.tensor([7, 2, 7])).sum().backward()
+            >>> embedding.step_ids
+            tensor([2, 7])
+        """
+        with as_plain(), self.trained_rows.turn:
+            return self.trained_rows.step_ids()
+
     def numpy(self) -> npt.NDArray[Any]:
         """All rows as a NumPy array `[num_embeddings, embedding_dim]`, a view of the table.
 
@@ -528,18 +549,20 @@ class RowModule(nn.Module):
                 f" emb.to({dtype}) again, or build it with dtype={self._wanted}; torch.autocast is"
                 " for mixed precision"
             )
-        if self._parameters.get("weight") is not parameter:
+        weight, held = self.trained_rows._weight(), self._parameters.get("weight")
+        if weight is None or id(held) != id(weight):
             raise RuntimeError(
                 f"{name}: its weight was replaced by another parameter; write to emb.table, or use"
-                " from_pretrained or load_state_dict"
+                " from_pretrained or load_state_dict (and give fully_shard()"
+                " ignored_params=speedtorch.row_parameters(model))"
             )
-        if any(gradient_hooks(parameter)):
+        if any(gradient_hooks(weight)):
             raise NotImplementedError(
                 f"{name}: hooks of its weight's gradient are not called, as the weight is another"
                 " set of rows in each step; put a hook on the lookup's result"
             )
         if (active := active_data_parallel()) is not None and parameter.requires_grad:
-            names = {n for n, held in active.module.named_parameters() if held is parameter}
+            names = {n for n, held in active.module.named_parameters() if held is weight}
             if names - set(active.parameters_to_ignore):
                 raise NotImplementedError(
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
@@ -552,20 +575,27 @@ class RowModule(nn.Module):
     # As a module
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        name, dtype = self.trained_rows.name, self.weight.dtype
+        name, parameter = self.trained_rows.name, self.trained_rows.parameter
+        dtype = parameter.dtype
         with as_plain():
-            moved = fn(self.weight.detach()[:0].to(self._wanted or dtype))
+            moved = fn(parameter.detach()[:0].to(self._wanted or dtype))
             if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
                 raise NotImplementedError(
                     f"{name}: its table cannot be shared once it is there; save it with"
                     " emb.table.save(path), and open that in the other processes"
                 )
             _check_device(name, moved.device)
-            if moved.device != self.weight.device:
-                apply = partial(super()._apply, lambda each: fn(each).to(each.dtype), recurse)
+            if moved.device != parameter.device:
+                others = nn.Module()  # what torch moves, with the same dicts of buffers and modules
+                own = {"_buffers": self._buffers, "_modules": self._modules}
+                vars(others).update(own, _parameters={**self._parameters, "weight": None})
+                move_others: Any = others._apply
 
                 def move() -> None:
-                    apply()
+                    parameter.data = parameter.detach()[:0].to(moved.device)
+                    self.weight.data = self.trained_rows.weight_on(moved.device)
+                    move_others(lambda each: fn(each).to(each.dtype), recurse)
+                    self._parameters.update({**others._parameters, "weight": self.weight})
                     self._follow_rounding()
 
                 self.trained_rows.exchange.moving(move)
@@ -639,8 +669,8 @@ class RowModule(nn.Module):
         self.trained_rows.write_back()
         table = self.trained_rows.table.copied()
         with as_plain():
-            held = self.weight.detach()[:0].clone()
-            parameter = nn.Parameter(held, requires_grad=self.weight.requires_grad)
+            held = self.trained_rows.parameter
+            parameter = nn.Parameter(held.detach()[:0].clone(), requires_grad=held.requires_grad)
             made._train(table, parameter, self.padding_idx)
         memo[id(self.weight)] = made.weight
         return made
@@ -652,11 +682,7 @@ class RowModule(nn.Module):
         )
 
     def __prepare_scriptable__(self) -> NoReturn:
-        raise NotImplementedError(
-            f"{type(self).__name__}: torch.export, torch.jit and ONNX cannot keep a lookup, as its"
-            " table is in host memory; export what follows it, given the rows emb(ids), or a"
-            " torch.nn module that has loaded its state_dict()"
-        )
+        raise NotImplementedError(self.trained_rows.untraceable)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise NotImplementedError(

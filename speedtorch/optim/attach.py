@@ -13,7 +13,9 @@ from speedtorch.optim.attached_state import AttachedState, SavedState, state_of
 from speedtorch.optim.optimizer_copy import group_of
 from speedtorch.optim.probe import OptimizerProbe, agree, probe_optimizer
 from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad
+from speedtorch.optim.step_hooks import find_own_step
 from speedtorch.optim.wrappers import show_all_rows, show_held_rows, stepped_by
+from speedtorch.step.sparse_rows import SparseRows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
 
@@ -106,10 +108,11 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
     found, probes = [], _Probes(optimizer)
     for rows in rows_held_by(optimizer):
         if id(rows) in of_module:
+            find_own_step(optimizer, rows)
             if state_of(rows) is not None:
                 raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
             probe = probes.of(rows, sparse=of_module[id(rows)])
-            loaded = dict(optimizer.state.get(rows.parameter, {}))
+            loaded = dict(optimizer.state.get(rows.weight, {}))
             found.append((rows, probe, loaded, rows.table.was_read))
     if not found:
         raise ValueError(
@@ -130,9 +133,9 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
         for rows, _, loaded, was_read in found:
             if rows.state is not None:
                 rows.detach(was_read=was_read)
-                optimizer.state.pop(rows.parameter, None)
+                optimizer.state.pop(rows.weight, None)
                 if loaded:
-                    optimizer.state[rows.parameter] = loaded
+                    optimizer.state[rows.weight] = loaded
         raise
 
 
@@ -152,7 +155,7 @@ class _Probes:
 
     def of(self, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:
         """What it keeps of rows, whose gradients are `sparse` if the module gives such."""
-        parameter = rows.parameter
+        parameter = rows.weight
         state = dict(self._optimizer.state.get(parameter, {}))
         group = id(group_of(self._optimizer, parameter))
         kind = (group, parameter.shape[1:], parameter.dtype, parameter.device, sparse)
@@ -167,10 +170,10 @@ class _Probes:
 
 def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:
     """See _Probes.of()."""
-    probe = probe_optimizer(optimizer, rows.parameter)
+    probe = probe_optimizer(optimizer, rows.weight)
     if sparse and not probe.sparse:
         with suppress(ValueError):  # it takes sparse gradients in a way that a probe does not see
-            asked = probe_optimizer(optimizer, rows.parameter, sparse=True)
+            asked = probe_optimizer(optimizer, rows.weight, sparse=True)
             if asked.row_state.keys() != probe.row_state.keys():
                 return asked
     return probe
@@ -183,16 +186,17 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
     constructor put there is that of the held ones, before any update.
     """
     rows, probe = state.table_rows, state.probe
-    held, every = len(rows.parameter), rows.table.whole_rows
+    every = rows.table.whole_rows
+    # torch.full_like(weight, number) of a constructor is what the probe has learnt.
+    loaded = {n: v for n, v in loaded.items() if n not in state.names or not _is_constant(v)}
     lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
     counts = {lengths[name] for name in state.names if name in lengths}
     anew = "build a new optimizer, attach it, and load the original's state_dict()"
     if every in counts:
         state.check(loaded)
-    elif not counts <= {0, held}:
+    elif counts:
         raise ValueError(
-            f"{kind} has the state of {max(counts)} rows of {rows.name}, which has {every}: it is a"
-            f" copy of an attached optimizer, which has the state of held rows alone: {anew}"
+            f"{kind} has the state of {max(counts)} rows of {rows.name}, which has {every}: {anew}"
         )
     else:
         for name, first in probe.scalar_state.items():
@@ -202,16 +206,19 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
                     f" copy of an attached optimizer: {anew}"
                 )
         for name in lengths.keys() - {*probe.row_state, *probe.scalar_state}:
-            if lengths[name] in (held, every) and loaded[name].dim():
-                which = "all rows of {}" if lengths[name] == every else "the rows that {} held then"
+            if lengths[name] == every and loaded[name].dim():
                 raise ValueError(
-                    f"{kind} cannot be used: it was built with a state {name!r} of"
-                    f" {which.format(rows.name)}, and makes none for those of a step"
+                    f"{kind} cannot be used: it was built with a state {name!r} of all rows of"
+                    f" {rows.name}, and makes none for those of a step"
                 )
     fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
     if was_read := rows.attach(state, fields):
         state.check_kept()
     state.take(loaded if every in counts else None, was_read=was_read)
+
+
+def _is_constant(value: object) -> bool:
+    return isinstance(value, SparseRows) and value.content.is_constant
 
 
 def detach(optimizer: Optimizer) -> None:
@@ -244,7 +251,7 @@ def _detach(optimizer: Optimizer) -> None:
     while saved.states:
         rows = saved.states[-1].table_rows
         rows.detach()
-        optimizer.state.pop(rows.parameter, None)
+        optimizer.state.pop(rows.weight, None)
         saved.states.pop()
     saved.remove(optimizer)
     del _attached[optimizer]

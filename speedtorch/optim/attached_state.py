@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from speedtorch.optim.optimizer_copy import group_of, settings_of, snapshot
 from speedtorch.optim.probe import OptimizerProbe, forgotten_by, learn_state, probe_optimizer
 from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad
+from speedtorch.step.row_weight import RowWeight, dense
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table.shared_rows import SharedRows
 
@@ -57,13 +58,17 @@ class AttachedState:
         self._has_stepped = False
         """Whether the state is that of after some step; the optimizer's own state has it then."""
         self._held: list[Tensor] = []
-        """The state of the held rows as it was put there last."""
+        """The state of the step's rows."""
+        self._aside: dict[str, Any] = {}
+        """What the optimizer's entries were before its own step function."""
+        self._is_lent = False
+        """Whether its own step function surely has the state of the step's rows."""
         self.loading: Loading | None = None
         """What load_state_dict gives the rows; None once all of it is in the table."""
         self._counts_anew = False
         """Whether the rows' state comes from a file, and the step count from nowhere."""
         self._entries: dict[str, Any] = {}
-        self._settings = settings_of(optimizer, rows.parameter)
+        self._settings = settings_of(optimizer, rows.weight)
 
     @property
     def table_rows(self) -> TrainedRows:
@@ -73,48 +78,92 @@ class AttachedState:
         return rows
 
     def entries(self) -> dict[str, Any]:
-        """The optimizer's own state of the parameter; the last one if either is gone."""
+        """The optimizer's own state of the weight; the last one if either is gone."""
         optimizer, rows = self.optimizer(), self._rows_reference()
         if optimizer is not None and rows is not None:
-            self._entries = optimizer.state.get(rows.parameter, {})
+            entries = optimizer.state.get(rows.parameter)  # within its own step function
+            if entries is None and (weight := rows._weight()) is not None:
+                entries = optimizer.state.get(weight)
+            return {} if entries is None else entries
         return self._entries
+
+    def _keep(self, entries: Mapping[str, Any]) -> None:
+        """Keeps the entries but the state of all rows, which keeps the rows and so this alive."""
+        self._entries = {n: value for n, value in entries.items() if n not in self.names}
 
     def rows(self) -> list[Tensor]:
         """See OptimizerState."""
-        if not (self.names and self._has_stepped):
-            return list(self._held)
-        entries, rows = self.entries(), []
-        for name in self.names:
-            if not isinstance(value := entries.get(name), Tensor):
-                raise RuntimeError(
-                    f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
-                    " rows; detach it before its state is cleared"
-                )
-            rows.append(value.detach() if value.requires_grad else value)
-        return rows
+        optimizer, rows = self.optimizer(), self._rows_reference()
+        if optimizer is not None and rows is not None and self.names:
+            entries = optimizer.state.get(rows.parameter)
+            if entries is not None:
+                self._take_step(entries)
+        return list(self._held)
+
+    def _take_step(self, entries: Mapping[str, Any]) -> None:
+        """Takes over the state of the step's rows from the optimizer's own step function."""
+        held = []
+        for name, before in zip(self.names, self._held, strict=True):
+            value = entries.get(name)
+            if isinstance(value, RowWeight) or (value is None and not self._is_lent):
+                value = before  # an interrupt came before it was lent, or after it was taken back
+            if not isinstance(value, Tensor):
+                raise self._lost(name)
+            held.append(value.detach() if value.requires_grad else value)
+        self._held = held
+
+    def _lost(self, name: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
+            " rows; detach it before its state is cleared"
+        )
 
     def hold(self, rows: Sequence[Tensor]) -> None:
         """See OptimizerState."""
         self._held = list(rows)
-        if self.names and self._has_stepped:
-            self._lend()
 
     def _lend(self) -> None:
-        """Gives the optimizer the state of the held rows.
+        """Gives the optimizer the state of all rows.
 
         Before the first step the optimizer has none, as in plain torch: torch's get_state_dict()
         fills the state of an optimizer that has none at all.
         """
-        if not self.names:
+        rows = self._rows_reference()
+        optimizer, weight = self.optimizer(), None if rows is None else rows._weight()
+        if not self.names or rows is None or optimizer is None or weight is None:
             return
-        optimizer, rows = self.optimizer(), self._rows_reference()
-        if optimizer is not None and rows is not None:
-            self._entries = optimizer.state.setdefault(rows.parameter, {})
-        entries = self._entries
-        for name, value in self.probe.scalar_state.items():
-            if name not in entries:
-                entries[name] = snapshot(value)
-        entries.update(zip(self.names, self._held, strict=True))
+        entries = optimizer.state.setdefault(weight, {})
+        of_all = {name: self._of_all(rows, name) for name in self.names}
+        entries.update(self._missing(entries) | of_all)
+        self._keep(entries)
+
+    def _missing(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """What the optimizer keeps for all rows and has no entry of, as before the first step."""
+        scalars = self.probe.scalar_state.items()
+        return {name: snapshot(value) for name, value in scalars if name not in entries}
+
+    def _of_all(self, rows: TrainedRows, name: str) -> Tensor:
+        """What the optimizer has outside of its own step function: the state of all rows.
+
+        It keeps the rows alive, so that this object must not keep it.
+        """
+        before = self._aside.get(name)
+        if isinstance(before, RowWeight):
+            return before
+        return RowWeight.of(rows, rows, field=name)
+
+    def _take_given(self) -> None:
+        """Loads a state of all rows that user code has assigned to an entry."""
+        rows = self.table_rows
+        entries = self.entries()
+        for name in self.names:
+            value = entries.get(name)
+            if isinstance(value, RowWeight) and value._rows is rows and value._field == name:
+                continue
+            if not isinstance(value, Tensor):
+                raise self._lost(name)
+            rows.load(dense(value), name)
+            entries[name] = self._of_all(rows, name)
 
     def complete(self) -> None:
         """See OptimizerState."""
@@ -135,6 +184,8 @@ class AttachedState:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
         self.complete()
         self.loading = None  # what a load that failed has left
+        if self._has_stepped:
+            self._take_given()
         if self._counts_anew:
             self._counts_anew = False
             warnings.warn(
@@ -143,7 +194,7 @@ class AttachedState:
                 " to go on as before",
                 stacklevel=4,
             )
-        group, names = group_of(optimizer, self.table_rows.parameter), optimizer.defaults
+        group, names = group_of(optimizer, self.table_rows.weight), optimizer.defaults
         if not all(map(operator.is_, map(group.get, names), map(self._settings.get, names))):
             self._follow(optimizer)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
@@ -155,11 +206,11 @@ class AttachedState:
     def _follow(self, optimizer: Optimizer) -> None:
         """Lets the state start as the settings of now say, until the first step."""
         rows, before, probe = self.table_rows, self.probe, self.probe
-        settings = settings_of(optimizer, rows.parameter)
+        settings = settings_of(optimizer, rows.weight)
         if _switches(settings) != _switches(self._settings):
-            probe = probe_optimizer(optimizer, rows.parameter, sparse=probe.sparse)
+            probe = probe_optimizer(optimizer, rows.weight, sparse=probe.sparse)
         elif settings != self._settings and not self._has_stepped:  # Rprop's starts with its lr
-            probe = learn_state(optimizer, rows.parameter, sparse=probe.sparse)
+            probe = learn_state(optimizer, rows.weight, sparse=probe.sparse)
         if probe.row_state.keys() != set(self.names):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {_listed(probe.row_state)} of each row of"
@@ -173,21 +224,41 @@ class AttachedState:
                     rows.flush()
                     rows.fields.begin(name, row.cpu())
                     held.copy_(row.expand_as(held))
-            if made := optimizer.state.get(rows.parameter):  # by the optimizer's constructor
+            if made := optimizer.state.get(rows.weight):  # by the optimizer's constructor
                 made.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
             self.probe, self.sparse = probe, probe.sparse
         self._settings = settings
 
     def begin_step(self) -> None:
-        """Called when the optimizer's own code is about to run."""
-        if self.table_rows.parameter.grad is not None:
-            self.begin_replay()
+        """Called when the optimizer's own step function is about to run."""
+        rows, optimizer = self.table_rows, self.optimizer()
+        if optimizer is None or not (self._has_stepped or rows.parameter.grad is not None):
+            return
+        if self.names:
+            entries = optimizer.state.get(rows.weight) or {}
+            lent = self._missing(entries) | dict(zip(self.names, self._held, strict=True))
+            self._aside = {name: entries.get(name) for name in self.names}
+            optimizer.state.setdefault(rows.weight, {}).update(lent)
+            self._is_lent = True
+        self._has_stepped = True
+
+    def end_step(self) -> None:
+        """Called when it has ended: the optimizer has the state of all rows again."""
+        rows, optimizer = self.table_rows, self.optimizer()
+        if optimizer is None:
+            return
+        entries = optimizer.state.get(rows.parameter, optimizer.state.get(rows.weight))
+        if entries is not None and any(name in entries for name in self.names):
+            self._take_step(entries)
+            entries.update({name: self._of_all(rows, name) for name in self.names})
+            self._keep(entries)
+            self._is_lent, self._aside = False, {}
 
     def begin_replay(self) -> None:
         """Called when a CUDA graph is about to step all rows."""
         if not self._has_stepped:
-            self._lend()
             self._has_stepped = True
+            self._lend()
 
     def after_step(self) -> None:
         """Called after a step; RuntimeError if it keeps more of each row than when attached."""
@@ -236,7 +307,7 @@ class AttachedState:
             return None
         self.table_rows.flush()
         rows = {name: self.table_rows.fields.saved(name) for name in self.names}
-        parameter = self.table_rows.parameter
+        parameter = self.table_rows.weight
         # torch.save takes no views of one memory with several dtypes, and torch's fused optimizers
         # on the CPU take a field's rows for a matrix.
         fused = parameter.is_cpu and group_of(optimizer, parameter).get("fused")
@@ -268,7 +339,7 @@ class AttachedState:
         optimizer = self.optimizer()
         if optimizer is None or self._has_stepped or not self.names:
             return
-        known = forgotten_by(optimizer, self.table_rows.parameter, sparse=self.sparse)
+        known = forgotten_by(optimizer, self.table_rows.weight, sparse=self.sparse)
         for name, value in known.items():
             raise ValueError(
                 f"{type(optimizer).__name__} begins its state anew in its next step, whatever was"
@@ -283,6 +354,8 @@ class AttachedState:
         """
         self.table_rows.write_back()
         self._put(entries, self.table_rows.fields.begin, was_read=was_read)
+        made, rows = self.entries(), self.table_rows  # by the optimizer's constructor
+        made.update({name: self._of_all(rows, name) for name in self.names if name in made})
 
     def _put(
         self,
@@ -294,7 +367,7 @@ class AttachedState:
         """As take(), of rows that are at home; can be repeated where it was interrupted."""
         for name, row in self.probe.row_state.items():
             if entries is not None:
-                self.table_rows.fields.load(name, entries[name])
+                self.table_rows.fields.load(name, dense(entries[name]))
             elif not was_read:
                 fill(name, row.cpu())
         self._has_stepped = was_read or entries is not None
@@ -338,7 +411,10 @@ class SavedState:
         _refuse_own_state_dict(optimizer)
         self.states: list[AttachedState] = []
         """What it keeps of each table's rows."""
-        self._handles = [optimizer.register_state_dict_post_hook(self._complete)]
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._await_steps()),
+            optimizer.register_state_dict_post_hook(self._complete),
+        ]
         if type(optimizer).load_state_dict in _CALL_HOOKS:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._finish))
@@ -358,7 +434,7 @@ class SavedState:
         for state in self.states:
             if not state.names:
                 continue
-            parameter = state.table_rows.parameter
+            parameter = state.table_rows.weight
             entries = state.to_write() if to_write else state.saved(optimizer)
             if entries is not None:
                 shown[parameter] = entries
@@ -369,7 +445,7 @@ class SavedState:
     def was_written(self, shown: Mapping[Any, Any]) -> None:
         """Takes on what was written to what shown() gave."""
         for state in self.states:
-            entries = shown.get(state.table_rows.parameter)
+            entries = shown.get(state.table_rows.weight)
             if state.names and entries is not None:
                 state.was_written(entries)
 
@@ -378,7 +454,7 @@ class SavedState:
         for state in self.states:
             if not state.names:  # torch has all that there is
                 continue
-            number = numbers[id(state.table_rows.parameter)]
+            number = numbers[id(state.table_rows.weight)]
             entries = state.saved(optimizer)
             if entries is None:
                 state_dict["state"].pop(number, None)
@@ -387,11 +463,12 @@ class SavedState:
 
     def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Takes the rows' state out, so that torch does not copy that of all rows to the GPU."""
+        self._await_steps()
         lengths = [len(group["params"]) for group in optimizer.param_groups]
         if lengths != [len(group["params"]) for group in state_dict["param_groups"]]:
             return state_dict  # torch says what is wrong, and nothing has changed
         numbers, rest = _numbers(optimizer, state_dict["param_groups"]), dict(state_dict["state"])
-        found = [numbers.get(id(state.table_rows.parameter)) for state in self.states]
+        found = [numbers.get(id(state.table_rows.weight)) for state in self.states]
         saved = [rest.get(number) or None for number in found]
         self._check(saved)
         self._bring_home()
@@ -416,7 +493,7 @@ class SavedState:
         try:
             type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
             own = optimizer.state
-            saved = [dict(own.get(s.table_rows.parameter) or {}) or None for s in self.states]
+            saved = [dict(own.get(s.table_rows.weight) or {}) or None for s in self.states]
             self._check(saved)
             for state, entries in zip(self.states, saved, strict=True):
                 state.expect(Loading(entries))
@@ -432,6 +509,17 @@ class SavedState:
         for state, entries in zip(self.states, saved, strict=True):
             if entries is not None:
                 state.check(entries)
+
+    def _await_steps(self) -> None:
+        """Waits for a step in another thread, which has plain rows in the place of the weights.
+
+        A step that was interrupted may have left them there.
+        """
+        for state in self.states:
+            rows = state.table_rows
+            with rows.turn:
+                rows.exchange.await_step()
+                rows.exchange.complete(ahead=False)
 
     def _bring_home(self) -> None:
         """Called before state is loaded: the rows are in the tables, and of no batch any more."""

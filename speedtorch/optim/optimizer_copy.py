@@ -11,8 +11,9 @@ import copy
 import gc
 import inspect
 import types
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -28,7 +29,19 @@ from speedtorch.torch_internals import (
     step_without_hooks,
 )
 
-__all__ = ["OptimizerCopy", "Recorder", "group_of", "plain_values", "settings_of", "snapshot"]
+__all__ = [
+    "OptimizerCopy",
+    "Recorder",
+    "group_of",
+    "own_steps",
+    "plain_values",
+    "settings_of",
+    "snapshot",
+]
+
+own_steps: weakref.WeakKeyDictionary[type[Optimizer], Callable[..., Any]]
+own_steps = weakref.WeakKeyDictionary()
+"""The own step function of each class: that which its subclasses call by super().step()."""
 
 # Elements of a tensor that an optimizer refers to and the probe still copies.
 _MOST_COPIED = 1 << 16
@@ -157,6 +170,7 @@ class OptimizerCopy:
 
     The small parameter gets `values` and the settings of the parameter's group, or these. Some
     make their state in the constructor: to `construct` calls that, else attributes are copied.
+    `step` is a step function, by default that of the class.
     """
 
     def __init__(
@@ -167,8 +181,10 @@ class OptimizerCopy:
         settings: Mapping[str, Any],
         *,
         construct: bool,
+        step: Callable[[Optimizer], object] | None = None,
     ) -> None:
         kind, group = type(optimizer), group_of(optimizer, parameter)
+        self._step = step or step_without_hooks(kind)
         self.parameter = nn.Parameter(values.detach().clone())
         self._states = _StateMap(Recorder)
         attributes = {
@@ -225,4 +241,4 @@ class OptimizerCopy:
             every_row = torch.arange(len(gradient), device=gradient.device)
             gradient = sparse_of_all(gradient, every_row)
         self.parameter.grad = gradient.clone()  # which some optimizers change in place
-        step_without_hooks(type(self.optimizer))(self.optimizer)
+        self._step(self.optimizer)

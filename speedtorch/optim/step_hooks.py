@@ -1,63 +1,83 @@
-"""Hooks of every optimizer's step: the rows that it changes must go back to their table."""
+"""Steps of optimizers: their own step function works on the step's rows, everything else does not.
+
+Around the own step function, groups and state have the parameter with the step's rows in the place
+of the weight. User hooks, closures and code around super().step() are given the weight.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from speedtorch.optim.attached_state import AttachedState, state_of
-from speedtorch.optim.optimizer_copy import group_of, settings_of
+from speedtorch.optim.optimizer_copy import OptimizerCopy, group_of, own_steps, settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
-from speedtorch.step.row_weight import hide_rows, show_rows
+from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.timeline import in_timeline
-from speedtorch.step.trained_rows import TrainedRows, rows_held_by
+from speedtorch.step.trained_rows import TrainedRows, places_of_weights, rows_held_by
 from speedtorch.step.turn import Turns
-from speedtorch.torch_internals import FOUND_INF, as_plain, can_skip, not_compiled
+from speedtorch.torch_internals import (
+    FOUND_INF,
+    as_plain,
+    can_skip,
+    never_compiled,
+    not_compiled,
+    replace_step,
+    step_functions,
+)
 
-__all__ = ["watch_steps"]
+__all__ = ["find_own_step", "watch_steps"]
 
 
 @cache
 def watch_steps() -> None:
-    """Lets rows know of the steps of whichever optimizer holds their parameter."""
-    # An interrupt in between leaves a hook that finds no step, and both are registered later.
-    register_optimizer_step_post_hook(_after_step)
+    """Lets the step function of each optimizer that holds a weight work on the step's rows."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 class OptimizerStep:
-    """One call of an optimizer's step() with rows, which runs in `frame` of this thread."""
+    """One call of an optimizer's own step function, which runs in `frame` of this thread.
 
-    def __init__(self, rows: list[TrainedRows], frame: FrameType) -> None:
+    It `is_traced` if a compiler traces it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        places: list[tuple[list[Any], int]],
+        frame: FrameType,
+        *,
+        is_traced: bool = False,
+    ) -> None:
         self.done = False  # one assignment for all tables of the call
         self.paused = False
         self.is_idle = False
-        self._rows = rows
-        # The frame may be the last to keep a weight alive, and is cleared before rows are shown.
-        self._weights = [weakref.ref(each.parameter) for each in rows]
+        self._optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame
+        self._weights: list[RowWeight] = [held[place] for held, place in places]
+        self._rows: list[TrainedRows] = [weight._rows for weight in self._weights]
+        self._places = places
         self._thread = threading.get_ident()
         self._lent: Callable[[], object] = lambda: None
         """Takes back what was lent to the optimizer for this step."""
 
-    def enter(self, optimizer: Optimizer, *, looks_up: bool = False) -> None:
-        """From here on the optimizer's own code sees the held rows.
+    @in_timeline("speedtorch::before_step")
+    def enter(self, *, looks_up: bool = False) -> None:
+        """From here on the optimizer's own code sees the step's rows.
 
         With `looks_up` a closure of the user, with lookups of the step, is still to come.
         """
+        optimizer = self._optimizer
         # All at once: a thread that has the turn of some rows may wait for the end of this call.
         with as_plain(), Turns(*[rows.turn for rows in self._rows]):
             for rows in self._rows:
@@ -72,45 +92,60 @@ class OptimizerStep:
             for rows in self._rows:
                 rows.exchange.before_optimizer(self)
             self.paused = False
-            for rows in self._rows:
-                hide_rows(rows.parameter)
+            known = optimizer.state
+            for rows, weight, (held, place) in self._each():
                 if isinstance(state := rows.state, AttachedState):
                     state.begin_step()
+                if weight in known:  # in the same place, also after the step
+                    known[rows.parameter] = known[weight]
+                    if self._is_traced:  # torch's compiler reads all of the state
+                        del known[weight]
+                held[place] = rows.parameter
 
-    def by_user(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def by_user(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure, which is the user's code within the optimizer's."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             self.paused = True
-            self.show()
+            self._restore()
             result = closure(*args, **kwargs)
-            self.enter(optimizer)
+            self.enter()
             return result
 
         return called
 
+    @in_timeline("speedtorch::after_step")
     def finish(self) -> None:
         """The optimizer has stepped all rows."""
         self.done = True
-        self._frame = None
-        self._lent()
-        self.show()
+        stepped = self._rows
+        self.stop()
         with as_plain():
-            for rows in self._rows:
+            for rows in stepped:
                 with rows.turn:
                     rows.exchange.after_optimizer()
                 if isinstance(state := rows.state, AttachedState):
                     state.after_step()
 
+    def stop(self) -> None:
+        """The own step function has ended, perhaps by an exception."""
+        if self._rows:
+            self._lent()
+            self._restore()
+            # The rows may have this object, and an interrupted call stays with them for a while.
+            self._frame, self._rows, self._weights, self._places = None, [], [], []
+
     def leave(self) -> bool:
         """See OptimizerCall."""
-        # Where torch's step() has not been left, another hook is the next one in.
         if self._is_within():
             return False
-        self._lent()
-        self.show()
-        self._frame, self._rows = None, []
+        self.stop()
         return True
+
+    def wait(self) -> None:
+        """Waits until it has ended if it runs in another thread; see Exchange.await_step."""
+        for rows in list(self._rows):
+            rows.exchange.await_step()
 
     def runs_elsewhere(self) -> bool:
         """See OptimizerCall."""
@@ -119,10 +154,10 @@ class OptimizerStep:
         return self._is_within()
 
     def _is_within(self) -> bool:
-        """Whether step() has not been left, in whichever thread.
+        """Whether the own step function has not been left, in whichever thread.
 
-        A look at that thread's stack would miss it at times: a generator on its top that yields
-        meanwhile refers to no caller.
+        An interrupt may have left it before stop(). A look at that thread's stack would miss it at
+        times: a generator on its top that yields meanwhile refers to no caller.
         """
         if self._frame is None:
             return False
@@ -132,12 +167,20 @@ class OptimizerStep:
             return True
         return False
 
-    def show(self) -> None:
-        """See OptimizerCall."""
-        # Of no rows once it has been left.
-        for rows, weight in zip(self._rows, self._weights, strict=False):
-            if (parameter := weight()) is not None:
-                show_rows(parameter, rows)
+    def _each(self) -> Iterable[tuple[TrainedRows, RowWeight, tuple[list[Any], int]]]:
+        return zip(self._rows, self._weights, self._places, strict=True)
+
+    def _restore(self) -> None:
+        """Gives the optimizer the weights again; can be repeated."""
+        known = self._optimizer.state
+        for rows, weight, (held, place) in self._each():
+            if isinstance(state := rows.state, AttachedState):
+                state.end_step()
+            if place < len(held) and held[place] is rows.parameter:
+                held[place] = weight
+            if (entries := known.get(rows.parameter)) is not None:
+                known[weight] = entries
+                del known[rows.parameter]
 
 
 class _Steps(threading.local):
@@ -145,41 +188,116 @@ class _Steps(threading.local):
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
+        self.tried: list[Callable[..., Any]] | None = None
+        """The step functions that a copy which is tried out has called."""
 
 
 _steps = _Steps()
+_running: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
+"""The last call of each optimizer's own step function, in whichever thread."""
 
 
 @not_compiled
-@in_timeline("speedtorch::before_step")
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if len(_steps.of):  # as a rule there is none, and to list none takes microseconds
         for left in list(_steps.of.values()):
             left.leave()
-    if not (rows := rows_held_by(optimizer)) or is_wrapper(optimizer):
-        return None
-    frame = sys._getframe()
-    while frame.f_globals["__name__"] != Optimizer.__module__:
-        # Torch's step() called this: functions of its compiler may stand in between.
-        assert frame.f_back is not None
-        frame = frame.f_back
-    step = _steps.of[optimizer] = OptimizerStep(rows, frame)
-    has_closure = (len(args) > 1 and callable(args[1])) or callable(kwargs.get("closure"))
-    step.enter(optimizer, looks_up=has_closure)
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], step.by_user(optimizer, args[1]), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": step.by_user(optimizer, kwargs["closure"])}
-    return None
+    kind = type(optimizer)
+    if kind not in own_steps and (rows := rows_held_by(optimizer)) and not is_wrapper(optimizer):
+        find_own_step(optimizer, rows[0])
 
 
-@not_compiled
-@in_timeline("speedtorch::after_step")
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (step := _steps.of.pop(optimizer, None)) is not None:
-        step.finish()
+def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:
+    """Finds the own step function of a class, and lets it work on the step's rows."""
+    kind = type(optimizer)
+    if kind in own_steps:
+        return
+    own = [replace_step(owner, _entered) for owner in step_functions(kind)]
+    if len(own) > 1:  # which of them call the next one by super().step()?
+        values = torch.zeros((19, *rows.parameter.shape[1:]), dtype=rows.parameter.dtype)
+        tried = _steps.tried = []
+        try:
+            copied = OptimizerCopy(optimizer, rows.weight, values, {}, construct=False)
+            copied.step(torch.zeros_like(values), sparse=False)
+        except Exception as error:
+            if len(tried) < 2:
+                raise NotImplementedError(
+                    f"{kind.__name__}: its step() could not be tried out on a small parameter, so"
+                    f" that it is unknown whether it calls super().step() ({error}); derive the"
+                    " class from torch.optim.Optimizer; nothing was stepped"
+                ) from error
+        finally:
+            _steps.tried = None
+        own = [tried[-1]]
+    own_steps[kind] = own[0]
+
+
+def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A step function that works on the step's rows if it is an optimizer's own one."""
+
+    @wraps(function)
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # A compiler breaks its graph here; it has no exceptions to restore anything after.
+            call, args, kwargs = begin_outside(optimizer, args, kwargs, is_traced=True)
+            result = function(optimizer, *args, **kwargs)
+            end_outside(optimizer, call)
+            return result
+        call, args, kwargs = begin(optimizer, args, kwargs)
+        if call is None:
+            return function(optimizer, *args, **kwargs)
+        try:
+            result = function(optimizer, *args, **kwargs)
+            call.finish()
+            return result
+        finally:
+            end(optimizer, call)
+
+    def begin(
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_traced: bool = False,
+    ) -> tuple[OptimizerStep | None, tuple[Any, ...], dict[str, Any]]:
+        if _steps.tried is not None:
+            _steps.tried.append(step)
+        if (running := _running.get(optimizer)) is not None:
+            running.wait()  # in another thread it has the weights' places
+        places = places_of_weights(optimizer)
+        if not places or own_steps.get(type(optimizer)) is not step:
+            return None, args, kwargs
+        frame = sys._getframe(1)
+        while frame.f_code.co_name != "step" or frame.f_code.co_filename != __file__:
+            assert frame.f_back is not None  # functions of torch's compiler stand in between
+            frame = frame.f_back
+        call = _running[optimizer] = OptimizerStep(optimizer, places, frame, is_traced=is_traced)
+        _steps.of[optimizer] = call
+        closures = [each for each in (*args[:1], kwargs.get("closure")) if callable(each)]
+        try:
+            call.enter(looks_up=bool(closures))
+        except BaseException:
+            end(optimizer, call)
+            raise
+        if args and callable(args[0]):
+            args = (call.by_user(args[0]), *args[1:])
+        elif closures:
+            kwargs = {**kwargs, "closure": call.by_user(closures[0])}
+        return call, args, kwargs
+
+    def end(optimizer: Optimizer, call: OptimizerStep) -> None:
+        call.stop()
+        _steps.of.pop(optimizer, None)
+        _running.pop(optimizer, None)
+
+    def finish(optimizer: Optimizer, call: OptimizerStep | None) -> None:
+        if call is not None:
+            call.finish()
+            end(optimizer, call)
+
+    reason = "the number of the step's rows changes from step to step"
+    begin_outside, end_outside = never_compiled(begin, reason), never_compiled(finish, reason)
+    return step
 
 
 def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
@@ -234,7 +352,7 @@ _stateless = weakref.WeakKeyDictionary()
 
 def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
     """Raises unless the optimizer may step the rows: nothing has been stepped then."""
-    state, parameter = state_of(rows), rows.parameter
+    state, parameter = state_of(rows), rows.weight
     if state is not None:
         if state.optimizer() is not optimizer:
             raise ValueError(

@@ -63,7 +63,7 @@ from speedtorch.parallel.sharded_saves import (
     by_first,
     check_same,
 )
-from speedtorch.step.trained_rows import rows_of_parameter
+from speedtorch.step.row_weight import RowWeight
 from speedtorch.table.host_table import any_notes_changes
 from speedtorch.table.progress import progress_bar
 from speedtorch.table.read_only_rows import ReadOnlyRows
@@ -640,10 +640,10 @@ def _shards(tensors: Mapping[str, _Written]) -> Iterator[dict[str, _Written]]:
 
 def _dense(name: str, tensor: Tensor) -> Tensor:
     """A tensor whose rows can be written; raises for what has no plain elements."""
-    if (rows := rows_of_parameter(tensor)) is not None:  # its memory is that of the held ones
+    if isinstance(tensor, RowWeight):
         raise TypeError(
-            f"{name}: stands for all rows of {rows.name}: give the module, its state_dict(), or"
-            " weight.detach().clone()"
+            f"{name}: stands for all rows of {tensor._rows.name}: give the module, its"
+            " state_dict(), or weight.detach().clone()"
         )
     if is_lazy(tensor) or tensor.is_nested:
         what = "nested" if tensor.is_nested else "yet to be initialized, as of a lazy module"

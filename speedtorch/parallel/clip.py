@@ -63,10 +63,15 @@ def clip_grad_norm_(
         rows = rows_of_parameter(parameter)
         ranks = None if rows is None else ranks_of(rows)
         found = whole if ranks is None else own.setdefault(ranks, [])
-        if (gradient := parameter.grad) is not None:
-            if gradient.is_sparse and ranks is not None:  # a row that is named twice counts once
-                parameter.grad = gradient.coalesce()
-                gradient = sparse_values(parameter.grad)
+        if rows is None or ranks is None:
+            gradient = parameter.grad
+        else:
+            with rows.turn:
+                gradient = rows.own_gradient()
+            if gradient is not None and gradient.is_sparse:  # a row that is named twice counts once
+                gradient = rows.parameter.grad = gradient.coalesce()
+                gradient = sparse_values(gradient)
+        if gradient is not None and gradient.numel():  # torch finds no largest element of none
             found.append(gradient)
         if ranks is not None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)

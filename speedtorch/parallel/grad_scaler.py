@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.parallel.sharded_rows import ranks_of
 from speedtorch.step.trained_rows import rows_held_by
-from speedtorch.torch_internals import HostGradScaler, as_plain
+from speedtorch.torch_internals import HostGradScaler
 
 __all__ = ["GradScaler"]
 
@@ -39,11 +42,17 @@ class GradScaler(HostGradScaler):
         sharing = [(ranks, each) for each in held if (ranks := ranks_of(each)) is not None]
         if not sharing:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        own: dict[int, Tensor] = {}
         for rows in held:
             with rows.turn:
-                rows.show_gradient()
-        with as_plain():  # else the weights would refuse a GradScaler
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+                rows.own_gradient()
+            own[id(rows.weight)] = rows.parameter
+        groups = [
+            {"params": [own.get(id(each), each) for each in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        of_rows: Any = SimpleNamespace(param_groups=groups)
+        found = super()._unscale_grads_(of_rows, inv_scale, found_inf, allow_fp16)
         most = found_inf.clone()  # where no parameter has a gradient nothing was found
         for each in found.values():
             most = torch.maximum(most, each.to(most.device))

@@ -62,8 +62,8 @@ class OptimizerCall(Protocol):
     def runs_elsewhere(self) -> bool:
         """Whether another thread is within it, and not in a closure of the user."""
 
-    def show(self) -> None:
-        """Makes the parameters stand for their tables again."""
+    def stop(self) -> None:
+        """Gives the optimizer the weights again; can be repeated."""
 
     def leave(self) -> bool:
         """The next one in cleans up behind a call that an exception left; whether one did."""
@@ -240,12 +240,27 @@ class Exchange(ABC):
         ids, rows = self._nothing()
         self.now = Step(number, ids, rows, {}, set(), since=number, stepped=True)
 
+    def step_ids(self) -> Tensor:
+        """Ids of the step's rows; in blocks of a fixed size, this waits for the device."""
+        ids = self.ids_of(self.now)
+        return ids if isinstance(ids, Tensor) else ids()
+
+    def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
+        """Ids of a step's rows, or what returns them."""
+        return step.ids
+
+    def reopen(self) -> None:
+        """Lets the step go on after the optimizer's: its rows were given another gradient."""
+        if self.now.stepped:
+            self.now = self.now._replace(stepped=False)
+
     def complete(self, *, ahead: bool = True) -> None:
         """Finishes what belongs to the step of now.
 
         With `ahead` rows of the batch after it are sent for as well, if it is planned.
         """
         view = self._view
+        view.collect()
         if (state := view.kept.state) is not None and state.loading is not None:
             state.complete()
         if self._joint is not None:
@@ -572,8 +587,7 @@ class Exchange(ABC):
         self._extend([ids])
 
     def note_zero_grad(self) -> None:
-        """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
-        self._view.note_zero_grad()
+        """Called when the gradient is None, or becomes that or zeros, as by a zero_grad()."""
         self._is_left = True
         self._end_batch()
         before = self.now.before
@@ -745,7 +759,6 @@ class Exchange(ABC):
         if state is not None and state.sparse and gradient is not None:
             every = self._arange.of(self.now.rows[0])
             gradient = parameter.grad = sparse_of_all(gradient, every)
-        view.note_lent(gradient)
         self._call = (call, self.now.number)
 
     def after_optimizer(self) -> None:
@@ -765,8 +778,7 @@ class Exchange(ABC):
         if self._call is not None:
             call, number = self._call
             if call.done:
-                if type(view.parameter) is torch.nn.Parameter:  # an exception has left it so
-                    call.show()
+                call.stop()  # an interrupt may have come before it
                 self.forget_announced()
                 has_gradient = view.parameter.grad is not None
                 stepped = number == now.number and (has_gradient or written)
@@ -781,7 +793,6 @@ class Exchange(ABC):
                 left = call.leave()
                 written = is_changed = written or number == now.number
                 if left and number == now.number:
-                    view.note_left()
                     self._after_failed_step()
         if written and not stepped:
             self._round()
@@ -791,7 +802,6 @@ class Exchange(ABC):
             view.mark()
         if left:
             self._call = self._as_in_table = None
-            view.note_lent(None)  # releases the gradient's memory
         return stepped
 
     def _round(self) -> None:

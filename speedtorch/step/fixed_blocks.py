@@ -72,6 +72,8 @@ class FixedBlocks:
         self._name = name
         self.store = store
         self._padding = padding
+        self.begun = 0
+        """How many batches have begun."""
         self._left_some = False
         """Whether rows may lie in `_left` that have yet to go home."""
         self._foresees = False
@@ -177,6 +179,15 @@ class FixedBlocks:
         assert self._made is not None
         return self._made[1]
 
+    def ids_held(self, begun: int) -> Tensor:
+        """Ids of the rows of the last batch, when `begun` had this number; waits for the device."""
+        if begun != self.begun:
+            raise NotImplementedError(
+                f"{self._name}: which rows a gradient of an earlier step has is no longer known, as"
+                " a capacity keeps the ids of one step on the device; use it before the next lookup"
+            )
+        return self.ids[: int(self._number)].clone()
+
     def _held(self) -> Counted:
         return Counted(self.rows, self.ids, self._every, self._number)
 
@@ -190,6 +201,7 @@ class FixedBlocks:
         go home with the next that are sent for. None stands for a CUDA graph that sends for the
         next rows: those that the last replay has foreseen have come, or all are read now.
         """
+        self.begun += 1
         if self._left_some:
             self.send(None)
         changes = batch.compared(self.ids, self._status, self._halt, self._fault)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from speedtorch.step.row_store import Fields
+from speedtorch.step.sparse_rows import SparseRows
 from speedtorch.step.step import Rows, Step
 from speedtorch.torch_internals import (
-    TensorWeakRef,
     as_plain,
     of_another_dtype,
     sparse_values,
@@ -52,36 +52,33 @@ class ParameterView:
     """Gives the rows of a step to the parameter and the optimizer, and takes them back.
 
     `parameter` has their memory, on the device where they are held. Everything here follows from
-    the step and can be set again; nothing is read back before all of it is set.
+    the step and can be set again; nothing is read back before all of it is set. `set_gradient` is a
+    weak reference to what sets the gradient of the weight.
     """
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        set_gradient: Callable[[], Callable[[Tensor | None], None] | None] = lambda: None,
+    ) -> None:
         self._name = name
         self.parameter = parameter
-        self._reference: Callable[[], torch.nn.Parameter | None] = lambda: None
         self.kept = Kept(None, {"weight": (tuple(parameter.shape[1:]), parameter.dtype)})
         self.rows: Rows | None = None
         """Those of the step that the parameter has."""
         self.version = self._pointer = 0
         """Of the parameter; one that was written to since mark() has another."""
-        self._asked: tuple[Tensor, int, bool] | None = None
-        """The gradient that a zero_grad() asked for, its version then, and whether it was zeros."""
-        self._lent: tuple[Tensor, int] | None = None
-        """The gradient that an optimizer's step() was given, and its version then."""
+        self._zeros: tuple[Tensor, int] | None = None
+        """The gradient that a zero_grad() filled with zeros, and its version then."""
+        self._shown: tuple[Tensor, Tensor, Tensor] | None = None
+        """The gradient of the weight that was returned last, that of the rows then, and the memory
+        that both have."""
+        self._set_gradient = set_gradient
         self._divisor = 1
         """What the sum of gradients is divided by, once: before a step or a read of it."""
         self._is_sum = False
         """Whether the gradient, if there is one, has yet to be divided."""
-
-    def keep_alive(self, parameter: torch.nn.Parameter | None) -> None:
-        """Keeps the parameter alive, or with None no longer: the parameter keeps the rows alive."""
-        if parameter is not None:
-            vars(self)["parameter"] = parameter  # first: an interrupt leaves one of both classes
-            self.__class__ = ParameterView
-        else:
-            self._reference = TensorWeakRef(self.parameter)
-            self.__class__ = _WeakParameterView
-            vars(self).pop("parameter", None)
 
     def keep(self, state: OptimizerState | None, fields: Fields) -> None:
         """Lets another object keep the state of the rows, or none."""
@@ -144,15 +141,52 @@ class ParameterView:
         parameter = self.parameter
         return version_of(parameter) != self.version or parameter.data_ptr() != self._pointer
 
-    def note_zero_grad(self) -> None:
-        """Called when a zero_grad() asks for the gradient, which it may fill with zeros then."""
+    def note_zeros(self) -> None:
+        """Records that a zero_grad() has filled the gradient with zeros."""
         gradient = self.parameter.grad
-        zeros = not self.has_gradient()
-        self._asked = None if gradient is None else (gradient, version_of(gradient), zeros)
+        self._zeros = None if gradient is None else (gradient, version_of(gradient))
 
     def note_gradient(self) -> None:
-        """Called when the parameter was given another gradient, but by no zero_grad()."""
-        self._asked = None
+        """Records that the parameter was given another gradient."""
+        self._zeros = None
+
+    def note_shown(
+        self, shown: Tensor | None, gradient: Tensor | None = None, values: Tensor | None = None
+    ) -> None:
+        """Records which gradient of the weight stands for that of the rows, in which memory."""
+        self._shown = None
+        if shown is not None and gradient is not None and values is not None:
+            self._shown = shown, gradient, values
+
+    def shown_of(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of the weight that stands for that of the rows, if it was returned."""
+        if self._shown is None or self._shown[1] is not gradient:
+            return None
+        return self._shown[0]
+
+    def note_read(self) -> None:
+        """Records that the gradient of the weight is returned, and may be written to."""
+        if self._zeros is not None:
+            self._zeros = self._zeros[0], -1
+
+    def collect(self) -> None:
+        """Takes over what was written to the gradient of the weight since it was returned."""
+        if self._shown is None:
+            return
+        shown, gradient, values = self._shown
+        if gradient is not self.parameter.grad:
+            self._shown = None
+            return
+        if isinstance(shown, SparseRows):
+            content = shown.content
+            is_same = content.dense is None and content.values is values and content.fill == 0
+        else:
+            is_same = sparse_values(shown).data_ptr() == values.data_ptr()
+        if not is_same and (set_gradient := self._set_gradient()) is not None:
+            self._shown = None
+            set_gradient(shown)
+            if shown.is_sparse and not sparse_values(shown).shape[0]:  # as zero_() leaves it
+                self.note_zeros()
 
     def summand(self, added: Tensor) -> Tensor:
         """What is to be added to the gradient for one that a lookup brings."""
@@ -176,19 +210,6 @@ class ParameterView:
         """Gives optimizers and readers gradients divided by this number, once each."""
         self._divisor = count
 
-    def note_lent(self, gradient: Tensor | None) -> None:
-        """Records the gradient before an optimizer's step(), which hides the parameter's hooks."""
-        self._lent = None if gradient is None else (gradient, version_of(gradient))
-
-    def note_left(self) -> None:
-        """Detects zeros after a step() that raised: its parameter still hid zero_grad() from us."""
-        lent, self._lent = self._lent, None
-        gradient = self.parameter.grad
-        if lent is None or gradient is not lent[0] or version_of(gradient) == lent[1]:
-            return
-        if not _any(gradient):
-            self._asked = (gradient, version_of(gradient), True)
-
     def has_gradient(self) -> bool:
         """Whether there is a gradient that no zero_grad() has filled with zeros.
 
@@ -196,27 +217,9 @@ class ParameterView:
         """
         if (gradient := self.parameter.grad) is None:
             return False
-        if self._asked is None or self._asked[0] is not gradient:
+        if self._zeros is None or self._zeros[0] is not gradient:
             return True
-        _, version, zeros = self._asked
-        writes = version_of(gradient) - version
-        if writes > 1:
-            return _any(gradient)
-        return writes == 0 and not zeros
-
-
-class _WeakParameterView(ParameterView):
-    """ParameterView with a weak reference to the parameter, which owns this object.
-
-    A subclass, because __getattr__ in ParameterView would slow each of its attribute accesses.
-    """
-
-    @property
-    def parameter(self) -> torch.nn.Parameter:  # type: ignore[override]
-        """RuntimeError if it is gone, and nothing can train."""
-        if (parameter := self._reference()) is None:
-            raise RuntimeError(f"{self._name}: its weight is gone, and its module before it")
-        return parameter
+        return version_of(gradient) != self._zeros[1] and _any(gradient)
 
 
 def _divided(gradient: Tensor, divisor: int) -> Tensor:

@@ -1,35 +1,36 @@
-"""RowWeight: the parameter of an Embedding, which stands for the whole table.
+"""RowWeight: the parameter of an Embedding, which stands for all rows of its table.
 
-Its memory is that of the rows of a step, and that is what an optimizer's step() works on: there it
-is a plain torch.nn.Parameter. Everywhere else torch's functions are given the table instead, or
-an error that says what to use.
+It has the table's shape and no memory. Functions are computed with the table in host memory, or
+raise NotImplementedError. docs/embedding.md lists which do what.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import CodeType
-from typing import Any
+from functools import partial, wraps
+from types import FunctionType
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
-from speedtorch.step.trained_rows import TrainedRows, rows_of_parameter
+from speedtorch.step.sparse_rows import SparseRows
 from speedtorch.torch_internals import (
-    CLIPS_BY_NORM,
-    GRADIENT_ASKED_TO_BE_ZERO,
-    TRUNCATED_NORMAL,
-    UNSCALES,
     as_plain,
+    base_of,
+    give_no_data_pointer,
+    plain_truncated_normal,
+    replace_truncated_normal,
+    storage_id,
+    tensor_without_memory,
     tree_leaves,
     tree_map,
+    version_of,
 )
 
-__all__ = ["RowWeight", "hide_rows", "show_rows"]
+__all__ = ["RowWeight", "dense"]
 
 _GRADIENT = torch.Tensor.grad
 
@@ -38,199 +39,436 @@ def _names(listed: str) -> frozenset[str]:
     return frozenset(listed.split())
 
 
-# Of the properties of a tensor, those that show its elements; the others are told of the held rows.
-_ELEMENTS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-# What is told of the held rows or changes none of them: constructors of optimizers use the first.
-_OF_HELD_ROWS = _names(
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty"
-    " new_zeros new_ones new_full new_tensor new_empty_strided data_ptr untyped_storage"
-    " storage_offset stride is_contiguous element_size get_device is_floating_point is_complex"
-    " is_signed is_pinned is_shared is_set_to is_conj is_neg requires_grad_ retain_grad"
-    " register_hook register_post_accumulate_grad_hook has_names __hash__ result_type can_cast"
-    " is_tensor is_same_size is_distributed is_coalesced type_as_tensor _is_view is_inference"
+_ELEMENTS = _names("T mT H mH real imag")
+"""Properties that are views of the elements."""
+_METADATA = _names(
+    "size dim ndimension numel nelement __len__ stride is_contiguous storage_offset element_size"
+    " get_device is_floating_point is_complex is_signed is_set_to is_conj is_neg has_names"
+    " __hash__ result_type can_cast is_tensor is_same_size is_distributed is_coalesced is_inference"
+    " untyped_storage register_hook register_post_accumulate_grad_hook retain_grad backward"
 )
-# Methods that give every element another value whatever it was, and those that change each by
-# itself: they are noted where the table has no memory yet.
+"""Methods that read no element."""
+_LIKE = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": None}
+_MEMORY = _names(
+    "data_ptr storage _typed_storage storage_type set_ share_memory_ resize_ resize_as_ __dlpack__"
+    " _to_dlpack as_strided as_strided_ swap_tensors module_load t_ transpose_ swapaxes_ swapdims_"
+    " squeeze_ unsqueeze_ detach_ slice_inverse"
+)
+"""Functions that use or replace the memory itself, its shape or its strides."""
+_CONVERSIONS = _names("cpu cuda to contiguous type float double half bfloat16 resolve_conj")
+"""Methods that return the tensor itself if it is of that kind already."""
 _OVERWRITE = _names(
     "zero_ fill_ uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_"
 )
+"""Methods whose results do not depend on the elements before."""
 _CHANGE = _names(
     "mul_ multiply_ div_ divide_ add_ sub_ subtract_ neg_ abs_ clamp_ clip_ clamp_min_ clamp_max_"
     " pow_ sqrt_ square_ exp_ log_ sin_ cos_ tanh_ sigmoid_ erf_ erfinv_ round_ floor_ ceil_"
 )
-_OPERATORS = ("__imul__", "__iadd__", "__isub__", "__itruediv__", "__ifloordiv__", "__ipow__")
-# Methods that programs save with, which give a tensor itself where it is of that kind already.
-_CONVERSIONS = _names("cpu to contiguous")
-_EXTENTS = ("size", "dim", "ndimension", "numel", "nelement", "__len__")
+"""Methods that change each element by itself; ranks call them alike for their shards."""
+_OPERATORS = {"__imul__": "mul_", "__iadd__": "add_", "__isub__": "sub_", "__itruediv__": "div_"}
+_WRITES = frozenset({*_OPERATORS, "__ifloordiv__", "__ipow__", "__imod__", "__setitem__"})
 
 
-class _Whole(torch.Tensor):
-    """A RowWeight without its gradient: weight.data and weight.detach()."""
+_Memory: TypeAlias = dict[tuple[Any, str], Tensor]
 
-    _rows: Callable[[], TrainedRows | None] = staticmethod(lambda: None)
+
+class RowWeight(Tensor):
+    """All rows of a field of a table, or a view of them; it has no memory of its own.
+
+    `emb.weight`, its data, views of both, and the optimizer's state of all rows are such tensors.
+    """
+
+    _rows: Any
+    """The TrainedRows, which make these tensors."""
+    _lookups: Any
+    _field: str
+    _path: tuple[Callable[[Tensor], Tensor], ...]
+    """The views that lead from all rows to these elements."""
+
+    @staticmethod
+    def of(
+        rows: Any,
+        lookups: Any,
+        *,
+        requires_grad: bool = False,
+        field: str = "weight",
+        path: tuple[Callable[[Tensor], Tensor], ...] = (),
+        like: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> RowWeight:
+        """A tensor for all rows; of a view, `like` has its shape and dtype."""
+        if like is None:
+            shape, dtype = rows.fields_shape(field)
+            like = torch.empty(shape, dtype=dtype, device="meta")
+        made = tensor_without_memory(
+            RowWeight,
+            like.shape,
+            strides=like.stride(),
+            dtype=like.dtype,
+            device=device or rows.parameter.device,
+            requires_grad=requires_grad,
+        )
+        give_no_data_pointer(made)
+        own = {"_rows": rows, "_lookups": lookups, "_field": field, "_path": path}
+        vars(made).update(own)
+        return made
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__self__", None) is _GRADIENT:  # what every step asks for
-            return _gradient(func, args, sys._getframe(1).f_code)
-        return _answer(func, tuple(args), kwargs or {}, sys._getframe(1))
+        if getattr(func, "__self__", None) is _GRADIENT:
+            return _gradient(func.__name__, *args)
+        return _answer(func, tuple(args), kwargs or {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """The held rows as a parameter of their own; copy the module to copy the table."""
-        with as_plain():
-            copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.partition("::")[2]
+        weight = next(e for e in tree_leaves((args, kwargs)) if isinstance(e, RowWeight))
+        reads = name not in ("detach", "alias", "is_pinned") and not name.endswith("_like")
+        if weight._rows.parameter.is_cuda and reads and not name.startswith("new_"):
+            raise _all_rows_needed(weight, f"{name}(), called by C++,")
+        return _answer(func, tuple(args), kwargs or {}, name=name)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """All rows in memory of their own, as a parameter if this is one."""
+        _refuse_share(self, "deepcopy")
+        with as_plain(), torch.no_grad():
+            copied: Tensor = self._all().clone(memory_format=torch.contiguous_format)
+            if getattr(self, "_is_param", False):
+                copied = nn.Parameter(copied, self.requires_grad)
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"{_rows_of(self).name}: its weight is not pickled: save the state_dict()")
+    def __tensor_flatten__(self) -> NoReturn:
+        """Refused: what traces or compiles a program asks for the tensors within."""
+        raise NotImplementedError(self._rows.untraceable)
+
+    __tensor_unflatten__ = __tensor_flatten__
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _refused(
+            self, "pickle of", "a copy of it would be as large as the table", "the state_dict()"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        rows = _rows_of(self)
         with as_plain():
-            held, dtype, device = self.shape[0], self.dtype, self.device
-        return (
-            f"Parameter of {rows.name}: {rows.shape[0]:,} rows of {rows.shape[1]} {dtype} in host"
-            f" memory, {held:,} of them held on {device}, requires_grad={self.requires_grad}"
+            if self._path:
+                return repr(self._all())
+            kind = "Parameter" if getattr(self, "_is_param", False) else "Tensor"
+            shape, dtype, device = [*self.shape], self.dtype, self.device
+            return (
+                f"{kind} of {self._rows.name}: {shape} {dtype} in host memory, loaded to"
+                f" {device}, requires_grad={self.requires_grad}"
+            )
+
+    def _all(self, memory: _Memory | None = None) -> Tensor:
+        """The elements, in the table's memory."""
+        memory = {} if memory is None else memory
+        key = self._rows, self._field
+        if key not in memory:
+            memory[key] = self._rows.memory(self._field)
+        found = memory[key]
+        for view in self._path:
+            found = view(found)
+        return found
+
+    def _view(self, like: Tensor, step: Callable[[Tensor], Tensor]) -> RowWeight:
+        return RowWeight.of(
+            self._rows, self._lookups, field=self._field, path=(*self._path, step), like=like
         )
 
 
-class RowWeight(_Whole, nn.Parameter):
-    """A parameter that stands for all rows and has the memory of the held ones; see Embedding."""
+class _LookedUp(Tensor):
+    """Rows that were looked up as a view of the weight, `weight[3]`: writes go to the table."""
 
-    def __del__(self) -> None:
-        if sys.is_finalizing() or (rows := rows_of_parameter(self)) is None:
-            return
-        rows.end(self)  # these are its own: with a module they would have kept it
+    _of: RowWeight
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, _name_of(func, args)
+        writes = _is_write(func, name, args, kwargs)
+        if (torch.is_grad_enabled() and not writes and name not in ("data", "detach")) or (
+            name in _METADATA or name in ("requires_grad", "grad_fn", "is_leaf", "shape", "device")
+        ):
+            with as_plain():
+                result = func(*args, **kwargs)
+            first = args[0] if args else None
+            if (
+                isinstance(first, _LookedUp)
+                and isinstance(result, Tensor)
+                and base_of(result) is not None
+            ):
+                view = func(first._of, *args[1:], **kwargs)
+                return _looked_up_view(result, view)
+            return result
+        if torch.is_grad_enabled() and writes:
+            weight = next(e._of for e in tree_leaves((args, kwargs)) if isinstance(e, _LookedUp))
+            raise _refused(weight, f"{name}() of rows of", "gradients are recorded", _NO_GRAD)
+        own = partial(tree_map, lambda each: each._of if isinstance(each, _LookedUp) else each)
+        result = func(*own(args), **own(kwargs))
+        return args[0] if writes and result is own(args)[0] else result
 
 
-def show_rows(parameter: nn.Parameter, rows: TrainedRows) -> None:
-    """Makes a parameter stand for a table, which its module keeps alive."""
-    parameter.__class__ = RowWeight
-    if rows_of_parameter(parameter) is not rows:
-        parameter._rows = weakref.ref(rows)  # type: ignore[attr-defined]
+def _looked_up_view(rows: Tensor, view: RowWeight) -> Tensor:
+    with as_plain():
+        made = rows.as_subclass(_LookedUp)
+    made._of = view
+    return made
 
 
-def hide_rows(parameter: nn.Parameter) -> None:
-    """Makes it the parameter of its held rows, as an optimizer's step needs it."""
-    parameter.__class__ = nn.Parameter
+_NO_GRAD = "torch.no_grad() or its data"
 
 
-def _rows_of(weight: _Whole) -> TrainedRows:
-    if (rows := weight._rows()) is None:
-        raise RuntimeError("the module of this weight is gone, and its table with it")
-    return rows
+def _name_of(func: Any, args: Sequence[Any]) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Any) -> Any:
-    """What a function of torch gives that was called with a weight, by the frame `caller`.
+def _is_write(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes to an argument."""
+    if name.endswith("_") and not name.startswith("__"):
+        return True
+    if name in _WRITES or kwargs.get("out") is not None:
+        return True
+    # Functions of torch.nn.functional have a parameter for it.
+    code = func.__code__ if isinstance(func, FunctionType) else None
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return bool((dict(zip(names, args, strict=False)) | kwargs).get("inplace"))
 
-    Of a property the function is its __get__ or __set__.
-    """
-    name = getattr(func, "__name__", str(func))
+
+def _refused(weight: RowWeight, what: str, reason: str, remedy: str) -> NotImplementedError:
+    return NotImplementedError(f"{weight._rows.name}: {what} its weight: {reason}; use {remedy}")
+
+
+def _all_rows_needed(weight: RowWeight, what: str) -> NotImplementedError:
+    rows = weight._rows
+    return NotImplementedError(
+        f"{rows.name}: {what} of its weight would need all {rows.whole_shape[0]:,} rows, of which"
+        " a step loads few; use emb(ids), which is differentiable, for the rows of a batch, and"
+        ' torch.no_grad() or emb.table["weight"] to read or write the whole table in host memory,'
+        " with other tensors on the CPU"
+    )
+
+
+def _refuse_share(weight: RowWeight, name: str) -> None:
+    """Raises NotImplementedError if ranks share the rows."""
+    if weight._rows.table.portion is not None:
+        raise NotImplementedError(
+            f"{weight._rows.name}: {name}() of its weight needs the rows of all ranks, and each has"
+            " a shard of them; use emb(ids), speedtorch.clip_grad_norm_, speedtorch.GradScaler, or"
+            " model.state_dict() within speedtorch.full_state_dict(model); call speedtorch.shard()"
+            " with the whole module that DistributedDataParallel wraps, and fully_shard() with"
+            " ignored_params=speedtorch.row_parameters(model) (FullyShardedDataParallel:"
+            " ignored_states=)"
+        )
+
+
+def _gradient(access: str, weight: RowWeight, *value: Any) -> Any:
+    """Returns or sets the gradient of the weight."""
+    rows = weight._rows
+    if rows._weight() is not weight:
+        if access == "__get__":
+            return None
+        raise _refused(weight, "a gradient of a view of", "it has none", "emb.weight.grad")
+    if access == "__get__":
+        return rows.weight_gradient()
+    return rows.set_gradient(*value or (None,))
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Any:
+    """What a function of torch returns for a weight; of a property, func is its accessor."""
+    access = getattr(func, "__name__", "")
+    name = name or _name_of(func, args)
+    weights = [each for each in tree_leaves((args, kwargs)) if isinstance(each, RowWeight)]
+    if not weights:
+        with as_plain():
+            return func(*args, **kwargs)
+    weight = weights[0]
+    is_first = bool(args) and args[0] is weight
+    if is_first and access in ("__get__", "__set__", "__delete__"):
+        if name not in _ELEMENTS:
+            return _property(func, access, name, args)
+    elif name in _METADATA:
+        with as_plain():
+            return func(*args, **kwargs)
     if getattr(func, "__module__", "") == nn.init.__name__:
         return _initialised(func, args, kwargs)
-    weight = args[0] if args and isinstance(args[0], _Whole) else None
-    if weight is not None:
-        if name in ("__get__", "__set__", "__delete__"):
-            access, name = name, func.__self__.__name__
-            if name not in _ELEMENTS:
-                return _attribute(func, args, access, name)
-        elif name in _EXTENTS:
-            return func(_extents_of(weight), *args[1:], **kwargs)
-        elif name == "detach":
-            return _whole(weight)
-    if caller.f_code is TRUNCATED_NORMAL:
-        return _truncated(func, name, args, kwargs, caller.f_locals)
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    weights = [each for each in tensors if isinstance(each, _Whole)]
+    if name in ("detach", "alias"):
+        return RowWeight.of(
+            weight._rows,
+            weight._lookups,
+            field=weight._field,
+            path=weight._path,
+            like=_meta(weight),
+        )
+    if name in _MEMORY or (name == "data" and access == "__set__"):
+        remedy = "emb.table['weight'], or a copy of it by clone()"
+        raise _refused(weight, f"{name}() of", "memory, shape and strides are the table's", remedy)
+    if name == "grad":
+        remedy = "loss.backward() and emb.weight.grad"
+        raise _refused(weight, "autograd.grad() of", "autograd has no gradient of all rows", remedy)
     with as_plain():
-        if name in _OF_HELD_ROWS or not weights:
-            return func(*args, **kwargs)
-        others = [each for each in tensors if not isinstance(each, _Whole)]
-        # A _Whole requires no gradient.
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
-        trains_others = trains and any(each.requires_grad for each in others)
-        # Other tensors are, or may come, from the GPU, where the table is not.
-        is_elsewhere = weights[0].is_cuda and (
-            name in _ELEMENTS or any(each.is_cuda for each in others)
-        )
-    rows = _rows_of(weights[0])
-    ids = _looked_up(name, args, kwargs, rows.shape[0])
-    if ids is not None and (trains or isinstance(ids, Tensor)):
-        return _by_ids(rows, ids, trains)
-    in_place = name in _OPERATORS or (name.endswith("_") and not name.startswith("__"))
-    if weight is not None and in_place and not trains and _changed(name, args, kwargs, rows):
-        return weight
-    if str(caller.f_globals.get("__name__")).startswith("torch.distributed.fsdp"):
-        raise NotImplementedError(
-            f"{rows.name}: FSDP cannot share out the rows of a table in host memory: give"
-            " fully_shard() ignored_params=speedtorch.row_parameters(model)"
-            " (FullyShardedDataParallel: ignored_states=)"
-        )
-    # What the weight is written to would need a gradient of all rows from then on.
-    is_written = in_place or name == "__setitem__" or kwargs.get("out") is not None
-    if is_elsewhere or trains_others or (trains and is_written):
-        raise RuntimeError(_refusal(rows, f"{name}() of its weight"))
-    if trains:
-        return _read(func, name, args, kwargs, rows)
-    args, kwargs = tree_map(
-        lambda each: _rows_of(each).view() if isinstance(each, _Whole) else each, (args, kwargs)
-    )
-    answer = func(*args, **kwargs)
-    return weight if weight is not None and in_place else answer
-
-
-def _refusal(rows: TrainedRows, what: str) -> str:
-    return (
-        f"{rows.name}: {what} would need all {rows.shape[0]:,} rows, of which a step holds few; use"
-        " emb(ids), which is differentiable, for the rows of a batch, and torch.no_grad() or"
-        ' emb.table["weight"] to read or write the whole table in host memory, with other tensors'
-        " on the CPU"
-    )
-
-
-def _read(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: TrainedRows
-) -> Any:
-    """The whole table's answer where gradients are asked; a backward through it raises.
-
-    Raises RuntimeError for a view: what follows would compute with all rows before its backward.
-    """
-    refusal = _refusal(rows, f"a gradient of {name}() of its weight")
-    memory = []
-
-    def refused(tensor: Tensor, *, is_shared: bool) -> Tensor:
+    if name in ("is_pinned", "is_shared"):
+        return False
+    if name == "requires_grad_":
+        return _require_gradient(weight, *args[1:], **kwargs)
+    if name.startswith("new_") or (name in _LIKE and is_first):
+        return _made_like(func, name, args, kwargs)
+    if name.startswith("_foreach_"):
+        return _of_lists(name, args, kwargs)
+    if (out := kwargs.get("out")) is not None:
+        if any(isinstance(each, RowWeight) for each in tree_leaves(out)) and not trains:
+            return _written_out(func, name, args, kwargs)
+    else:
+        found = _looked_up(func, name, args, kwargs, weight, trains)
+        if found is not NotImplemented:
+            return found
+    writes = _is_write(func, name, args, kwargs)
+    if weight._rows.table.portion is not None:
+        others = [e for e in (*args[1:], *kwargs.values()) if not isinstance(e, int | float | None)]
+        if not (is_first and not others and _OPERATORS.get(name, name) in _OVERWRITE | _CHANGE):
+            _refuse_share(weight, name)
+    if name in ("numpy", "__array__"):
         with as_plain():
-            # As a view it is not written to in place, as torch refuses it of a parameter's memory.
-            read = tensor.view_as(tensor) if is_shared else tensor
-            return _Read.apply(rows.parameter, [read], refusal)  # type: ignore[no-any-return, no-untyped-call]
+            if weight.requires_grad and not kwargs.get("force"):
+                raise RuntimeError(
+                    "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy()"
+                    " instead."
+                )
+        array = weight._all().detach().numpy()
+        array.flags.writeable = False  # a write would be lost to rows on the device
+        return array if name == "numpy" else array.__array__(*args[1:], **kwargs)
+    if trains:
+        return _with_gradient(func, name, args, kwargs, weights, writes)
+    if is_first and writes and _changed(name, args, kwargs, weight):
+        return weight
+    return _without_gradient(func, name, args, kwargs)
 
-    def whole(each: Any) -> Any:
-        if not isinstance(each, _Whole):
+
+def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The answer of the whole table; results that share its memory are views of the weight."""
+    memory: _Memory = {}
+    found: list[tuple[RowWeight, Tensor]] = []
+
+    def resolved(each: Any) -> Any:
+        if isinstance(each, RowWeight):
+            found.append((each, each._all(memory)))
+            return found[-1][1]
+        return each.cpu() if isinstance(each, SparseRows) else each
+
+    first = next(e for e in tree_leaves((args, kwargs)) if isinstance(e, RowWeight))
+    with as_plain():
+        if first.is_cuda and any(_is_on_gpu(each) for each in tree_leaves((args, kwargs))):
+            raise _all_rows_needed(first, f"{name}()")
+        try:
+            given = tree_map(resolved, args), tree_map(resolved, kwargs)
+            versions = {key: version_of(base) for key, base in memory.items()}
+            result = func(*given[0], **given[1])
+        except RuntimeError as error:
+            if "view size is not compatible" not in str(error):
+                raise
+            result = func(*tree_map(_contiguous, given[0]), **given[1])  # of rows in records
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            versions = dict.fromkeys(versions, -1)  # below autograd torch counts no writes
+        _store(memory, versions)
+    storages = {storage_id(base.untyped_storage()) for base in memory.values()}
+    place = -1
+
+    def returned(each: Any) -> Any:
+        nonlocal place
+        place += 1
+        if not isinstance(each, Tensor) or isinstance(each, RowWeight | SparseRows):
             return each
-        view = _rows_of(each).view()
-        memory.append(view.untyped_storage().data_ptr())
-        return refused(view, is_shared=True)
+        for weight, own in found:
+            if each is own:
+                return weight if name not in _CONVERSIONS or not weight.is_cuda else each.clone()
+        if each.layout != torch.strided or storage_id(each.untyped_storage()) not in storages:
+            return each
+        return first._view(each, partial(_again, func, args, kwargs, first, place))
+
+    with as_plain():
+        return tree_map(returned, result)
+
+
+def _store(memory: _Memory, versions: dict[Any, int]) -> None:
+    """Stores rows that were written and that the table has in another dtype."""
+    for (rows, field), base in memory.items():
+        if version_of(base) != versions[rows, field]:
+            rows.store(field, base)
+
+
+def _written_out(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Computes a function with out= a weight, which torch would resize for other results."""
+    out = kwargs["out"]
+    result = func(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    with as_plain():
+        fits = isinstance(out, RowWeight) and isinstance(result, Tensor)
+        if not (fits and result.shape == out.shape and torch.can_cast(result.dtype, out.dtype)):
+            weight = next(each for each in tree_leaves(out) if isinstance(each, RowWeight))
+            reason = "the result has another shape or dtype"
+            raise _refused(weight, f"{name}() with out=", reason, "a tensor for the result")
+    out.copy_(result)
+    return out  # type: ignore[no-any-return]
+
+
+def _is_on_gpu(each: Any) -> bool:
+    """Whether a tensor is on a GPU and has more than one element, where the table is not."""
+    is_other = isinstance(each, Tensor) and not isinstance(each, RowWeight | SparseRows)
+    return is_other and each.is_cuda and each.dim() > 0
+
+
+def _contiguous(each: Any) -> Any:
+    return each.contiguous() if isinstance(each, Tensor) else each
+
+
+def _again(
+    func: Any, args: Any, kwargs: Any, weight: RowWeight, place: int, base: Tensor
+) -> Tensor:
+    """A view that was taken of a weight, of the table's memory of now."""
+    own = partial(tree_map, lambda each: base if each is weight else each)
+    result: Tensor = tree_leaves(func(*own(args), **own(kwargs)))[place]
+    return result
+
+
+def _with_gradient(
+    func: Any, name: str, args: Any, kwargs: Any, weights: list[RowWeight], writes: bool
+) -> Any:
+    """The answer of the whole table if gradients are recorded; a backward through it raises."""
+    leaves = tree_leaves((args, kwargs))
+    others = [e for e in leaves if isinstance(e, Tensor) and not isinstance(e, RowWeight)]
+    with as_plain():
+        is_elsewhere = weights[0].is_cuda and any(each.is_cuda for each in others)
+        if writes or is_elsewhere or any(each.requires_grad for each in others):
+            raise _all_rows_needed(weights[0], f"{name}()")
+    refusal = str(_all_rows_needed(weights[0], f"a gradient of {name}()"))
+    with torch.no_grad():
+        result = _without_gradient(func, name, args, kwargs)
 
     def answered(each: Any) -> Any:
-        if not isinstance(each, Tensor) or not each.requires_grad:
+        if not isinstance(each, Tensor) or not (each.is_floating_point() or each.is_complex()):
             return each
-        is_dense = each.layout == torch.strided
-        is_shared = is_dense and each.untyped_storage().data_ptr() in memory
-        if is_shared and name not in _CONVERSIONS:
-            raise RuntimeError(_refusal(rows, f"{name}() of its weight"))
-        # The backward of the function itself would compute with all rows before it raises.
-        return refused(each.detach(), is_shared=is_shared)
+        if isinstance(each, RowWeight):
+            if any(each is weight for weight in weights):
+                return each
+            raise _all_rows_needed(weights[0], f"{name}()")
+        with as_plain():
+            return _Read.apply(weights[0], [each], refusal)  # type: ignore[no-untyped-call]
 
-    args, kwargs = tree_map(whole, (args, kwargs))
-    return tree_map(answered, func(*args, **kwargs))
+    return tree_map(answered, result)
 
 
 class _Read(torch.autograd.Function):
-    """A tensor of all rows, or computed of them, whose gradient is refused."""
+    """A tensor that was computed of all rows, whose gradient is refused."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, read: list[Tensor], refusal: str) -> Tensor:
@@ -239,151 +477,244 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        raise RuntimeError(ctx.refusal)
+        raise NotImplementedError(ctx.refusal)
 
 
-def _attribute(func: Any, args: tuple[Any, ...], access: str, attribute: str) -> Any:
+def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
     """A property of a weight, or another value for it."""
     weight = args[0]
-    rows = _rows_of(weight)
-    if attribute == "data":
+    if name == "data":
         if access == "__get__":
-            return _whole(weight)
-        # weight.data *= 2 assigns what it has changed.
-        if not isinstance(args[1], _Whole) or _rows_of(args[1]) is not rows:
-            rows.load(args[1])
+            return weight.detach()
+        value = args[1]
+        is_own = isinstance(value, RowWeight) and value._rows is weight._rows and not value._path
+        if not is_own:  # weight.data *= 2 assigns what it has changed
+            weight.copy_(value) if weight._path else _load(weight, value)
         return None
-    if access == "__get__" and attribute in ("shape", "ndim", "nbytes"):
-        return func(_extents_of(weight))
+    if name == "requires_grad" and access == "__set__":
+        _require_gradient(weight, args[1])
+        return None
+    if "storage" in name or "interface" in name:
+        raise _refused(weight, f"{name} of", "it has no memory on a device", 'emb.table["weight"]')
     with as_plain():
         return func(*args)
 
 
-def _gradient(func: Any, args: Sequence[Any], caller: CodeType) -> Any:
-    """The gradient of the held rows, or another one for them, that some code asks for or sets."""
+def _require_gradient(weight: RowWeight, requires: bool = True) -> RowWeight:
     with as_plain():
-        rows = _rows_of(args[0])
-        if rows.table.portion is not None:
-            _refuse_portion(rows.name, caller)
-        zeroes = caller in GRADIENT_ASKED_TO_BE_ZERO
-        with rows.turn:
-            rows.show_gradient(zeroes=zeroes)
-            if len(args) > 1 and func.__name__ == "__set__":
-                func(*args)
-                return rows.parameter_view.note_gradient()
-            if zeroes:
-                rows.exchange.note_zero_grad()
-            gradient = func(*args)
-            # A gradient of no rows (a step of the padding's alone) has no largest element: a norm
-            # of infinity raises. A GradScaler must see that there is one, or it would not step.
-            is_empty = gradient is not None and gradient.shape[0] == 0
-            is_hidden = is_empty and not zeroes and caller.co_name != UNSCALES
-            return None if is_hidden else gradient
-
-
-def _refuse_portion(name: str, caller: CodeType) -> None:
-    """Raises NotImplementedError for code that takes one rank's gradient for that of all rows."""
-    if caller in CLIPS_BY_NORM:
-        raise NotImplementedError(
-            f"{name}: its gradient is that of one rank's rows, and so would be the norm that all"
-            " are clipped by: use speedtorch.clip_grad_norm_ (in transformers' Trainer and with"
-            " accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_; in Lightning:"
-            " in the module's configure_gradient_clipping())"
-        )
-    if caller.co_name == UNSCALES:
-        raise NotImplementedError(
-            f"{name}: its gradient is that of one rank's rows, and each rank would skip other"
-            " steps: use speedtorch.GradScaler"
-        )
-
-
-def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A weight whose rows get first values by a function of torch.nn.init."""
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    weight: _Whole = given.pop(next(iter(given)))
-    numbers = {key: value for key, value in given.items() if value is not None}
-    if "generator" in numbers:
-        func(_rows_of(weight).view(), **numbers)
-    else:
-        _rows_of(weight).draw(lambda tensor: func(tensor, **numbers), anew=True)
+        weight.requires_grad = requires
+        if getattr(weight, "_is_param", False) and weight._rows.weight is weight:
+            weight._rows.parameter.requires_grad = requires
     return weight
 
 
-def _truncated(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
+def _load(weight: RowWeight, value: Any) -> None:
+    """Gives all rows other values."""
+    _refuse_share(weight, "copy_")
+    with as_plain(), torch.no_grad():
+        weight._rows.load(dense(value), weight._field)
+
+
+def dense(value: Tensor) -> Tensor:
+    """A tensor with memory for all elements, which is a copy if `value` has none."""
+    with as_plain(), torch.no_grad():
+        if isinstance(value, RowWeight):
+            _refuse_share(value, "clone")
+            return value._all().clone()
+        return value.to_dense() if isinstance(value, SparseRows) else value
+
+
+def _made_like(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A tensor of the weight's kind, or of its shape."""
+    weight: RowWeight = args[0]
+    with as_plain():
+        dtype, device = kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
+        like = torch.empty((0, *weight.shape[1:]), dtype=dtype, device=device)
+        if name.startswith("new_"):
+            data = [each._all() if isinstance(each, RowWeight) else each for each in args[1:]]
+            return func(like, *data, **kwargs)
+        if weight._path or not weight.dim():
+            return func(weight._all(), *args[1:], **kwargs)
+        fill = (*args[1:], kwargs.get("fill_value"))[0] if name == "full_like" else _LIKE[name]
+        made = SparseRows.filled(weight.shape[0], like, fill)  # type: ignore[arg-type]
+        return made.requires_grad_(bool(kwargs.get("requires_grad")))
+
+
+def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A weight whose rows are initialised by a function of torch.nn.init, at first need."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    weight: RowWeight = given.pop(next(iter(given)))
+    numbers = {key: value for key, value in given.items() if value is not None}
+    if "generator" in numbers or weight._path or weight._field != "weight":
+        _refuse_share(weight, func.__name__)
+        with torch.no_grad(), as_plain():
+            memory: _Memory = {}
+            own = weight._all(memory)
+            versions = {key: version_of(base) for key, base in memory.items()}
+            func(own, **numbers)
+            _store(memory, versions)
+    else:
+        weight._rows.draw(lambda tensor: func(tensor, **numbers), anew=True)
+    return weight
+
+
+@wraps(plain_truncated_normal)
+def _truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Torch's function, which does not ask for __torch_function__ as others of nn.init do."""
+    if not isinstance(tensor, RowWeight):
+        return plain_truncated_normal(tensor, *args, **kwargs)
+    return _initialised(plain_truncated_normal, (tensor, *args), kwargs)
+
+
+replace_truncated_normal(_truncated)
+
+
+def _of_lists(name: str, args: Any, kwargs: Any) -> Any:
+    """The results of a function of lists, one by one."""
+    single = name.removeprefix("_foreach_")
+    if len(args) > 1 and isinstance(args[1], int | float):
+        single = {"maximum": "clamp_min", "minimum": "clamp_max"}.get(single.rstrip("_"), single)
+        single += "_" if name.endswith("_") and not single.endswith("_") else ""
+    function: Any = torch.linalg.vector_norm if single == "norm" else None
+    function = function or getattr(Tensor, single, None)
+    if function is None:
+        weight = next(each for each in tree_leaves(args) if isinstance(each, RowWeight))
+        remedy = "the function of one tensor"
+        raise _refused(weight, f"{name}() of", "it has no function of one tensor", remedy)
+    results = []
+    for place in range(len(args[0])):
+        own = [each[place] if isinstance(each, list | tuple) else each for each in args]
+        results.append(function(*own, **kwargs))
+    return args[0] if name.endswith("_") else results
+
+
+def _meta(weight: RowWeight) -> Tensor:
+    """A tensor without elements of the same shape, strides and dtype."""
+    with as_plain():
+        shape, strides = weight.shape, weight.stride()
+        return torch.empty_strided(shape, strides, dtype=weight.dtype, device="meta")
+
+
+# ------------------------------------------------------------------------------------------------
+# Lookups of rows
+
+
+def _looked_up(
+    func: Any, name: str, args: Any, kwargs: Any, weight: RowWeight, trains: bool
 ) -> Any:
-    """What trunc_normal_ gets within itself: its first write is that of all rows, its last one."""
-    if isinstance(args[0], _Whole) and name.endswith("_"):
-        if name in ("normal_", "uniform_"):
-            own = {key: given.get(key) for key in ("mean", "std", "a", "b", "generator")}
-            _initialised(nn.init.trunc_normal_, args[:1], own)
-        return args[0]
-    with as_plain():
-        return func(*args, **kwargs)
-
-
-def _extents_of(weight: _Whole) -> Tensor:
-    """A tensor that has the table's extents and no elements."""
-    with as_plain():
-        return torch.empty(_rows_of(weight).shape, dtype=weight.dtype, device="meta")
-
-
-def _whole(weight: _Whole) -> _Whole:
-    with as_plain():
-        whole = weight.detach().as_subclass(_Whole)
-    # As a view keeps its tensor.
-    whole._rows = partial(_rows_of, weight) if isinstance(weight, RowWeight) else weight._rows
-    return whole
-
-
-def _looked_up(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
-    """The ids, int or slice that a call looks up by row, or None."""
-    ids = None
+    """Rows that a call looks up by their ids, or NotImplemented."""
+    if weight._path or weight._field != "weight":
+        return NotImplemented
     if name == "__getitem__":
-        ids = args[1]
-    elif name == "embedding":  # torch.nn.functional's gives the settings by name
-        settings = [kwargs.get(each) for each in ("max_norm", "scale_grad_by_freq", "sparse")]
-        if args and not any(settings) and kwargs.get("padding_idx") in (None, -1):
-            ids = args[0]
+        return _indexed(weight, args[1], trains)
+    given: dict[str, Any] = {}
+    if name == "embedding":
+        swapped = args[:1] and args[0] is weight  # torch.embedding's order
+        names = ["weight", "input"] if swapped else ["input", "weight"]
+        names += ["padding_idx", "scale_grad_by_freq", "sparse"] if swapped else ["padding_idx"]
+        names += [] if swapped else ["max_norm", "norm_type", "scale_grad_by_freq", "sparse"]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        given["input"] = given.get("input", given.get("indices"))
+    elif name == "embedding_bag" and trains:
+        given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
     elif name == "index_select":
-        given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
-        ids = given.get("index") if given.get("dim") == 0 else None
-    if isinstance(ids, Tensor):
-        return ids if ids.dtype in (torch.int64, torch.int32) else None
-    if isinstance(ids, bool) or not isinstance(ids, int | slice):
-        return None
-    if isinstance(ids, int) and not -rows <= ids < rows:
-        raise IndexError(f"weight: row {ids} is out of range for a table of {rows} rows")
+        given = dict(zip(("self", "dim", "input"), args, strict=False)) | kwargs
+        given["input"] = given.get("index", given.get("input"))
+        if given["dim"] not in (0, -2):
+            return NotImplemented
+    ids = given.get("input")
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    if trains and weight._rows._weight() is not weight:
+        remedy = "speedtorch.Embedding.from_pretrained(emb.table), or emb itself"
+        raise _refused(weight, f"{name}() of a copy of", "it would not be trained", remedy)
+    settings = ("max_norm", "scale_grad_by_freq", "sparse", "per_sample_weights")
+    if trains and (
+        any(given.get(s) for s in settings) or given.get("padding_idx") not in (None, -1)
+    ):
+        raise _refused(
+            weight, f"{name}() with these options of", "they are those of the module", "emb(ids)"
+        )
+    if name == "embedding_bag":
+        with as_plain():
+            places, rows = weight._lookups.rows_of(_from_the_end(weight, ids))
+            return func(places, rows, *args[2:], **{**kwargs, "sparse": False})
+    if not trains and name == "embedding" and given.get("max_norm"):
+        return NotImplemented
+    return _by_ids(weight, ids, trains)
+
+
+def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
+    """The rows of an index, with a gradient if it is asked; NotImplemented for other indices."""
+    if trains and weight._rows._weight() is not weight:
+        return NotImplemented
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    count = weight._rows.whole_shape[0]
+    if isinstance(first, list) or (hasattr(first, "__array__") and not isinstance(first, Tensor)):
+        first = torch.as_tensor(first)
+    if isinstance(first, Tensor) and first.dtype == torch.bool:
+        if first.dim() != 1 or len(first) != count:
+            return NotImplemented
+        first = first.nonzero().squeeze(1)
+    is_basic = isinstance(first, int | slice) and not isinstance(first, bool)
+    if any(isinstance(each, Tensor | list) or each is None for each in rest):
+        return NotImplemented
+    if isinstance(first, Tensor) and first.dtype in (torch.int32, torch.int64):
+        rows = _by_ids(weight, first, trains)
+        return rows[(*[slice(None)] * first.dim(), *rest)] if rest else rows
+    if not is_basic or (not trains and weight._rows.table.portion is None):
+        return NotImplemented
+    if isinstance(first, int):
+        if not -count <= first < count:
+            raise IndexError(f"weight: row {first} is out of range for a table of {count} rows")
+        rows = _by_ids(weight, torch.tensor([first % count]), trains)[0]
+        rows = rows[tuple(rest)] if rest else rows
+    else:
+        rows = _by_ids(weight, torch.arange(*first.indices(count)), trains)
+        rows = rows[(slice(None), *rest)] if rest else rows
+    if weight._rows.table.portion is not None:
+        return rows
+    view: Any = weight.detach()[index]
+    return _looked_up_view(rows, view)
+
+
+def _from_the_end(weight: RowWeight, ids: Tensor) -> Tensor:
+    if ids.is_cpu and bool((ids < 0).any()):
+        ids = torch.where(ids < 0, ids + weight._rows.whole_shape[0], ids)
     return ids
 
 
-def _by_ids(rows: TrainedRows, ids: Any, trains: bool) -> Tensor:
-    if isinstance(ids, int):
-        return _by_ids(rows, torch.tensor([ids % rows.shape[0]]), trains)[0]
-    if isinstance(ids, slice):
-        return _by_ids(rows, torch.arange(*ids.indices(rows.shape[0])), trains)
-    if ids.is_cpu and bool((ids < 0).any()):  # which count from the end
-        ids = torch.where(ids < 0, ids + rows.shape[0], ids)
+def _by_ids(weight: RowWeight, ids: Tensor, trains: bool) -> Tensor:
+    ids = _from_the_end(weight, ids)
     with as_plain():
-        return nn.functional.embedding(*rows.rows_of(ids)) if trains else rows.read(ids)
+        if trains:
+            return nn.functional.embedding(*weight._lookups.rows_of(ids))
+        rows: Tensor = weight._lookups.read(ids)
+        return rows
 
 
-def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: TrainedRows) -> bool:
-    """Whether a method has changed all rows, or they will be at first need."""
-    numbers = {key: value for key, value in kwargs.items() if value is not None}
-    if name == "copy_" and isinstance(args[1], Tensor):
-        rows.load(args[1].expand(rows.shape))
+# ------------------------------------------------------------------------------------------------
+# Writes
+
+
+def _changed(name: str, args: Any, kwargs: Any, weight: RowWeight) -> bool:
+    """Whether a method has changed the rows, or they will be at first need."""
+    name, rows = _OPERATORS.get(name, name), weight._rows
+    if weight._path or weight._field != "weight":
+        return False
+    if name == "copy_" and isinstance(args[1], Tensor) and args[1].shape == rows.whole_shape:
+        _load(weight, args[1])
         return True
-    if name in ("add_", "sub_", "__iadd__", "__isub__") and isinstance(args[1], Tensor):
-        with as_plain():
-            rows.exchange.change()
-            held = rows.parameter.detach()
-        if args[1].shape == held.shape:  # a gradient: that of other rows is zero
-            getattr(held, name)(*args[1:], **kwargs)
+    numbers = {key: value for key, value in kwargs.items() if value is not None}
+    if name in ("add_", "sub_") and isinstance(added := args[1], SparseRows):
+        content = added.content
+        if content.dense is None and content.fill == 0 and added.dtype == weight.dtype:
+            rows.add_rows(content, name, numbers)
             return True
     if any(isinstance(each, Tensor | torch.Generator) for each in (*args[1:], *numbers.values())):
         return False
-    if name in _OVERWRITE or (name in _CHANGE and not rows.table.is_drawn):
+    undrawn = not rows.table.is_drawn
+    if name in _OVERWRITE or (name in _CHANGE and undrawn):
         method, rest = getattr(torch.Tensor, name), args[1:]
         rows.draw(lambda tensor: method(tensor, *rest, **numbers), anew=name in _OVERWRITE)
         return True

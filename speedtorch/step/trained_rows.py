@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +21,21 @@ from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport
 from speedtorch.step.parameter_view import OptimizerState, ParameterView
 from speedtorch.step.rounding import Rounding
 from speedtorch.step.row_store import Fields, RowStore
+from speedtorch.step.row_weight import RowWeight
+from speedtorch.step.sparse_rows import RowContent, SparseRows
 from speedtorch.step.step import Batch, LookupPlaces
 from speedtorch.step.turn import alone
 from speedtorch.table.lazy_init import LazyInit
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.whole_fields import WholeFields
 from speedtorch.torch_internals import (
+    TensorWeakRef,
     apply_of,
     as_plain,
     current_backward,
+    sparse_coo,
     sparse_indices,
+    sparse_values,
     top_saved_tensors_hooks,
 )
 
@@ -36,6 +43,7 @@ __all__ = [
     "Bags",
     "TrainedRows",
     "check_once",
+    "places_of_weights",
     "random_seed",
     "rows_held_by",
     "rows_of_parameter",
@@ -80,7 +88,8 @@ class TrainedRows:
     Args:
         name: what errors call it.
         table: all rows.
-        parameter: holds the rows of a step; show_rows() makes it stand for the table.
+        parameter: has the rows of a step; an optimizer's own step function works on it. Everything
+            else is given `weight`, which stands for all rows and keeps this object alive.
         padding: id of the row that is never trained, or None; with a capacity that behind the last
             may be one that is none, whose weights are zeros.
         capacity: the most rows of a step, or None for any number.
@@ -104,7 +113,7 @@ class TrainedRows:
         self.shape = torch.Size((table.rows, *table.row_shape))
         self._padding = None if padding == table.rows else padding
         self.parameter = parameter
-        self.parameter_view = ParameterView(name, parameter)
+        self.parameter_view = ParameterView(name, parameter, WeakMethod(self.set_gradient))
         self.exchange: Exchange
         if capacity is None:
             self.exchange = CountedExchange(name, store, self.parameter_view, padding)
@@ -113,12 +122,44 @@ class TrainedRows:
         self.turn = self.exchange.turn
         """Held while a thread uses the rows; see Exchange."""
         self._sums = GradientSums()
+        self._zeroed = WeakMethod(self._note_zeroed)
+        self._weight: Callable[[], RowWeight | None] = lambda: None
+        self.untraceable = (
+            f"{name}: torch.export, torch.jit and ONNX cannot keep a lookup, as its table is in"
+            " host memory; export what follows it, given the rows emb(ids), or a torch.nn module"
+            " that has loaded its state_dict()"
+        )
+        self.is_left = False
+        """Whether the module is gone, so that a new one may train the rows."""
         if parameter.requires_grad and table.writable:
             table.claim.take(self)
 
     @property
     def _store(self) -> RowStore:
         return self.exchange.store
+
+    def make_weight(self, lookups: Any) -> RowWeight:
+        """Makes the parameter that stands for all rows; `lookups` returns rows by their ids."""
+        weight = RowWeight.of(self, lookups, requires_grad=self.parameter.requires_grad)
+        vars(weight)["_is_param"] = True  # which makes it an nn.Parameter to isinstance
+        return self.take_weight(weight, lookups)
+
+    def take_weight(self, weight: RowWeight, lookups: Any) -> RowWeight:
+        """Makes a weight of the same shape stand for these rows."""
+        vars(weight).update(_rows=self, _lookups=lookups)
+        self._weight = TensorWeakRef(weight)
+        return weight
+
+    def weight_on(self, device: torch.device) -> RowWeight:
+        """A tensor like the weight for a device, whose place it can take."""
+        return RowWeight.of(self, None, device=device)
+
+    @property
+    def weight(self) -> RowWeight:
+        """The parameter that stands for all rows; RuntimeError once it is gone."""
+        if (weight := self._weight()) is None:
+            raise RuntimeError(f"{self.name}: its weight is gone, and its module before it")
+        return weight
 
     def cache(self, nbytes: int | None, members: Tensor | None = None) -> None:
         """Keeps rows that are loaded often on the device, in so many bytes; None: no more.
@@ -163,7 +204,7 @@ class TrainedRows:
         holder = self.table.claim.holder
         if holder is self:
             return
-        if holder is None or isinstance(holder, _LeftRows):
+        if holder is None or getattr(holder, "is_left", False):
             self.table.claim.take(self)
         else:
             self._refuse_replaced()
@@ -206,7 +247,7 @@ class TrainedRows:
                     self._store.write(torch.tensor([self._padding]), rows[-1:])
                 self.parameter_view.mark()
             # In lists, as autograd is to make no views of them.
-            return found.positions, _rows_of_step(self.parameter, [rows], [found.positions], self)
+            return found.positions, _rows_of_step(self.weight, [rows], [found.positions], self)
 
     def _check_max_norm(self, max_norm: float | None) -> None:
         """Raises NotImplementedError where rows of 16 bits would be shortened."""
@@ -225,7 +266,7 @@ class TrainedRows:
             if self.table.claim.holder is not self:  # as claim() asks, which most steps are spared
                 self.claim()
             found = self.exchange.hold(ids)
-            looked_up: Tensor = _summed_lookup(self.parameter, found, bags, self)
+            looked_up: Tensor = _summed_lookup(self._weight(), found, bags, self)
             return looked_up
 
     @alone
@@ -283,16 +324,10 @@ class TrainedRows:
     def let_go(self) -> None:
         """Called when the module goes: its rows are in the table, and its weight keeps them alive.
 
-        A weight that an optimizer or a caller still has stands for the table as before. Without one
-        the table goes now: a cycle of both would wait for the garbage collector.
+        A weight that an optimizer or a caller still has stands for the table as before.
         """
-        try:
-            self._come_home()
-        finally:
-            vars(self.parameter)["_rows"] = lambda: self
-            self.__class__ = _LeftRows
-            vars(self).pop("parameter", None)
-            self.parameter_view.keep_alive(None)
+        self.is_left = True
+        self._come_home()
 
     def _come_home(self) -> None:
         """As write_back(), as the last that is done with held rows; nothing in a forked child.
@@ -302,34 +337,48 @@ class TrainedRows:
         if not self.exchange.is_of_fork:
             self.write_back()
 
-    def end(self, parameter: nn.Parameter) -> None:
-        """Called when the weight goes, after the module: its rows are in the table."""
-        # What refers to it weakly may have lost it by now.
-        self.parameter_view.keep_alive(parameter)
+    def __del__(self) -> None:
+        if sys.is_finalizing() or "exchange" not in vars(self):
+            return
         try:
             self._come_home()
         finally:
             self.table.claim.drop(self)
-            self.parameter_view.keep_alive(None)
 
     def flush(self) -> None:
         """Brings the table up to date, until the CPU sees it."""
         self._check_claim()
         self.write_back()
 
+    def fields_shape(self, field: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape of all rows of a field, and the dtype that they have in a step."""
+        shape, dtype = self.exchange.fields[field]
+        return (self.table.whole_rows, *shape), dtype
+
     @alone
-    def view(self) -> Tensor:
-        """All rows in the table's memory, as they are now; they may be written to."""
+    def memory(self, field: str = "weight") -> Tensor:
+        """All rows of a field in host memory, as they are now; they may be written to.
+
+        Rows that are stored in another dtype than a step has are copied; see store().
+        """
         with as_plain():
             self._check_claim()
-            self.table.host_table.settle()
-            return self.table.field("weight")[:]  # a tensor of the caller's
+            self.table.home_of(field).settle()
+            rows = self.table.field(field)[:]  # a tensor of the caller's
+            return rows.to(self.exchange.fields[field][1])
+
+    @alone
+    def store(self, field: str, rows: Tensor) -> None:
+        """Stores rows of memory() that were written, if they are a copy."""
+        with as_plain():
+            if self.table.field(field).dtype != rows.dtype:
+                self.fields.load(field, rows)
 
     @alone
     def copied(self, rows: slice) -> Tensor:
         """A copy on the CPU of some rows `[n, ...]`, as they are now."""
         with as_plain():
-            some = self.view()[rows]
+            some = self.memory()[rows]
             return some.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     @alone
@@ -345,15 +394,30 @@ class TrainedRows:
             self.fields.load("weight", values, first)
 
     @alone
-    def load(self, values: Tensor) -> None:
-        """Copies values `[rows, ...]` to all rows."""
-        if tuple(values.shape) != (shape := self.whole_shape):
+    def load(self, values: Tensor, field: str = "weight") -> None:
+        """Copies values `[rows, ...]` to all rows of a field."""
+        if tuple(values.shape) != (shape := self.fields_shape(field)[0]):
             raise ValueError(
-                f"{self.name}: its weight stands for a table of {[*shape]}, got values of"
+                f"{self.name}: its {field} stands for a table of {[*shape]}, got values of"
                 f" {list(values.shape)}: write to emb.table to change some rows"
             )
         with as_plain():
-            self.fields.load("weight", values)
+            self.fields.load(field, values)
+
+    @alone
+    def add_rows(self, content: RowContent, method: str, options: Mapping[str, Any]) -> None:
+        """Adds rows to those of their ids by `method`, "add_" or "sub_"; no other row changes."""
+        with as_plain(), torch.no_grad():
+            self.exchange.change()
+            held, values = self.parameter.detach(), content.values
+            if content.are_of(self.exchange.now.ids) and len(values) == len(held):
+                getattr(held, method)(values, **options)
+                return
+            ids = content.ids
+            rows = self.read(ids)
+            getattr(rows, method)(content.rows, **options)
+            self.exchange.write_back()
+            self._store.write(ids, rows)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -381,6 +445,7 @@ class TrainedRows:
                 self.exchange.rejoin(ids)
             step = self.exchange.now
             self.parameter_view.show(step)
+            self.parameter_view.collect()
             added, held = gradient, step.rows[0].shape[0]
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
@@ -401,17 +466,126 @@ class TrainedRows:
                 " step"
             )
 
-    def show_gradient(self, *, zeroes: bool = False) -> None:
-        """Called within a turn, before code outside reads the parameter's gradient or sets it.
+    def step_ids(self) -> Tensor:
+        """Ids of the step's rows, without the padding's, in the order of the rows on the device."""
+        ids = self.exchange.step_ids()
+        return ids if (portion := self.table.portion) is None else portion.numbers(ids)
 
-        With `zeroes` a zero_grad() does.
-        """
+    def own_gradient(self) -> Tensor | None:
+        """The gradient of the step's rows, as the optimizer is given it, within a turn."""
         self.exchange.await_step()
-        if not zeroes:
-            self.exchange.note_gradient_asked()
         self.parameter_view.show(self.exchange.now)
-        if not zeroes:
-            self.parameter_view.divide()
+        self.parameter_view.collect()
+        self.parameter_view.divide()
+        return self.parameter.grad
+
+    def weight_gradient(self) -> Tensor | None:
+        """The gradient of the weight: that of the step's rows, and zero for all others."""
+        with self.turn:
+            gradient, view = self.own_gradient(), self.parameter_view
+            now = self.exchange.now
+            if now.before is not None and now.before.gradient is not None:
+                gradient, now = now.before.gradient, now.before
+            if gradient is None:
+                self.exchange.note_zero_grad()
+                return None
+            view.note_read()
+            if (shown := view.shown_of(gradient)) is not None:
+                return shown
+            if gradient.is_sparse and self.table.portion is None:
+                ids, shape = self.step_ids(), (self.table.whole_rows, *gradient.shape[1:])
+                (places,), values = sparse_indices(gradient), sparse_values(gradient)
+                is_coalesced = gradient.is_coalesced()
+                if is_coalesced and len(places) == len(gradient):  # all rows of the device in order
+                    places, values = places[: len(ids)], values[: len(ids)]
+                shown = sparse_coo(ids[places][None], values, shape, is_coalesced=is_coalesced)
+            else:
+                values = sparse_values(gradient) if gradient.is_sparse else gradient
+                local_only = None
+                if self.table.portion is not None:
+                    local_only = (
+                        f"{self.name} needs the rows of all ranks, and each has the gradient of its"
+                        " own: use speedtorch.clip_grad_norm_ (in transformers' Trainer and with"
+                        " accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_; in"
+                        " Lightning: in the module's configure_gradient_clipping()), and"
+                        " speedtorch.GradScaler"
+                    )
+                content = RowContent(
+                    self.exchange.ids_of(now), values, local_only=local_only, zeroed=self._zeroed
+                )
+                shown = SparseRows.of(self.table.whole_rows, content)
+            view.note_shown(shown, gradient, values)
+            return shown
+
+    def _note_zeroed(self) -> None:
+        """Called when the gradient was filled with zeros, as by zero_grad(set_to_none=False)."""
+        with self.turn:
+            self.parameter_view.collect()
+            self.parameter_view.note_zeros()
+            self.exchange.note_zero_grad()
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Sets the gradient of the weight, `[N, ...]`, dense or sparse.
+
+        Rows that have a gradient and are not on the device join the step. Raises RuntimeError for
+        another shape or dtype, NotImplementedError if the rows do not fit into a capacity.
+        """
+        with self.turn:
+            self.exchange.await_step()
+            view = self.parameter_view
+            view.show(self.exchange.now)
+            if value is None:
+                self.parameter.grad = None
+                view.note_shown(None)
+                self.exchange.note_zero_grad()
+            else:
+                self._set_rows_gradient(value)
+
+    def _set_rows_gradient(self, value: Tensor) -> None:
+        with torch.no_grad():
+            view = self.parameter_view
+            if isinstance(value, RowWeight):
+                value = value.clone()
+            shape, dtype = self.fields_shape("weight")
+            if tuple(value.shape) != shape or value.dtype != dtype:
+                raise RuntimeError(
+                    f"{self.name}: attempting to assign a gradient of {list(value.shape)}"
+                    f" {value.dtype} to a weight of {list(shape)} {dtype}"
+                )
+            content = value.content if isinstance(value, SparseRows) else None
+            is_zero = content is not None and content.is_constant and content.fill == 0
+            if self.table.portion is not None and not is_zero:
+                raise NotImplementedError(
+                    f"{self.name}: its rows are sharded among ranks, so no gradient of all rows can"
+                    " be assigned; scale or clip the one that it has in place"
+                )
+            self.exchange.note_gradient_asked()
+            view.show(self.exchange.now)
+            ids, rows = _with_gradient(value.to(self.exchange.device))
+            if self._padding is not None and bool((ids == self._padding).any()):
+                raise NotImplementedError(
+                    f"{self.name}: the row of padding_idx={self._padding} is never trained, and the"
+                    " gradient that is assigned has one for it; set that row of it to zero"
+                )
+            own = self.step_ids()
+            if missing := ids[~torch.isin(ids, own)].shape[0]:
+                if not self.exchange.takes_more:
+                    raise NotImplementedError(
+                        f"{self.name}: {missing} rows with a gradient are not among the step's, and"
+                        " with capacity none can join it: look them up in this step"
+                    )
+                self.exchange.rejoin(ids[~torch.isin(ids, own)])
+                own = self.step_ids()
+            self.exchange.reopen()
+            places = torch.searchsorted(own, ids)
+            if value.is_sparse:
+                shape = tuple(self.parameter.shape)
+                self.parameter.grad = sparse_coo(places[None], rows, shape, is_coalesced=True)
+            else:
+                gradient = torch.zeros_like(self.parameter.detach())
+                gradient[places] = rows
+                self.parameter.grad = gradient
+            view.note_gradient()
 
     def adds_in_order(self) -> bool:
         """Whether gradients must be added up by torch, whose sums have other bits than ours."""
@@ -466,18 +640,6 @@ class TrainedRows:
         self.table.note_read(was_read)
 
 
-class _LeftRows(TrainedRows):
-    """TrainedRows after their module was freed. The weight owns them; a new module may claim them.
-
-    A subclass, because __getattr__ in TrainedRows would slow each of its attribute accesses.
-    """
-
-    @property
-    def parameter(self) -> nn.Parameter:  # type: ignore[override]
-        """The weight, to which this object has only a weak reference."""
-        return self.parameter_view.parameter
-
-
 class _RowsOfStep(torch.autograd.Function):
     """The held rows as the operand of a lookup; their gradient goes to `asker`.
 
@@ -516,7 +678,7 @@ class _SummedLookup(torch.autograd.Function):
         ctx.asker, ctx.batch, ctx.part, ctx.bags = asker, found.batch, found.part, bags
         ctx.number = number = asker.exchange.now.number
         ctx.pending = asker.exchange.backwards.made(number)
-        held = parameter.detach()
+        held = asker.parameter.detach()
         if bags is None:
             return rows_at(held, found.positions)
         return bags.pool(held, found.positions)
@@ -578,16 +740,43 @@ def check_once(gradient: Tensor) -> None:
         )
 
 
+def _with_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids of the rows of a gradient `[N, ...]` that are not zero, ascending, and the rows."""
+    if isinstance(gradient, SparseRows):
+        content = gradient.content
+        if content.dense is None and content.fill == 0:
+            ids, order = torch.sort(content.ids)
+            return ids.to(gradient.device), content.rows[order]
+        gradient = gradient.to_dense()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        return sparse_indices(gradient)[0], sparse_values(gradient)
+    ids = (gradient != 0).flatten(1).any(1).nonzero().squeeze(1)
+    return ids, gradient[ids]
+
+
+def places_of_weights(optimizer: torch.optim.Optimizer) -> list[tuple[list[Any], int]]:
+    """Where the weights of rows are that an optimizer holds: a list of a group, and the index."""
+    return [
+        (held, place)
+        for group in optimizer.param_groups
+        for held in (group["params"],)
+        for place, each in enumerate(held)
+        if type(each) is RowWeight and each._rows._weight() is each
+    ]
+
+
 def rows_held_by(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:
-    """The rows whose parameters an optimizer holds, in its order."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    return [rows for each in parameters if (rows := rows_of_parameter(each)) is not None]
+    """The rows whose weights an optimizer holds, in its order."""
+    return [held[place]._rows for held, place in places_of_weights(optimizer)]
 
 
 def rows_of_parameter(parameter: Tensor) -> TrainedRows | None:
     """The rows that a parameter stands for, if it does for any."""
-    reference = vars(parameter).get("_rows")
-    return None if reference is None else reference()
+    if type(parameter) is not RowWeight or parameter._rows._weight() is not parameter:
+        return None
+    rows: TrainedRows = parameter._rows
+    return rows
 
 
 def random_seed() -> int:

@@ -77,6 +77,14 @@ class Portion(NamedTuple):
                 return here[row - there.start]
         return None
 
+    def numbers(self, places: Tensor) -> Tensor:
+        """The ids in the larger table of rows that are here; of other numbers, some number."""
+        begins = [here.start for _, here in self.blocks] or [0]
+        shifts = [there.start - here.start for there, here in self.blocks] or [0]
+        of_blocks = torch.tensor([begins, shifts], device=places.device)
+        block = torch.searchsorted(of_blocks[0].contiguous(), places, right=True) - 1
+        return places + of_blocks[1][block.clamp(min=0)]
+
     def within(self, rows: slice) -> list[tuple[range, range]]:
         """Where rows are that are here of a range of the larger table: there from its begin on."""
         first, end, _ = rows.indices(self.rows)

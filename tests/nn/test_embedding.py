@@ -25,9 +25,9 @@ def pair(device: str = "cpu", **settings: Any) -> tuple[nn.Embedding, speedtorch
     return theirs.to(device), speedtorch.Embedding.from_module(theirs, device=device)
 
 
-def held(module: nn.Module) -> int:
+def held(module: speedtorch.Embedding) -> int:
     """How many rows a step holds."""
-    return len(torch.empty_like(module.weight))
+    return len(module.step_ids)
 
 
 def rows_of(embedding: speedtorch.Embedding) -> Tensor:
@@ -88,14 +88,16 @@ def test_evaluation_shortens_long_rows_as_torch_does(device: str) -> None:
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
-def test_the_weight_holds_each_row_of_the_step_once(device: str) -> None:
+def test_a_step_holds_each_of_its_rows_once(device: str) -> None:
     _, ours = pair(device)
     assert ours.weight.shape == (ROWS, WIDTH) and held(ours) == 0
     ours(IDS).sum().backward()
     assert ours.weight.shape == (ROWS, WIDTH) and held(ours) == 4
-    assert ours.weight.device.type == device
+    assert ours.step_ids.tolist() == [0, 1, 3, 19]
+    assert ours.weight.device.type == ours.step_ids.device.type == device
     assert ours.weight.grad is not None
-    assert ours.weight.grad[:, 0].tolist() == [1, 1, 3, 1]
+    assert ours.weight.grad[ours.step_ids, 0].tolist() == [1, 1, 3, 1]
+    assert ours.weight.grad[:, 0].tolist() == IDS.flatten().bincount(minlength=ROWS).tolist()
 
 
 def test_rows_announced_within_a_step_join_it(device: str) -> None:

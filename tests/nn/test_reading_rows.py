@@ -210,16 +210,16 @@ def trained_by_another_thread(emb: nn.Module, batches: list[Tensor]) -> Iterator
 
 def test_another_thread_waits_while_a_block_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     emb, halves = made(torch.zeros(2_000, 8)), list(torch.arange(2_000).split(1_000))
-    whole, unchanged = TrainedRows.view, []
+    whole, unchanged = TrainedRows.memory, []
 
-    def watched(rows: TrainedRows) -> Tensor:
-        found = whole(rows)
+    def watched(rows: TrainedRows, field: str = "weight") -> Tensor:
+        found = whole(rows, field)
         before = found.clone()
         time.sleep(0.02)
         unchanged.append(torch.equal(found, before))
         return found
 
-    monkeypatch.setattr(TrainedRows, "view", watched)
+    monkeypatch.setattr(TrainedRows, "memory", watched)
     seen: set[float] = set()
     with trained_by_another_thread(emb, halves) as thread:
         while len(seen) < 5 and thread.is_alive():

@@ -136,7 +136,8 @@ def test_loading_one_of_both_keeps_the_other_of_the_held_rows() -> None:
     step(ours, adam, IDS)
     moments = adam.state[ours.words.weight]["exp_avg"].clone()
     ours.load_state_dict(model_state)
-    assert_same_bytes(adam.state_dict()["state"][0]["exp_avg"][[1, 3, 19]], moments)
+    assert moments.shape == (ROWS, WIDTH) and moments[[1, 3, 19]].any(1).all()
+    assert_same_bytes(adam.state_dict()["state"][0]["exp_avg"], moments)
 
 
 def test_state_that_does_not_fit_changes_nothing() -> None:

@@ -405,23 +405,27 @@ def test_a_step_within_a_step_leaves_the_other_its_rows(compiled: bool) -> None:
     assert [row for row in range(ROWS) if not torch.equal(after[row], before[row])] == [2, 5]
 
 
-def test_a_copy_of_model_and_optimizer_does_not_go_on_with_half_a_state() -> None:
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_a_copy_of_model_and_optimizer_goes_on_with_the_whole_state(looks_up: bool) -> None:
     (_, _), (ours, adam) = pair()
+    step(ours, adam)
     step(ours, adam, IDS)
     copied, copied_adam = copy.deepcopy((ours, adam))
-    with pytest.raises(
-        ValueError, match="state of 3 rows of Embedding, which has 20: it is a copy"
-    ):
-        speedtorch.attach(copied_adam, copied)
-    copied(IDS)
-    with pytest.raises(ValueError, match="few rows only, or is a copy of an attached optimizer"):
-        speedtorch.attach(copied_adam, copied)
-    fresh = optim.Adam(copied.parameters(), lr=0.1)
-    speedtorch.attach(fresh, copied)
+    with pytest.raises(RuntimeError, match=r"call speedtorch.attach\(.*; nothing was stepped"):
+        step(copied, copied_adam, IDS)
+    if looks_up:
+        copied(IDS)
+    speedtorch.attach(copied_adam, copied)
+    another = copy.deepcopy(ours)
+    fresh = optim.Adam(another.parameters(), lr=0.1)
+    speedtorch.attach(fresh, another)
     fresh.load_state_dict(copy.deepcopy(adam.state_dict()))  # torch shares the step count
-    for model, optimizer in ((ours, adam), (copied, fresh)):
+    for model, optimizer in ((ours, adam), (copied, copied_adam), (another, fresh)):
         step(model, optimizer, IDS)
-    assert_same_rows(copied, ours)
+        step(model, optimizer)
+    for model, optimizer in ((copied, copied_adam), (another, fresh)):
+        assert_same_rows(model, ours)
+        assert_same_content(optimizer.state_dict(), adam.state_dict())
 
 
 def test_the_next_optimizer_of_a_table_from_a_file_begins_anew(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -536,28 +536,126 @@ def test_calls_under_way() -> None:
     assert not torch_internals.calls_under_way()
 
 
-def test_truncated_normal(asked: Tensor) -> None:
-    nn.init.trunc_normal_(asked, std=0.5)
-    inside = [frame for frame in Asked.frames if frame.f_code is torch_internals.TRUNCATED_NORMAL]
-    assert inside == Asked.frames != []
-    given = {name: inside[0].f_locals[name] for name in ("mean", "std", "a", "b", "generator")}
-    assert given == {"mean": 0.0, "std": 0.5, "a": -2.0, "b": 2.0, "generator": None}
+def test_replace_truncated_normal() -> None:
+    given: list[object] = []
+
+    def replaced(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        given.append((*args, *kwargs.items()))
+        return torch_internals.plain_truncated_normal(tensor, *args, **kwargs)
+
+    before = nn.init._no_grad_trunc_normal_
+    torch_internals.replace_truncated_normal(replaced)
+    try:
+        found = nn.init.trunc_normal_(torch.zeros(100), std=0.5, a=-0.1, b=0.2)
+    finally:
+        torch_internals.replace_truncated_normal(before)
+    assert given == [(0.0, 0.5, -0.1, 0.2, ("generator", None))]
+    assert -0.1 <= found.min() < found.max() <= 0.2
 
 
-def test_gradient_asked_to_be_zero(asked: Tensor) -> None:
-    asked.requires_grad_()
-    module = nn.Module()
-    with torch_internals.as_plain():
-        optimizer = torch.optim.SGD([asked])
-        # A module takes parameters alone; what asks is the code of its zero_grad.
-        module.parameters = lambda *_, **__: iter([asked])  # type: ignore[method-assign,assignment]
-    codes: list[CodeType] = []
-    for zeroes in (optimizer, module):
-        Asked.frames.clear()
-        zeroes.zero_grad()
-        codes.append(Asked.frames[0].f_code)
-    assert set(codes) == torch_internals.GRADIENT_ASKED_TO_BE_ZERO
-    assert len(set(codes)) == 2
+def test_foreach_types_are_those_that_are_clipped_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own(Tensor):
+        """A class that torch does not know."""
+
+    calls: list[int] = []
+    norm = torch._foreach_norm
+
+    def counted(tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        calls.append(len(tensors))
+        return norm(tensors, *args)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for known in (False, True):
+        for each in parameters:
+            each.grad = torch.ones(2)
+        with torch_internals.as_plain():
+            parameters[0].grad = torch.ones(2).as_subclass(Own)
+        if known:
+            torch_internals.FOREACH_TYPES.append(Own)
+        try:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        finally:
+            if known:
+                torch_internals.FOREACH_TYPES.remove(Own)
+    assert calls == [3]
+
+
+def test_give_no_data_pointer() -> None:
+    class Own(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+            raise AssertionError(func)
+
+    tensor = torch_internals.tensor_without_memory(Own, (2, 3), dtype=torch.float32)
+    torch_internals.give_no_data_pointer(tensor)
+    for use in (lambda: tensor.data_ptr(), lambda: torch.utils.dlpack.to_dlpack(tensor)):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            use()
+
+
+def test_is_pointwise_and_is_view() -> None:
+    aten = torch.ops.aten
+    assert torch_internals.is_pointwise(aten.mul_.Tensor)
+    assert not torch_internals.is_pointwise(aten.sum.default)
+    assert torch_internals.is_view(aten.select.int)
+    assert not any(map(torch_internals.is_view, (aten.mul_.Tensor, aten.index.Tensor)))
+
+
+def test_no_torch_function() -> None:
+    seen: list[object] = []
+
+    class Own(Tensor):
+        __torch_function__ = torch_internals.no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+            seen.append(func)
+            return torch.ones(2)
+
+    tensor = torch_internals.tensor_without_memory(Own, (2,), dtype=torch.float32)
+    assert type(torch.mul(tensor, 2)) is Tensor
+    assert seen == [torch.ops.aten.mul.Tensor]
+
+
+def test_replace_step_stays_within_the_calls_of_hooks() -> None:
+    class Base(torch.optim.Optimizer):
+        """An optimizer whose steps are noted."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            calls.append("base")
+
+    class Own(Base):
+        """Calls the step of its base class."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            calls.append("own")
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any) -> Any:
+            calls.append("replaced")
+            return function(*args)
+
+        return step
+
+    calls: list[str] = []
+    optimizer = Own([nn.Parameter(torch.ones(1))], {"lr": 1.0})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # keeps the function
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    assert torch_internals.step_functions(Own) == [Own, Base]
+    made = torch_internals.replace_step(Own, noted)
+    assert torch_internals.replace_step(Own, noted) is made
+    optimizer.step()
+    assert calls == ["pre", "replaced", "base", "own", "post"]
+    assert torch_internals.step_without_hooks(Own) is made and scheduler is not None
+    calls.clear()
+    torch_internals.replace_step(Base, noted)  # of which there is no optimizer: no hooks around it
+    optimizer.step()
+    assert calls == ["pre", "replaced", "replaced", "base", "own", "post"]
 
 
 def test_lent_by_grad_scaler() -> None:
@@ -632,30 +730,6 @@ def test_stepping_grad_scaler_where_gradients_are_on_the_host() -> None:
             scaler.scale(3.0 * parameter.cuda()).backward()
             scaler.step(Seen([parameter]))
     assert seen == [False, True, True, True]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_unscales(fused: bool) -> None:
-    calls: list[float] = []
-
-    class Noted(torch.amp.GradScaler):
-        """Notes by what it is to multiply gradients, and finds none that is infinite."""
-
-    def unscale(scaler: Any, optimizer: Any, factor: Tensor, found: Tensor, _: bool) -> Any:
-        calls.append(float(factor))
-        return {found.device: found}
-
-    setattr(Noted, torch_internals.UNSCALES, unscale)
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter], fused=fused)
-    scaler = Noted("cpu", init_scale=4.0)
-    scaler.scale(parameter.sum()).backward()
-    scaler.step(optimizer)
-    assert calls == [1.0 if fused else 0.25]
-    scaler.update()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert calls[1:] == [0.25]
 
 
 def test_attributes_without_hooks_and_step_without_hooks() -> None:
@@ -733,21 +807,6 @@ def test_ignored_by_data_parallel() -> None:
     module._ddp_params_and_buffers_to_ignore = ["0.bias"]
     torch_internals.ignored_by_data_parallel(module, ["1.weight", "0.bias"])
     assert module._ddp_params_and_buffers_to_ignore == ["0.bias", "1.weight"]
-
-
-def test_clips_by_norm() -> None:
-    callers: list[CodeType] = []
-
-    class Noted:
-        @property
-        def grad(self) -> Tensor:
-            callers.append(sys._getframe(1).f_code)
-            return torch.ones(2)
-
-    for clip, known in ((nn.utils.clip_grad_norm_, True), (nn.utils.clip_grad_value_, False)):
-        callers.clear()
-        clip([Noted()], 1.0)  # type: ignore[operator]
-        assert (callers[0] in torch_internals.CLIPS_BY_NORM) is known
 
 
 def test_timeout_of(process_group: timedelta) -> None:

@@ -67,7 +67,7 @@ def test_a_weight_without_its_module_has_the_tables_rows(
 ) -> None:
     weight = trained(make, device).weight
     assert weight.shape == (ROWS, WIDTH) and weight.numel() == ROWS * WIDTH
-    assert weight.device.type == device and f"{ROWS} rows" in repr(weight)
+    assert weight.device.type == device and f"[{ROWS}, {WIDTH}]" in repr(weight)
     assert_same_bytes(read(weight).detach().cpu(), read(after(1)))
     assert_same_bytes(read(weight.data).detach().cpu(), read(after(1)))
 

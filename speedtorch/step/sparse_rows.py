@@ -1,0 +1,421 @@
+"""SparseRows: a tensor of a table's shape that has memory for some of its rows only.
+
+The gradient of an Embedding's weight is one, and so are torch.zeros_like(weight) and the like.
+Every operation gives the numbers of a dense tensor of that shape. Pointwise operations compute with
+the rows that have memory; operations that cannot allocate all rows first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from speedtorch.torch_internals import (
+    FOREACH_TYPES,
+    give_no_data_pointer,
+    is_pointwise,
+    is_view,
+    no_torch_function,
+    tensor_without_memory,
+    tree_leaves,
+    tree_map,
+)
+
+__all__ = ["RowContent", "SparseRows"]
+
+_ALIASES = frozenset({"detach", "alias", "lift_fresh", "detach_"})
+# Operations on each element that torch does not tag as pointwise.
+_ELEMENTWISE = frozenset({"_to_copy", "copy_", "zero_", "fill_", "masked_fill_"})
+_LIKE = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": None}
+# Reductions to which elements that are zero add nothing.
+_SUMS = frozenset({"linalg_vector_norm", "sum", "any", "count_nonzero", "norm"})
+# Functions of lists that keep zeros, with numbers or tensors of one element beside the first list.
+_KEEP_ZEROS = frozenset(
+    f"_foreach_{name}{end}"
+    for name in ("mul", "div", "zero", "neg", "abs", "sqrt", "sign", "norm", "clone")
+    for end in ("", "_")
+) | {"_amp_foreach_non_finite_check_and_unscale_"}
+_CLAMPS = {"_foreach_clamp_min_": -1, "_foreach_clamp_max_": 1}
+# What replaces the memory, the shape or the strides.
+_REPLACES = frozenset({"set_", "resize_", "resize_as_", "t_", "transpose_", "swapaxes_"}) | {
+    *("swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "slice_inverse")
+}
+# What a rank may do to its own rows: the other ranks do the same to theirs.
+_ALIKE = frozenset({"mul_", "div_", "zero_", "clamp_", "clamp_min_", "clamp_max_"}) | {
+    *("_foreach_mul_", "_foreach_div_", "_foreach_zero_", *_CLAMPS)
+}
+
+
+class RowContent:
+    """What SparseRows and its aliases share.
+
+    Attributes:
+        values: `[n, ...]`, the rows that have memory, in the order of the ids; further rows behind
+            them equal `fill`.
+        fill: All elements of all other rows.
+        dense: All rows `[N, ...]`, from the first operation on that needs them; it then replaces
+            the other attributes.
+        local_only: Why only operations that treat all elements alike are supported, if so.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor | Callable[[], Tensor],
+        values: Tensor,
+        fill: float = 0.0,
+        *,
+        local_only: str | None = None,
+        zeroed: Callable[[], Callable[[], object] | None] = lambda: None,
+    ) -> None:
+        self._ids = ids
+        self.values, self.fill = values, fill
+        self.dense: Tensor | None = None
+        self.local_only = local_only
+        self.zeroed = zeroed
+        """A weak reference to what is called after zero_()."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Which rows have memory; of a block of a fixed size, this waits for the device."""
+        if not isinstance(self._ids, Tensor):
+            self._ids = self._ids()
+        return self._ids
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rows equal one number."""
+        return self.dense is None and not len(self.values)
+
+    def are_of(self, ids: Tensor) -> bool:
+        """Whether the rows are those of these ids, of this very tensor."""
+        return self._ids is ids
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of the ids."""
+        return self.values[: len(self.ids)]
+
+    def keep(self, ids: Tensor, values: Tensor, fill: float) -> None:
+        """Becomes other rows."""
+        self._ids, self.values, self.fill = ids, values, fill
+
+    def has_rows_of(self, other: RowContent) -> bool:
+        """Whether both have memory for the same rows, at the same places, without waiting."""
+        return self._ids is other._ids and len(self.values) == len(other.values)
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        """The rows of any ids, `[*ids.shape, ...]`, in memory of their own."""
+        self._check_all()
+        own, place = torch.sort(self.ids)
+        asked = ids.to(own.device).reshape(-1)
+        rows = self.values.new_full((len(asked), *self.values.shape[1:]), self.fill)
+        if len(own):
+            found = torch.searchsorted(own, asked).clamp_(max=len(own) - 1)
+            there = (own[found] == asked).nonzero().squeeze(1)
+            rows[there] = self.rows[place[found[there]]]
+        return rows.view(*ids.shape, *rows.shape[1:])
+
+    def all_rows(self, count: int) -> Tensor:
+        """All rows `[count, ...]`, in memory of their own."""
+        self._check_all()
+        shape = (count, *self.values.shape[1:])
+        if self.dense is not None:
+            return self.dense.clone()
+        dense = self.values.new_full(shape, self.fill)
+        return dense.index_copy_(0, self.ids.to(dense.device), self.rows)
+
+    def _check_all(self) -> None:
+        """Raises NotImplementedError if some rows are those of other ranks."""
+        if self.local_only is not None:
+            raise NotImplementedError(f"the gradient of {self.local_only}")
+
+
+class SparseRows(Tensor):
+    """A tensor `[N, ...]` whose rows equal one number, except for those that have memory.
+
+    It is what `torch.zeros_like(emb.weight)` and `emb.weight.grad` return. All operations of torch
+    give what they give for a dense tensor. Those that are not pointwise, indexed writes and views
+    among them, take memory for all N rows on its device.
+    """
+
+    content: RowContent
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def of(rows: int, content: RowContent) -> SparseRows:
+        """A tensor of so many rows."""
+        values = content.values
+        made = tensor_without_memory(
+            SparseRows, (rows, *values.shape[1:]), dtype=values.dtype, device=values.device
+        )
+        give_no_data_pointer(made)
+        vars(made)["content"] = content
+        return made
+
+    @staticmethod
+    def filled(rows: int, like: Tensor, fill: float) -> SparseRows:
+        """A tensor of one number, of the row shape, dtype and device of `like`."""
+        ids = torch.empty(0, dtype=torch.int64, device=like.device)
+        return SparseRows.of(rows, RowContent(ids, like[:0].detach().clone(), fill))
+
+    def to_dense(self, *_: Any, **__: Any) -> Tensor:
+        """All rows, in memory of their own."""
+        return self.content.all_rows(self.shape[0])
+
+    def numpy(self, **options: Any) -> Any:
+        """All rows, as of a dense tensor."""
+        return self.in_memory().numpy(**options)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.in_memory().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def tolist(self) -> Any:
+        """All rows, as of a dense tensor."""
+        return self.to_dense().tolist()
+
+    def untyped_storage(self) -> NoReturn:
+        """Refused, as all that would use the memory itself."""
+        raise NotImplementedError(f"{self!r} has no storage: use a copy of all rows by to_dense()")
+
+    share_memory_ = storage = untyped_storage
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SparseRows({[*self.shape]}, {self.dtype}, device={self.device})"
+
+    def in_memory(self) -> Tensor:
+        """All rows, in memory that the tensor uses from now on."""
+        content = self.content
+        if content.dense is None:
+            content.dense = content.all_rows(self.shape[0])
+        return content.dense
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, _name_of(func)
+        if args and isinstance(args[0], list) and "foreach" in name:
+            return _of_lists(func, name, args, kwargs)
+        sparse = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SparseRows)]
+        first = sparse[0]
+        if name in _ALIASES:
+            return SparseRows.of(first.shape[0], first.content)
+        if name in _LIKE and not kwargs.get("dtype") and not kwargs.get("device"):
+            fill: Any = args[1] if name == "full_like" else _LIKE[name]
+            return SparseRows.filled(first.shape[0], first.content.values, fill)
+        if name.startswith("new_"):
+            return func(first.content.values.detach(), *args[1:], **kwargs)
+        if name in _REPLACES or isinstance(kwargs.get("out"), SparseRows):
+            raise NotImplementedError(
+                f"{name}() of a tensor that has memory for some of its rows: use a copy of all rows"
+                " by to_dense()"
+            )
+        _check_alike(name, args, [each.content for each in sparse])
+        result = NotImplemented
+        if all(each.content.dense is None for each in sparse):
+            if is_pointwise(func) or name in _ELEMENTWISE:
+                result = _pointwise(func, args, kwargs, sparse)
+            elif len(sparse) == 1 and first is args[0]:
+                result = _of_rows(func, name, first, args, kwargs)
+        if result is NotImplemented:
+            result = _of_all_rows(func, args, kwargs)
+        if func._schema.is_mutable:
+            _note_written(name, [each.content for each in sparse])
+        is_own = result is not None and result is first.content.dense
+        return first if is_own else result
+
+
+@cache
+def _name_of(func: Any) -> str:
+    """The name of an operation without its namespace."""
+    name: str = func._schema.name
+    return name.partition("::")[2]
+
+
+def _note_written(name: str, contents: Sequence[RowContent]) -> None:
+    """Counts a write, which torch does not here, below autograd."""
+    for content in contents:
+        torch.autograd.graph.increment_version(content.values)
+        if name in ("zero_", "_foreach_zero_") and (zeroed := content.zeroed()) is not None:
+            zeroed()
+
+
+def _check_alike(name: str, args: Sequence[Any], contents: Sequence[RowContent]) -> None:
+    """Raises NotImplementedError if a rank has only a part of the rows and `name` needs others."""
+    reason = next((each.local_only for each in contents if each.local_only), None)
+    if reason is None:
+        return
+    plain = [
+        a for a in tree_leaves(args) if isinstance(a, Tensor) and not isinstance(a, SparseRows)
+    ]
+    in_a_list = isinstance(args[0], list)
+    if name not in _ALIKE or (any(a.dim() for a in plain) and not in_a_list):
+        raise NotImplementedError(f"{name}() of the gradient of {reason}")
+
+
+def _of_all_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result for tensors of all rows, which later operations use if a part may be written."""
+    # Operations of other libraries, collectives among them, may write without saying so.
+    stays = func._schema.is_mutable or is_view(func) or func.namespace != "aten"
+
+    def whole(each: Any) -> Any:
+        if not isinstance(each, SparseRows):
+            return each
+        stays_whole = stays or each.content.dense is not None
+        return each.in_memory() if stays_whole else each.to_dense()
+
+    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+
+
+def _of_rows(func: Any, name: str, tensor: SparseRows, args: Any, kwargs: Any) -> Any:
+    """The result of a reduction or of a lookup, or NotImplemented if all rows are needed."""
+    content = tensor.content
+    given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    if name in _SUMS and content.fill == 0 and given.get("dim") in (None, []):
+        order = given.get("ord", given.get("p", 1))
+        if order is None or order > 0:
+            return func(_some(content.values), *args[1:], **kwargs)
+    if name == "index_select" and given["dim"] % tensor.dim() == 0:
+        return content.rows_at(given["index"])
+    if name == "select" and given["dim"] == 0:
+        place = (content.ids == given["index"] % max(1, tensor.shape[0])).nonzero()
+        if len(place):
+            return content.values[int(place[0])]
+    return NotImplemented
+
+
+def _some(values: Tensor) -> Tensor:
+    """Values, or one row of zeros for no rows, of which torch finds no largest element."""
+    return values if len(values) else values.new_zeros((1, *values.shape[1:]))
+
+
+def _pointwise(func: Any, args: Any, kwargs: Any, sparse: Sequence[SparseRows]) -> Any:
+    """The result of an operation on each element, or NotImplemented if all rows are needed."""
+    first, contents = sparse[0], [each.content for each in sparse]
+    shape, own = first.shape, contents[0]
+    written = func._schema.is_mutable
+    leaves = tree_leaves((args, kwargs))
+    plain = [a for a in leaves if isinstance(a, Tensor) and not isinstance(a, SparseRows)]
+    if any(each.shape != shape for each in sparse) or (written and args[0] is not first):
+        return NotImplemented
+    if any(each.dim() > len(shape) for each in plain) or "out" in kwargs:
+        return NotImplemented
+    differs = any(each.dim() == len(shape) and each.shape[0] != 1 for each in plain)
+    fill = _fill(func, args, kwargs, contents, plain, len(shape), differs)
+    if fill is None:
+        return NotImplemented
+    ids: Any = own._ids
+    if all(own.has_rows_of(each) for each in contents):
+        ids = own.ids if differs else ids
+        rows = [each.rows if differs else each.values for each in contents]
+    else:
+        ids = torch.unique(torch.cat([each.ids for each in contents]))
+        if len(ids) == len(own.ids):
+            ids = own.ids
+        rows = [c.rows if c.ids is ids else c.rows_at(ids) for c in contents]
+    left = iter(rows)
+
+    def of_ids(each: Any) -> Any:
+        if isinstance(each, SparseRows):
+            return next(left)
+        is_whole = isinstance(each, Tensor) and each.dim() == len(shape) and each.shape[0] != 1
+        return each.index_select(0, ids.to(each.device)) if is_whole else each
+
+    result = func(*tree_map(of_ids, args), **tree_map(of_ids, kwargs))
+    if written:
+        if result.data_ptr() != own.values.data_ptr():
+            own.keep(ids, result, fill)
+        own.fill = fill
+        return first
+    return SparseRows.of(shape[0], RowContent(ids, result, fill))
+
+
+def _fill(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    contents: Sequence[RowContent],
+    plain: Sequence[Tensor],
+    dims: int,
+    differs: bool,
+) -> float | None:
+    """What becomes of the rows without memory, or None if they no longer equal one number."""
+    name = _name_of(func).rstrip("_")
+    zeros = all(each.fill == 0 for each in contents)
+    if zeros and name in ("mul", "div") and len(contents) == 1 and not differs and plain:
+        return 0.0  # without waiting for a device
+    shapes = [each.shape for each in plain]
+    size = torch.broadcast_shapes((1,) * dims, *shapes)  # type: ignore[no-untyped-call]
+    place = plain[0].device if differs else torch.device("cpu")
+
+    def other(each: Any) -> Any:
+        if isinstance(each, SparseRows):
+            return torch.full(size, each.content.fill, dtype=each.dtype, device=place)
+        return each.to(place) if isinstance(each, Tensor) else each
+
+    options = {key: place if key == "device" else value for key, value in kwargs.items()}
+    found = func(*tree_map(other, args), **tree_map(other, options))
+    if not isinstance(found, Tensor):
+        return None
+    if differs:
+        others = torch.ones(len(found), dtype=torch.bool, device=place)
+        for each in contents:
+            others[each.ids.to(place)] = False
+        found = found[others]
+    if found.numel() == 0:
+        return 0.0
+    value = found.reshape(-1)[0]
+    same = (found == value) | ((found != found) & (value != value))
+    return value.item() if bool(same.all()) else None
+
+
+def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The results of a function of lists of tensors."""
+    first, rest = args[0], args[1:]
+    contents = [each.content for each in first if isinstance(each, SparseRows)]
+    _check_alike(name, args, contents)
+    is_simple = name in _KEEP_ZEROS and not (rest and isinstance(rest[0], list | SparseRows))
+    if (sign := _CLAMPS.get(name)) is not None:
+        is_simple = isinstance(rest[0], int | float) and rest[0] * sign >= 0
+    if is_simple and all(each.fill == 0 and each.dense is None for each in contents):
+        values = [each.content.values if isinstance(each, SparseRows) else each for each in first]
+        results = func(
+            list(map(_some, values)) if name == "_foreach_norm" else values, *rest, **kwargs
+        )
+        if results is not None and name != "_foreach_norm":
+            for place, each in enumerate(first):
+                if isinstance(each, SparseRows):
+                    content = RowContent(each.content._ids, results[place])
+                    results[place] = SparseRows.of(each.shape[0], content)
+    elif name.startswith("_amp"):
+        return _of_all_rows(func, args, kwargs)
+    else:
+        base = name.removeprefix("_foreach_")
+        if rest and isinstance(rest[0], int | float):
+            base = base.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
+        single = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base)
+        results = []
+        for place in range(len(first)):
+            own = [a[place] if isinstance(a, list | tuple) else a for a in args]
+            results.append(single(*own, **kwargs))
+    if func._schema.is_mutable:
+        return _note_written(name, contents)
+    return results
+
+
+# torch.nn.utils uses functions of lists for tensors of these types only; so one gradient would
+# make it slow for the gradients of a whole model.
+if SparseRows not in FOREACH_TYPES:
+    FOREACH_TYPES.append(SparseRows)
