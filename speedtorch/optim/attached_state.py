@@ -156,7 +156,7 @@ class AttachedState:
         """Loads a state of all rows that user code has assigned to an entry."""
         rows = self.table_rows
         entries = self.entries()
-        for name in self.names:
+        for name in self.names if self._has_stepped else ():
             value = entries.get(name)
             if isinstance(value, RowWeight) and value._rows is rows and value._field == name:
                 continue
@@ -184,8 +184,7 @@ class AttachedState:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
         self.complete()
         self.loading = None  # what a load that failed has left
-        if self._has_stepped:
-            self._take_given()
+        self._take_given()
         if self._counts_anew:
             self._counts_anew = False
             warnings.warn(
@@ -285,6 +284,7 @@ class AttachedState:
         self.check_kept()
         if not self._has_stepped and not self.entries():
             return None
+        self._take_given()
         self.table_rows.flush()
         rows = {name: self.table_rows.fields.in_place(name) for name in self.names}
         return {**self.entries(), **rows}
@@ -305,6 +305,7 @@ class AttachedState:
         self.complete()
         if not self._has_stepped and not self.entries():
             return None
+        self._take_given()
         self.table_rows.flush()
         rows = {name: self.table_rows.fields.saved(name) for name in self.names}
         parameter = self.table_rows.weight

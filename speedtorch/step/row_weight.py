@@ -57,6 +57,10 @@ _MEMORY = _names(
 """Functions that use or replace the memory itself, its shape or its strides."""
 _CONVERSIONS = _names("cpu cuda to contiguous type float double half bfloat16 resolve_conj")
 """Methods that return the tensor itself if it is of that kind already."""
+_RESHAPES = _names(
+    "view reshape flatten ravel contiguous view_as reshape_as unflatten _unsafe_view"
+)
+"""Functions that return a view of elements that lie side by side, and else a copy or an error."""
 _OVERWRITE = _names(
     "zero_ fill_ uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_"
 )
@@ -85,6 +89,8 @@ class RowWeight(Tensor):
     _field: str
     _path: tuple[Callable[[Tensor], Tensor], ...]
     """The views that lead from all rows to these elements."""
+    _is_compact = False
+    """Whether these views need rows that lie side by side, which rows in records do not."""
 
     @staticmethod
     def of(
@@ -168,21 +174,25 @@ class RowWeight(Tensor):
                 f" {device}, requires_grad={self.requires_grad}"
             )
 
-    def _all(self, memory: _Memory | None = None) -> Tensor:
-        """The elements, in the table's memory."""
+    def _all(self, memory: _Memory | None = None, *, is_compact: bool = False) -> Tensor:
+        """The elements, in the table's memory, or in a copy if they must lie side by side."""
         memory = {} if memory is None else memory
         key = self._rows, self._field
         if key not in memory:
-            memory[key] = self._rows.memory(self._field)
+            rows = self._rows.memory(self._field)
+            memory[key] = rows.contiguous() if is_compact or self._is_compact else rows
         found = memory[key]
         for view in self._path:
             found = view(found)
         return found
 
-    def _view(self, like: Tensor, step: Callable[[Tensor], Tensor]) -> RowWeight:
-        return RowWeight.of(
-            self._rows, self._lookups, field=self._field, path=(*self._path, step), like=like
-        )
+    def _view(
+        self, like: Tensor, step: Callable[[Tensor], Tensor] | None = None, *, is_compact: bool
+    ) -> RowWeight:
+        path = self._path if step is None else (*self._path, step)
+        made = RowWeight.of(self._rows, self._lookups, field=self._field, path=path, like=like)
+        vars(made)["_is_compact"] = is_compact or self._is_compact
+        return made
 
 
 class _LookedUp(Tensor):
@@ -297,20 +307,18 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
     if is_first and access in ("__get__", "__set__", "__delete__"):
         if name not in _ELEMENTS:
             return _property(func, access, name, args)
-    elif name in _METADATA:
+    elif name in _METADATA and not (name == "backward" and is_first):
         with as_plain():
             return func(*args, **kwargs)
     if getattr(func, "__module__", "") == nn.init.__name__:
         return _initialised(func, args, kwargs)
     if name in ("detach", "alias"):
-        return RowWeight.of(
-            weight._rows,
-            weight._lookups,
-            field=weight._field,
-            path=weight._path,
-            like=_meta(weight),
-        )
-    if name in _MEMORY or (name == "data" and access == "__set__"):
+        return weight._view(_meta(weight), is_compact=False)
+    if (
+        name in _MEMORY
+        or (name == "data" and access == "__set__")
+        or (name == "backward" and is_first)
+    ):
         remedy = "emb.table['weight'], or a copy of it by clone()"
         raise _refused(weight, f"{name}() of", "memory, shape and strides are the table's", remedy)
     if name == "grad":
@@ -359,25 +367,22 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The answer of the whole table; results that share its memory are views of the weight."""
     memory: _Memory = {}
     found: list[tuple[RowWeight, Tensor]] = []
+    leaves = tree_leaves((args, kwargs))
+    weights = [each for each in leaves if isinstance(each, RowWeight)]
+    first, is_compact = weights[0], name in _RESHAPES or any(each._is_compact for each in weights)
 
     def resolved(each: Any) -> Any:
         if isinstance(each, RowWeight):
-            found.append((each, each._all(memory)))
+            found.append((each, each._all(memory, is_compact=is_compact)))
             return found[-1][1]
         return each.cpu() if isinstance(each, SparseRows) else each
 
-    first = next(e for e in tree_leaves((args, kwargs)) if isinstance(e, RowWeight))
     with as_plain():
-        if first.is_cuda and any(_is_on_gpu(each) for each in tree_leaves((args, kwargs))):
+        if first.is_cuda and any(map(_is_on_gpu, leaves)):
             raise _all_rows_needed(first, f"{name}()")
-        try:
-            given = tree_map(resolved, args), tree_map(resolved, kwargs)
-            versions = {key: version_of(base) for key, base in memory.items()}
-            result = func(*given[0], **given[1])
-        except RuntimeError as error:
-            if "view size is not compatible" not in str(error):
-                raise
-            result = func(*tree_map(_contiguous, given[0]), **given[1])  # of rows in records
+        given = tree_map(resolved, args), tree_map(resolved, kwargs)
+        versions = {key: version_of(base) for key, base in memory.items()}
+        result = func(*given[0], **given[1])
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             versions = dict.fromkeys(versions, -1)  # below autograd torch counts no writes
         _store(memory, versions)
@@ -394,7 +399,8 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
                 return weight if name not in _CONVERSIONS or not weight.is_cuda else each.clone()
         if each.layout != torch.strided or storage_id(each.untyped_storage()) not in storages:
             return each
-        return first._view(each, partial(_again, func, args, kwargs, first, place))
+        step = partial(_again, func, args, kwargs, first, place)
+        return first._view(each, step, is_compact=is_compact)
 
     with as_plain():
         return tree_map(returned, result)
@@ -425,10 +431,6 @@ def _is_on_gpu(each: Any) -> bool:
     """Whether a tensor is on a GPU and has more than one element, where the table is not."""
     is_other = isinstance(each, Tensor) and not isinstance(each, RowWeight | SparseRows)
     return is_other and each.is_cuda and each.dim() > 0
-
-
-def _contiguous(each: Any) -> Any:
-    return each.contiguous() if isinstance(each, Tensor) else each
 
 
 def _again(
@@ -487,10 +489,14 @@ def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
         if access == "__get__":
             return weight.detach()
         value = args[1]
-        is_own = isinstance(value, RowWeight) and value._rows is weight._rows and not value._path
-        if not is_own:  # weight.data *= 2 assigns what it has changed
-            weight.copy_(value) if weight._path else _load(weight, value)
-        return None
+        if isinstance(value, RowWeight) and value._rows is weight._rows and not value._path:
+            return None  # weight.data *= 2 assigns what it has changed
+        with as_plain():
+            fits = value.shape == weight.shape and value.dtype == weight.dtype
+        if weight._rows._weight() is not weight or not fits:
+            reason = "it can become other values of its shape and dtype only"
+            raise _refused(weight, "assigning the data of", reason, "weight.data.copy_(values)")
+        return _load(weight, value)
     if name == "requires_grad" and access == "__set__":
         _require_gradient(weight, args[1])
         return None
@@ -584,6 +590,8 @@ def _of_lists(name: str, args: Any, kwargs: Any) -> Any:
     results = []
     for place in range(len(args[0])):
         own = [each[place] if isinstance(each, list | tuple) else each for each in args]
+        if single.startswith("addc") and len(own) > 3:
+            kwargs = {**kwargs, "value": own.pop()}
         results.append(function(*own, **kwargs))
     return args[0] if name.endswith("_") else results
 
@@ -648,7 +656,7 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
     """The rows of an index, with a gradient if it is asked; NotImplemented for other indices."""
     if trains and weight._rows._weight() is not weight:
         return NotImplemented
-    first, *rest = index if isinstance(index, tuple) else (index,)
+    first, *rest = index if isinstance(index, tuple) and index else (index,)
     count = weight._rows.whole_shape[0]
     if isinstance(first, list) or (hasattr(first, "__array__") and not isinstance(first, Tensor)):
         first = torch.as_tensor(first)

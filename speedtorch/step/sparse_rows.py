@@ -354,8 +354,9 @@ def _fill(
     """What becomes of the rows without memory, or None if they no longer equal one number."""
     name = _name_of(func).rstrip("_")
     zeros = all(each.fill == 0 for each in contents)
-    if zeros and name in ("mul", "div") and len(contents) == 1 and not differs and plain:
-        return 0.0  # without waiting for a device
+    on_gpu = any(each.is_cuda for each in plain)
+    if zeros and name in ("mul", "div") and len(contents) == 1 and not differs and on_gpu:
+        return 0.0  # without waiting for it, also if the other number is none
     shapes = [each.shape for each in plain]
     size = torch.broadcast_shapes((1,) * dims, *shapes)  # type: ignore[no-untyped-call]
     place = plain[0].device if differs else torch.device("cpu")
@@ -405,10 +406,16 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         base = name.removeprefix("_foreach_")
         if rest and isinstance(rest[0], int | float):
             base = base.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
-        single = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base)
+        single = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base, None)
+        if single is None:
+            raise NotImplementedError(
+                f"{name}() of {contents[0]!r}: use the function of one tensor"
+            )
         results = []
         for place in range(len(first)):
             own = [a[place] if isinstance(a, list | tuple) else a for a in args]
+            if base.startswith("addc") and len(own) > 3:
+                kwargs = {**kwargs, "value": own.pop()}
             results.append(single(*own, **kwargs))
     if func._schema.is_mutable:
         return _note_written(name, contents)

@@ -369,9 +369,9 @@ class TrainedRows:
 
     @alone
     def store(self, field: str, rows: Tensor) -> None:
-        """Stores rows of memory() that were written, if they are a copy."""
+        """Stores all rows of a field; nothing happens to those that are in the table's memory."""
         with as_plain():
-            if self.table.field(field).dtype != rows.dtype:
+            if self.table.field(field).data_ptr() != rows.data_ptr():
                 self.fields.load(field, rows)
 
     @alone
@@ -545,7 +545,9 @@ class TrainedRows:
         with torch.no_grad():
             view = self.parameter_view
             if isinstance(value, RowWeight):
-                value = value.clone()
+                raise NotImplementedError(
+                    f"{self.name}: its gradient cannot share the memory of a weight: use clone()"
+                )
             shape, dtype = self.fields_shape("weight")
             if tuple(value.shape) != shape or value.dtype != dtype:
                 raise RuntimeError(
