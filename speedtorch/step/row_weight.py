@@ -52,7 +52,7 @@ _LIKE = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": No
 _MEMORY = _names(
     "data_ptr storage _typed_storage storage_type set_ share_memory_ resize_ resize_as_ __dlpack__"
     " _to_dlpack as_strided as_strided_ swap_tensors module_load t_ transpose_ swapaxes_ swapdims_"
-    " squeeze_ unsqueeze_ detach_ slice_inverse"
+    " squeeze_ unsqueeze_ detach_ slice_inverse map_ map2_ apply_ chain_matmul"
 )
 """Functions that use or replace the memory itself, its shape or its strides."""
 _CONVERSIONS = _names("cpu cuda to contiguous type float double half bfloat16 resolve_conj")
@@ -223,7 +223,7 @@ class _LookedUp(Tensor):
         if torch.is_grad_enabled() and writes:
             weight = next(e._of for e in tree_leaves((args, kwargs)) if isinstance(e, _LookedUp))
             raise _refused(weight, f"{name}() of rows of", "gradients are recorded", _NO_GRAD)
-        own = partial(tree_map, lambda each: each._of if isinstance(each, _LookedUp) else each)
+        own = partial(tree_map, lambda leaf: leaf._of if isinstance(leaf, _LookedUp) else leaf)
         result = func(*own(args), **own(kwargs))
         return args[0] if writes and result is own(args)[0] else result
 
@@ -298,7 +298,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
     """What a function of torch returns for a weight; of a property, func is its accessor."""
     access = getattr(func, "__name__", "")
     name = name or _name_of(func, args)
-    weights = [each for each in tree_leaves((args, kwargs)) if isinstance(each, RowWeight)]
+    weights = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RowWeight)]
     if not weights:
         with as_plain():
             return func(*args, **kwargs)
@@ -325,7 +325,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
         remedy = "loss.backward() and emb.weight.grad"
         raise _refused(weight, "autograd.grad() of", "autograd has no gradient of all rows", remedy)
     with as_plain():
-        trains = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+        trains = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in weights)
     if name in ("is_pinned", "is_shared"):
         return False
     if name == "requires_grad_":
@@ -335,7 +335,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
     if name.startswith("_foreach_"):
         return _of_lists(name, args, kwargs)
     if (out := kwargs.get("out")) is not None:
-        if any(isinstance(each, RowWeight) for each in tree_leaves(out)) and not trains:
+        if any(isinstance(leaf, RowWeight) for leaf in tree_leaves(out)) and not trains:
             return _written_out(func, name, args, kwargs)
     else:
         found = _looked_up(func, name, args, kwargs, weight, trains)
@@ -368,14 +368,14 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     memory: _Memory = {}
     found: list[tuple[RowWeight, Tensor]] = []
     leaves = tree_leaves((args, kwargs))
-    weights = [each for each in leaves if isinstance(each, RowWeight)]
-    first, is_compact = weights[0], name in _RESHAPES or any(each._is_compact for each in weights)
+    weights = [leaf for leaf in leaves if isinstance(leaf, RowWeight)]
+    first, is_compact = weights[0], name in _RESHAPES or any(leaf._is_compact for leaf in weights)
 
-    def resolved(each: Any) -> Any:
-        if isinstance(each, RowWeight):
-            found.append((each, each._all(memory, is_compact=is_compact)))
+    def resolved(leaf: Any) -> Any:
+        if isinstance(leaf, RowWeight):
+            found.append((leaf, leaf._all(memory, is_compact=is_compact)))
             return found[-1][1]
-        return each.cpu() if isinstance(each, SparseRows) else each
+        return leaf.cpu() if isinstance(leaf, SparseRows) else leaf
 
     with as_plain():
         if first.is_cuda and any(map(_is_on_gpu, leaves)):
@@ -389,18 +389,18 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     storages = {storage_id(base.untyped_storage()) for base in memory.values()}
     place = -1
 
-    def returned(each: Any) -> Any:
+    def returned(leaf: Any) -> Any:
         nonlocal place
         place += 1
-        if not isinstance(each, Tensor) or isinstance(each, RowWeight | SparseRows):
-            return each
+        if not isinstance(leaf, Tensor) or isinstance(leaf, RowWeight | SparseRows):
+            return leaf
         for weight, own in found:
-            if each is own:
-                return weight if name not in _CONVERSIONS or not weight.is_cuda else each.clone()
-        if each.layout != torch.strided or storage_id(each.untyped_storage()) not in storages:
-            return each
+            if leaf is own:
+                return weight if name not in _CONVERSIONS or not weight.is_cuda else leaf.clone()
+        if leaf.layout != torch.strided or storage_id(leaf.untyped_storage()) not in storages:
+            return leaf
         step = partial(_again, func, args, kwargs, first, place)
-        return first._view(each, step, is_compact=is_compact)
+        return first._view(leaf, step, is_compact=is_compact)
 
     with as_plain():
         return tree_map(returned, result)
@@ -420,24 +420,24 @@ def _written_out(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Ten
     with as_plain():
         fits = isinstance(out, RowWeight) and isinstance(result, Tensor)
         if not (fits and result.shape == out.shape and torch.can_cast(result.dtype, out.dtype)):
-            weight = next(each for each in tree_leaves(out) if isinstance(each, RowWeight))
+            weight = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, RowWeight))
             reason = "the result has another shape or dtype"
             raise _refused(weight, f"{name}() with out=", reason, "a tensor for the result")
     out.copy_(result)
     return out  # type: ignore[no-any-return]
 
 
-def _is_on_gpu(each: Any) -> bool:
+def _is_on_gpu(leaf: Any) -> bool:
     """Whether a tensor is on a GPU and has more than one element, where the table is not."""
-    is_other = isinstance(each, Tensor) and not isinstance(each, RowWeight | SparseRows)
-    return is_other and each.is_cuda and each.dim() > 0
+    is_other = isinstance(leaf, Tensor) and not isinstance(leaf, RowWeight | SparseRows)
+    return is_other and leaf.is_cuda and leaf.dim() > 0
 
 
 def _again(
     func: Any, args: Any, kwargs: Any, weight: RowWeight, place: int, base: Tensor
 ) -> Tensor:
     """A view that was taken of a weight, of the table's memory of now."""
-    own = partial(tree_map, lambda each: base if each is weight else each)
+    own = partial(tree_map, lambda leaf: base if leaf is weight else leaf)
     result: Tensor = tree_leaves(func(*own(args), **own(kwargs)))[place]
     return result
 
@@ -449,22 +449,22 @@ def _with_gradient(
     leaves = tree_leaves((args, kwargs))
     others = [e for e in leaves if isinstance(e, Tensor) and not isinstance(e, RowWeight)]
     with as_plain():
-        is_elsewhere = weights[0].is_cuda and any(each.is_cuda for each in others)
-        if writes or is_elsewhere or any(each.requires_grad for each in others):
+        is_elsewhere = weights[0].is_cuda and any(leaf.is_cuda for leaf in others)
+        if writes or is_elsewhere or any(leaf.requires_grad for leaf in others):
             raise _all_rows_needed(weights[0], f"{name}()")
     refusal = str(_all_rows_needed(weights[0], f"a gradient of {name}()"))
     with torch.no_grad():
         result = _without_gradient(func, name, args, kwargs)
 
-    def answered(each: Any) -> Any:
-        if not isinstance(each, Tensor) or not (each.is_floating_point() or each.is_complex()):
-            return each
-        if isinstance(each, RowWeight):
-            if any(each is weight for weight in weights):
-                return each
+    def answered(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        if isinstance(leaf, RowWeight):
+            if any(leaf is weight for weight in weights):
+                return leaf
             raise _all_rows_needed(weights[0], f"{name}()")
         with as_plain():
-            return _Read.apply(weights[0], [each], refusal)  # type: ignore[no-untyped-call]
+            return _Read.apply(weights[0], [leaf], refusal)  # type: ignore[no-untyped-call]
 
     return tree_map(answered, result)
 
@@ -537,7 +537,7 @@ def _made_like(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         dtype, device = kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
         like = torch.empty((0, *weight.shape[1:]), dtype=dtype, device=device)
         if name.startswith("new_"):
-            data = [each._all() if isinstance(each, RowWeight) else each for each in args[1:]]
+            data = [leaf._all() if isinstance(leaf, RowWeight) else leaf for leaf in args[1:]]
             return func(like, *data, **kwargs)
         if weight._path or not weight.dim():
             return func(weight._all(), *args[1:], **kwargs)
@@ -584,12 +584,12 @@ def _of_lists(name: str, args: Any, kwargs: Any) -> Any:
     function: Any = torch.linalg.vector_norm if single == "norm" else None
     function = function or getattr(Tensor, single, None)
     if function is None:
-        weight = next(each for each in tree_leaves(args) if isinstance(each, RowWeight))
+        weight = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, RowWeight))
         remedy = "the function of one tensor"
         raise _refused(weight, f"{name}() of", "it has no function of one tensor", remedy)
     results = []
     for place in range(len(args[0])):
-        own = [each[place] if isinstance(each, list | tuple) else each for each in args]
+        own = [leaf[place] if isinstance(leaf, list | tuple) else leaf for leaf in args]
         if single.startswith("addc") and len(own) > 3:
             kwargs = {**kwargs, "value": own.pop()}
         results.append(function(*own, **kwargs))
@@ -665,7 +665,7 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
             return NotImplemented
         first = first.nonzero().squeeze(1)
     is_basic = isinstance(first, int | slice) and not isinstance(first, bool)
-    if any(isinstance(each, Tensor | list) or each is None for each in rest):
+    if any(isinstance(leaf, Tensor | list) or leaf is None for leaf in rest):
         return NotImplemented
     if isinstance(first, Tensor) and first.dtype in (torch.int32, torch.int64):
         rows = _by_ids(weight, first, trains)
@@ -719,7 +719,7 @@ def _changed(name: str, args: Any, kwargs: Any, weight: RowWeight) -> bool:
         if content.dense is None and content.fill == 0 and added.dtype == weight.dtype:
             rows.add_rows(content, name, numbers)
             return True
-    if any(isinstance(each, Tensor | torch.Generator) for each in (*args[1:], *numbers.values())):
+    if any(isinstance(leaf, Tensor | torch.Generator) for leaf in (*args[1:], *numbers.values())):
         return False
     undrawn = not rows.table.is_drawn
     if name in _OVERWRITE or (name in _CHANGE and undrawn):

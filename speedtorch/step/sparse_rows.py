@@ -208,7 +208,7 @@ class SparseRows(Tensor):
         kwargs, name = kwargs or {}, _name_of(func)
         if args and isinstance(args[0], list) and "foreach" in name:
             return _of_lists(func, name, args, kwargs)
-        sparse = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SparseRows)]
+        sparse = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SparseRows)]
         first = sparse[0]
         if name in _ALIASES:
             return SparseRows.of(first.shape[0], first.content)
@@ -217,22 +217,24 @@ class SparseRows(Tensor):
             return SparseRows.filled(first.shape[0], first.content.values, fill)
         if name.startswith("new_"):
             return func(first.content.values.detach(), *args[1:], **kwargs)
-        if name in _REPLACES or isinstance(kwargs.get("out"), SparseRows):
+        writes = func._schema.is_mutable
+        is_out = writes and any(isinstance(leaf, SparseRows) for leaf in kwargs.values())
+        if name in _REPLACES or is_out:
             raise NotImplementedError(
                 f"{name}() of a tensor that has memory for some of its rows: use a copy of all rows"
                 " by to_dense()"
             )
-        _check_alike(name, args, [each.content for each in sparse])
+        _check_alike(name, args, [leaf.content for leaf in sparse])
         result = NotImplemented
-        if all(each.content.dense is None for each in sparse):
+        if all(leaf.content.dense is None for leaf in sparse):
             if is_pointwise(func) or name in _ELEMENTWISE:
                 result = _pointwise(func, args, kwargs, sparse)
-            elif len(sparse) == 1 and first is args[0]:
+            elif len(sparse) == 1 and first is args[0] and not writes:
                 result = _of_rows(func, name, first, args, kwargs)
         if result is NotImplemented:
             result = _of_all_rows(func, args, kwargs)
-        if func._schema.is_mutable:
-            _note_written(name, [each.content for each in sparse])
+        if writes:
+            _note_written(name, [leaf.content for leaf in sparse])
         is_own = result is not None and result is first.content.dense
         return first if is_own else result
 
@@ -254,7 +256,7 @@ def _note_written(name: str, contents: Sequence[RowContent]) -> None:
 
 def _check_alike(name: str, args: Sequence[Any], contents: Sequence[RowContent]) -> None:
     """Raises NotImplementedError if a rank has only a part of the rows and `name` needs others."""
-    reason = next((each.local_only for each in contents if each.local_only), None)
+    reason = next((content.local_only for content in contents if content.local_only), None)
     if reason is None:
         return
     plain = [
@@ -270,11 +272,11 @@ def _of_all_rows(func: Any, args: Any, kwargs: Any) -> Any:
     # Operations of other libraries, collectives among them, may write without saying so.
     stays = func._schema.is_mutable or is_view(func) or func.namespace != "aten"
 
-    def whole(each: Any) -> Any:
-        if not isinstance(each, SparseRows):
-            return each
-        stays_whole = stays or each.content.dense is not None
-        return each.in_memory() if stays_whole else each.to_dense()
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, SparseRows):
+            return leaf
+        stays_whole = stays or leaf.content.dense is not None
+        return leaf.in_memory() if stays_whole else leaf.to_dense()
 
     return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
@@ -303,35 +305,35 @@ def _some(values: Tensor) -> Tensor:
 
 def _pointwise(func: Any, args: Any, kwargs: Any, sparse: Sequence[SparseRows]) -> Any:
     """The result of an operation on each element, or NotImplemented if all rows are needed."""
-    first, contents = sparse[0], [each.content for each in sparse]
+    first, contents = sparse[0], [leaf.content for leaf in sparse]
     shape, own = first.shape, contents[0]
     written = func._schema.is_mutable
     leaves = tree_leaves((args, kwargs))
     plain = [a for a in leaves if isinstance(a, Tensor) and not isinstance(a, SparseRows)]
-    if any(each.shape != shape for each in sparse) or (written and args[0] is not first):
+    if any(leaf.shape != shape for leaf in sparse) or (written and args[0] is not first):
         return NotImplemented
-    if any(each.dim() > len(shape) for each in plain) or "out" in kwargs:
+    if any(leaf.dim() > len(shape) for leaf in plain) or "out" in kwargs:
         return NotImplemented
-    differs = any(each.dim() == len(shape) and each.shape[0] != 1 for each in plain)
+    differs = any(leaf.dim() == len(shape) and leaf.shape[0] != 1 for leaf in plain)
     fill = _fill(func, args, kwargs, contents, plain, len(shape), differs)
     if fill is None:
         return NotImplemented
     ids: Any = own._ids
-    if all(own.has_rows_of(each) for each in contents):
+    if all(own.has_rows_of(content) for content in contents):
         ids = own.ids if differs else ids
-        rows = [each.rows if differs else each.values for each in contents]
+        rows = [content.rows if differs else content.values for content in contents]
     else:
-        ids = torch.unique(torch.cat([each.ids for each in contents]))
+        ids = torch.unique(torch.cat([content.ids for content in contents]))
         if len(ids) == len(own.ids):
             ids = own.ids
         rows = [c.rows if c.ids is ids else c.rows_at(ids) for c in contents]
     left = iter(rows)
 
-    def of_ids(each: Any) -> Any:
-        if isinstance(each, SparseRows):
+    def of_ids(leaf: Any) -> Any:
+        if isinstance(leaf, SparseRows):
             return next(left)
-        is_whole = isinstance(each, Tensor) and each.dim() == len(shape) and each.shape[0] != 1
-        return each.index_select(0, ids.to(each.device)) if is_whole else each
+        is_whole = isinstance(leaf, Tensor) and leaf.dim() == len(shape) and leaf.shape[0] != 1
+        return leaf.index_select(0, ids.to(leaf.device)) if is_whole else leaf
 
     result = func(*tree_map(of_ids, args), **tree_map(of_ids, kwargs))
     if written:
@@ -353,18 +355,18 @@ def _fill(
 ) -> float | None:
     """What becomes of the rows without memory, or None if they no longer equal one number."""
     name = _name_of(func).rstrip("_")
-    zeros = all(each.fill == 0 for each in contents)
-    on_gpu = any(each.is_cuda for each in plain)
+    zeros = all(content.fill == 0 for content in contents)
+    on_gpu = any(leaf.is_cuda for leaf in plain)
     if zeros and name in ("mul", "div") and len(contents) == 1 and not differs and on_gpu:
         return 0.0  # without waiting for it, also if the other number is none
-    shapes = [each.shape for each in plain]
+    shapes = [leaf.shape for leaf in plain]
     size = torch.broadcast_shapes((1,) * dims, *shapes)  # type: ignore[no-untyped-call]
     place = plain[0].device if differs else torch.device("cpu")
 
-    def other(each: Any) -> Any:
-        if isinstance(each, SparseRows):
-            return torch.full(size, each.content.fill, dtype=each.dtype, device=place)
-        return each.to(place) if isinstance(each, Tensor) else each
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, SparseRows):
+            return torch.full(size, leaf.content.fill, dtype=leaf.dtype, device=place)
+        return leaf.to(place) if isinstance(leaf, Tensor) else leaf
 
     options = {key: place if key == "device" else value for key, value in kwargs.items()}
     found = func(*tree_map(other, args), **tree_map(other, options))
@@ -372,8 +374,8 @@ def _fill(
         return None
     if differs:
         others = torch.ones(len(found), dtype=torch.bool, device=place)
-        for each in contents:
-            others[each.ids.to(place)] = False
+        for content in contents:
+            others[content.ids.to(place)] = False
         found = found[others]
     if found.numel() == 0:
         return 0.0
@@ -385,21 +387,21 @@ def _fill(
 def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The results of a function of lists of tensors."""
     first, rest = args[0], args[1:]
-    contents = [each.content for each in first if isinstance(each, SparseRows)]
+    contents = [leaf.content for leaf in first if isinstance(leaf, SparseRows)]
     _check_alike(name, args, contents)
     is_simple = name in _KEEP_ZEROS and not (rest and isinstance(rest[0], list | SparseRows))
     if (sign := _CLAMPS.get(name)) is not None:
         is_simple = isinstance(rest[0], int | float) and rest[0] * sign >= 0
-    if is_simple and all(each.fill == 0 and each.dense is None for each in contents):
-        values = [each.content.values if isinstance(each, SparseRows) else each for each in first]
+    if is_simple and all(content.fill == 0 and content.dense is None for content in contents):
+        values = [leaf.content.values if isinstance(leaf, SparseRows) else leaf for leaf in first]
         results = func(
             list(map(_some, values)) if name == "_foreach_norm" else values, *rest, **kwargs
         )
         if results is not None and name != "_foreach_norm":
-            for place, each in enumerate(first):
-                if isinstance(each, SparseRows):
-                    content = RowContent(each.content._ids, results[place])
-                    results[place] = SparseRows.of(each.shape[0], content)
+            for place, leaf in enumerate(first):
+                if isinstance(leaf, SparseRows):
+                    content = RowContent(leaf.content._ids, results[place])
+                    results[place] = SparseRows.of(leaf.shape[0], content)
     elif name.startswith("_amp"):
         return _of_all_rows(func, args, kwargs)
     else:
