@@ -48,6 +48,7 @@ _METADATA = _names(
     " untyped_storage register_hook register_post_accumulate_grad_hook retain_grad backward"
 )
 """Methods that read no element."""
+_OF_GRAPH = _names("requires_grad grad_fn is_leaf shape device")
 _LIKE = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": None}
 _MEMORY = _names(
     "data_ptr storage _typed_storage storage_type set_ share_memory_ resize_ resize_as_ __dlpack__"
@@ -199,40 +200,56 @@ class _LookedUp(Tensor):
     """Rows that were looked up as a view of the weight, `weight[3]`: writes go to the table."""
 
     _of: RowWeight
+    """The view, of the values of now."""
+    _again: Callable[[], Tensor]
+    """Looks the rows up again."""
+    _when: tuple[int, int]
+    """When the rows were looked up."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, _name_of(func, args)
-        writes = _is_write(func, name, args, kwargs)
-        if (torch.is_grad_enabled() and not writes and name not in ("data", "detach")) or (
-            name in _METADATA or name in ("requires_grad", "grad_fn", "is_leaf", "shape", "device")
-        ):
-            with as_plain():
-                result = func(*args, **kwargs)
-            first = args[0] if args else None
-            if (
-                isinstance(first, _LookedUp)
-                and isinstance(result, Tensor)
-                and base_of(result) is not None
-            ):
-                view = func(first._of, *args[1:], **kwargs)
-                return _looked_up_view(result, view)
-            return result
-        if torch.is_grad_enabled() and writes:
-            weight = next(e._of for e in tree_leaves((args, kwargs)) if isinstance(e, _LookedUp))
-            raise _refused(weight, f"{name}() of rows of", "gradients are recorded", _NO_GRAD)
         own = partial(tree_map, lambda leaf: leaf._of if isinstance(leaf, _LookedUp) else leaf)
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            with torch.no_grad():
+                func(*own(args), **own(kwargs))
+            return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        writes = _is_write(func, name, args, kwargs)
+        is_of_graph = torch.is_grad_enabled() and name not in ("data", "detach")
+        if is_of_graph and writes:
+            weight = next(e._of for e in tree_leaves((args, kwargs)) if isinstance(e, cls))
+            raise _refused(weight, f"{name}() of rows of", "gradients are recorded", _NO_GRAD)
+        if is_of_graph or name in _METADATA | _OF_GRAPH:
+            return cls._with_gradient(func, args, kwargs)
         result = func(*own(args), **own(kwargs))
         return args[0] if writes and result is own(args)[0] else result
 
+    @staticmethod
+    def of(rows: Tensor, view: RowWeight, again: Callable[[], Tensor]) -> Tensor:
+        """Rows as a view of the weight."""
+        with as_plain():
+            made = rows.as_subclass(_LookedUp)
+        vars(made).update(_of=view, _again=again, _when=view._rows.moment())
+        return made
 
-def _looked_up_view(rows: Tensor, view: RowWeight) -> Tensor:
-    with as_plain():
-        made = rows.as_subclass(_LookedUp)
-    made._of = view
-    return made
+    @classmethod
+    def _with_gradient(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        def of_now(leaf: Any) -> Any:
+            is_old = isinstance(leaf, cls) and leaf._when != leaf._of._rows.moment()
+            return leaf._again() if is_old else leaf
+
+        own_args, own_kwargs = tree_map(of_now, args), tree_map(of_now, kwargs)
+        with as_plain():
+            result = func(*own_args, **own_kwargs)
+            is_view = isinstance(result, Tensor) and base_of(result) is not None
+        first = args[0] if args else None
+        if not (is_view and isinstance(first, cls)):
+            return result
+        view = func(first._of, *args[1:], **kwargs)
+        again = partial(func, first, *args[1:], **kwargs)
+        return cls.of(result, view, again) if isinstance(view, RowWeight) else result
 
 
 _NO_GRAD = "torch.no_grad() or its data"
@@ -682,8 +699,8 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
         rows = rows[(slice(None), *rest)] if rest else rows
     if weight._rows.table.portion is not None:
         return rows
-    view: Any = weight.detach()[index]
-    return _looked_up_view(rows, view)
+    again = partial(weight.__getitem__, index)
+    return _LookedUp.of(rows, weight.detach()[index], again)  # type: ignore[arg-type]
 
 
 def _from_the_end(weight: RowWeight, ids: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from speedtorch.torch_internals import (
     sparse_indices,
     sparse_values,
     top_saved_tensors_hooks,
+    version_of,
 )
 
 __all__ = [
@@ -465,6 +466,10 @@ class TrainedRows:
                 " back to the table: call backward before the lookup that follows the optimizer's"
                 " step"
             )
+
+    def moment(self) -> tuple[int, int]:
+        """Another pair whenever the step's rows may have changed, or are those of another step."""
+        return self.exchange.now.number, version_of(self.parameter)
 
     def step_ids(self) -> Tensor:
         """Ids of the step's rows, without the padding's, in the order of the rows on the device."""

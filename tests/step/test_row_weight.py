@@ -822,6 +822,41 @@ def test_a_write_to_one_row_changes_the_tables(
 
 
 @over_the_states
+def test_initialising_a_row_that_was_looked_up_changes_the_tables(
+    module: speedtorch.Embedding, state: Callable[[Module], None]
+) -> None:
+    """As nn.init.constant_(weight[padding_idx], 0), where torch has a view."""
+    state(module)
+    expected = rows_of(module)
+    nn.init.constant_(module.weight[2], 3)
+    nn.init.zeros_(module.weight[5:7])
+    module.weight[1].data.fill_(7)
+    module.weight[8:11].detach()[1].zero_()
+    expected[2], expected[5:7], expected[1], expected[9] = 3, 0, 7, 0
+    assert_same_bytes(rows_of(module), expected)
+    with pytest.raises(NotImplementedError, match="gradients are recorded"):
+        module.weight[2].fill_(1)
+    assert_same_bytes(rows_of(module), expected)
+
+
+def test_a_row_that_was_looked_up_before_a_step_has_the_values_after_it(
+    module: speedtorch.Embedding,
+) -> None:
+    row = module.weight[3]
+    stepped(module)
+    module.zero_grad()
+    expected = rows_of(module)[3]
+    assert_same_bytes(row.clone().detach().cpu(), expected)
+    with torch.no_grad():
+        assert_same_bytes(row.clone().cpu(), expected)
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    row[1:].sum().backward()
+    sgd.step()
+    expected[1:] -= 1
+    assert_same_bytes(rows_of(module)[3], expected)
+
+
+@over_the_states
 def test_a_write_to_a_held_row_is_seen_by_its_next_lookup(
     module: speedtorch.Embedding, state: Callable[[Module], None]
 ) -> None:
