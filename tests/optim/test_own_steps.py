@@ -1,0 +1,196 @@
+"""An optimizer's own step function sees the step's rows; all code around it sees the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import speedtorch
+from speedtorch.step.sparse_rows import SparseRows
+
+ROWS, WIDTH = 10, 2
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+
+
+def rows() -> Tensor:
+    return torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH)
+
+
+def pair(make: Any, device: str = "cpu", **settings: Any) -> list[tuple[Any, Any]]:
+    """torch's module and ours, and an optimizer of each."""
+    made = []
+    for kind in (nn.Embedding, speedtorch.Embedding):
+        module = kind(ROWS, WIDTH)
+        module.load_state_dict({"weight": rows()})
+        optimizer = make(module.to(device).parameters(), **settings)
+        if kind is speedtorch.Embedding and make is not optim.SGD:
+            speedtorch.attach(optimizer, module)
+        made.append((module, optimizer))
+    return made
+
+
+def train(module: Any, optimizer: Any) -> None:
+    for ids in ([4, 7], [5, 7, 9]):
+        module(torch.tensor(ids, device=module.weight.device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same(pairs: list[tuple[Any, Any]]) -> None:
+    (theirs, _), (ours, _) = pairs
+    torch.testing.assert_close(ours.state_dict()["weight"].cpu(), theirs.weight.detach().cpu())
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "clamp": lambda weight: weight.clamp_(-1, 1),
+    "row": lambda weight: weight.__setitem__(0, 0.0),
+    "rows": lambda weight: weight.data[:2].zero_(),
+    "normalize": lambda weight: setattr(weight, "data", nn.functional.normalize(weight.data)),
+    "data": lambda weight: weight.data.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.Adagrad])
+@pytest.mark.parametrize("when", ["pre", "post", "global"])
+@pytest.mark.parametrize("write", WRITES)
+def test_hooks_write_to_all_rows(write: str, when: str, make: Any) -> None:
+    pairs = pair(make, lr=0.1)
+    for module, optimizer in pairs:
+
+        def hook(*_: object, weight: Any = module.weight) -> None:
+            with torch.no_grad():
+                WRITES[write](weight)
+
+        register = {
+            "pre": optimizer.register_step_pre_hook,
+            "post": optimizer.register_step_post_hook,
+            "global": register_optimizer_step_post_hook,
+        }[when]
+        handle = register(hook)
+        try:
+            train(module, optimizer)
+        finally:
+            handle.remove()
+    assert_same(pairs)
+
+
+class Projected(optim.Adagrad):
+    """Adagrad whose rows are changed after each step."""
+
+    project: Callable[[Any], object] = staticmethod(lambda weight: None)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base_step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    type(self).project(weight)
+        return loss
+
+    def base_step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+class ProjectedByName(Projected):
+    """As Projected, and names the class whose step it calls."""
+
+    def base_step(self, closure: Any) -> Any:
+        return optim.Adagrad.step(self, closure)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["base unused", "base used"])
+@pytest.mark.parametrize("kind", [Projected, ProjectedByName])
+@pytest.mark.parametrize("write", WRITES)
+def test_code_around_the_base_class_step_sees_all_rows(write: str, kind: Any, hooked: bool) -> None:
+    class Own(kind):  # type: ignore[misc]
+        project = staticmethod(WRITES[write])
+
+    if hooked:  # torch wraps the step function of a class when an object of it is made
+        optim.Adagrad([nn.Parameter(torch.ones(1))])
+    pairs = pair(Own, lr=0.1)
+    for module, optimizer in pairs:
+        train(module, optimizer)
+    assert_same(pairs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_own_step_function_sees_plain_tensors_of_the_steps_rows(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    collect = optim.Adam._init_group
+
+    def noted(self: Any, group: Any, params: Any, grads: Any, *rest: Any) -> Any:
+        result = collect(self, group, params, grads, *rest)
+        seen.append([type(each) for each in (*params, *grads, *rest[0])])
+        seen.append([each.shape[0] for each in (*params, *grads, *rest[0])])
+        return result
+
+    (_, (module, optimizer)) = pair(optim.Adam, device, lr=0.1)
+    monkeypatch.setattr(optim.Adam, "_init_group", noted)
+    train(module, optimizer)
+    assert seen[-2:] == [[nn.Parameter, Tensor, Tensor], [3, 3, 3]]
+    assert optimizer.param_groups[0]["params"][0] is module.weight
+    assert list(optimizer.state) == [module.weight]
+    assert optimizer.state[module.weight]["exp_avg"].shape == (ROWS, WIDTH)
+
+
+def test_groups_and_state_are_restored_after_an_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (_, (module, optimizer)) = pair(optim.Adagrad, lr=0.1)
+    train(module, optimizer)
+    before = module.state_dict()["weight"].clone()
+    module(torch.tensor([1])).sum().backward()
+
+    def fails(*_: object) -> None:
+        assert optimizer.param_groups[0]["params"][0] is not module.weight
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(optim.Adagrad, "_init_group", fails)
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is module.weight
+    assert list(optimizer.state) == [module.weight]
+    assert optimizer.state[module.weight]["sum"].shape == (ROWS, WIDTH)
+    assert_same_bytes(module.state_dict()["weight"], before)
+    optimizer.step()
+    assert not torch.equal(module.state_dict()["weight"], before)
+
+
+def test_a_scheduler_that_is_made_before_the_first_step_keeps_the_step_function() -> None:
+    pairs = pair(optim.SGD, lr=0.5)
+    for module, optimizer in pairs:
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for ids in ([1, 2], [2, 3]):
+            module(torch.tensor(ids)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert_same(pairs)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_a_model_are_clipped_by_functions_of_lists(
+    device: str, foreach: bool | None
+) -> None:
+    """One gradient of another class would make torch clip each gradient by itself."""
+    embedding = speedtorch.Embedding(ROWS, WIDTH, device=device)
+    dense = [nn.Parameter(torch.ones(3, device=device)) for _ in range(20)]
+    (embedding(torch.tensor([1, 2], device=device)).sum() + sum(p.sum() for p in dense)).backward()
+    assert isinstance(embedding.weight.grad, SparseRows)
+    with torch.profiler.profile() as profile:
+        nn.utils.clip_grad_norm_([embedding.weight, *dense], 1.0, foreach=foreach)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    # Each is recorded once for the gradients of all, and once for their memory.
+    assert calls["aten::_foreach_norm"] == calls["aten::_foreach_mul_"] == 2
+    single = calls.get("aten::mul_", 0) + calls.get("aten::linalg_vector_norm", 0)
+    assert device == "cpu" or single < 5  # on a CPU these functions call those of one tensor
