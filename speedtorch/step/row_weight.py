@@ -43,8 +43,8 @@ _ELEMENTS = _names("T mT H mH real imag")
 """Properties that are views of the elements."""
 _METADATA = _names(
     "size dim ndimension numel nelement __len__ stride is_contiguous storage_offset element_size"
-    " get_device is_floating_point is_complex is_signed is_set_to is_conj is_neg has_names"
-    " __hash__ result_type can_cast is_tensor is_same_size is_distributed is_coalesced is_inference"
+    " get_device is_floating_point is_complex is_signed is_conj is_neg has_names"
+    " __hash__ result_type can_cast is_tensor is_distributed is_coalesced is_inference"
     " untyped_storage register_hook register_post_accumulate_grad_hook retain_grad backward"
 )
 """Methods that read no element."""
@@ -54,6 +54,7 @@ _MEMORY = _names(
     "data_ptr storage _typed_storage storage_type set_ share_memory_ resize_ resize_as_ __dlpack__"
     " _to_dlpack as_strided as_strided_ swap_tensors module_load t_ transpose_ swapaxes_ swapdims_"
     " squeeze_ unsqueeze_ detach_ slice_inverse map_ map2_ apply_ chain_matmul"
+    " resize resize_as"
 )
 """Functions that use or replace the memory itself, its shape or its strides."""
 _CONVERSIONS = _names("cpu cuda to contiguous type float double half bfloat16 resolve_conj")
@@ -324,7 +325,11 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
     if is_first and access in ("__get__", "__set__", "__delete__"):
         if name not in _ELEMENTS:
             return _property(func, access, name, args)
-    elif name in _METADATA and not (name == "backward" and is_first):
+    elif (
+        name in _METADATA
+        and not isinstance(func, OpOverload)
+        and not (name == "backward" and is_first)
+    ):
         with as_plain():
             return func(*args, **kwargs)
     if getattr(func, "__module__", "") == nn.init.__name__:
@@ -654,9 +659,11 @@ def _looked_up(
         remedy = "speedtorch.Embedding.from_pretrained(emb.table), or emb itself"
         raise _refused(weight, f"{name}() of a copy of", "it would not be trained", remedy)
     settings = ("max_norm", "scale_grad_by_freq", "sparse", "per_sample_weights")
-    if trains and (
-        any(given.get(s) for s in settings) or given.get("padding_idx") not in (None, -1)
-    ):
+    padding = given.get("padding_idx")
+    known = (None, -1, weight._rows.padding)
+    if name == "embedding_bag" and (padding, weight._rows.padding) != (None, None):
+        known = ()  # places of rows are none of ids
+    if trains and (any(given.get(s) for s in settings) or padding not in known):
         raise _refused(
             weight, f"{name}() with these options of", "they are those of the module", "emb(ids)"
         )
@@ -666,7 +673,7 @@ def _looked_up(
             return func(places, rows, *args[2:], **{**kwargs, "sparse": False})
     if not trains and name == "embedding" and given.get("max_norm"):
         return NotImplemented
-    return _by_ids(weight, ids, trains)
+    return _by_ids(weight, ids, trains, is_padded=padding not in (None, -1))
 
 
 def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
@@ -709,13 +716,35 @@ def _from_the_end(weight: RowWeight, ids: Tensor) -> Tensor:
     return ids
 
 
-def _by_ids(weight: RowWeight, ids: Tensor, trains: bool) -> Tensor:
+def _by_ids(weight: RowWeight, ids: Tensor, trains: bool, *, is_padded: bool = False) -> Tensor:
+    """Rows by their ids; `is_padded`: the caller expects no gradient of the padding's row."""
     ids = _from_the_end(weight, ids)
     with as_plain():
         if trains:
-            return nn.functional.embedding(*weight._lookups.rows_of(ids))
-        rows: Tensor = weight._lookups.read(ids)
-        return rows
+            rows: Tensor = nn.functional.embedding(*weight._lookups.rows_of(ids))
+            if (padding := weight._rows.padding) is None or is_padded:
+                return rows
+            told = f"{weight._rows.name}: the row of padding_idx={padding} has no gradient, and a"
+            told += " plain weight[ids] gives it one: use emb(ids), or leave this id out"
+            padded: Tensor = _Padded.apply(rows, ids == padding, told)  # type: ignore[no-untyped-call]
+            return padded
+        found: Tensor = weight._lookups.read(ids)
+        return found
+
+
+class _Padded(torch.autograd.Function):
+    """Rows of a lookup; a gradient of the padding's row is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, is_padding: Tensor, refusal: str) -> Tensor:
+        ctx.is_padding, ctx.refusal = is_padding, refusal
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if bool(gradient[ctx.is_padding.to(gradient.device)].any()):
+            raise NotImplementedError(ctx.refusal)
+        return gradient, None, None
 
 
 # ------------------------------------------------------------------------------------------------

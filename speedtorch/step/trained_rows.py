@@ -139,6 +139,11 @@ class TrainedRows:
     def _store(self) -> RowStore:
         return self.exchange.store
 
+    @property
+    def padding(self) -> int | None:
+        """Id of the row that is never trained, if all rows are here."""
+        return self._padding if self.table.portion is None else None
+
     def make_weight(self, lookups: Any) -> RowWeight:
         """Makes the parameter that stands for all rows; `lookups` returns rows by their ids."""
         weight = RowWeight.of(self, lookups, requires_grad=self.parameter.requires_grad)

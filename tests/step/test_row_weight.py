@@ -521,6 +521,25 @@ def test_rows_that_are_read_are_trained_as_those_that_are_looked_up(
     assert_same_bytes(rows_of(module), first_rows() - plain.grad)
 
 
+def test_a_gradient_of_the_paddings_row_that_torch_would_give_is_refused(
+    module: speedtorch.Embedding,
+) -> None:
+    """torch's weight[ids] knows no padding_idx, and F.embedding is told of it."""
+    device = module.weight.device
+    padded = speedtorch.Embedding(ROWS, WIDTH, 1, _weight=first_rows(), device=device)
+    weight, ids = padded.weight, torch.tensor([1, 3], device=device)
+    for read in (lambda: weight[ids], lambda: weight[1], lambda: weight.index_select(0, ids)):
+        found = read()
+        with pytest.raises(NotImplementedError, match="padding_idx=1 has no gradient"):
+            found.sum().backward()
+        del found
+        padded.zero_grad()
+    F.embedding(ids, weight, padding_idx=1).sum().backward()
+    weight[torch.tensor([2, 3], device=device)].sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.to_dense()[:4, 0].tolist() == [0, 0, 1, 2]
+
+
 def test_lookups_and_reads_are_one_step(module: speedtorch.Embedding) -> None:
     """A tied head that scores a few candidates by rows of the same table."""
     sgd = optim.SGD(module.parameters(), lr=1.0)
