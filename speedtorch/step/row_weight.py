@@ -53,7 +53,7 @@ _LIKE = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": No
 _MEMORY = _names(
     "data_ptr storage _typed_storage storage_type set_ share_memory_ resize_ resize_as_ __dlpack__"
     " _to_dlpack as_strided as_strided_ swap_tensors module_load t_ transpose_ swapaxes_ swapdims_"
-    " squeeze_ unsqueeze_ detach_ slice_inverse map_ map2_ apply_ chain_matmul"
+    " squeeze_ unsqueeze_ detach_ slice_inverse const_data_ptr map_ map2_ apply_ chain_matmul"
     " resize resize_as"
 )
 """Functions that use or replace the memory itself, its shape or its strides."""
@@ -660,7 +660,7 @@ def _looked_up(
         raise _refused(weight, f"{name}() of a copy of", "it would not be trained", remedy)
     settings = ("max_norm", "scale_grad_by_freq", "sparse", "per_sample_weights")
     padding = given.get("padding_idx")
-    known = (None, -1, weight._rows.padding)
+    known: tuple[Any, ...] = (None, -1, weight._rows.padding)
     if name == "embedding_bag" and (padding, weight._rows.padding) != (None, None):
         known = ()  # places of rows are none of ids
     if trains and (any(given.get(s) for s in settings) or padding not in known):
