@@ -157,7 +157,7 @@ def check_every_function() -> None:
         except NotImplementedError:
             refused += 1
         except Exception:  # the arguments are none of this function's
-            continue
+            pass
         else:
             if result is NotImplemented:  # an operator's way to refuse a type
                 continue

@@ -83,11 +83,11 @@ class Steps(Protocol):
 
 
 class Lookups(Protocol):
-    """What brings rows by their ids; TrainedRows says what each does."""
+    """Looks up rows by their ids; TrainedRows documents the methods."""
 
     @property
     def exchange(self) -> Steps:
-        """What is told of ids before."""
+        """The steps that announced ids join."""
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -110,7 +110,7 @@ class Lookups(Protocol):
 
 
 class RowModule(nn.Module):
-    """What Embedding and EmbeddingBag share: the rows, and how they come and go.
+    """The base class of Embedding and EmbeddingBag, which loads and writes back their rows.
 
     `settings` say how rows are looked up, as attributes; all else is as for Embedding.
     """
@@ -285,7 +285,8 @@ class RowModule(nn.Module):
     def table(self) -> HostTable:
         """The HostTable with all rows and their state, as they are now.
 
-        Its methods bring held rows home first. Once it is closed, lookups raise ValueError.
+        Methods of the table write rows on the GPU back first. If the table is closed, lookups raise
+        ValueError.
         """
         return self.trained_rows.table.host_table
 

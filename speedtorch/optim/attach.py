@@ -83,7 +83,7 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         holding = [each for each in within if any(id(r) in rows for r in rows_held_by(each))]
         done: list[Optimizer] = []
         try:
-            for each in holding or within[:1]:  # one that holds none is told so
+            for each in holding or within[:1]:  # without such an optimizer, _attach raises
                 _attach(each, module)
                 done.append(each)
             show_all_rows(optimizer, {each: _attached[each] for each in done})

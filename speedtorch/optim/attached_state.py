@@ -177,13 +177,13 @@ class AttachedState:
             raise
 
     def expect(self, loading: Loading | None) -> None:
-        """Says what load_state_dict gives the rows once it has come to its end."""
+        """Sets the state that complete() loads after load_state_dict has returned."""
         self.loading = loading
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
         self.complete()
-        self.loading = None  # what a load that failed has left
+        self.loading = None  # of a load_state_dict that raised
         self._take_given()
         if self._counts_anew:
             self._counts_anew = False

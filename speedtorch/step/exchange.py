@@ -250,7 +250,7 @@ class Exchange(ABC):
         return step.ids
 
     def reopen(self) -> None:
-        """Lets the step go on after the optimizer's: its rows were given another gradient."""
+        """Continues a step after the optimizer's: a new gradient was assigned to the rows."""
         if self.now.stepped:
             self.now = self.now._replace(stepped=False)
 

@@ -263,7 +263,7 @@ class FixedBlocks:
         """
         arriving = self._nowhere(self._coming)
         if following is not None:
-            # What is wrong with it is told when it begins.
+            # Errors of this batch are reported when the batch begins.
             halt, untold = self._halt.clone(), torch.empty_like(self._status)
             changes = following.compared(self.ids, self._status, halt, untold)
             lists = (changes.arriving, changes.arriving_places, changes.counts[2:3])

@@ -150,13 +150,13 @@ class ParameterView:
         """Records that the parameter was given another gradient."""
         self._zeros = None
 
-    def note_shown(
-        self, shown: Tensor | None, gradient: Tensor | None = None, values: Tensor | None = None
-    ) -> None:
-        """Records which gradient of the weight stands for that of the rows, in which memory."""
+    def note_shown(self, shown: Tensor, gradient: Tensor, values: Tensor) -> None:
+        """Records the weight's gradient that has the memory of the rows' gradient, `values`."""
+        self._shown = shown, gradient, values
+
+    def forget_shown(self) -> None:
+        """Forgets the weight's gradient: the rows were given another one."""
         self._shown = None
-        if shown is not None and gradient is not None and values is not None:
-            self._shown = shown, gradient, values
 
     def shown_of(self, gradient: Tensor) -> Tensor | None:
         """The gradient of the weight that stands for that of the rows, if it was returned."""

@@ -1,7 +1,7 @@
 """RowWeight: the parameter of an Embedding, which stands for all rows of its table.
 
 It has the table's shape and no memory. Functions are computed with the table in host memory, or
-raise NotImplementedError. docs/embedding.md lists which do what.
+raise NotImplementedError. docs/embedding.md lists the supported operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from speedtorch.step.sparse_rows import SparseRows
+from speedtorch.step.sparse_rows import LIKE_FILLS, SparseRows, for_each_of_lists, name_of_one
 from speedtorch.torch_internals import (
     as_plain,
     base_of,
@@ -49,7 +49,6 @@ _METADATA = _names(
 )
 """Methods that read no element."""
 _OF_GRAPH = _names("requires_grad grad_fn is_leaf shape device")
-_LIKE = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": None}
 _MEMORY = _names(
     "data_ptr storage _typed_storage storage_type set_ share_memory_ resize_ resize_as_ __dlpack__"
     " _to_dlpack as_strided as_strided_ swap_tensors module_load t_ transpose_ swapaxes_ swapdims_"
@@ -352,7 +351,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
         return False
     if name == "requires_grad_":
         return _require_gradient(weight, *args[1:], **kwargs)
-    if name.startswith("new_") or (name in _LIKE and is_first):
+    if name.startswith("new_") or (name in LIKE_FILLS and is_first):
         return _made_like(func, name, args, kwargs)
     if name.startswith("_foreach_"):
         return _of_lists(name, args, kwargs)
@@ -563,7 +562,7 @@ def _made_like(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             return func(like, *data, **kwargs)
         if weight._path or not weight.dim():
             return func(weight._all(), *args[1:], **kwargs)
-        fill = (*args[1:], kwargs.get("fill_value"))[0] if name == "full_like" else _LIKE[name]
+        fill = (*args[1:], kwargs.get("fill_value"))[0] if name == "full_like" else LIKE_FILLS[name]
         made = SparseRows.filled(weight.shape[0], like, fill)  # type: ignore[arg-type]
         return made.requires_grad_(bool(kwargs.get("requires_grad")))
 
@@ -599,22 +598,14 @@ replace_truncated_normal(_truncated)
 
 def _of_lists(name: str, args: Any, kwargs: Any) -> Any:
     """The results of a function of lists, one by one."""
-    single = name.removeprefix("_foreach_")
-    if len(args) > 1 and isinstance(args[1], int | float):
-        single = {"maximum": "clamp_min", "minimum": "clamp_max"}.get(single.rstrip("_"), single)
-        single += "_" if name.endswith("_") and not single.endswith("_") else ""
+    single = name_of_one(name, args)
     function: Any = torch.linalg.vector_norm if single == "norm" else None
     function = function or getattr(Tensor, single, None)
     if function is None:
         weight = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, RowWeight))
         remedy = "the function of one tensor"
         raise _refused(weight, f"{name}() of", "it has no function of one tensor", remedy)
-    results = []
-    for place in range(len(args[0])):
-        own = [leaf[place] if isinstance(leaf, list | tuple) else leaf for leaf in args]
-        if single.startswith("addc") and len(own) > 3:
-            kwargs = {**kwargs, "value": own.pop()}
-        results.append(function(*own, **kwargs))
+    results = for_each_of_lists(function, single, args, kwargs)
     return args[0] if name.endswith("_") else results
 
 
@@ -724,9 +715,11 @@ def _by_ids(weight: RowWeight, ids: Tensor, trains: bool, *, is_padded: bool = F
             rows: Tensor = nn.functional.embedding(*weight._lookups.rows_of(ids))
             if (padding := weight._rows.padding) is None or is_padded:
                 return rows
-            told = f"{weight._rows.name}: the row of padding_idx={padding} has no gradient, and a"
-            told += " plain weight[ids] gives it one: use emb(ids), or leave this id out"
-            padded: Tensor = _Padded.apply(rows, ids == padding, told)  # type: ignore[no-untyped-call]
+            refusal = (
+                f"{weight._rows.name}: the row of padding_idx={padding} has no gradient, but"
+                " torch.nn.Embedding's weight[ids] has one for it: use emb(ids), or omit this id"
+            )
+            padded: Tensor = _Padded.apply(rows, ids == padding, refusal)  # type: ignore[no-untyped-call]
             return padded
         found: Tensor = weight._lookups.read(ids)
         return found

@@ -1,8 +1,8 @@
 """SparseRows: a tensor of a table's shape that has memory for some of its rows only.
 
 The gradient of an Embedding's weight is one, and so are torch.zeros_like(weight) and the like.
-Every operation gives the numbers of a dense tensor of that shape. Pointwise operations compute with
-the rows that have memory; operations that cannot allocate all rows first.
+Operations return the numbers of a dense tensor of that shape; docs/differences.md lists exceptions.
+Pointwise operations compute with the rows that have memory. Other operations allocate all rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from speedtorch.torch_internals import (
     tree_map,
 )
 
-__all__ = ["RowContent", "SparseRows"]
+__all__ = ["LIKE_FILLS", "RowContent", "SparseRows", "for_each_of_lists", "name_of_one"]
 
 _ALIASES = frozenset({"detach", "alias", "lift_fresh", "detach_"})
 # Operations on each element that torch does not tag as pointwise.
 _ELEMENTWISE = frozenset({"_to_copy", "copy_", "zero_", "fill_", "masked_fill_"})
-_LIKE = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": None}
+LIKE_FILLS = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": None}
+"""The element of the result of a function such as torch.zeros_like; None: an argument."""
 # Reductions to which elements that are zero add nothing.
 _SUMS = frozenset({"linalg_vector_norm", "sum", "any", "count_nonzero", "norm"})
 # Functions of lists that keep zeros, with numbers or tensors of one element beside the first list.
@@ -51,7 +52,7 @@ _ALIKE = frozenset({"mul_", "div_", "zero_", "clamp_", "clamp_min_", "clamp_max_
 
 
 class RowContent:
-    """What SparseRows and its aliases share.
+    """The rows that a SparseRows and its aliases have in common.
 
     Attributes:
         values: `[n, ...]`, the rows that have memory, in the order of the ids; further rows behind
@@ -137,9 +138,9 @@ class RowContent:
 class SparseRows(Tensor):
     """A tensor `[N, ...]` whose rows equal one number, except for those that have memory.
 
-    It is what `torch.zeros_like(emb.weight)` and `emb.weight.grad` return. All operations of torch
-    give what they give for a dense tensor. Those that are not pointwise, indexed writes and views
-    among them, take memory for all N rows on its device.
+    `torch.zeros_like(emb.weight)` and `emb.weight.grad` return such tensors. Operations return the
+    numbers of a dense tensor, except for those listed in docs/differences.md. Operations that are
+    not pointwise, such as indexed writes and views, allocate all N rows on the device.
     """
 
     content: RowContent
@@ -212,8 +213,8 @@ class SparseRows(Tensor):
         first = sparse[0]
         if name in _ALIASES:
             return SparseRows.of(first.shape[0], first.content)
-        if name in _LIKE and not kwargs.get("dtype") and not kwargs.get("device"):
-            fill: Any = args[1] if name == "full_like" else _LIKE[name]
+        if name in LIKE_FILLS and not kwargs.get("dtype") and not kwargs.get("device"):
+            fill: Any = args[1] if name == "full_like" else LIKE_FILLS[name]
             return SparseRows.filled(first.shape[0], first.content.values, fill)
         if name.startswith("new_"):
             return func(first.content.values.detach(), *args[1:], **kwargs)
@@ -353,12 +354,12 @@ def _fill(
     dims: int,
     differs: bool,
 ) -> float | None:
-    """What becomes of the rows without memory, or None if they no longer equal one number."""
+    """The new element of rows without memory, or None if these rows no longer equal one number."""
     name = _name_of(func).rstrip("_")
     zeros = all(content.fill == 0 for content in contents)
     on_gpu = any(leaf.is_cuda for leaf in plain)
     if zeros and name in ("mul", "div") and len(contents) == 1 and not differs and on_gpu:
-        return 0.0  # without waiting for it, also if the other number is none
+        return 0.0  # a look at the other number, which may be NaN, would wait for the GPU
     shapes = [leaf.shape for leaf in plain]
     size = torch.broadcast_shapes((1,) * dims, *shapes)  # type: ignore[no-untyped-call]
     place = plain[0].device if differs else torch.device("cpu")
@@ -405,22 +406,36 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     elif name.startswith("_amp"):
         return _of_all_rows(func, args, kwargs)
     else:
-        base = name.removeprefix("_foreach_")
-        if rest and isinstance(rest[0], int | float):
-            base = base.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
+        base = name_of_one(name, args)
         single = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base, None)
         if single is None:
             raise NotImplementedError(
-                f"{name}() of {contents[0]!r}: use the function of one tensor"
+                f"{name}() of a list with {first[0]!r}: use the function of one tensor"
             )
-        results = []
-        for place in range(len(first)):
-            own = [a[place] if isinstance(a, list | tuple) else a for a in args]
-            if base.startswith("addc") and len(own) > 3:
-                kwargs = {**kwargs, "value": own.pop()}
-            results.append(single(*own, **kwargs))
+        results = for_each_of_lists(single, base, args, kwargs)
     if func._schema.is_mutable:
         return _note_written(name, contents)
+    return results
+
+
+def name_of_one(name: str, args: Sequence[Any]) -> str:
+    """The name of the function of one tensor that a function of lists calls for each tensor."""
+    base = name.removeprefix("_foreach_")
+    if len(args) > 1 and isinstance(args[1], int | float):
+        base = base.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
+    return base
+
+
+def for_each_of_lists(
+    function: Callable[..., Any], base: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Calls a function of one tensor, `base`, with the arguments of a function of lists."""
+    results = []
+    for place in range(len(args[0])):
+        own = [a[place] if isinstance(a, list | tuple) else a for a in args]
+        if base.startswith("addc") and len(own) > 3:  # there it is positional, here a keyword
+            kwargs = {**kwargs, "value": own.pop()}
+        results.append(function(*own, **kwargs))
     return results
 
 

@@ -210,7 +210,7 @@ class TrainedRows:
         holder = self.table.claim.holder
         if holder is self:
             return
-        if holder is None or getattr(holder, "is_left", False):
+        if holder is None or (isinstance(holder, TrainedRows) and holder.is_left):
             self.table.claim.take(self)
         else:
             self._refuse_replaced()
@@ -546,7 +546,7 @@ class TrainedRows:
             view.show(self.exchange.now)
             if value is None:
                 self.parameter.grad = None
-                view.note_shown(None)
+                view.forget_shown()
                 self.exchange.note_zero_grad()
             else:
                 self._set_rows_gradient(value)

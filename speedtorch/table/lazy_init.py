@@ -78,7 +78,7 @@ class Portion(NamedTuple):
         return None
 
     def numbers(self, places: Tensor) -> Tensor:
-        """The ids in the larger table of rows that are here; of other numbers, some number."""
+        """Converts row numbers of this portion to ids of the larger table; others are undefined."""
         begins = [here.start for _, here in self.blocks] or [0]
         shifts = [there.start - here.start for there, here in self.blocks] or [0]
         of_blocks = torch.tensor([begins, shifts], device=places.device)

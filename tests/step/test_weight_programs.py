@@ -238,8 +238,8 @@ def _of_weight(write: Callable[[Any], object]) -> Call:
     return lambda world: write(world.weight)
 
 
-def run(seed: int, case: str, device: str) -> None:
-    """Runs a program on both, and compares the rows after each call."""
+def run(seed: int, case: str, device: str) -> bool:
+    """Runs a program on both, and compares their rows; whether no call was refused."""
     rng = random.Random(seed)
     settings = CASES[case]
     plain = {name: each for name, each in settings.items() if name not in ("capacity", "cache")}
@@ -272,7 +272,7 @@ def run(seed: int, case: str, device: str) -> None:
             ):
                 raise
             assert before is None or torch.equal(ours.rows(), before), done
-            return
+            return False
         torch.set_rng_state(state)
         named.call(theirs)
         if named.name == "step":  # a gradient that is left is dropped by the next step's lookup
@@ -281,18 +281,21 @@ def run(seed: int, case: str, device: str) -> None:
         if rng.random() < 0.5:
             assert torch.equal(ours.rows(), theirs.rows()), done
     torch.testing.assert_close(ours.rows(), theirs.rows(), rtol=0, atol=0, msg=str(done))
+    return True
 
 
-def run_until_refused(seed: int, case: str, device: str) -> None:
+def run_until_refused(seed: int, case: str, device: str) -> bool:
     """Runs a program; a gradient that was written through a view is refused at its next use."""
     try:
-        run(seed, case, device)
+        return run(seed, case, device)
     except NotImplementedError as error:
         assert "gradient" in str(error), error
+        return False
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_programs_leave_the_rows_of_a_plain_parameter(device: str, case: str) -> None:
-    for seed in range(PROGRAMS // len(CASES)):
-        run_until_refused(seed, case, device)
+    ended = [run_until_refused(seed, case, device) for seed in range(PROGRAMS // len(CASES))]
+    # A GPU refuses more calls: those with other tensors beside all rows.
+    assert sum(ended) * 4 >= len(ended) or device == "cuda"
