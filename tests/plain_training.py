@@ -43,6 +43,7 @@ class PlainTable:
         max_norm: rows with a larger norm are shortened when they are looked up.
         held: rows of the step.
         gradient: of all rows, or None before a backward.
+        zeros: rows of a step that was left out, whose gradient zero_grad() has filled with zeros.
         over: whether the step was stepped, so that the next lookup begins another.
         left: whether a zero_grad has come since the last lookup: without a gradient, lookups but
             those that were announced begin another step, although a graph of this one is there.
@@ -67,6 +68,7 @@ class PlainTable:
     max_norm: float | None = None
     held: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
+    zeros: set[int] | None = None
     over: bool = True
     left: bool = False
     parts: list[Tensor] = field(default_factory=list)
@@ -108,6 +110,7 @@ class PlainTable:
 
     def _begin(self, ids: Tensor, announced: list[Tensor]) -> None:
         self.held, self.gradient, self.over, self.kept = set(), None, False, False
+        self.zeros = None
         self.number += 1
         self.parts, self.unseen, self.looked_up = [], [], set()
         due, self.due = self.due, ()
@@ -143,7 +146,8 @@ class PlainTable:
             self.parts = [*self.parts, ids]
         self.unseen = [part for part in self.unseen if not _is_one_of(part, [ids])]
         self.looked_up = self.looked_up | set(ids.flatten().tolist())
-        self.left &= ids.numel() == 0
+        if self.left and ids.numel() > 0:
+            self.left, self.zeros = False, None
         return self.read(ids)
 
     def is_refused(self) -> bool:
@@ -176,8 +180,12 @@ class PlainTable:
             gradient=None if self.gradient is None else self.gradient.clone(),
         )
 
-    def forget(self) -> None:
+    def forget(self, *, to_none: bool = True) -> None:
         """zero_grad when no lookup waits for its backward: the step holds nothing."""
+        if to_none:
+            self.zeros = None
+        elif self.gradient is not None and not self.over:
+            self.zeros = None if self.unseen else self.held
         self.gradient, self.left = None, True
         self.end_batch()
         if not self.kept:
@@ -191,7 +199,8 @@ class PlainTable:
 
     def taken(self) -> Tensor:
         """The rows of the step, ascending."""
-        return torch.tensor(sorted(self.held), dtype=torch.int64, device=self.weight.device)
+        held = self.held if self.zeros is None else self.zeros
+        return torch.tensor(sorted(held), dtype=torch.int64, device=self.weight.device)
 
 
 @dataclass
@@ -244,9 +253,9 @@ class PlainTraining:
         """Whether a step raises, and changes nothing."""
         return any(table.is_refused() for table in self.tables)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, to_none: bool = True) -> None:
         for table in self.tables:
-            table.forget()
+            table.forget(to_none=to_none)
 
     def step(self, during: AbstractContextManager[object] | None = None) -> None:
         """torch's own step on the rows of the step; what it leaves half done goes back too.
@@ -258,6 +267,8 @@ class PlainTraining:
         optimizer = make_optimizer(self.case, held)
         for table, rows in zip(self.tables, held, strict=True):
             ids = table.taken()
+            if table.zeros is not None:
+                table.gradient = torch.zeros_like(table.weight)
             if table.gradient is not None:
                 rows.grad = table.gradient[ids]
                 if self.case.make is optim.SparseAdam:
@@ -277,6 +288,7 @@ class PlainTraining:
                 table.round()
         for table in self.tables:
             table.over |= table.gradient is not None
+            table.zeros = None
             table.waiting, table.before, table.is_new = [], [], False
 
     def state(self) -> list[dict[str, Any]]:

@@ -156,9 +156,11 @@ class AttachedState:
         """Loads a state of all rows that user code has assigned to an entry."""
         rows = self.table_rows
         entries = self.entries()
-        for name in self.names if self._has_stepped else ():
+        for name in self.names:
             value = entries.get(name)
             if isinstance(value, RowWeight) and value._rows is rows and value._field == name:
+                continue
+            if value is None and not self._has_stepped:
                 continue
             if not isinstance(value, Tensor):
                 raise self._lost(name)

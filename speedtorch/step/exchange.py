@@ -399,6 +399,7 @@ class Exchange(ABC):
             raise
         if self._is_left and ids.numel() > 0:  # no ids show no batch
             self._is_left = False
+            self._view.drop_zeros()
         if found is None:  # not known again, or new, which shows nowhere
             found = self.now.part(len(self.now.batches) - 1, 0)
             found = found._replace(has_moved=self.now.moved > 0)
@@ -586,12 +587,12 @@ class Exchange(ABC):
         self._read_again()
         self._extend([ids])
 
-    def note_zero_grad(self) -> None:
-        """Called when the gradient is None, or becomes that or zeros, as by a zero_grad()."""
+    def note_zero_grad(self, *, is_zero: bool = False) -> None:
+        """Called when the gradient becomes None or, if it `is_zero`, zeros, as by a zero_grad()."""
         self._is_left = True
         self._end_batch()
         before = self.now.before
-        if before is not None and before.gradient is not None:
+        if before is not None and before.gradient is not None and (before.stepped or not is_zero):
             self.now = self.now._replace(before=before._replace(gradient=None))
 
     def note_gradient_asked(self) -> None:
@@ -749,9 +750,10 @@ class Exchange(ABC):
         self._as_in_table = as_in_table
         parameter = view.parameter
         gradient = parameter.grad
-        if gradient is not None and not view.has_gradient():
-            # zero_grad(set_to_none=False) leaves zeros, with which most optimizers move rows.
-            gradient = parameter.grad = None
+        if self.now.stepped or self.now.unseen():
+            # Zeros of zero_grad(set_to_none=False) would move rows that were not looked up since.
+            view.drop_zeros()
+            gradient = parameter.grad
         if gradient is not None:
             view.divide()
             gradient = parameter.grad

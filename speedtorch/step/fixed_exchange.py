@@ -217,7 +217,9 @@ class FixedExchange(Exchange):
         # With a gradient that is left an optimizer steps them once more; a CUDA graph does not know
         # that the table has changed, and reads what it holds by itself.
         captured, is_stale = blocks.is_captured, now.copy is Copy.STALE
-        stay = not self.is_over() or (not captured and self._view.has_gradient())
+        view = self._view
+        has_gradient = view.has_gradient() if now.stepped else view.parameter.grad is not None
+        stay = not self.is_over() or (not captured and has_gradient)
         if not is_stale:
             self._take()
             blocks.go_home(stay=stay)

@@ -141,10 +141,14 @@ class ParameterView:
         parameter = self.parameter
         return version_of(parameter) != self.version or parameter.data_ptr() != self._pointer
 
-    def note_zeros(self) -> None:
-        """Records that a zero_grad() has filled the gradient with zeros."""
-        gradient = self.parameter.grad
+    def note_zeros(self, gradient: Tensor | None) -> None:
+        """Records that a zero_grad() has filled the gradient of the rows with zeros."""
         self._zeros = None if gradient is None else (gradient, version_of(gradient))
+
+    def drop_zeros(self) -> None:
+        """Drops a gradient that a zero_grad() has filled with zeros."""
+        if self._zeros is not None and not self.has_gradient():
+            self.parameter.grad = self._zeros = None
 
     def note_gradient(self) -> None:
         """Records that the parameter was given another gradient."""
@@ -179,14 +183,14 @@ class ParameterView:
             return
         if isinstance(shown, SparseRows):
             content = shown.content
-            is_same = content.dense is None and content.values is values and content.fill == 0
+            is_same = content.values is values and content.has_zeros
         else:
             is_same = sparse_values(shown).data_ptr() == values.data_ptr()
         if not is_same and (set_gradient := self._set_gradient()) is not None:
             self._shown = None
             set_gradient(shown)
             if shown.is_sparse and not sparse_values(shown).shape[0]:  # as zero_() leaves it
-                self.note_zeros()
+                self.note_zeros(self.parameter.grad)
 
     def summand(self, added: Tensor) -> Tensor:
         """What is to be added to the gradient for one that a lookup brings."""

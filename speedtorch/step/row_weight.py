@@ -59,9 +59,14 @@ _MEMORY = _names(
 _CONVERSIONS = _names("cpu cuda to contiguous type float double half bfloat16 resolve_conj")
 """Methods that return the tensor itself if it is of that kind already."""
 _RESHAPES = _names(
-    "view reshape flatten ravel contiguous view_as reshape_as unflatten _unsafe_view"
+    "view reshape flatten ravel contiguous view_as reshape_as unflatten _unsafe_view take_along_dim"
+    " isin"
 )
 """Functions that return a view of elements that lie side by side, and else a copy or an error."""
+_UNTRACKED = _names("unsafe_chunk unsafe_split unsafe_split_with_sizes")
+"""Functions whose results autograd does not know to be views, so that it counts no writes."""
+_ACROSS_DEVICES = _names("copy_ view_as reshape_as expand_as")
+"""Functions that torch computes with tensors of different devices."""
 _OVERWRITE = _names(
     "zero_ fill_ uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_"
 )
@@ -112,6 +117,7 @@ class RowWeight(Tensor):
             RowWeight,
             like.shape,
             strides=like.stride(),
+            storage_offset=like.storage_offset(),
             dtype=like.dtype,
             device=device or rows.parameter.device,
             requires_grad=requires_grad,
@@ -355,6 +361,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
         return _made_like(func, name, args, kwargs)
     if name.startswith("_foreach_"):
         return _of_lists(name, args, kwargs)
+    if name in _UNTRACKED:
+        func = getattr(torch.Tensor, name := name.removeprefix("unsafe_"))
     if (out := kwargs.get("out")) is not None:
         if any(isinstance(leaf, RowWeight) for leaf in tree_leaves(out)) and not trains:
             return _written_out(func, name, args, kwargs)
@@ -369,7 +377,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
             _refuse_share(weight, name)
     if name in ("numpy", "__array__"):
         with as_plain():
-            if weight.requires_grad and not kwargs.get("force"):
+            if torch.is_grad_enabled() and weight.requires_grad and not kwargs.get("force"):
                 raise RuntimeError(
                     "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy()"
                     " instead."
@@ -391,15 +399,25 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     leaves = tree_leaves((args, kwargs))
     weights = [leaf for leaf in leaves if isinstance(leaf, RowWeight)]
     first, is_compact = weights[0], name in _RESHAPES or any(leaf._is_compact for leaf in weights)
+    writes = _is_write(func, name, args, kwargs)
+    if writes and len({leaf._path for leaf in weights}) > 1:
+        is_compact = True  # so that torch finds overlapping views, which it cannot in records
+    is_first = bool(args) and args[0] is first
+    if is_first and name in _CONVERSIONS and _is_of_kind(func, name, args, kwargs):
+        return first
 
     def resolved(leaf: Any) -> Any:
         if isinstance(leaf, RowWeight):
             found.append((leaf, leaf._all(memory, is_compact=is_compact)))
             return found[-1][1]
-        return leaf.cpu() if isinstance(leaf, SparseRows) else leaf
+        is_number = isinstance(leaf, Tensor) and leaf.is_cuda and not leaf.dim()
+        return leaf.cpu() if isinstance(leaf, SparseRows) or is_number else leaf
 
     with as_plain():
-        if first.is_cuda and any(map(_is_on_gpu, leaves)):
+        is_elsewhere = (
+            first.is_cuda and name not in _ACROSS_DEVICES and any(map(_is_on_gpu, leaves))
+        )
+        if is_elsewhere or (writes and isinstance(args[0], SparseRows) and args[0].is_cuda):
             raise _all_rows_needed(first, f"{name}()")
         given = tree_map(resolved, args), tree_map(resolved, kwargs)
         versions = {key: version_of(base) for key, base in memory.items()}
@@ -417,14 +435,25 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             return leaf
         for weight, own in found:
             if leaf is own:
-                return weight if name not in _CONVERSIONS or not weight.is_cuda else leaf.clone()
+                return leaf.clone() if is_first and name in _CONVERSIONS else weight
         if leaf.layout != torch.strided or storage_id(leaf.untyped_storage()) not in storages:
             return leaf
         step = partial(_again, func, args, kwargs, first, place)
-        return first._view(leaf, step, is_compact=is_compact)
+        plain = (tree_map(_as_meta, given) for given in (args, kwargs))
+        like = tree_leaves(func(*next(plain), **next(plain)))[place]
+        return first._view(like, step, is_compact=is_compact)
 
     with as_plain():
         return tree_map(returned, result)
+
+
+def _is_of_kind(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a conversion returns the tensor itself."""
+    with as_plain():
+        if name == "contiguous":
+            return bool(args[0].is_contiguous(**kwargs))
+        like = torch.empty(1, dtype=args[0].dtype, device=args[0].device)
+        return func(like, *args[1:], **kwargs) is like
 
 
 def _store(memory: _Memory, versions: dict[Any, int]) -> None:
@@ -609,6 +638,10 @@ def _of_lists(name: str, args: Any, kwargs: Any) -> Any:
     return args[0] if name.endswith("_") else results
 
 
+def _as_meta(leaf: Any) -> Any:
+    return _meta(leaf) if isinstance(leaf, RowWeight) else leaf
+
+
 def _meta(weight: RowWeight) -> Tensor:
     """A tensor without elements of the same shape, strides and dtype."""
     with as_plain():
@@ -654,13 +687,16 @@ def _looked_up(
     known: tuple[Any, ...] = (None, -1, weight._rows.padding)
     if name == "embedding_bag" and (padding, weight._rows.padding) != (None, None):
         known = ()  # places of rows are none of ids
-    if trains and (any(given.get(s) for s in settings) or padding not in known):
+    given_settings = [given.get(setting) for setting in settings]
+    if trains and (
+        any(s is not None and s is not False for s in given_settings) or padding not in known
+    ):
         raise _refused(
             weight, f"{name}() with these options of", "they are those of the module", "emb(ids)"
         )
     if name == "embedding_bag":
         with as_plain():
-            places, rows = weight._lookups.rows_of(_from_the_end(weight, ids))
+            places, rows = weight._lookups.rows_of(ids)
             return func(places, rows, *args[2:], **{**kwargs, "sparse": False})
     if not trains and name == "embedding" and given.get("max_norm"):
         return NotImplemented
@@ -683,7 +719,7 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
     if any(isinstance(leaf, Tensor | list) or leaf is None for leaf in rest):
         return NotImplemented
     if isinstance(first, Tensor) and first.dtype in (torch.int32, torch.int64):
-        rows = _by_ids(weight, first, trains)
+        rows = _by_ids(weight, torch.where(first < 0, first + count, first), trains)
         return rows[(*[slice(None)] * first.dim(), *rest)] if rest else rows
     if not is_basic or (not trains and weight._rows.table.portion is None):
         return NotImplemented
@@ -701,43 +737,28 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
     return _LookedUp.of(rows, weight.detach()[index], again)  # type: ignore[arg-type]
 
 
-def _from_the_end(weight: RowWeight, ids: Tensor) -> Tensor:
-    if ids.is_cpu and bool((ids < 0).any()):
-        ids = torch.where(ids < 0, ids + weight._rows.whole_shape[0], ids)
-    return ids
-
-
 def _by_ids(weight: RowWeight, ids: Tensor, trains: bool, *, is_padded: bool = False) -> Tensor:
     """Rows by their ids; `is_padded`: the caller expects no gradient of the padding's row."""
-    ids = _from_the_end(weight, ids)
     with as_plain():
         if trains:
             rows: Tensor = nn.functional.embedding(*weight._lookups.rows_of(ids))
             if (padding := weight._rows.padding) is None or is_padded:
                 return rows
+            if ids.is_cpu and not bool((ids == padding).any()):
+                return rows
             refusal = (
                 f"{weight._rows.name}: the row of padding_idx={padding} has no gradient, but"
                 " torch.nn.Embedding's weight[ids] has one for it: use emb(ids), or omit this id"
             )
-            padded: Tensor = _Padded.apply(rows, ids == padding, refusal)  # type: ignore[no-untyped-call]
-            return padded
+
+            def check(gradient: Tensor) -> None:
+                if bool(gradient[(ids == padding).to(gradient.device)].any()):
+                    raise NotImplementedError(refusal)
+
+            rows.register_hook(check)  # type: ignore[no-untyped-call]
+            return rows
         found: Tensor = weight._lookups.read(ids)
         return found
-
-
-class _Padded(torch.autograd.Function):
-    """Rows of a lookup; a gradient of the padding's row is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, is_padding: Tensor, refusal: str) -> Tensor:
-        ctx.is_padding, ctx.refusal = is_padding, refusal
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if bool(gradient[ctx.is_padding.to(gradient.device)].any()):
-            raise NotImplementedError(ctx.refusal)
-        return gradient, None, None
 
 
 # ------------------------------------------------------------------------------------------------

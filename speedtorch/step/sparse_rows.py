@@ -7,9 +7,10 @@ Pointwise operations compute with the rows that have memory. Other operations al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from speedtorch.torch_internals import (
     tensor_without_memory,
     tree_leaves,
     tree_map,
+    version_of,
 )
 
 __all__ = ["LIKE_FILLS", "RowContent", "SparseRows", "for_each_of_lists", "name_of_one"]
@@ -37,7 +39,7 @@ _SUMS = frozenset({"linalg_vector_norm", "sum", "any", "count_nonzero", "norm"})
 # Functions of lists that keep zeros, with numbers or tensors of one element beside the first list.
 _KEEP_ZEROS = frozenset(
     f"_foreach_{name}{end}"
-    for name in ("mul", "div", "zero", "neg", "abs", "sqrt", "sign", "norm", "clone")
+    for name in ("mul", "div", "zero", "sqrt", "norm", "clone")
     for end in ("", "_")
 ) | {"_amp_foreach_non_finite_check_and_unscale_"}
 _CLAMPS = {"_foreach_clamp_min_": -1, "_foreach_clamp_max_": 1}
@@ -51,13 +53,17 @@ _ALIKE = frozenset({"mul_", "div_", "zero_", "clamp_", "clamp_min_", "clamp_max_
 }
 
 
+_Scales: TypeAlias = tuple[tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int], ...]
+
+
 class RowContent:
     """The rows that a SparseRows and its aliases have in common.
 
     Attributes:
         values: `[n, ...]`, the rows that have memory, in the order of the ids; further rows behind
             them equal `fill`.
-        fill: All elements of all other rows.
+        scales: Numbers on a GPU by which other rows, which were zero, were multiplied or divided:
+            the operation, the number and its version. 0 * NaN is NaN, but reading the number waits.
         dense: All rows `[N, ...]`, from the first operation on that needs them; it then replaces
             the other attributes.
         local_only: Why only operations that treat all elements alike are supported, if so.
@@ -69,11 +75,12 @@ class RowContent:
         values: Tensor,
         fill: float = 0.0,
         *,
+        scales: _Scales = (),
         local_only: str | None = None,
         zeroed: Callable[[], Callable[[], object] | None] = lambda: None,
     ) -> None:
         self._ids = ids
-        self.values, self.fill = values, fill
+        self.values, self.own_fill, self.scales = values, fill, scales
         self.dense: Tensor | None = None
         self.local_only = local_only
         self.zeroed = zeroed
@@ -85,6 +92,29 @@ class RowContent:
         if not isinstance(self._ids, Tensor):
             self._ids = self._ids()
         return self._ids
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether the other rows are zero, or were zero before their `scales`."""
+        return self.own_fill == 0 and self.dense is None
+
+    @property
+    def scaled_zero(self) -> Tensor | None:
+        """The element of the other rows after their `scales`; None if there are none."""
+        scaled = self.values.new_full((), self.own_fill) if self.scales else None
+        for operation, number, version in self.scales:
+            if _version(number) != version:
+                raise NotImplementedError(
+                    "the gradient of an Embedding was scaled by a tensor that has changed since:"
+                    " rows without memory can no longer be computed; scale by a clone of the tensor"
+                )
+            scaled = operation(scaled, number)  # type: ignore[arg-type]
+        return scaled
+
+    @property
+    def fill(self) -> float:
+        """All elements of the other rows. Waits for the GPU if there are `scales`."""
+        return self.own_fill if (scaled := self.scaled_zero) is None else float(scaled)
 
     @property
     def is_constant(self) -> bool:
@@ -100,9 +130,13 @@ class RowContent:
         """The rows of the ids."""
         return self.values[: len(self.ids)]
 
-    def keep(self, ids: Tensor, values: Tensor, fill: float) -> None:
+    def keep(self, ids: Tensor, values: Tensor) -> None:
         """Becomes other rows."""
-        self._ids, self.values, self.fill = ids, values, fill
+        self._ids, self.values = ids, values
+
+    def fill_others(self, fill: float, scales: _Scales) -> None:
+        """Gives the rows without memory another element."""
+        self.own_fill, self.scales = fill, scales
 
     def has_rows_of(self, other: RowContent) -> bool:
         """Whether both have memory for the same rows, at the same places, without waiting."""
@@ -183,7 +217,7 @@ class SparseRows(Tensor):
         """Refused, as all that would use the memory itself."""
         raise NotImplementedError(f"{self!r} has no storage: use a copy of all rows by to_dense()")
 
-    share_memory_ = storage = untyped_storage
+    share_memory_ = storage = const_data_ptr = untyped_storage
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = copied = self.clone()
@@ -286,10 +320,14 @@ def _of_rows(func: Any, name: str, tensor: SparseRows, args: Any, kwargs: Any) -
     """The result of a reduction or of a lookup, or NotImplemented if all rows are needed."""
     content = tensor.content
     given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
-    if name in _SUMS and content.fill == 0 and given.get("dim") in (None, []):
+    if name in _SUMS and content.has_zeros and given.get("dim") in (None, []):
         order = given.get("ord", given.get("p", 1))
         if order is None or order > 0:
-            return func(_some(content.values), *args[1:], **kwargs)
+            found = func(_some(content.values), *args[1:], **kwargs)
+            if (zero := content.scaled_zero) is None:
+                return found
+            if found.is_floating_point():
+                return found + zero
     if name == "index_select" and given["dim"] % tensor.dim() == 0:
         return content.rows_at(given["index"])
     if name == "select" and given["dim"] == 0:
@@ -316,7 +354,10 @@ def _pointwise(func: Any, args: Any, kwargs: Any, sparse: Sequence[SparseRows]) 
     if any(leaf.dim() > len(shape) for leaf in plain) or "out" in kwargs:
         return NotImplemented
     differs = any(leaf.dim() == len(shape) and leaf.shape[0] != 1 for leaf in plain)
-    fill = _fill(func, args, kwargs, contents, plain, len(shape), differs)
+    fill: float | None = own.own_fill
+    scales = None if len(sparse) > 1 or kwargs else _scales_of_call(func, args, first)
+    if scales is None:
+        fill, scales = _fill(func, args, kwargs, contents, plain, len(shape), differs), ()
     if fill is None:
         return NotImplemented
     ids: Any = own._ids
@@ -339,10 +380,41 @@ def _pointwise(func: Any, args: Any, kwargs: Any, sparse: Sequence[SparseRows]) 
     result = func(*tree_map(of_ids, args), **tree_map(of_ids, kwargs))
     if written:
         if result.data_ptr() != own.values.data_ptr():
-            own.keep(ids, result, fill)
-        own.fill = fill
+            own.keep(ids, result)
+        own.fill_others(fill, scales)
         return first
-    return SparseRows.of(shape[0], RowContent(ids, result, fill))
+    return SparseRows.of(shape[0], RowContent(ids, result, fill, scales=scales))
+
+
+def _scales_of_call(func: Any, args: Any, tensor: SparseRows) -> _Scales | None:
+    """The scales after an operation; None if it does not multiply or divide zeros by a number."""
+    name = _name_of(func).rstrip("_")
+    if name not in ("mul", "div") or len(args) != 2 or (name == "div" and args[0] is not tensor):
+        return None
+    return _scales_after(tensor.content, name, args[1] if args[0] is tensor else args[0])
+
+
+def _scales_after(content: RowContent, name: str, number: Any) -> _Scales | None:
+    """The scales after zeros are multiplied or divided by a number; None if these become others."""
+    if not content.has_zeros or isinstance(number, SparseRows):
+        return None
+    divides = "div" in name
+    if isinstance(number, Tensor):
+        if number.numel() != 1:
+            return None
+        if number.is_cuda:
+            operation = torch.div if divides else torch.mul
+            return *content.scales, (operation, number.reshape(()), _version(number))
+        number = number.item()
+    if not isinstance(number, int | float):
+        return None
+    is_zero = number > 0 if divides else 0 <= number < math.inf  # others leave -0.0 or NaN
+    # Ranks have no gradient of other rows.
+    return content.scales if is_zero or content.local_only is not None else None
+
+
+def _version(number: Tensor) -> int:
+    return 0 if number.is_inference() else version_of(number)
 
 
 def _fill(
@@ -355,11 +427,6 @@ def _fill(
     differs: bool,
 ) -> float | None:
     """The new element of rows without memory, or None if these rows no longer equal one number."""
-    name = _name_of(func).rstrip("_")
-    zeros = all(content.fill == 0 for content in contents)
-    on_gpu = any(leaf.is_cuda for leaf in plain)
-    if zeros and name in ("mul", "div") and len(contents) == 1 and not differs and on_gpu:
-        return 0.0  # a look at the other number, which may be NaN, would wait for the GPU
     shapes = [leaf.shape for leaf in plain]
     size = torch.broadcast_shapes((1,) * dims, *shapes)  # type: ignore[no-untyped-call]
     place = plain[0].device if differs else torch.device("cpu")
@@ -393,16 +460,26 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     is_simple = name in _KEEP_ZEROS and not (rest and isinstance(rest[0], list | SparseRows))
     if (sign := _CLAMPS.get(name)) is not None:
         is_simple = isinstance(rest[0], int | float) and rest[0] * sign >= 0
-    if is_simple and all(content.fill == 0 and content.dense is None for content in contents):
+    scales: list[_Scales | None] = [content.scales for content in contents]
+    if is_simple and name.rstrip("_").endswith(("mul", "div", "unscale")):
+        scales = [_scales_after(content, name, rest[-1]) for content in contents]
+    if is_simple and None not in scales and all(content.has_zeros for content in contents):
         values = [leaf.content.values if isinstance(leaf, SparseRows) else leaf for leaf in first]
         results = func(
             list(map(_some, values)) if name == "_foreach_norm" else values, *rest, **kwargs
         )
-        if results is not None and name != "_foreach_norm":
-            for place, leaf in enumerate(first):
-                if isinstance(leaf, SparseRows):
-                    content = RowContent(leaf.content._ids, results[place])
-                    results[place] = SparseRows.of(leaf.shape[0], content)
+        places = [place for place, leaf in enumerate(first) if isinstance(leaf, SparseRows)]
+        for place, content, after in zip(places, contents, scales, strict=True):
+            if results is None:
+                content.scales = after or ()
+                if name == "_foreach_zero_":
+                    content.fill_others(0.0, ())
+            elif name != "_foreach_norm":
+                fill = content.own_fill
+                made = RowContent(content._ids, results[place], fill, scales=after or ())
+                results[place] = SparseRows.of(first[place].shape[0], made)
+            elif (zero := content.scaled_zero) is not None:
+                results[place] = results[place] + zero
     elif name.startswith("_amp"):
         return _of_all_rows(func, args, kwargs)
     else:

@@ -531,8 +531,10 @@ class TrainedRows:
         """Called when the gradient was filled with zeros, as by zero_grad(set_to_none=False)."""
         with self.turn:
             self.parameter_view.collect()
-            self.parameter_view.note_zeros()
-            self.exchange.note_zero_grad()
+            before = self.exchange.now.before
+            gradient = None if before is None else before.gradient
+            self.parameter_view.note_zeros(self.parameter.grad if gradient is None else gradient)
+            self.exchange.note_zero_grad(is_zero=True)
 
     def set_gradient(self, value: Tensor | None) -> None:
         """Sets the gradient of the weight, `[N, ...]`, dense or sparse.

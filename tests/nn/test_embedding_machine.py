@@ -505,7 +505,7 @@ class Programs(RuleBasedStateMachine):
         self.armed = None  # torch's own
         self.call(
             lambda: self.ours.optimizer.zero_grad(set_to_none=to_none),
-            lambda world: world.zero_grad(),
+            lambda world: world.zero_grad(to_none=to_none),
         )
         self.fresh.clear()
 

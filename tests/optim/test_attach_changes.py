@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,27 @@ def test_state_of_a_fused_optimizer_is_torchs_to_load(make: Any) -> None:
     step(loaded, optimizer)
     assert_same_rows(loaded, theirs)
     assert_same_bytes(ours.state_dict()["words.weight"], before)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (optim.Adagrad, "sum"),
+        (optim.Adam, "exp_avg"),
+        (partial(optim.SGD, momentum=0.9), "momentum_buffer"),
+    ],
+)
+def test_state_that_is_assigned_before_the_first_step_is_stepped_with(
+    make: Make, name: str
+) -> None:
+    made = pair(make)
+    for model, optimizer in made:
+        state = optimizer.state[model.words.weight]
+        state[name] = torch.full((ROWS, WIDTH), 0.5)
+        if make is optim.Adam:
+            state |= {"step": torch.tensor(3.0), "exp_avg_sq": torch.ones(ROWS, WIDTH)}
+    train(made, 2)
+    assert_same_rows(made[1][0], made[0][0])
 
 
 def test_attach_that_fails_at_the_second_table_leaves_the_first_alone() -> None:

@@ -302,20 +302,62 @@ def test_rows_that_an_optimizer_resizes_are_refused(padding: int | None) -> None
         ours.flush()
 
 
-def test_zeros_that_zero_grad_leaves_before_the_step_move_no_row() -> None:
-    _, ours = pair()
-    adam = optim.Adam(ours.parameters(), lr=0.1)
-    speedtorch.attach(adam, ours)
-    ours(IDS).sum().backward()
-    adam.step()
-    adam.zero_grad()
-    before = rows_of(ours).clone()
-    ours(IDS).sum().backward()
-    adam.zero_grad(set_to_none=False)
-    adam.step()
-    assert_same_bytes(rows_of(ours), before)
-    (state,) = adam.state_dict()["state"].values()
-    assert state["step"] == 1
+@pytest.mark.parametrize("capacity", [None, 3])
+@pytest.mark.parametrize("way", ["zero_", "foreach", "zero_grad", "zeros_like"])
+def test_zeros_in_the_place_of_a_gradient_before_its_step_are_stepped_with(
+    way: str, capacity: int | None
+) -> None:
+    torch.manual_seed(0)
+    theirs = nn.Embedding(ROWS, WIDTH)
+    ours = speedtorch.Embedding.from_module(theirs, capacity=capacity)
+    for module in (theirs, ours):
+        adam = optim.Adam(module.parameters(), lr=0.1)
+        if module is ours:
+            speedtorch.attach(adam, ours)
+        module(IDS).sum().backward()
+        adam.step()
+        adam.zero_grad()
+        module(IDS).sum().backward()
+        gradient = module.weight.grad
+        assert gradient is not None
+        if way == "zero_":
+            gradient.zero_()
+        elif way == "foreach":
+            torch._foreach_zero_([gradient])
+        elif way == "zero_grad":
+            adam.zero_grad(set_to_none=False)
+        else:
+            module.weight.grad = torch.zeros_like(module.weight)
+        adam.step()
+        assert module.weight.grad is not None
+        assert not module.weight.grad.any()
+        (state,) = adam.state_dict()["state"].values()
+        assert state["step"] == 2
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
+def test_zeros_of_rows_that_wait_for_a_step_are_the_same_with_prefetch() -> None:
+    """A step left out, zeros for its gradient, and a batch that names no row of one table."""
+    found = []
+    for loop in (None, speedtorch.prefetch):
+        users, items = (speedtorch.Embedding(99, 2) for _ in range(2))
+        model = nn.ModuleList([users, items])
+        nn.init.ones_(items.weight)
+        adam = optim.Adam(model.parameters(), lr=0.1)
+        speedtorch.attach(adam, model)
+        batches = [{users: IDS, items: IDS + number} for number in range(5)]
+        turns = batches if loop is None else loop(batches, model, ids=lambda batch: batch)
+        for number, batch in enumerate(turns):
+            loss = users(batch[users]).sum()
+            if number < 3:
+                loss = loss + items(batch[items]).sum()
+            adam.zero_grad(set_to_none=False)
+            loss.backward()
+            if number != 2:
+                adam.step()
+            adam.zero_grad(set_to_none=False)
+        found.append(rows_of(items).clone())
+    assert_same_bytes(*found)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -425,6 +426,64 @@ def test_a_grad_scaler_steps_where_the_features_of_a_collection_name_no_row(devi
         made.append(module.state_dict()["embedding_bags.rows.weight"].cpu().clone())
     assert not torch.equal(made[0], first_rows())
     assert_same_bytes(made[1], made[0])
+
+
+NAN = float("nan")
+SCALES: dict[str, Callable[[Tensor, Callable[[float], Tensor]], object]] = {
+    "foreach_mul": lambda g, _: torch._foreach_mul_([g], NAN),
+    "foreach_mul_tensor": lambda g, at: torch._foreach_mul_([g], at(float("inf"))),
+    "foreach_div": lambda g, _: torch._foreach_div_([g], 0.0),
+    "foreach_div_tensor": lambda g, at: torch._foreach_div_([g], at(0.0)),
+    "mul": lambda g, at: g.mul_(at(NAN)),
+    "div": lambda g, at: g.div_(at(0.0)),
+    "finite": lambda g, at: (g.mul_(at(2.0)), g.div_(at(-3.0))),
+    "then_zero": lambda g, at: (g.mul_(at(NAN)), torch._foreach_zero_([g])),
+    "then_add": lambda g, at: (g.mul_(at(NAN)), g.add_(1)),
+    "then_a_row": lambda g, at: (g.mul_(at(NAN)), g[5].zero_()),
+    "columns": lambda g, at: g.mul_(torch.stack([at(x) for x in (1.0, NAN, 2.0, 3.0)])),
+    "unscaled": lambda g, at: torch._amp_foreach_non_finite_check_and_unscale_(
+        [g], at(0.0), at(float("inf"))
+    ),
+}
+SCALED_READS: dict[str, Callable[[Tensor, Callable[[float], Tensor]], Tensor]] = {
+    "clone": lambda g, _: g.clone(),
+    "norm": lambda g, _: g.norm(),
+    "foreach_norm": lambda g, _: torch._foreach_norm([g])[0],
+    "sum": lambda g, _: g.sum(),
+    "count_nonzero": lambda g, _: g.count_nonzero(),
+    "reciprocal": lambda g, _: 1 / g,
+    "dividend": lambda g, at: at(1.0) / g,
+    "product": lambda g, at: g * at(NAN) / at(2.0) + 1,
+    "foreach_product": lambda g, at: torch._foreach_mul([g], at(NAN))[0],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_rows_without_memory_of_a_scaled_gradient_are_torchs(scale: str, device: str) -> None:
+    for name, read in SCALED_READS.items():
+        found = []
+        for kind in (nn.Embedding, speedtorch.Embedding):
+            rows = torch.arange(48.0, device=device).view(12, 4)
+            module: Any = kind(12, 4, _weight=rows, device=device)
+            module(torch.tensor([1, 3, 3], device=device)).square().sum().backward()
+            at = partial(torch.tensor, device=device)
+            SCALES[scale](module.weight.grad, at)
+            result = read(module.weight.grad, at).detach()
+            found.append(result.to_dense() if isinstance(result, SparseRows) else result)
+        torch.testing.assert_close(*found[::-1], equal_nan=True, msg=f"{scale}, {name}")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="numbers on the CPU are read at once")
+def test_a_number_on_a_gpu_that_has_scaled_a_gradient_and_changed_is_refused() -> None:
+    module = speedtorch.Embedding(12, 4, device="cuda")
+    module(torch.tensor([1, 3], device="cuda")).sum().backward()
+    gradient, factor = module.weight.grad, torch.tensor(2.0, device="cuda")
+    assert gradient is not None
+    gradient.mul_(factor)
+    factor.zero_()
+    with pytest.raises(NotImplementedError, match="scale by a clone of the tensor"):
+        gradient.to_dense()
 
 
 def test_an_optimizers_state_dict_goes_and_comes(module: speedtorch.Embedding) -> None:
