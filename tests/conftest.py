@@ -60,7 +60,14 @@ def pytest_xdist_auto_num_workers() -> int:
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # The files that take longest begin first: begun last, one would run alone beside idle cores.
-LONGEST = ["graphed", "argument_overlaps", "embedding_interrupts", "shard", "embedding_machine"]
+LONGEST = [
+    "weight_contract",
+    "graphed",
+    "argument_overlaps",
+    "embedding_interrupts",
+    "shard",
+    "embedding_machine",
+]
 LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs", "swapper_auto"]
 LONGEST += ["packaging", "notebooks", "unit_training", "joint_exchange", "switch_interrupts"]
 LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove", "skipgram"]

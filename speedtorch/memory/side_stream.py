@@ -164,10 +164,11 @@ class SharedSideStream(SideStream):
 
 
 class MemoryStream:
-    """The stream for which torch allocated what an object holds; other streams are recorded.
+    """The stream on which an object was used last; a change of the current stream is ordered.
 
-    Torch gives freed memory to the next allocation on its own stream at once. An object that is
-    used on another stream later calls follow() first, so that the memory is freed behind that.
+    An object calls follow() before each use. If the caller's stream has changed, the new stream
+    waits for the last one, whose kernels may still write the object's memory. Torch gives freed
+    memory to the next allocation on its own stream at once; so the new stream is recorded, too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,7 +178,7 @@ class MemoryStream:
         """Whether there has been more than one stream."""
 
     def follow(self, held: Callable[[], Iterable[Tensor]]) -> None:
-        """Records the current stream, if it is another than the last, for all that is held."""
+        """Orders the current stream behind the last, and records it for all that is held."""
         if self._device is None:
             return
         stream = current_stream(self._device)
@@ -185,6 +186,8 @@ class MemoryStream:
             return
         if self._stream is not None:
             self.has_changed = True
+            if not torch.cuda.is_current_stream_capturing():  # a capture begins with a wait for all
+                stream.wait_stream(self._stream)
             self.record(held())
         self._stream = stream
 

@@ -399,7 +399,8 @@ class Exchange(ABC):
             raise
         if self._is_left and ids.numel() > 0:  # no ids show no batch
             self._is_left = False
-            self._view.drop_zeros()
+            if self._view.zeros is not None:
+                self._view.drop_zeros()
         if found is None:  # not known again, or new, which shows nowhere
             found = self.now.part(len(self.now.batches) - 1, 0)
             found = found._replace(has_moved=self.now.moved > 0)

@@ -69,7 +69,7 @@ class ParameterView:
         """Those of the step that the parameter has."""
         self.version = self._pointer = 0
         """Of the parameter; one that was written to since mark() has another."""
-        self._zeros: tuple[Tensor, int] | None = None
+        self.zeros: tuple[Tensor, int] | None = None
         """The gradient that a zero_grad() filled with zeros, and its version then."""
         self._shown: tuple[Tensor, Tensor, Tensor] | None = None
         """The gradient of the weight that was returned last, that of the rows then, and the memory
@@ -143,16 +143,16 @@ class ParameterView:
 
     def note_zeros(self, gradient: Tensor | None) -> None:
         """Records that a zero_grad() has filled the gradient of the rows with zeros."""
-        self._zeros = None if gradient is None else (gradient, version_of(gradient))
+        self.zeros = None if gradient is None else (gradient, version_of(gradient))
 
     def drop_zeros(self) -> None:
         """Drops a gradient that a zero_grad() has filled with zeros."""
-        if self._zeros is not None and not self.has_gradient():
-            self.parameter.grad = self._zeros = None
+        if self.zeros is not None and not self.has_gradient():
+            self.parameter.grad = self.zeros = None
 
     def note_gradient(self) -> None:
         """Records that the parameter was given another gradient."""
-        self._zeros = None
+        self.zeros = None
 
     def note_shown(self, shown: Tensor, gradient: Tensor, values: Tensor) -> None:
         """Records the weight's gradient that has the memory of the rows' gradient, `values`."""
@@ -170,8 +170,8 @@ class ParameterView:
 
     def note_read(self) -> None:
         """Records that the gradient of the weight is returned, and may be written to."""
-        if self._zeros is not None:
-            self._zeros = self._zeros[0], -1
+        if self.zeros is not None:
+            self.zeros = self.zeros[0], -1
 
     def collect(self) -> None:
         """Takes over what was written to the gradient of the weight since it was returned."""
@@ -221,9 +221,9 @@ class ParameterView:
         """
         if (gradient := self.parameter.grad) is None:
             return False
-        if self._zeros is None or self._zeros[0] is not gradient:
+        if self.zeros is None or self.zeros[0] is not gradient:
             return True
-        return version_of(gradient) != self._zeros[1] and _any(gradient)
+        return version_of(gradient) != self.zeros[1] and _any(gradient)
 
 
 def _divided(gradient: Tensor, divisor: int) -> Tensor:

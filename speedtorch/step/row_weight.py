@@ -487,7 +487,11 @@ def _again(
     func: Any, args: Any, kwargs: Any, weight: RowWeight, place: int, base: Tensor
 ) -> Tensor:
     """A view that was taken of a weight, of the table's memory of now."""
-    own = partial(tree_map, lambda leaf: base if leaf is weight else leaf)
+
+    def memory_of(leaf: Any) -> Any:
+        return base if leaf is weight else leaf._all() if isinstance(leaf, RowWeight) else leaf
+
+    own = partial(tree_map, memory_of)
     result: Tensor = tree_leaves(func(*own(args), **own(kwargs)))[place]
     return result
 

@@ -108,7 +108,7 @@ class RowContent:
                     "the gradient of an Embedding was scaled by a tensor that has changed since:"
                     " rows without memory can no longer be computed; scale by a clone of the tensor"
                 )
-            scaled = operation(scaled, number)  # type: ignore[arg-type]
+            scaled = operation(scaled, number.reshape(()))  # type: ignore[arg-type]
         return scaled
 
     @property
@@ -404,7 +404,7 @@ def _scales_after(content: RowContent, name: str, number: Any) -> _Scales | None
             return None
         if number.is_cuda:
             operation = torch.div if divides else torch.mul
-            return *content.scales, (operation, number.reshape(()), _version(number))
+            return *content.scales, (operation, number, _version(number))
         number = number.item()
     if not isinstance(number, int | float):
         return None

@@ -5,6 +5,7 @@ SPEEDTORCH_ROUNDS sets how many random programs run, 12 by default, and SPEEDTOR
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import warnings
@@ -32,6 +33,52 @@ def pause(cycles: int) -> None:
     """Lets the current stream fall behind the host, which then queues what races with it."""
     if cycles:
         torch.cuda._sleep(cycles)
+
+
+@pytest.mark.parametrize("memory", ["shared", "managed", "registered"])
+@pytest.mark.parametrize("way", ["table", "flush", "state_dict", "lookup", "goes"])
+def test_rows_in_use_on_one_stream_are_complete_on_another(way: str, memory: str) -> None:
+    """The stream of the loop lags behind; then the rows are read, or their module goes."""
+    first = torch.full((500, 128), 10.0)
+    seen: list[Tensor] = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        model = speedtorch.Embedding(
+            500,
+            128,
+            _weight=first,
+            device=GPU,
+            memory=memory,  # type: ignore[arg-type]
+        )
+        table = model.table
+        sgd = optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+        speedtorch.attach(sgd, model)
+        batches = torch.arange(500, device=GPU).chunk(5)
+        for number, ids in enumerate(speedtorch.prefetch(batches, model, ids=lambda ids: ids)):
+            pause(30_000_000)
+            found = model(ids)
+            seen.append(found.detach())
+            found.sum().backward()
+            sgd.step()
+            if number == 2:
+                break
+    if way == "goes":
+        del model, sgd, found
+        gc.collect()
+        rows = table["weight"].clone()
+    elif way == "flush":
+        model.flush()
+        rows = table["weight"].clone()
+    elif way == "state_dict":
+        rows = model.state_dict()["weight"].clone()
+    elif way == "lookup":
+        with torch.no_grad():
+            rows = model(torch.arange(500, device=GPU)).cpu()
+    else:
+        rows = table["weight"].clone()
+    torch.cuda.synchronize()
+    assert all(bool((each == 10).all()) for each in seen)
+    assert bool((rows[:300] == 9.75).all())
+    assert bool((rows[300:] == 10).all())
 
 
 class Program:

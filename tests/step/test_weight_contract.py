@@ -80,11 +80,13 @@ ADAGRAD = State("adagrad", attached=optim.Adagrad, steps=2)
 class Subject:
     """A module under test on a device, or torch's, and its optimizer."""
 
-    def __init__(self, state: State, device: str | None, *, steps: bool = False) -> None:
-        kind: Any = speedtorch.Embedding if device else nn.Embedding
-        settings = {**state.settings, "device": device} if device else state.torchs
-        self.state, self.is_ours = state, device is not None
-        rows = numbers(ROWS, WIDTH)
+    def __init__(
+        self, state: State, device: str, *, steps: bool = False, is_ours: bool = True
+    ) -> None:
+        kind: Any = speedtorch.Embedding if is_ours else nn.Embedding
+        settings = {**(state.settings if is_ours else state.torchs), "device": device}
+        self.state, self.is_ours = state, is_ours
+        rows = numbers(ROWS, WIDTH).to(device)
         if self.is_ours and state.name == "undrawn":  # the table has no memory yet
             self.module = kind(ROWS, WIDTH, **settings)
             self.module.table.init_(lambda table: table.copy_(rows))
@@ -210,21 +212,29 @@ class NotStepped(NotImplementedError):
 
 
 def run(way: Way, operations: Sequence[Operation], device: str | None) -> tuple[list[Any], Any]:
-    """What operations give one after the other, or the errors, and what there is afterwards."""
-    subject, results = Subject(way.state, device, steps=way.steps), []
+    """What operations give one after the other, or the errors, and what there is afterwards.
+
+    Without a device, they are torch's: on the CPU, as reads of all rows are, but for gradients.
+    """
+    where = way.device if device is None and way.target == "gradient" else device or "cpu"
+    subject = Subject(way.state, where, steps=way.steps, is_ours=device is not None)
+    results: list[Any] = []
 
     def act() -> None:
         if way.state.where == "post" and way.grad:
             subject.weight.grad = None  # as the next lookup of ours drops it
         for each in operations:
             torch.default_generator.manual_seed(0)  # manual_seed of torch notes the stack
+            if way.device != "cpu":
+                torch.cuda.manual_seed(0)
             with torch.set_grad_enabled(way.grad):
                 try:
                     results.append(plain(each.call(way.target_of(subject))))
                 except Exception as error:
                     results.append(error)
             if not subject.is_ours and "stored" in way.state.settings:
-                subject.weight.data = as_stored(way.state, plain(subject.weight)).tensor
+                rows = as_stored(way.state, plain(subject.weight)).tensor
+                subject.weight.data = rows.to(subject.weight.device)
 
     try:
         subject.train(act)
@@ -314,7 +324,8 @@ def faults(way: Way, operations: Sequence[Operation], device: str) -> Iterator[s
 
 OF_DEVICES = re.compile(
     r"cpu|cuda|get_device|Tensor\.type\(|pin_memory|is_[a-z]pu|tensor_split|view\(torch\.int32"
-    r"|searchsorted\(w\.data|t\.ids \+ 10|grad\[t\.ids\] =|grad\.(mul|div)_\(t\.scalar \*"
+    r"|searchsorted\(w\.data|t\.ids \+ 10|grad\[t\.ids\] =|grad\.(mul|div)_\((t\.scalar \*|w\.grad)"
+    r"|grad\.normal_|grad\.max\(0\)|hash_tensor|square\(\)\.mean\(\)\)\.backward"
 )
 """Operations that differ by the device of a plain tensor, or whose results differ on a GPU: other
 sums, rows that are written twice, errors that are raised later, results in host memory."""
@@ -489,9 +500,9 @@ def test_random_initialisation(device: str, state: State) -> None:
     """Rows lie within bounds, vary, are others than before, and repeat with the seed."""
     for name, (initialise, low, high) in INITIALISERS.items():
         operation = Operation(name, lambda weight, call=initialise: (call(weight), None)[1])
-        ends = []
+        ends, way = [], Way(replace(state, where="after"), device=device)
         for _ in range(2):
-            (result,), end = run(Way(replace(state, where="after")), [operation], device)
+            (result,), end = run(way, [operation], device)
             assert result is None, name
             ends.append(end)
         assert not any(difference(ends[0][key], ends[1][key]) for key in ends[0]), name
