@@ -49,9 +49,9 @@ def test_rows_in_use_on_one_stream_are_complete_on_another(way: str, memory: str
             device=GPU,
             memory=memory,  # type: ignore[arg-type]
         )
-        table = model.table
         sgd = optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
         speedtorch.attach(sgd, model)
+        table = model.table
         batches = torch.arange(500, device=GPU).chunk(5)
         for number, ids in enumerate(speedtorch.prefetch(batches, model, ids=lambda ids: ids)):
             pause(30_000_000)
