@@ -417,7 +417,8 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         is_elsewhere = (
             first.is_cuda and name not in _ACROSS_DEVICES and any(map(_is_on_gpu, leaves))
         )
-        if is_elsewhere or (writes and isinstance(args[0], SparseRows) and args[0].is_cuda):
+        written = args[0] if writes and args else None
+        if is_elsewhere or (isinstance(written, SparseRows) and written.is_cuda):
             raise _all_rows_needed(first, f"{name}()")
         given = tree_map(resolved, args), tree_map(resolved, kwargs)
         versions = {key: version_of(base) for key, base in memory.items()}
