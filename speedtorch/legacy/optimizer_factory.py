@@ -124,11 +124,7 @@ class OptimizerSwitcher(BatchExchange):
         return held, f"the optimizer's {name!r}"
 
     def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
-        """The state of all rows as NumPy arrays by name, current when this returns.
-
-        Returns:
-            Views of the table where it is in host memory, copies where it is on the GPU.
-        """
+        """A copy of the state of all rows as NumPy arrays by name."""
         return self._to_numpy()
 
     # --------------------------------------------------------------------------------------------
