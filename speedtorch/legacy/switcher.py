@@ -103,6 +103,10 @@ class Switcher:
     def _variable(self) -> Tensor | dict[str, Tensor]:
         return self._rows()
 
+    def _listed_variable(self) -> Tensor | list[Tensor]:
+        """The variable as the attributes of 2019 have it."""
+        return list(self._rows().values())
+
     # What switcher_files.py needs to know.
 
     def _to_save(self) -> dict[str, Tensor]:
@@ -137,6 +141,9 @@ class OneField(Switcher):
 
     def _variable(self) -> Tensor:
         return self._rows()["weight"]
+
+    def _listed_variable(self) -> Tensor:
+        return self._variable()
 
 
 def gathered(

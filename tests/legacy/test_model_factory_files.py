@@ -172,6 +172,23 @@ def test_each_family_gives_its_variable_by_its_own_name() -> None:
         assert getattr(switcher, name)().data_ptr() == switcher.table["weight"].data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("maker", "name"),
+    [
+        (ModelFactory, "CUPYcorpus"),
+        (ModelFactoryMM, "CUPYmemmap"),
+        (GPUPytorchModelFactory, "pytorchGPUVar"),
+        (PytorchModelFactory, "pytorchGPUVar"),
+        (CPUPytorchModelFactory, "pytorchCPUVar"),
+    ],
+)
+def test_the_rows_have_the_attribute_of_2019(maker: Any, name: str) -> None:
+    switcher = maker(layer(), ROWS, WIDTH)
+    switcher.zerosInit()
+    getattr(switcher, name)[3] = 7
+    assert (switcher.getNumpyVersion()[3] == 7).all()
+
+
 # ------------------------------------------------------------------------------------------------
 # Where the table is
 # ------------------------------------------------------------------------------------------------
