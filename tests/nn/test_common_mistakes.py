@@ -86,7 +86,11 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"got torch.float32 of shape \[1\]: convert them with ids.long\(\)",
     ),
     (a_list_of_modules, TypeError, r"got Adam, list: give several modules as one nn.ModuleList"),
-    (attached_to_one_of_two, RuntimeError, r"it is attached to other tables only. Take state = "),
+    (
+        attached_to_one_of_two,
+        RuntimeError,
+        r"it is attached to other tables only; nothing was stepped. Take state = ",
+    ),
     (
         lambda: speedtorch.EmbeddingBagCollection(
             [speedtorch.EmbeddingBagConfig("users", 10, 4)]  # type: ignore[arg-type]
