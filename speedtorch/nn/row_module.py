@@ -348,13 +348,13 @@ class RowModule(nn.Module):
         constructor costs nothing. The padding's row becomes zero. State stays as it is.
 
         Args:
-            function: Called as HostTable.init_ calls it.
+            function: Called as `HostTable.init_` calls it.
             *args: Passed on.
             seed: Makes the numbers repeatable; by default torch's generator gives one now.
             **kwargs: Passed on.
 
         Raises:
-            TypeError, ValueError: As HostTable.init_, at once or at the first use.
+            TypeError, ValueError: As `HostTable.init_`, at once or at the first use.
 
         Example:
             >>> import speedtorch
