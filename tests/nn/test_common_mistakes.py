@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -97,6 +98,28 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ),
         ValueError,
         r"got 4: write EmbeddingBagConfig\(num_embeddings=, embedding_dim=, name=\)",
+    ),
+    (
+        lambda: speedtorch.EmbeddingBagCollection([speedtorch.EmbeddingBagConfig(10, 4, "users")])(
+            torch.tensor([1])  # type: ignore[arg-type]
+        ),
+        TypeError,
+        r"got Tensor: give \{'users': ids, ...\}",
+    ),
+    (
+        lambda: speedtorch.Embedding.from_pretrained(np.zeros((3, 2))),  # type: ignore[arg-type]
+        TypeError,
+        "got ndarray: torch.as_tensor makes one of an array",
+    ),
+    (
+        lambda: speedtorch.Embedding.from_pretrained("rows.pt"),
+        ValueError,
+        r"embeddings: rows.pt: give the tensor of it, torch.load\(path\)\[key\]",
+    ),
+    (
+        lambda: speedtorch.nearest_neighbors(speedtorch.Embedding(10, 4), torch.zeros(4), k=2),
+        ValueError,
+        r"got \[4\] of torch.strided: queries\[None\] makes it a batch of one",
     ),
     (
         lambda: one_table_looked_up("users"),
