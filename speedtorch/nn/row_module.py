@@ -256,6 +256,9 @@ class RowModule(nn.Module):
     ) -> _Self:
         """Makes an Embedding or EmbeddingBag with the rows and arguments of torch's.
 
+        Build the optimizer afterwards: one that was built before holds the parameter of torch's
+        module, and trains no row of this one.
+
         Args:
             module: Of the same kind; its rows are copied.
             device: Where lookups give their rows; by default the module's.
