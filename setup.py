@@ -25,10 +25,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, SetupError
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # it raises 91 lines about pyproject.toml
+    raise SystemExit(
+        f"speedtorch: needs setuptools >= 77, found {setuptools.__version__}:"
+        " pip install -U 'setuptools>=77'"
+    )
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"

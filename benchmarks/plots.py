@@ -94,7 +94,7 @@ def _draw_curves(result: dict[str, Any], title: str) -> Figure:
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("GB/s over the link")
     axes[0].set_ylim(bottom=0)
-    axes[0].legend(fontsize=8)
+    _legend_below(figure)
     figure.suptitle(title + _machine(result))
     return figure
 
@@ -140,9 +140,16 @@ def _draw_caches(result: dict[str, Any]) -> Figure:
         ax.set_ylim(bottom=0)
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("ms a step, Adam")
-    axes[0].legend(fontsize=8)
+    _legend_below(figure)
     figure.suptitle(result["title"] + _machine(result), fontsize=9)
     return figure
+
+
+def _legend_below(figure: Figure) -> None:
+    """One legend below all axes, where it covers no curve."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    settings: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
+    figure.legend(handles, labels, fontsize=8, ncols=len(labels), **settings)
 
 
 def _machine(result: dict[str, Any]) -> str:
@@ -165,6 +172,6 @@ def draw(results: dict[str, Any], folder: Path | None = None) -> list[Path]:
     paths = {stem: (folder or results_folder()) / f"{stem}.png" for stem in figures}
     for stem, figure in figures.items():
         figure.tight_layout()
-        figure.savefig(paths[stem], dpi=110)
+        figure.savefig(paths[stem], dpi=110, bbox_inches="tight")
         plt.close(figure)
     return list(paths.values())

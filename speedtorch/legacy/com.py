@@ -36,11 +36,11 @@ class CountSwitcher(OneField):
         return super()._to_load()
 
 
-@families.of_family(families.host_or_variable, datatype="uint32")
+@families.of_family(families.host_or_variable, datatype="int32")
 class COM(CupyFiles, CountSwitcher):
     """Counts of pairs of classes.
 
-    After SpeedTorch's class of 2019.
+    After SpeedTorch's class of 2019, whose dtype was uint32, which torch does not add.
 
     Args:
         total_classes: rows and columns.
@@ -49,11 +49,17 @@ class COM(CupyFiles, CountSwitcher):
             without one in ordinary memory.
 
     Example:
-        >>> counts = COM(3, datatype="int32")
+        >>> counts = COM(3)
         >>> counts.comInit()
-        >>> counts.getNumpyVersion().shape
-        (3, 3)
+        >>> counts.CUPYCom[0, 2] += 1
+        >>> counts.getNumpyVersion()[0].tolist()
+        [0, 0, 1]
     """
+
+    @property
+    def CUPYCom(self) -> torch.Tensor:
+        """The counts themselves, as getCupyVar gives them."""
+        return self._variable()
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Makes the table `[total_classes, total_classes]`, all zeros.
@@ -79,7 +85,7 @@ class PytorchCOM(TorchFiles, CountSwitcher):
     """COM with the table where deviceType and pinType say, and torch's files."""
 
 
-@families.of_family(families.in_file, diskname="COM", datatype="uint32")
+@families.of_family(families.in_file, diskname="COM", datatype="int32")
 class COMMM(MappedFiles, CountSwitcher):
     """COM with the table in a memory-mapped file, `<diskname><number>.memmap`."""
 

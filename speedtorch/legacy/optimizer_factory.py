@@ -73,6 +73,11 @@ class OptimizerSwitcher(BatchExchange):
     def _row_fields(self) -> families.Fields:
         return {name: (row.shape, row.dtype) for name, row in self._probe.row_state.items()}
 
+    @property
+    def optVarList(self) -> list[str]:
+        """The names of the state that has a row for each class."""
+        return list(self._row_fields())
+
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.given_optimizer.state.get(self._found, {})
         return state
@@ -124,11 +129,7 @@ class OptimizerSwitcher(BatchExchange):
         return held, f"the optimizer's {name!r}"
 
     def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
-        """The state of all rows as NumPy arrays by name, current when this returns.
-
-        Returns:
-            Views of the table where it is in host memory, copies where it is on the GPU.
-        """
+        """A copy of the state of all rows as NumPy arrays by name."""
         return self._to_numpy()
 
     # --------------------------------------------------------------------------------------------
@@ -224,6 +225,11 @@ class OptimizerFactory(CupyFiles, OptimizerSwitcher):
         >>> switcher.getNumpyVersion()["exp_inf"][[6, 7]].tolist()
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
+
+    @property
+    def CUPYcorpi(self) -> list[Tensor]:
+        """The state of all rows, in the order of optVarList."""
+        return list(self._rows().values())
 
 
 @families.of_family(families.with_variable)

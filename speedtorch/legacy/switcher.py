@@ -95,13 +95,17 @@ class Switcher:
             self._stored.table.settle()
 
     def _to_numpy(self) -> dict[str, npt.NDArray[Any]]:
-        """Every field; a view where the table is in host memory, a copy where it is on the GPU."""
+        """Copies of every field."""
         rows = self._rows()
         self._settle()
-        return {name: field.cpu().numpy() for name, field in rows.items()}
+        return {name: field.to("cpu", copy=True).numpy() for name, field in rows.items()}
 
     def _variable(self) -> Tensor | dict[str, Tensor]:
         return self._rows()
+
+    def _listed_variable(self) -> Tensor | list[Tensor]:
+        """The variable as the attributes of 2019 have it."""
+        return list(self._rows().values())
 
     # What switcher_files.py needs to know.
 
@@ -132,16 +136,14 @@ class OneField(Switcher):
         return {"weight": (self._shape, self._dtype)}
 
     def getNumpyVersion(self) -> npt.NDArray[Any]:
-        """All rows as a NumPy array, current when this returns.
-
-        Returns:
-            A view of the table (no copy; later exchanges show in it) where it is in host memory, a
-            copy where it is on the GPU.
-        """
+        """A copy of all rows as a NumPy array, which later exchanges do not change."""
         return self._to_numpy()["weight"]
 
     def _variable(self) -> Tensor:
         return self._rows()["weight"]
+
+    def _listed_variable(self) -> Tensor:
+        return self._variable()
 
 
 def gathered(

@@ -71,6 +71,11 @@ class CupyFiles(Switcher):
 class MappedFiles(CupyFiles):
     """Files of the families whose table is a memory-mapped file."""
 
+    @property
+    def CUPYmemmap(self) -> Any:
+        """The mapped rows; a list of them in the order of an OptimizerFactory's optVarList."""
+        return self._listed_variable()
+
     def getCupyMM(self) -> Any:
         """The mapped rows: a torch tensor `[rows, ...]`, or a dict of them by state name."""
         return self._variable()
@@ -78,6 +83,13 @@ class MappedFiles(CupyFiles):
 
 class TorchFiles(Switcher):
     """Files of the families that were torch's."""
+
+    @property
+    def pytorchGPUVar(self) -> Any:
+        """The rows themselves; a list of them in the order of an OptimizerFactory's optVarList."""
+        return self._listed_variable()
+
+    pytorchCPUVar = pytorchGPUVar
 
     def getTorchVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name."""

@@ -75,6 +75,7 @@ class TableCollection(nn.Module):
         setattr(self, self._kept_as, Tables(groups, [each.name for each in described]))
         self._names = _result_names(described)
         self._places = self._placed(described)
+        self._features = frozenset(key for table in described for key in table.features)
         if cache is not None:
             share_cache(groups, bytes_of("cache", cache))
 
@@ -109,8 +110,20 @@ class TableCollection(nn.Module):
         name, weighted = type(self).__name__, self._is_weighted
         return read_features(features, group.ranges.keys, name, weighted=weighted)
 
+    def _check_features(self, features: Features) -> None:
+        """Raises KeyError for a dict with more features; those of a keyed tensor are ignored."""
+        if not isinstance(features, Mapping) or not self._features < (keys := {*features.keys()}):
+            return  # where one is missing, reading the dict raises
+        more = keys - self._features
+        raise KeyError(
+            f"{type(self).__name__}: features {sorted(map(str, more))} are those of no table, which"
+            f" have {sorted(self._features)}: leave them out, or name them in a config's"
+            " feature_names"
+        )
+
     def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
         """The ids of each group, and what was looked up for them."""
+        self._check_features(features)
         groups = self._groups()
         sources = [self._source(group, features) for group in groups]
         # All bad input is found before a row moves; ids of a GPU are found by the lookups, and so
@@ -140,6 +153,8 @@ class TableCollection(nn.Module):
         """Features of a lookup, or of a list of them, as prefetch plans them: rows by group."""
         several = isinstance(features, list | tuple) and not hasattr(features, "keys")
         lookups = features if several else [features]
+        for each in lookups:
+            self._check_features(each)
         return {
             group: [
                 group.checked(group.ids_of(self._source(group, each), planned=True)).rows
@@ -351,14 +366,15 @@ class EmbeddingBagCollection(TableCollection):
                 and offsets(), and weights_or_none() with is_weighted), or a dict of features. One
                 is a tensor `[samples]` with an id for each sample, a tensor `[samples, ids]` with a
                 bag in each row, or a tuple (ids, offsets) or (ids, offsets, weights) with offsets
-                `[samples + 1]`. int32 or int64, on either device. Features of no table are ignored.
+                `[samples + 1]`. int32 or int64, on either device. Further keys of a keyed jagged
+                tensor are ignored.
 
         Returns:
             Has the methods of torchrec's KeyedTensor. Its values() are `[samples, columns of all
             features]` on the module's device, in the order of the tables and of their features.
 
         Raises:
-            KeyError: A feature is missing.
+            KeyError: A feature is missing, or a dict has one of no table.
             IndexError: An id is out of its table's range; it names table and feature.
             TypeError, ValueError: Ids, offsets or weights do not fit; no row has moved.
             RuntimeError, NotImplementedError: As for Embedding.

@@ -69,7 +69,6 @@ class Embedding(RowModule, nn.Embedding):
 
     Attributes:
         weight: The parameter, which stands for all rows `[num_embeddings, embedding_dim]`.
-        table: The HostTable, which brings held rows home before it is read or written.
 
     Raises:
         MemoryError: The machine has too little memory for this table and those of other modules

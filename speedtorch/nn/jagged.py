@@ -102,7 +102,8 @@ def read_features(given: Features, wanted: list[str], name: str, *, weighted: bo
     if all(callable(getattr(given, each, None)) for each in ("keys", "values", "offsets")):
         return _of_keyed(given, wanted, name, weighted)
     raise TypeError(
-        f"{name}: expected a dict of features or a keyed jagged tensor, got {type(given).__name__}"
+        f"{name}: expected a dict of features or a keyed jagged tensor, got {type(given).__name__}:"
+        f" give {{{wanted[0]!r}: ids, ...}}"
     )
 
 

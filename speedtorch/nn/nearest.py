@@ -112,7 +112,8 @@ def _check_queries(emb: Readable, queries: object) -> None:
     columns = emb.embedding_dim
     if queries.layout != torch.strided or queries.dim() != 2 or queries.shape[1] != columns:
         shape, layout = [*queries.shape], queries.layout
-        raise ValueError(f"queries: expected dense [q, {columns}], got {shape} of {layout}")
+        one = ": queries[None] makes it a batch of one" if queries.dim() == 1 else ""
+        raise ValueError(f"queries: expected dense [q, {columns}], got {shape} of {layout}{one}")
 
 
 def _directions(vectors: Tensor) -> Tensor:

@@ -256,6 +256,9 @@ class RowModule(nn.Module):
     ) -> _Self:
         """Makes an Embedding or EmbeddingBag with the rows and arguments of torch's.
 
+        Build the optimizer afterwards: one that was built before holds the parameter of torch's
+        module, and trains no row of this one.
+
         Args:
             module: Of the same kind; its rows are copied.
             device: Where lookups give their rows; by default the module's.
@@ -348,13 +351,13 @@ class RowModule(nn.Module):
         constructor costs nothing. The padding's row becomes zero. State stays as it is.
 
         Args:
-            function: Called as HostTable.init_ calls it.
+            function: Called as `HostTable.init_` calls it.
             *args: Passed on.
             seed: Makes the numbers repeatable; by default torch's generator gives one now.
             **kwargs: Passed on.
 
         Raises:
-            TypeError, ValueError: As HostTable.init_, at once or at the first use.
+            TypeError, ValueError: As `HostTable.init_`, at once or at the first use.
 
         Example:
             >>> import speedtorch
@@ -731,6 +734,8 @@ def opened(argument: str, source: Source, memory: MemoryKind) -> Rows:
     """
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
+        if path.endswith((".pt", ".pth", ".bin")):
+            raise ValueError(f"{argument}: {path}: give the tensor of it, torch.load(path)[key]")
         with open_fields(path) as stored:
             _check_fields(argument, path, list(stored), f"HostTable.open({path!r})")
         return HostTable.open(path, memory)
@@ -765,7 +770,8 @@ def _shape_of(argument: str, rows: object, kinds: str) -> tuple[int, ...]:
 def _dense(argument: str, values: object, kinds: str) -> Tensor:
     """Raises TypeError or ValueError for what is no tensor with dense elements to copy."""
     if not isinstance(values, Tensor):
-        raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}")
+        remedy = ": torch.as_tensor makes one of an array" if hasattr(values, "__array__") else ""
+        raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}{remedy}")
     if values.is_nested or values.layout != torch.strided:
         layout = "nested" if values.is_nested else values.layout
         raise ValueError(f"{argument}: expected a dense tensor, got a {layout} one; use to_dense()")

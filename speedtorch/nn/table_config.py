@@ -104,7 +104,11 @@ class Table(NamedTuple):
             )
         name = config.name
         if not isinstance(name, str) or not name or "." in name:
-            raise ValueError(f"tables: a table needs a name without dots, got {name!r}")
+            kind = type(config).__name__
+            raise ValueError(
+                f"tables: a table needs a name without dots, got {name!r}: write"
+                f" {kind}(num_embeddings=, embedding_dim=, name=)"
+            )
         rows, columns = config.num_embeddings, config.embedding_dim
         for what, size in (("num_embeddings", rows), ("embedding_dim", columns)):
             if not isinstance(size, int) or size < 1:

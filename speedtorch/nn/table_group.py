@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -94,6 +94,14 @@ class TableGroup(RowModule):
             return super().announcement(*ids)
         except IndexError as error:
             raise self.ranges.explained(error) from None
+
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises NotImplementedError: the collection looks its tables up together."""
+        raise NotImplementedError(
+            f"{self._called()}: a collection looks its tables up together: call it with a dict of"
+            " all features, collection({feature: ids, ...})[feature], or build a"
+            " speedtorch.EmbeddingBag for a table alone"
+        )
 
     def flush(self) -> None:
         """As RowModule.flush; an error about bad ids has the feature and the table."""

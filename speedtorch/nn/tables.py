@@ -217,6 +217,10 @@ class JoinedTable:
         part.refuse_share()
         return part.group.numpy()[part.rows]
 
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises NotImplementedError: the collection looks its tables up together."""
+        self._weight._part.group.forward(*args, **kwargs)
+
     def __getattr__(self, attribute: str) -> NoReturn:
         # Names with "_" are those that copy, pickle and torch ask for on their own.
         if attribute.startswith("_"):

@@ -9,6 +9,7 @@ the CPU are checked before anything moves; those on a GPU as `synchronize` says.
 from __future__ import annotations
 
 import atexit
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -33,15 +34,32 @@ __all__ = [
     "table_ids",
 ]
 
+
+def _why_not(error: ImportError) -> str:
+    """What to do about a library that is absent or does not load."""
+    here = Path(__file__).parents[1]
+    if built := sorted(here.glob("_C*.so")):
+        return (
+            f"its library {built[0]} does not load beside torch {torch.__version__} ({error}). It"
+            " needs torch >= 2.11: install that, or build the library again by `make setup` or"
+            " `pip install --no-build-isolation .` in a checkout"
+        )
+    folders = (Path(folder, "speedtorch") for folder in sys.path)
+    if installed := [folder for folder in folders if [*folder.glob("_C*.so")]]:
+        return (
+            f"Python imports the folder {here}, in which the library is not built, instead of the"
+            f" installed {installed[0]}: start Python in another folder than {here.parent}"
+        )
+    return (
+        f"the library is not built in {here}: run `make setup` there, or"
+        " `pip install --no-build-isolation .` and start Python in another folder"
+    )
+
+
 try:
     from speedtorch import _C  # noqa: F401
 except ImportError as error:
-    built = sorted(Path(__file__).parents[1].glob("_C*.so"))
-    why = f"({error}): {built[0]}. It needs torch >= 2.11" if built else "as it is not built"
-    raise ImportError(
-        f"speedtorch: its library does not load beside torch {torch.__version__} {why}; run"
-        " `make setup` or `pip install --no-build-isolation .` in a checkout"
-    ) from error
+    raise ImportError(f"speedtorch: {_why_not(error)}") from error
 
 
 def _checked(op: Any) -> Callable[..., Any]:

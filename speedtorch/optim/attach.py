@@ -76,7 +76,10 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     """
     if not isinstance(module, nn.Module):
         kinds = f"{type(optimizer).__name__}, {type(module).__name__}"
-        raise TypeError(f"attach: expected an optimizer and a module, in this order, got {kinds}")
+        raise TypeError(
+            f"attach: expected an optimizer and a module, in this order, got {kinds}: give several"
+            " modules as one nn.ModuleList([...])"
+        )
     with as_plain():
         rows = {id(getattr(each, "trained_rows", None)) for each in module.modules()}
         within = stepped_by(optimizer)
@@ -99,7 +102,8 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
     if optimizer in _attached:
         raise ValueError(
             f"{kind} is attached already: detach it first, and attach it once to a module that has"
-            " all of its Embeddings"
+            " all of its Embeddings. state = optimizer.state_dict() before and"
+            " optimizer.load_state_dict(state) after keep its state"
         )
     of_module = {
         id(getattr(each, "trained_rows", None)): getattr(each, "sparse", False)

@@ -374,9 +374,17 @@ def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
     if before == settings:
         return
     if kept := probe_optimizer(optimizer, parameter).row_state:
+        kept_of = f"{type(optimizer).__name__} keeps {', '.join(kept)} of each row of {rows.name}"
+        others = [state_of(other) for other in rows_held_by(optimizer)]
+        if any(other is not None and other.optimizer() is optimizer for other in others):
+            raise RuntimeError(
+                f"{kept_of}, whose rows come and go: it is attached to other tables only; nothing"
+                " was stepped. Take state = optimizer.state_dict(), call"
+                " speedtorch.detach(optimizer), speedtorch.attach(optimizer, model) with a model of"
+                " all tables, and optimizer.load_state_dict(state)"
+            )
         raise RuntimeError(
-            f"{type(optimizer).__name__} keeps {', '.join(kept)} of each row of {rows.name}, whose"
-            " rows come and go: call speedtorch.attach(optimizer, model) once before the first"
-            " step; nothing was stepped"
+            f"{kept_of}, whose rows come and go: call speedtorch.attach(optimizer, model) once"
+            " before the first step; nothing was stepped"
         )
     known[id(parameter)] = settings

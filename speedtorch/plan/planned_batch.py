@@ -100,7 +100,8 @@ def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> N
                 f"{expected} a nested one: give its values(), and for bags its offsets() as well"
             )
         layout = "" if is_dense else f" in {ids.layout}"
-        raise numbers(f"{expected} {ids.dtype} of shape {list(ids.shape)}{layout}")
+        remedy = ": convert them with ids.long()" if is_dense else ""
+        raise numbers(f"{expected} {ids.dtype} of shape {list(ids.shape)}{layout}{remedy}")
 
 
 class SeenIds:

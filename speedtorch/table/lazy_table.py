@@ -164,8 +164,20 @@ class LazyTable:
     def _made(self, fields: Fields) -> HostTable:
         before = self._table if self._memory == "cuda" else None
         device = None if before is None else before.device
-        with torch.inference_mode(False):  # or nothing could ever be written to it
-            return HostTable.from_fields(self.rows, fields, self._memory, device=device)
+        try:
+            with torch.inference_mode(False):  # or nothing could ever be written to it
+                return HostTable.from_fields(self.rows, fields, self._memory, device=device)
+        except MemoryError as error:
+            raise MemoryError(f"{self.name}: {error}. {self._with_less(fields)}") from error
+
+    def _with_less(self, fields: Fields) -> str:
+        """How a table of these fields takes less memory."""
+        ways = ["speedtorch.shard shares rows out to ranks", "HostTable(memory='file') is a file"]
+        if self.stored_dtype.itemsize > 2:
+            ways.insert(0, "stored=torch.bfloat16 halves rows")
+        if fields.keys() - {"weight"}:
+            ways.insert(0, "speedtorch.optim.RowWiseAdagrad keeps one number of state for each row")
+        return f"With less memory: {'; '.join(ways)}"
 
     def _adopt(self, table: HostTable) -> None:
         self.claim.carry_to(table)
@@ -266,7 +278,7 @@ class LazyTable:
                 f"{self.name}: a table of {self.rows:,} rows needs {needed:,} bytes of host memory,"
                 f" and {len(waiting)} others that have yet to be used need {others:,}; available"
                 f" are {available:,}: free memory, use fewer or narrower rows, or set"
-                " SPEEDTORCH_MEMORY_CHECK=0 to try all the same"
+                f" SPEEDTORCH_MEMORY_CHECK=0 to try all the same. {self._with_less({})}"
             )
 
     def copied(self) -> LazyTable:

@@ -174,7 +174,7 @@ def test_positional_arguments_have_the_order_and_defaults_of_2019(name: str) -> 
             default = DEFAULTS[parameter.name]
             assert parameter.default == (default[name] if isinstance(default, dict) else default)
         if parameter.name in ("datatype", "dtype"):
-            numpys = {True: ("float32", "uint32"), False: (torch.float32, torch.int32)}
+            numpys = {True: ("float32", "int32"), False: (torch.float32, torch.int32)}
             assert parameter.default in numpys["Pytorch" not in name]
 
 

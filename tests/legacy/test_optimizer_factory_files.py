@@ -75,6 +75,36 @@ def test_saved_state_comes_back_with_its_step_count(
             assert resumed[name] == state[name]
 
 
+@pytest.mark.parametrize(
+    ("maker", "name"),
+    [
+        (OptimizerFactory, "CUPYcorpi"),
+        (OptimizerFactoryMM, "CUPYmemmap"),
+        (GPUPytorchOptimizerFactory, "pytorchGPUVar"),
+        (CPUPytorchOptimizerFactory, "pytorchCPUVar"),
+    ],
+)
+def test_the_state_is_a_list_in_the_attribute_of_2019(maker: Any, name: str) -> None:
+    switcher, _ = trained(optim.Adamax, maker)
+    assert switcher.optVarList == ["exp_avg", "exp_inf"]
+    for state, rows in zip(switcher.optVarList, getattr(switcher, name), strict=True):
+        assert_same_bytes(rows, switcher.table[state])
+
+
+def test_a_list_of_2019_is_loaded_as_the_page_converts_it() -> None:
+    torch.save([torch.full((ROWS, WIDTH), 2.0), torch.full((ROWS, WIDTH), 3.0)], "state.torch")
+    model, optimizer = build(optim.Adamax)
+    state = GPUPytorchOptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
+    with pytest.raises(ValueError, match=r"state\.torch holds a list"):
+        state.loadTorch("state.torch")
+    values = dict(zip(state.optVarList, torch.load("state.torch"), strict=True))
+    values["step"] = torch.full((ROWS,), 5.0)
+    torch.save(values, "state.pt")
+    state.loadTorch("state.pt")
+    assert (state.getNumpyVersion()["exp_inf"] == 3).all()
+    assert optimizer.state[model.users.weight]["step"] == 5
+
+
 def test_npy_files_are_named_after_the_state() -> None:
     switcher, _ = trained(optim.Adamax, OptimizerFactory)
     switcher.saveCupy("mine")

@@ -197,6 +197,14 @@ def test_features_of_no_table_are_ignored(pooled: bool) -> None:
     assert [*ours(KeyedIds.of(more)).keys()] == list(BAGS)
 
 
+def test_a_dict_with_a_feature_of_no_table_is_refused() -> None:
+    ours, ids = one(name="film"), torch.tensor([1])
+    for use in (ours, ours.announce):
+        with pytest.raises(KeyError, match=r"features \['flim'\] are those of no table"):
+            use({"film": ids, "flim": ids})
+    ours({"film": ids})
+
+
 def test_features_in_any_order_are_their_tables() -> None:
     ours = made()
     expected = ours(KeyedIds.of(BAGS))

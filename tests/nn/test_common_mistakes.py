@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -41,6 +42,25 @@ def closed() -> None:
     embedding(torch.tensor([1]))
 
 
+def a_list_of_modules() -> None:
+    modules = two()
+    optimizer = optim.Adam(modules.parameters())
+    speedtorch.attach(optimizer, list(modules.values()))  # type: ignore[arg-type]
+
+
+def attached_to_one_of_two() -> None:
+    modules = two()
+    optimizer = optim.Adam(modules.parameters())
+    speedtorch.attach(optimizer, modules["users"])
+    modules["films"](torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
+def one_table_looked_up(*names: str) -> None:
+    tables = [speedtorch.EmbeddingBagConfig(10, 4, name) for name in names]
+    speedtorch.EmbeddingBagCollection(tables).embedding_bags["users"](torch.tensor([1]))
+
+
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (swapped, TypeError, r"attach: expected an optimizer and a module, .* got Embedding, Adam"),
     (
@@ -60,6 +80,56 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ),
         TypeError,
         "users: feature_names: expected a list of names, got 'ages'",
+    ),
+    (
+        lambda: speedtorch.Embedding(10, 4)(torch.tensor([1.0])),
+        RuntimeError,
+        r"got torch.float32 of shape \[1\]: convert them with ids.long\(\)",
+    ),
+    (a_list_of_modules, TypeError, r"got Adam, list: give several modules as one nn.ModuleList"),
+    (
+        attached_to_one_of_two,
+        RuntimeError,
+        r"it is attached to other tables only; nothing was stepped. Take state = ",
+    ),
+    (
+        lambda: speedtorch.EmbeddingBagCollection(
+            [speedtorch.EmbeddingBagConfig("users", 10, 4)]  # type: ignore[arg-type]
+        ),
+        ValueError,
+        r"got 4: write EmbeddingBagConfig\(num_embeddings=, embedding_dim=, name=\)",
+    ),
+    (
+        lambda: speedtorch.EmbeddingBagCollection([speedtorch.EmbeddingBagConfig(10, 4, "users")])(
+            torch.tensor([1])  # type: ignore[arg-type]
+        ),
+        TypeError,
+        r"got Tensor: give \{'users': ids, ...\}",
+    ),
+    (
+        lambda: speedtorch.Embedding.from_pretrained(np.zeros((3, 2))),  # type: ignore[arg-type]
+        TypeError,
+        "got ndarray: torch.as_tensor makes one of an array",
+    ),
+    (
+        lambda: speedtorch.Embedding.from_pretrained("rows.pt"),
+        ValueError,
+        r"embeddings: rows.pt: give the tensor of it, torch.load\(path\)\[key\]",
+    ),
+    (
+        lambda: speedtorch.nearest_neighbors(speedtorch.Embedding(10, 4), torch.zeros(4), k=2),
+        ValueError,
+        r"got \[4\] of torch.strided: queries\[None\] makes it a batch of one",
+    ),
+    (
+        lambda: one_table_looked_up("users"),
+        NotImplementedError,
+        r"table 'users': a collection looks its tables up together: call it with a dict",
+    ),
+    (
+        lambda: one_table_looked_up("users", "films"),
+        NotImplementedError,
+        r"tables 'users', 'films': a collection looks its tables up together",
     ),
     (
         lambda: speedtorch.cache("4GiB", two()),  # type: ignore[arg-type]
@@ -96,3 +166,29 @@ def test_a_gpu_where_there_is_none_is_refused(
     told = r"device='cuda:0' needs a GPU, and torch finds none here: use device='cpu'"
     with pytest.raises(RuntimeError, match=told):
         kind(10, 4, device="cuda:0")
+
+
+def test_a_table_joins_an_attached_optimizer_as_the_message_says() -> None:
+    modules = two()
+    users, films = modules["users"], modules["films"]
+    optimizer = adam(users)
+    speedtorch.attach(optimizer, users)
+    users(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    before = users.table["exp_avg"].clone()
+    optimizer.add_param_group({"params": list(films.parameters())})
+    films(torch.tensor([2])).sum().backward()
+    with pytest.raises(RuntimeError, match="optimizer.load_state_dict"):
+        optimizer.step()
+    state = optimizer.state_dict()
+    speedtorch.detach(optimizer)
+    speedtorch.attach(optimizer, modules)
+    optimizer.load_state_dict(state)
+    users.flush()
+    assert before[1].any()
+    assert torch.equal(users.table["exp_avg"], before)
+    optimizer.zero_grad()
+    films(torch.tensor([2])).sum().backward()
+    optimizer.step()
+    films.flush()
+    assert films.table["exp_avg"][2].any()

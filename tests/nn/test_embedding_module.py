@@ -386,3 +386,12 @@ def test_a_transform_is_named_before_a_weight_that_it_replaces() -> None:
 
     with pytest.raises(NotImplementedError, match="torch.func's transforms"):
         torch.func.grad(loss)(torch.zeros(3, 4))
+
+
+def test_from_module_has_torchs_first_values_and_changes_none_of_later_layers() -> None:
+    torch.manual_seed(0)
+    plain, plain_layer = nn.Embedding(10, 4), nn.Linear(4, 1)
+    torch.manual_seed(0)
+    embedding, layer = speedtorch.Embedding.from_module(nn.Embedding(10, 4)), nn.Linear(4, 1)
+    assert_same_content(embedding.weight.detach().cpu(), plain.weight.detach())
+    assert_same_content(layer.state_dict(), plain_layer.state_dict())

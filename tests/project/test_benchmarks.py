@@ -66,6 +66,23 @@ def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], 
             assert len(plots.curve(by_stem[stem], f"curve: {section}", "managed", x)) >= 6
 
 
+@pytest.mark.parametrize("stem", [*plots.PICTURES, plots.CACHES])
+def test_a_legend_covers_no_curve(stem: str) -> None:
+    result = report.read_results()[stem]
+    if stem == plots.CACHES:
+        figure = plots._draw_caches(result)
+    else:
+        figure = plots._draw_curves(result, "title")
+    figure.tight_layout()
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert [
+        ax for ax in figure.axes if ax.get_legend() or ax.get_window_extent().overlaps(box)
+    ] == []
+    plots.plt.close(figure)
+
+
 @pytest.mark.examples
 def test_every_target_has_a_line(results: tuple[Path, dict[str, Any], str]) -> None:
     _, by_stem, printed = results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,26 @@ def test_import_and_a_lookup_load_nothing_that_torch_would_not() -> None:
 
 def test_every_op_and_every_class_of_2019_is_a_public_name() -> None:
     assert {*ops.__all__, *legacy.__all__} <= set(speedtorch.__all__)
+
+
+def test_a_source_folder_without_the_library_names_the_installed_package(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "speedtorch",
+        tmp_path / "speedtorch",
+        ignore=shutil.ignore_patterns("_C*.so", "__pycache__"),
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "speedtorch", "info"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    expected = (
+        f"instead of the installed {ROOT / 'speedtorch'}: start Python in another folder than"
+    )
+    assert expected in done.stderr.splitlines()[-1]
 
 
 HOMELESS = """

@@ -159,3 +159,15 @@ def test_the_ways_of_an_id_pass_functions_that_are_there() -> None:
     package = DOCS.parent / "speedtorch"
     missing = [each for each in passed if each[1] not in defined_in(package / each[0])]
     assert len(passed) > 20 and missing == []
+
+
+@pytest.mark.parametrize(
+    "name", ["Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection"]
+)
+def test_the_api_page_has_inherited_methods_and_no_helpers(name: str) -> None:
+    page, kind = (DOCS / "api.md").read_text(), getattr(speedtorch, name)
+    entry = page.partition(f".. autoclass:: speedtorch.{name}\n")[2].partition("\n\n")[0]
+    assert ":inherited-members: Module" in entry
+    hidden = entry.partition(":exclude-members: ")[2].split(", ")
+    assert [each for each in hidden if not hasattr(kind, each)] == []
+    assert "announce" not in hidden

@@ -65,6 +65,12 @@ def test_an_unknown_choice_of_cuda_is_refused(tree: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_old_setuptools_is_told_which_one_to_install(tree: Path) -> None:
+    line = setup_ends_with(tree, "import setuptools; setuptools.__version__ = '65.5.0'")
+    assert line.startswith("speedtorch: needs setuptools >= 77, found 65.5.0: pip install")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["build_ext", "build"])
 def test_a_build_without_torch_says_how_to_get_it(tree: Path, command: str) -> None:
     line = setup_ends_with(tree, "sys.modules['torch'] = None", command)

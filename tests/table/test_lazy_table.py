@@ -49,6 +49,22 @@ def test_a_table_that_was_refused_counts_no_more() -> None:
     speedtorch.Embedding(ROWS, WIDTH)
 
 
+def test_too_little_memory_names_the_table_and_what_takes_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*args: object, **settings: object) -> None:
+        raise MemoryError("no room")
+
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    optimizer = torch.optim.Adam(embedding.parameters())
+    monkeypatch.setattr(lazy_table.HostTable, "from_fields", full)
+    state = r"^Embedding: no room. With less memory: speedtorch.optim.RowWiseAdagrad .*stored="
+    with pytest.raises(MemoryError, match=state):
+        speedtorch.attach(optimizer, embedding)
+    with pytest.raises(MemoryError, match=r"^Embedding: no room. With less memory: stored=.*shard"):
+        embedding(torch.tensor([1]))
+
+
 def attached() -> speedtorch.Embedding:
     embedding = speedtorch.Embedding(ROWS, WIDTH)
     optimizer = torch.optim.Adam(embedding.parameters())
