@@ -24,6 +24,7 @@ from speedtorch.layers.offloaded_parameters import (
 )
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
@@ -213,8 +214,9 @@ class StateSwapper:
     Raises:
         TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS) or another
             optimizer (Lookahead).
-        ValueError: an optimizer is given twice, is differentiable, or has a parameter of an
-            Embedding's rows or of a Swapper's unit; or the budget is no number of bytes. In a step:
+        ValueError: an optimizer is given twice, is differentiable, does not step each parameter by
+            itself (small copies of it are tried out), or has a parameter of an Embedding's rows or
+            of a Swapper's unit; or the budget is no number of bytes. In a step:
             a parameter in host memory cannot come to the device, as it shares memory with another,
             has a sparse gradient, or is averaged by DistributedDataParallel.
         RuntimeError: the device is a GPU, and there is none. In a step: torch's GradScaler, whose
@@ -257,7 +259,7 @@ class StateSwapper:
         try:
             _swapped.update(self._optimizers)
             for each, loading in self._loading.items():
-                self._undo.append(steps_by(each, self._step_pieces))
+                self._undo.append(steps_by(each, self._step_pieces, self.device))
                 self._undo.append(loading.watch(each))
             self.evict()
         except BaseException:
@@ -439,6 +441,8 @@ class StateSwapper:
         added = [each for each in every if id(each) not in owned]
         if checks and added:
             _check_parameters(optimizer, added)
+            if not needs_arguments(optimizer):
+                check_steps_apart(optimizer, self.device)
         most = max(1, min(self.budget // _AT_ONCE, _PIECE))
         open_ones: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency
+from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
 from speedtorch.layers.unit import Unit, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
@@ -56,7 +57,8 @@ class UnitSteps:
         """What a backward has left to optimizer.step(): gradients, with their versions."""
         for unit in units.values():
             unit.tell_steps()
-        self._undo = steps_by(optimizer, self._step_units)
+        device = next(iter(units.values())).device
+        self._undo = steps_by(optimizer, self._step_units, device)
         self._saved = optimizer.register_state_dict_post_hook(self._saved_state)
 
     def note_backward(self, *, steps: bool) -> None:
@@ -208,8 +210,12 @@ def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], A
     return args, {**kwargs, "closure": lambda: loss}
 
 
-def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
+def steps_by(
+    optimizer: Optimizer, units: Callable[..., Any], device: torch.device | None
+) -> Callable[[], None]:
     """Lets an optimizer's step() be one of units first; gives what undoes that.
+
+    One that needs arguments is tried out with those of its first step, on this device.
 
     Hooks of the step are called once, before and after all of it: ours are the last of those before
     and the first of those after, which find what the step has counted.
@@ -217,13 +223,18 @@ def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], No
     original = optimizer.step
 
     closed = False
+    is_tried = not needs_arguments(optimizer)  # or it has been when it was given
 
     # A GradScaler looks at its signature, with the optimizer itself.
     @not_compiled
     @wraps(getattr(original, "__func__", original))
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_tried
         if closed:  # a scheduler has wrapped it
             return original(*args, **kwargs)
+        if not is_tried:
+            check_steps_apart(optimizer, device, args, kwargs)
+            is_tried = True
         settle: list[Callable[[], None]] = []
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
