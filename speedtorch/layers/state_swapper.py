@@ -261,6 +261,7 @@ class StateSwapper:
             for each, loading in self._loading.items():
                 self._undo.append(steps_by(each, self._step_pieces, self.device))
                 self._undo.append(loading.watch(each))
+                self._undo.append(each.register_state_dict_pre_hook(self._evict_mixed).remove)
             self.evict()
         except BaseException:
             self.close()
@@ -424,6 +425,18 @@ class StateSwapper:
                 shared = _times_kept(optimizer)
                 for each in going:
                     each.leave(each.members(shared))
+
+    def _evict_mixed(self, optimizer: Optimizer) -> None:
+        """Evicts pieces of several dtypes, before state_dict(): torch.save refuses such storages.
+
+        On the host each tensor has a storage of its own.
+        """
+        with as_plain(), torch.no_grad():
+            shared = _times_kept(optimizer)
+            for piece in self._pieces[optimizer]:
+                slab = piece.pack.slab
+                if slab.device_bytes and len({each.dtype for each in slab.places.values()}) > 1:
+                    piece.pack.evict(piece.members(shared), search=False)
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import random
 import weakref
 from collections.abc import Callable
@@ -241,6 +242,29 @@ def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
     plain.optimizer.load_state_dict(ours.optimizer.state_dict())
     plain.steps = ours.steps
     assert_equal(plain.step(3).tensors(), theirs.step(3).tensors())
+
+
+def test_state_of_two_dtypes_that_stays_is_saved(device: str) -> None:
+    def trained(is_swapped: bool) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8, dtype=torch.bfloat16, device=device)
+        optimizer = optim.AdamW(layer.parameters(), fused=True)  # its step is of float32
+        swapper = StateSwapper(optimizer, budget="1MiB") if is_swapped else None
+        for number in range(4):
+            layer(torch.ones(2, 8, dtype=torch.bfloat16, device=device)).sum().backward()
+            optimizer.step()
+            if swapper is not None and number:  # the first step has made its state
+                assert swapper.report().device_bytes
+                torch.save(optimizer.state_dict(), saved := io.BytesIO())
+                saved.seek(0)
+                found = torch.load(saved, map_location=device)
+        state = found["state"] if swapper is not None else optimizer.state_dict()["state"]
+        return layer.weight.detach(), state
+
+    (weight, state), (plain_weight, plain_state) = trained(True), trained(False)
+    assert torch.equal(weight, plain_weight)
+    for number, kept in plain_state.items():
+        assert_equal(state[number], kept)
 
 
 def test_a_checkpoint_is_loaded_in_inference_mode(device: str) -> None:
