@@ -36,6 +36,8 @@ _SIZE = 6
 _GRADIENT_SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1.0, 1e4, 1.0, 0.1, 1.0)
 # A warm-up often starts at 0, which would hide every difference.
 _SETTINGS = {"lr": 0.01}
+# Torch's capturable steps need a GPU, where the parameters may go later.
+_ON_CPU = {**_SETTINGS, "capturable": False}
 
 
 def needs_arguments(optimizer: Optimizer) -> bool:
@@ -88,9 +90,10 @@ def check_steps_apart(
         except _CannotStepError as error:
             errors.append(error.error)
     raise ValueError(
-        f"optimizer: {type(optimizer).__name__} cannot be tried out: a step of small copies of its"
-        f" parameters fails ({errors[0]}), so that nothing shows whether it steps each parameter by"
-        " itself; step it without a StateSwapper or Swapper"
+        f"optimizer: {type(optimizer).__name__} cannot be tried out on {where}: a step of small"
+        f" copies of its parameters fails ({errors[0]}), so that nothing shows whether it steps"
+        " each parameter by itself; move the parameters to the device where it can step them, or"
+        " step it without a StateSwapper or Swapper"
     ) from errors[0]
 
 
@@ -163,7 +166,8 @@ class _Trial:
                 for number, of_group in drawn.items()
             }
             try:
-                made = copy_with(optimizer, small, _SETTINGS, construct=construct)
+                settings = _ON_CPU if device.type == "cpu" else _SETTINGS
+                made = copy_with(optimizer, small, settings, construct=construct)
                 if callable(train := getattr(made, "train", None)):  # schedule-free ones
                     train()
             except Exception as error:  # the optimizer's own, of any kind

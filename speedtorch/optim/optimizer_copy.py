@@ -276,7 +276,7 @@ def copy_with(
         for place, each in enumerate(held):
             stand_in = chosen.get(place)
             if stand_in is None:
-                stand_in = nn.Parameter(each.new_zeros(1), requires_grad=False)
+                stand_in = nn.Parameter(torch.zeros(1), requires_grad=False)
             memo[id(each)] = stand_in
         if not chosen:
             continue
