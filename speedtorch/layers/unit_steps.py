@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import wraps
 from types import MethodType
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.partial_step import Counted, PartialStep
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
 from speedtorch.layers.unit import Unit, is_of_unit
@@ -55,6 +55,8 @@ class UnitSteps:
         self._are_in_backward = False
         self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """What a backward has left to optimizer.step(): gradients, with their versions."""
+        self._counted: Sequence[Counted] = ()
+        """By a backward that has stepped units: optimizer.step() is a part of that step."""
         for unit in units.values():
             unit.tell_steps()
         device = next(iter(units.values())).device
@@ -65,13 +67,19 @@ class UnitSteps:
         """Says whether units are stepped in the backward pass."""
         self._are_in_backward = steps
         self._left.clear()
+        self._counted = ()
 
     def note_begun_backward(self) -> None:
         """Says that a backward begins, which changes gradients."""
         self._left.clear()
 
-    def note_ended_backward(self) -> None:
-        """Says that a backward has ended, in which units were stepped."""
+    def note_ended_backward(self, counted: Sequence[Counted]) -> None:
+        """Says that a backward has ended, in which units were stepped.
+
+        Args:
+            counted: what their steps have changed of the optimizer itself.
+        """
+        self._counted = counted
         self._left = {
             id(each): (weakref.ref(each.grad), version_of(each.grad))
             for group in self.optimizer.param_groups
@@ -89,7 +97,7 @@ class UnitSteps:
         """Steps all units, before the step of what is left; gives what that is called with."""
         args, kwargs = closure_done(args, kwargs)
         asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
-        step = PartialStep(asked, args[1:], kwargs)
+        step = PartialStep(asked, args[1:], kwargs, self._counted)
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
         parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
         for group in asked.param_groups:
@@ -107,6 +115,7 @@ class UnitSteps:
         with closing(self._residency.each(waiting, state=True, ahead=1)) as units:
             for unit in units:
                 self._step(unit, step, parts[unit])
+        self._counted = ()
         return (step.twin(others), *args[1:]), kwargs, step.settle
 
     def step_unit(self, unit: Unit, step: PartialStep) -> None:
@@ -235,7 +244,7 @@ def steps_by(
         if not is_tried:
             check_steps_apart(optimizer, device, args, kwargs)
             is_tried = True
-        settle: list[Callable[[], None]] = []
+        settle: list[Callable[[], object]] = []
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             args, kwargs, done = units(optimizer, args, kwargs)

@@ -423,6 +423,24 @@ def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: st
     assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
 
 
+def test_a_step_after_a_backward_that_stepped_units_is_counted_once(device: str) -> None:
+    def train(is_swapped: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
+        optimizer = Counting(layers.parameters())
+        if is_swapped:
+            swapper = Swapper(list(layers)[:2], optimizer, device=device)
+            swapper.auto(step=True)
+        for number in range(1, 4):
+            layers(torch.ones(2, 4, device=device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.param_groups[0]["count"] == number
+        return copies(layers.state_dict())
+
+    assert_equal(train(True), train(False))
+
+
 class Noisy(OwnOptimizer):
     """Adds random numbers of the CPU."""
 
