@@ -234,11 +234,10 @@ class AutoOffload:
         self._forget_results()
         for unit in self._units:
             self._step(unit)
-        for each in self._parts:
-            each.settle()
+        counted = [each.settle() for each in self._parts] or [[] for _ in self._steps]
         self._parts.clear()
-        for steps in self._steps:
-            steps.note_ended_backward()
+        for steps, its in zip(self._steps, counted, strict=True):
+            steps.note_ended_backward(its)
 
     def _step(self, unit: Unit) -> None:
         if not self._steps or not unit.has_gradients:

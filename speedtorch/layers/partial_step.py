@@ -8,15 +8,33 @@ leaves them as they are.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.torch_internals import STEP_HOOKS, step_without_hooks
 
-__all__ = ["PartialStep"]
+__all__ = ["Counted", "PartialStep"]
+
+
+class Counted(NamedTuple):
+    """What a step has changed of an optimizer itself, such as a count.
+
+    Attributes:
+        group: its number; None: an attribute.
+        name: in the group.
+        had: whether it was there before.
+        before: its value then.
+        after: its value since.
+    """
+
+    group: int | None
+    name: str
+    had: bool
+    before: object
+    after: object
 
 
 class PartialStep:
@@ -30,6 +48,7 @@ class PartialStep:
         optimizer: whose step that is.
         args: what the step is given, for each part.
         kwargs: likewise.
+        counted: by a step of other parameters, which this one completes.
     """
 
     def __init__(
@@ -37,8 +56,10 @@ class PartialStep:
         optimizer: Optimizer,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
+        counted: Sequence[Counted] = (),
     ) -> None:
         self._optimizer, self._args, self._kwargs = optimizer, args, kwargs or {}
+        self._counted = counted
         self._last: Optimizer | None = None
         self._places = {
             id(each): (number, place)
@@ -61,6 +82,13 @@ class PartialStep:
             {**group, "params": of_group}
             for group, of_group in zip(optimizer.param_groups, chosen, strict=True)
         ]
+        for group, name, had, before, after in self._counted:
+            settings = made.__dict__ if group is None else made.param_groups[group]
+            if settings.get(name) is not after:  # changed by others since
+                continue
+            settings[name] = before
+            if not had:
+                del settings[name]
         self._last = made
         return made
 
@@ -69,19 +97,27 @@ class PartialStep:
         step: Any = step_without_hooks(type(self._optimizer))
         step(self.twin(parameters), *self._args, **self._kwargs)
 
-    def settle(self) -> None:
-        """Gives the optimizer what the last part has changed of it."""
+    def settle(self) -> list[Counted]:
+        """Gives the optimizer what the last part has changed of it; returns these changes."""
         if (made := self._last) is None:
-            return
-        for name, value in made.__dict__.items():
-            if name != "param_groups" and name not in STEP_HOOKS:
-                _assign(self._optimizer.__dict__, name, value)
-        for group, changed in zip(self._optimizer.param_groups, made.param_groups, strict=True):
-            for name, value in changed.items():
-                if name != "params":
-                    _assign(group, name, value)
+            return []
+        counted: list[Counted] = []
+        own = {n: v for n, v in made.__dict__.items() if n not in ("param_groups", *STEP_HOOKS)}
+        _assign(counted, None, self._optimizer.__dict__, own)
+        groups = zip(self._optimizer.param_groups, made.param_groups, strict=True)
+        for number, (group, changed) in enumerate(groups):
+            _assign(counted, number, group, {n: v for n, v in changed.items() if n != "params"})
+        return counted
 
 
-def _assign(settings: dict[str, Any], name: str, value: object) -> None:
-    if name not in settings or settings[name] is not value:
-        settings[name] = value
+def _assign(
+    counted: list[Counted],
+    number: int | None,
+    settings: dict[str, Any],
+    changed: Mapping[str, Any],
+) -> None:
+    for name, value in changed.items():
+        had, before = name in settings, settings.get(name)
+        if not had or before is not value:
+            settings[name] = value
+            counted.append(Counted(number, name, had, before, value))

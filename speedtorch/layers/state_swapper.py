@@ -24,6 +24,7 @@ from speedtorch.layers.offloaded_parameters import (
 )
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
@@ -213,8 +214,9 @@ class StateSwapper:
     Raises:
         TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS) or another
             optimizer (Lookahead).
-        ValueError: an optimizer is given twice, is differentiable, or has a parameter of an
-            Embedding's rows or of a Swapper's unit; or the budget is no number of bytes. In a step:
+        ValueError: an optimizer is given twice, is differentiable, does not step each parameter by
+            itself (small copies of it are tried out), or has a parameter of an Embedding's rows or
+            of a Swapper's unit; or the budget is no number of bytes. In a step:
             a parameter in host memory cannot come to the device, as it shares memory with another,
             has a sparse gradient, or is averaged by DistributedDataParallel.
         RuntimeError: the device is a GPU, and there is none. In a step: torch's GradScaler, whose
@@ -257,8 +259,9 @@ class StateSwapper:
         try:
             _swapped.update(self._optimizers)
             for each, loading in self._loading.items():
-                self._undo.append(steps_by(each, self._step_pieces))
+                self._undo.append(steps_by(each, self._step_pieces, self.device))
                 self._undo.append(loading.watch(each))
+                self._undo.append(each.register_state_dict_pre_hook(self._evict_mixed).remove)
             self.evict()
         except BaseException:
             self.close()
@@ -423,6 +426,18 @@ class StateSwapper:
                 for each in going:
                     each.leave(each.members(shared))
 
+    def _evict_mixed(self, optimizer: Optimizer) -> None:
+        """Evicts pieces of several dtypes, before state_dict(): torch.save refuses such storages.
+
+        On the host each tensor has a storage of its own.
+        """
+        with as_plain(), torch.no_grad():
+            shared = _times_kept(optimizer)
+            for piece in self._pieces[optimizer]:
+                slab = piece.pack.slab
+                if slab.device_bytes and len({each.dtype for each in slab.places.values()}) > 1:
+                    piece.pack.evict(piece.members(shared), search=False)
+
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor.
 
@@ -439,6 +454,8 @@ class StateSwapper:
         added = [each for each in every if id(each) not in owned]
         if checks and added:
             _check_parameters(optimizer, added)
+            if not needs_arguments(optimizer):
+                check_steps_apart(optimizer, self.device)
         most = max(1, min(self.budget // _AT_ONCE, _PIECE))
         open_ones: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()

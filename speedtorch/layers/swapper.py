@@ -14,6 +14,7 @@ from speedtorch.layers.auto import AutoOffload
 from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.residency import Leaver, Residency
+from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
 from speedtorch.layers.state_swapper import check_has_own_state
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.transfer_stats import TransferStats
@@ -54,8 +55,9 @@ class Swapper:
             (LBFGS) or another optimizer (Lookahead), or keeps tensors within lists or dicts, or a
             tensor is of a class of its own.
         ValueError: there is no unit, two of them share a tensor, one of them is in another, an
-            optimizer is given twice, the budget is no number of bytes, or a tensor is sparse,
-            quantized, on the meta device or made in inference mode.
+            optimizer is given twice, or small copies of it show that it does not step each
+            parameter by itself, the budget is no number of bytes, or a tensor is sparse, quantized,
+            on the meta device or made in inference mode.
         RuntimeError: the device is a GPU, and torch finds none here.
         MemoryError: the host has too little memory.
 
@@ -91,6 +93,9 @@ class Swapper:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)
+        for each in stepped:
+            if not needs_arguments(each):
+                check_steps_apart(each, self.device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = TransferStats()
         self._units: dict[nn.Module, Unit] = {}

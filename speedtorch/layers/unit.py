@@ -16,10 +16,11 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from speedtorch.layers.access_tracker import AccessTracker
+from speedtorch.layers.access_tracker import AccessTracker, is_plain_tensor
 from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.pack import Members, Pack
@@ -690,6 +691,14 @@ class Unit:
                 raise TypeError(
                     f"unit {self.name!r}: {name} are rows of an Embedding, which are in host memory"
                     " already, and come by themselves: make units of other modules alone"
+                )
+            if not is_plain_tensor(tensor) and not is_lazy(tensor):
+                kind = type(tensor)
+                raise TypeError(
+                    f"unit {self.name!r}: {name}: expected a plain tensor, got"
+                    f" {kind.__module__}.{kind.__qualname__}, whose elements a copy of bytes may"
+                    " not be: make units of other modules and leave this one on the device, or move"
+                    " all of the model between uses by TrainingState"
                 )
             other = self._owner_of(tensor)
             within = () if other is None or other is self else _of_module(other.module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import wraps
 from types import MethodType
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.partial_step import Counted, PartialStep
 from speedtorch.layers.residency import Residency
+from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
 from speedtorch.layers.unit import Unit, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
@@ -54,22 +55,31 @@ class UnitSteps:
         self._are_in_backward = False
         self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """What a backward has left to optimizer.step(): gradients, with their versions."""
+        self._counted: Sequence[Counted] = ()
+        """By a backward that has stepped units: optimizer.step() is a part of that step."""
         for unit in units.values():
             unit.tell_steps()
-        self._undo = steps_by(optimizer, self._step_units)
+        device = next(iter(units.values())).device
+        self._undo = steps_by(optimizer, self._step_units, device)
         self._saved = optimizer.register_state_dict_post_hook(self._saved_state)
 
     def note_backward(self, *, steps: bool) -> None:
         """Says whether units are stepped in the backward pass."""
         self._are_in_backward = steps
         self._left.clear()
+        self._counted = ()
 
     def note_begun_backward(self) -> None:
         """Says that a backward begins, which changes gradients."""
         self._left.clear()
 
-    def note_ended_backward(self) -> None:
-        """Says that a backward has ended, in which units were stepped."""
+    def note_ended_backward(self, counted: Sequence[Counted]) -> None:
+        """Says that a backward has ended, in which units were stepped.
+
+        Args:
+            counted: what their steps have changed of the optimizer itself.
+        """
+        self._counted = counted
         self._left = {
             id(each): (weakref.ref(each.grad), version_of(each.grad))
             for group in self.optimizer.param_groups
@@ -87,7 +97,7 @@ class UnitSteps:
         """Steps all units, before the step of what is left; gives what that is called with."""
         args, kwargs = closure_done(args, kwargs)
         asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
-        step = PartialStep(asked, args[1:], kwargs)
+        step = PartialStep(asked, args[1:], kwargs, self._counted)
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
         parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
         for group in asked.param_groups:
@@ -105,6 +115,7 @@ class UnitSteps:
         with closing(self._residency.each(waiting, state=True, ahead=1)) as units:
             for unit in units:
                 self._step(unit, step, parts[unit])
+        self._counted = ()
         return (step.twin(others), *args[1:]), kwargs, step.settle
 
     def step_unit(self, unit: Unit, step: PartialStep) -> None:
@@ -208,8 +219,12 @@ def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], A
     return args, {**kwargs, "closure": lambda: loss}
 
 
-def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], None]:
+def steps_by(
+    optimizer: Optimizer, units: Callable[..., Any], device: torch.device | None
+) -> Callable[[], None]:
     """Lets an optimizer's step() be one of units first; gives what undoes that.
+
+    One that needs arguments is tried out with those of its first step, on this device.
 
     Hooks of the step are called once, before and after all of it: ours are the last of those before
     and the first of those after, which find what the step has counted.
@@ -217,14 +232,19 @@ def steps_by(optimizer: Optimizer, units: Callable[..., Any]) -> Callable[[], No
     original = optimizer.step
 
     closed = False
+    is_tried = not needs_arguments(optimizer)  # or it has been when it was given
 
     # A GradScaler looks at its signature, with the optimizer itself.
     @not_compiled
     @wraps(getattr(original, "__func__", original))
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_tried
         if closed:  # a scheduler has wrapped it
             return original(*args, **kwargs)
-        settle: list[Callable[[], None]] = []
+        if not is_tried:
+            check_steps_apart(optimizer, device, args, kwargs)
+            is_tried = True
+        settle: list[Callable[[], object]] = []
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             args, kwargs, done = units(optimizer, args, kwargs)

@@ -32,6 +32,7 @@ from speedtorch.torch_internals import (
 __all__ = [
     "OptimizerCopy",
     "Recorder",
+    "copy_with",
     "group_of",
     "own_steps",
     "plain_values",
@@ -92,6 +93,17 @@ class NotCopied:
         raise AttributeError(
             f"it asks its {self._kind} for {name!r}, which is not copied to try it out"
         )
+
+
+def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's attributes without hooks, and without what others have put there."""
+    kind = type(optimizer)
+    return {
+        # Schedulers put a `step` that is bound to the original in front of the class's.
+        name: value
+        for name, value in attributes_without_hooks(optimizer).items()
+        if name not in LENT_BY_GRAD_SCALER and not callable(getattr(kind, name, None))
+    }
 
 
 # Beyond these deepcopy does not go, or must not.
@@ -187,12 +199,7 @@ class OptimizerCopy:
         self._step = step or step_without_hooks(kind)
         self.parameter = nn.Parameter(values.detach().clone())
         self._states = _StateMap(Recorder)
-        attributes = {
-            # Schedulers put a `step` that is bound to the original in front of the class's.
-            name: value
-            for name, value in attributes_without_hooks(optimizer).items()
-            if name not in LENT_BY_GRAD_SCALER and not callable(getattr(kind, name, None))
-        }
+        attributes = _own_attributes(optimizer)
         for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
         # What deepcopy must not copy but replace: each parameter, and what is set up here.
         memo: dict[int, Any] = {
@@ -242,3 +249,60 @@ class OptimizerCopy:
             gradient = sparse_of_all(gradient, every_row)
         self.parameter.grad = gradient.clone()  # which some optimizers change in place
         self._step(self.optimizer)
+
+
+def copy_with(
+    optimizer: Optimizer,
+    small: Mapping[int, Mapping[int, nn.Parameter]],
+    settings: Mapping[str, Any],
+    *,
+    construct: bool,
+) -> Optimizer:
+    """A copy of an optimizer that holds small parameters in place of some of its own, stateless.
+
+    Args:
+        optimizer: stays as it is.
+        small: by the numbers of a group, and of the parameter in the group, each replacement.
+        settings: of all groups that have them.
+        construct: as of OptimizerCopy.
+    """
+    kind, attributes = type(optimizer), _own_attributes(optimizer)
+    states: defaultdict[Any, Any] = defaultdict(dict)
+    groups: list[dict[str, Any]] = []
+    memo: dict[int, Any] = {id(optimizer.state): states, id(optimizer.param_groups): groups}
+    taken: list[tuple[list[nn.Parameter], dict[str, Any]]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        held, chosen = group["params"], small.get(number, {})
+        for place, each in enumerate(held):
+            stand_in = chosen.get(place)
+            if stand_in is None:
+                stand_in = nn.Parameter(torch.zeros(1), requires_grad=False)
+            memo[id(each)] = stand_in
+        if not chosen:
+            continue
+        own: dict[str, Any] = {}
+        for name, value in group.items():
+            is_cut = isinstance(value, list) and len(chosen) < len(held) == len(value)
+            if name != "params":  # a list with an entry for each parameter, as its names
+                own[name] = [value[place] for place in chosen] if is_cut else value
+        taken.append(([*chosen.values()], own))
+    for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    _stand_in_for_large([[own for _, own in taken], attributes, for_all], memo)
+    for parameters, own in taken:
+        made = copy.deepcopy(own, memo)
+        for name in settings.keys() & made.keys():
+            value, is_tensor = settings[name], isinstance(made[name], Tensor)
+            made[name] = torch.full_like(made[name], value) if is_tensor else value
+        groups.append({"params": parameters, **made})
+    if construct:
+        accepted = set(inspect.signature(kind).parameters) & set(groups[0]) - {"params"}
+        defaults = {name: groups[0][name] for name in accepted}
+        copied = kind([{**group} for group in groups], **defaults)
+        for group, as_now in zip(copied.param_groups, groups, strict=True):
+            group.update(as_now)
+        vars(copied).update(plain_values(attributes))
+    else:
+        copied = memo[id(optimizer)] = object.__new__(kind)
+        states.update(copy.deepcopy(for_all, memo))
+        vars(copied).update(copy.deepcopy(attributes, memo))
+    return copied

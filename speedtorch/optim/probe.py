@@ -16,12 +16,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set, ValuesView
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,7 +38,15 @@ from speedtorch.optim.optimizer_copy import (
 )
 from speedtorch.torch_internals import step_without_hooks
 
-__all__ = ["OptimizerProbe", "agree", "forgotten_by", "learn_state", "probe_optimizer"]
+__all__ = [
+    "OptimizerProbe",
+    "agree",
+    "forgotten_by",
+    "kept_random",
+    "learn_state",
+    "probe_optimizer",
+    "raise_if_no_memory",
+]
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
@@ -89,7 +99,7 @@ def probe_optimizer(
             f"{type(optimizer).__name__} cannot step rows on their own: its step needs a closure"
             " that computes the loss of all rows again; use Adam, Adagrad, SGD or one like them"
         )
-    with _kept_random(parameter):
+    with kept_random(parameter.device):
         try:
             return _probed(optimizer, parameter, sparse)
         except ValueError:
@@ -123,7 +133,7 @@ def _probed(
 
 def learn_state(optimizer: Optimizer, parameter: Tensor, *, sparse: bool = False) -> OptimizerProbe:
     """As probe_optimizer, of an optimizer that has been probed, with its settings of now."""
-    with _kept_random(parameter):
+    with kept_random(parameter.device):
         return _Probe(optimizer, parameter, parameter.dtype, sparse).learn({})
 
 
@@ -134,7 +144,7 @@ def forgotten_by(
 
     Such a first step overwrites loaded state. There are none as a rule.
     """
-    with _kept_random(parameter):
+    with kept_random(parameter.device):
         probe = _Probe(optimizer, parameter, parameter.dtype, sparse)
         try:
             return probe.find_forgotten(probe.learn(_PLAIN))
@@ -143,12 +153,17 @@ def forgotten_by(
 
 
 @contextmanager
-def _kept_random(parameter: Tensor) -> Iterator[None]:
+def kept_random(device: torch.device) -> Iterator[None]:
     """Random generators stay as they are; a default device of the user's makes no state."""
-    devices = [parameter.device] if parameter.device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_meta = torch.get_default_device().type == "meta"
     with torch.random.fork_rng(devices=devices), torch.device("cpu") if on_meta else nullcontext():
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 class _Probe:
@@ -185,7 +200,7 @@ class _Probe:
                 self._stepped_once({})
                 break
             except Exception as error:  # the optimizer's own, of any kind; told below
-                _raise_if_no_memory(error)
+                raise_if_no_memory(error)
                 errors.append(error)
         else:
             raise self._refusal(
@@ -255,7 +270,7 @@ class _Probe:
             for copied in (many, parts):
                 copied.step(gradient[: len(copied.parameter)], sparse=self._sparse)
         except Exception as error:
-            _raise_if_no_memory(error)
+            raise_if_no_memory(error)
             raise self._refusal(f"its step fails where there are many rows ({error})") from error
         for name in learnt.scalar_state:
             one, other = (getattr(each.state.get(name), "shape", ()) for each in (many, parts))
@@ -388,7 +403,7 @@ class _Probe:
         try:
             copied.step(gradient, sparse=self._sparse)
         except Exception as error:
-            _raise_if_no_memory(error)
+            raise_if_no_memory(error)
             raise self._refusal(f"its step fails when the rows change ({error})") from error
         state = copied.state
         for name in names:
@@ -419,7 +434,7 @@ class _Probe:
         return drawn.to(self.parameter.device, self._dtype)
 
 
-def _raise_if_no_memory(error: Exception) -> None:
+def raise_if_no_memory(error: Exception) -> None:
     """Raises an error again that says nothing of the optimizer: memory has run out."""
     said = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(

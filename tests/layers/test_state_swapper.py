@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import random
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -70,8 +72,8 @@ class Training:
 
     def step(self, count: int = 1) -> Training:
         for _ in range(count):
-            random = torch.Generator().manual_seed(self.steps)
-            batch = torch.randn(8, 4, generator=random).to(self.device)
+            drawn = torch.Generator().manual_seed(self.steps)
+            batch = torch.randn(8, 4, generator=drawn).to(self.device)
             self.optimizer.zero_grad()
             parts = list(self.model)[: 2 + self.steps % 2]  # the last one every other time
             for part in parts:
@@ -242,6 +244,29 @@ def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
     assert_equal(plain.step(3).tensors(), theirs.step(3).tensors())
 
 
+def test_state_of_two_dtypes_that_stays_is_saved(device: str) -> None:
+    def trained(is_swapped: bool) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8, dtype=torch.bfloat16, device=device)
+        optimizer = optim.AdamW(layer.parameters(), fused=True)  # its step is of float32
+        swapper = StateSwapper(optimizer, budget="1MiB") if is_swapped else None
+        for number in range(4):
+            layer(torch.ones(2, 8, dtype=torch.bfloat16, device=device)).sum().backward()
+            optimizer.step()
+            if swapper is not None and number:  # the first step has made its state
+                assert swapper.report().device_bytes
+                torch.save(optimizer.state_dict(), saved := io.BytesIO())
+                saved.seek(0)
+                found = torch.load(saved, map_location=device)
+        state = found["state"] if swapper is not None else optimizer.state_dict()["state"]
+        return layer.weight.detach(), state
+
+    (weight, state), (plain_weight, plain_state) = trained(True), trained(False)
+    assert torch.equal(weight, plain_weight)
+    for number, kept in plain_state.items():
+        assert_equal(state[number], kept)
+
+
 def test_a_checkpoint_is_loaded_in_inference_mode(device: str) -> None:
     ours, theirs = (Training(device, optim.Adam, each).step(2) for each in (700, None))
     saved = copy.deepcopy(ours.optimizer.state_dict())
@@ -398,6 +423,24 @@ def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: st
     assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
 
 
+def test_a_step_after_a_backward_that_stepped_units_is_counted_once(device: str) -> None:
+    def train(is_swapped: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
+        optimizer = Counting(layers.parameters())
+        if is_swapped:
+            swapper = Swapper(list(layers)[:2], optimizer, device=device)
+            swapper.auto(step=True)
+        for number in range(1, 4):
+            layers(torch.ones(2, 4, device=device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.param_groups[0]["count"] == number
+        return copies(layers.state_dict())
+
+    assert_equal(train(True), train(False))
+
+
 class Noisy(OwnOptimizer):
     """Adds random numbers of the CPU."""
 
@@ -439,6 +482,118 @@ def test_an_optimizer_that_steps_another_is_refused(device: str) -> None:
             make()
     Swapper(layers, optimizer.inner, device=device).close()
     StateSwapper(optimizer.inner, budget=100).close()
+
+
+class Clipped(OwnOptimizer):
+    """Divides gradients by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [each for each in self.param_groups[0]["params"] if each.grad is not None]
+        norm = sum(each.grad.square().sum() for each in held)
+        for each in held:
+            each.sub_(each.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+class CountsForAll(OwnOptimizer):
+    """Counts its steps in place, for all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state.setdefault("count", torch.zeros(())).add_(1)
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                each.sub_(each.grad / self.state["count"], alpha=0.1)
+
+
+class Paired(OwnOptimizer):
+    """Steps each second parameter along the one before."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = self.param_groups[0]["params"]
+        for first, second in zip(held[::2], held[1::2], strict=True):
+            if first.grad is not None and second.grad is not None:
+                second.sub_(second.grad * first.grad.norm(), alpha=0.1)
+
+
+class NeedsOne(OwnOptimizer):
+    """Cannot step nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [each for each in self.param_groups[0]["params"] if each.grad is not None]
+        torch.stack([each.sum() for each in held])
+        for each in held:
+            each.sub_(each.grad, alpha=0.1)
+
+
+class DrawsOnce(OwnOptimizer):
+    """Draws one random number a step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if random.random() < 1e-9:
+            raise ZeroDivisionError
+
+
+class WithFactor(Clipped):
+    """Is given a factor in its steps."""
+
+    def step(self, factor: float) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+@pytest.mark.parametrize("of", [Clipped, CountsForAll, Paired, NeedsOne, DrawsOnce, WithFactor])
+def test_an_optimizer_that_does_not_step_each_parameter_by_itself_is_refused(
+    of: Callable[..., Any], kind: str, device: str
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    optimizer = of(layers.parameters())
+    layers(torch.ones(2, 4, device=device)).sum().backward()
+    before, drawn = copies(layers.state_dict()), (random.getstate(), torch.get_rng_state())
+    addresses = [each.data_ptr() for each in layers.parameters()]
+
+    def give() -> Any:
+        if kind == "Swapper":
+            return Swapper(layers, optimizer, device=device)
+        return StateSwapper(optimizer, budget=200)
+
+    refused = pytest.raises(ValueError, match=f"{of.__name__} does not step each parameter by")  # type: ignore[attr-defined]
+    if of is WithFactor:  # what it is given is known in its first step
+        swapper = give()
+        with refused:
+            optimizer.step(0.5)
+        swapper.close()
+    else:
+        with refused:
+            give()
+        assert [each.data_ptr() for each in layers.parameters()] == addresses
+    assert_equal(copies(layers.state_dict()), before)
+    assert not optimizer.state
+    assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+
+
+def test_a_group_that_comes_later_is_tried_out(device: str) -> None:
+    class ClippedGroup(OwnOptimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                held = [each for each in group["params"] if each.grad is not None]
+                norm = sum(each.grad.norm() for each in held) if group.get("clips") else 1
+                for each in held:
+                    each.sub_(each.grad / norm, alpha=0.1)
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    optimizer = ClippedGroup(layers[0].parameters())
+    StateSwapper(optimizer, budget=200)
+    optimizer.add_param_group({"params": list(layers[1].parameters()), "clips": True})
+    layers(torch.ones(2, 4, device=device)).sum().backward()
+    before = copies(layers.state_dict())
+    with pytest.raises(ValueError, match="ClippedGroup does not step each parameter by itself"):
+        optimizer.step()
+    assert_equal(copies(layers.state_dict()), before)
 
 
 class Scaled(OwnOptimizer):
@@ -750,9 +905,9 @@ class AtHome:
             self.swapper = StateSwapper(self.optimizer, budget=budget, device=device)
 
     def gradients(self) -> AtHome:
-        random = torch.Generator().manual_seed(self.steps)
+        drawn = torch.Generator().manual_seed(self.steps)
         for number, each in enumerate(self.model.parameters()):
-            gradient = torch.randn(each.shape, generator=random).to(self.device, each.dtype)
+            gradient = torch.randn(each.shape, generator=drawn).to(self.device, each.dtype)
             is_left = not each.requires_grad or (number + self.steps) % 5 == 0
             each.grad = None if is_left else gradient
         return self

@@ -483,6 +483,19 @@ def test_rows_of_an_embedding_are_refused_with_the_remedy() -> None:
     Unit(block[1], device="cpu").close()
 
 
+def test_a_quantized_weight_is_refused_with_the_remedy() -> None:
+    class Quantized(Tensor):
+        pass
+
+    block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    weight = block[1].weight.detach().as_subclass(Quantized)
+    block[1].weight = nn.Parameter(weight, requires_grad=False)
+    told = "unit 'block': 1.weight: expected a plain tensor, .*Quantized, .* by TrainingState"
+    with pytest.raises(TypeError, match=told):
+        Unit(block, device="cpu", name="block")
+    Unit(block[0], device="cpu").close()
+
+
 def test_the_meta_device_is_refused() -> None:
     with pytest.raises(ValueError, match="device: expected one with memory"):
         Unit(nn.Linear(1, 1), device="meta")

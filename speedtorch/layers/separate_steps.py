@@ -1,0 +1,254 @@
+"""Whether an optimizer steps each parameter by itself, found out with small copies of it.
+
+StateSwapper and Swapper step some parameters after others. An optimizer that computes a number of
+all of them (D-Adaptation, Prodigy, a norm of all gradients) or counts its calls would train on with
+other numbers, and without an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.optim.optimizer_copy import copy_with
+from speedtorch.optim.probe import agree, kept_random, raise_if_no_memory
+from speedtorch.step.gradient_sums import sparse_of_all
+from speedtorch.torch_internals import as_plain, step_without_hooks
+
+__all__ = ["check_steps_apart", "needs_arguments"]
+
+# Of all small parameters, and those of as many dimensions in one group.
+_MOST, _MOST_ALIKE = 24, 2
+_SIZE = 6
+"""Of each dimension at most."""
+# Clipping by a norm shows where gradients are large. RAdam changes its formula at the sixth step.
+_GRADIENT_SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1.0, 1e4, 1.0, 0.1, 1.0)
+# A warm-up often starts at 0, which would hide every difference.
+_SETTINGS = {"lr": 0.01}
+# Torch's capturable steps need a GPU, where the parameters may go later.
+_ON_CPU = {**_SETTINGS, "capturable": False}
+
+
+def needs_arguments(optimizer: Optimizer) -> bool:
+    """Whether its step() must be given something besides a closure."""
+    _, *others = inspect.signature(type(optimizer).step).parameters.values()
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return any(
+        each.default is inspect.Parameter.empty
+        and each.kind not in variadic
+        and each.name != "closure"
+        for each in others
+    )
+
+
+def check_steps_apart(
+    optimizer: Optimizer,
+    device: torch.device | None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises ValueError unless small copies step the same parameters together and one by one.
+
+    Optimizer, parameters and random generators are left as they are.
+
+    Args:
+        optimizer: with parameters.
+        device: where these are stepped; None: where they are.
+        args: what the step is given; a closure is not called.
+        kwargs: likewise.
+    """
+    kwargs = dict(kwargs or {})
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if args and callable(args[0]):
+        args = (_no_loss, *args[1:])
+    elif callable(kwargs.get("closure")) or (
+        not args and closure is not None and closure.default is inspect.Parameter.empty
+    ):
+        kwargs["closure"] = _no_loss
+    if not (shapes := _shapes(optimizer)):
+        return
+    where = device or next(iter(optimizer.param_groups[min(shapes)]["params"])).device
+    if where.type == "meta":
+        return
+    errors: list[Exception] = []
+    for construct, sparse in itertools.product((False, True), (False, True)):
+        try:
+            with as_plain(), kept_random(where):
+                _Trial(optimizer, shapes, where, args, kwargs, construct, sparse).run()
+            return
+        except _CannotStepError as error:
+            errors.append(error.error)
+    raise ValueError(
+        f"optimizer: {type(optimizer).__name__} cannot be tried out on {where}: a step of small"
+        f" copies of its parameters fails ({errors[0]}), so that nothing shows whether it steps"
+        " each parameter by itself; move the parameters to the device where it can step them, or"
+        " step it without a StateSwapper or Swapper"
+    ) from errors[0]
+
+
+def _no_loss() -> Tensor:
+    """In place of a closure."""
+    return torch.ones(())
+
+
+class _CannotStepError(Exception):
+    """A step of all small parameters has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _next_random() -> tuple[float, ...]:
+    """Of the generators of the process, which tell whether as many have been drawn."""
+    return float(torch.rand((), device="cpu")), random.random(), np.random.random()  # noqa: NPY002
+
+
+_Shapes = dict[int, dict[int, tuple[tuple[int, ...], torch.dtype]]]
+"""Of small parameters, by the numbers of their groups and their places there."""
+
+
+def _shapes(optimizer: Optimizer) -> _Shapes:
+    """Of a few parameters of each group, of which those that are trained come first."""
+    found: _Shapes = {}
+    room = _MOST
+    for number, group in enumerate(optimizer.param_groups):
+        alike: Counter[int] = Counter()
+        trained = [each for each in group["params"] if each.requires_grad] or group["params"]
+        chosen = {id(each) for each in trained}
+        for place, each in enumerate(group["params"]):
+            if not room or id(each) not in chosen:
+                continue
+            alike[each.dim()] += 1
+            if len(group["params"]) <= 2 * _MOST_ALIKE or alike[each.dim()] <= _MOST_ALIKE:
+                shape = tuple(max(1, min(size, _SIZE)) for size in each.shape)
+                dtype = each.dtype if each.is_complex() else torch.float32
+                found.setdefault(number, {})[place] = shape, dtype
+                room -= 1
+    return found
+
+
+class _Trial:
+    """Two copies of an optimizer, which step the same small parameters together and one by one."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shapes: _Shapes,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        construct: bool,
+        sparse: bool,
+    ) -> None:
+        self._name, self._device, self._sparse = type(optimizer).__name__, device, sparse
+        self._args, self._kwargs = args, kwargs
+        self._random = torch.Generator("cpu").manual_seed(0)
+        drawn = {
+            number: {place: self._drawn(*kind) for place, kind in of_group.items()}
+            for number, of_group in shapes.items()
+        }
+        self._copies: list[tuple[Optimizer, list[nn.Parameter]]] = []
+        for _ in range(2):
+            small = {
+                number: {place: nn.Parameter(each.clone()) for place, each in of_group.items()}
+                for number, of_group in drawn.items()
+            }
+            try:
+                settings = _ON_CPU if device.type == "cpu" else _SETTINGS
+                made = copy_with(optimizer, small, settings, construct=construct)
+                if callable(train := getattr(made, "train", None)):  # schedule-free ones
+                    train()
+            except Exception as error:  # the optimizer's own, of any kind
+                raise_if_no_memory(error)
+                raise _CannotStepError(error) from error
+            parameters = [each for of_group in small.values() for each in of_group.values()]
+            self._copies.append((made, parameters))
+
+    def run(self) -> None:
+        """Raises ValueError where the copies differ, _CannotStepError if they cannot step."""
+        (together, its), (apart, theirs) = self._copies
+        for number, scale in enumerate(_GRADIENT_SCALES):
+            for place, (one, other) in enumerate(zip(its, theirs, strict=True)):
+                one.grad = other.grad = None
+                if number != 2 or place or len(its) == 1:  # an expert that no token has reached
+                    one.grad = self._gradient(one, scale)
+                    other.grad = one.grad.clone()
+            try:
+                with kept_random(self._device):
+                    step: Any = step_without_hooks(type(together))
+                    step(together, *self._args, **self._kwargs)
+                    drawn = _next_random()
+            except Exception as error:  # the optimizer's own, of any kind
+                raise_if_no_memory(error)
+                raise _CannotStepError(error) from error
+            try:
+                with kept_random(self._device):
+                    parts = PartialStep(apart, self._args, self._kwargs)
+                    for other in theirs:
+                        if other.grad is not None:
+                            parts.step([other])
+                    parts.step(())
+                    parts.settle()
+                    is_alike = drawn == _next_random()
+            except Exception as error:
+                raise_if_no_memory(error)
+                raise self._refusal(
+                    f"a step of some of them after others fails ({type(error).__name__}: {error})"
+                ) from error
+            if not is_alike:
+                raise self._refusal("it draws random numbers for all of them at once")
+            self._compare()
+
+    def _compare(self) -> None:
+        (together, its), (apart, theirs) = self._copies
+        found = dict(_numbers(together, its))
+        others = dict(_numbers(apart, theirs))
+        for name in dict.fromkeys((*found, *others)):
+            if not agree(found.get(name), others.get(name)):
+                raise self._refusal(f"{name} differs if they are stepped together and one by one")
+
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(
+            f"optimizer: {self._name} does not step each parameter by itself: {why}. Use one that"
+            f" does, such as AdamW, or step {self._name} without a StateSwapper or Swapper"
+        )
+
+    def _drawn(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        drawn = torch.randn(shape, generator=self._random, dtype=dtype, device="cpu")
+        return drawn.to(self._device)
+
+    def _gradient(self, of: Tensor, scale: float) -> Tensor:
+        gradient = self._drawn(tuple(of.shape), of.dtype) * scale
+        if not self._sparse or not gradient.dim():
+            return gradient
+        return sparse_of_all(gradient, torch.arange(len(gradient), device=gradient.device))
+
+
+def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Any]]:
+    """Parameters, and the tensors and numbers of their state and of groups, by name."""
+    places: list[tuple[str, Any]] = []
+    for number, each in enumerate(parameters):
+        places += [(f"parameter {number}", each)]
+        kept: Mapping[Any, Any] = optimizer.state.get(each) or {}
+        places += [(f"state {key!r} of parameter {number}", value) for key, value in kept.items()]
+    for number, group in enumerate(optimizer.param_groups):
+        rest = {name: value for name, value in group.items() if name != "params"}
+        places += [(f"{name!r} of group {number}", value) for name, value in rest.items()]
+    states: Mapping[Any, Any] = optimizer.state
+    places += [(f"state {key!r}", states[key]) for key in states if isinstance(key, str)]
+    for name, value in places:
+        if isinstance(value, bool | int | float | complex):
+            yield name, value
+        yield from plain_tensors(name, value)
