@@ -132,8 +132,9 @@ class RecordedStreams:
         self._counts[name] += 1
         self.work(f"{name} {self._counts[name]}")
 
-    def works(self, module: Any, function: str, name: str) -> None:
-        """Lets a function of a module or class queue work of this name at each call, by count()."""
+    def works(self, module: Any, function: str, name: str, *, first: int = 1) -> None:
+        """Lets a function of a module or class queue work at each call, numbered from first on."""
+        self._counts[name] = first - 1
         call: Callable[..., Any] = getattr(module, function)
 
         def counted(*args: Any, **kwargs: Any) -> Any:

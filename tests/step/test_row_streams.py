@@ -16,6 +16,8 @@ import speedtorch
 from speedtorch.memory.side_stream import SideStream
 from speedtorch.step import counted_exchange, joint_exchange
 from speedtorch.step.counted_exchange import CountedExchange
+from speedtorch.step.fixed_blocks import FixedBlocks
+from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.joint_exchange import JointExchange
 from speedtorch.step.row_store import RowStore
 
@@ -47,24 +49,31 @@ class Kept:
         watched(JointExchange, "_exchange", 1)
 
 
-@pytest.fixture(params=["one table", "two tables at once"])
+@pytest.fixture(params=["one table", "two tables at once", "a capacity"])
 def model(
     request: pytest.FixtureRequest, streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[nn.ModuleList]:
     """Tables whose plans, exchanges of rows and carried rows are recorded."""
     streams.pretend_on_cpu()
     kept = Kept(streams, monkeypatch)
-    if request.param == "one table":
+    kind, capacity = request.param, None
+    if kind == "two tables at once":
+        streams.works(JointExchange, "_exchange", "exchange")
+        streams.works(joint_exchange, "JointBatch", "plan")
+        streams.works(joint_exchange, "carry_rows", "carry")
+    elif kind == "one table":
         streams.works(RowStore, "exchange", "exchange")
         streams.works(CountedExchange, "_plan", "plan")
         streams.works(counted_exchange, "carry_rows", "carry")
     else:
-        streams.works(JointExchange, "_exchange", "exchange")
-        streams.works(joint_exchange, "JointBatch", "plan")
-        streams.works(joint_exchange, "carry_rows", "carry")
-    count = 1 if request.param == "one table" else 2
-    yield nn.ModuleList(speedtorch.Embedding(20, 4) for _ in range(count))
-    assert kept.read and kept.read <= kept.addresses
+        capacity = 8
+        streams.works(RowStore, "exchange_counted", "exchange")
+        streams.works(FixedExchange, "_plan", "plan")
+        streams.works(FixedBlocks, "begin", "carry", first=0)  # the first step carries none
+    count = 1 + (kind == "two tables at once")
+    yield nn.ModuleList(speedtorch.Embedding(20, 4, capacity=capacity) for _ in range(count))
+    # The blocks of a capacity are never freed.
+    assert bool(kept.read) == (capacity is None) and kept.read <= kept.addresses
 
 
 def train(model: nn.ModuleList, streams: RecordedStreams, steps: int = STEPS) -> None:
