@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from speedtorch.layers import residency, slab, unit
+from speedtorch.layers import host_slab, residency, slab, unit
 from speedtorch.memory import side_stream
 from speedtorch.memory.side_stream import SideStream
 
@@ -106,7 +106,8 @@ class RecordedStreams:
         """Work beside the current stream of a CPU is beside the pretended GPU's."""
         end_of_current, after = side_stream.end_of_current, SideStream._after
         self._patch.setattr(SideStream, "_after", lambda side, _, ends: after(side, DEVICE, ends))
-        self._patch.setattr(residency, "end_of_current", lambda _: end_of_current(DEVICE))
+        for module in (host_slab, residency):
+            self._patch.setattr(module, "end_of_current", lambda _: end_of_current(DEVICE))
 
     def stream(self, name: str) -> RecordedStream:
         """A stream of this name, the same one at each call."""

@@ -10,7 +10,15 @@ import torch
 from recorded_streams import DEVICE, RecordedStreams, RecordedTensor
 from torch import Tensor, nn, optim
 
-from speedtorch.layers import Swapper, TrainingState, slab, sleeping_storages
+from speedtorch.layers import (
+    StateSwapper,
+    Swapper,
+    TrainingState,
+    slab,
+    sleeping_storages,
+    state_swapper,
+)
+from speedtorch.layers.host_slab import Stage
 from speedtorch.layers.offloaded_parameters import OffloadedParameters
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.slab import Memory, Slab
@@ -135,6 +143,16 @@ def test_parameters_come_behind_their_gradients_and_leave_behind_the_step(
     assert "step" in streams.before("copy 2") and not streams.host
     parameters.leave()
     assert "copy 2" in streams.host
+
+
+def test_a_small_buffer_is_used_again_behind_its_copy(streams: RecordedStreams) -> None:
+    streams.pretend_on_cpu()
+    streams.works(Stage, "_mark", "part")
+    stage, host, there = Stage(CPU, 100), *torch.zeros(2, 300, dtype=torch.uint8)
+    stage.fill(host, there)
+    assert streams.host == {"part 1"}
+    stage.drain(host, there)
+    assert {f"part {number}" for number in range(1, 7)} <= streams.host
 
 
 class Timeline:
@@ -263,3 +281,38 @@ def test_fingerprints_of_what_has_woken_are_taken_behind_the_copies(
     state.wake()
     copies = {name for name, on in streams.on.items() if on == "training state"}
     assert copies and copies <= streams.before("fingerprint 1")
+
+
+class NumberedSGD(optim.SGD):
+    """Tells a timeline of the use of each parameter's state, which has the gradient's value."""
+
+    timeline: Timeline | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if self.timeline is not None and each.grad is not None:
+                    self.timeline.use(float(each.grad[0]))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("device", "budget"),
+    [(None, "13KiB"), ("cpu", "24KiB")],
+    ids=["state", "state and parameters"],
+)
+def test_state_is_used_behind_its_copies_and_evicted_behind_its_uses(
+    device: str | None, budget: str, streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams.pretend_on_cpu()
+    monkeypatch.setattr(state_swapper, "_PIECE", 1)
+    parameters = [nn.Parameter(torch.zeros(1024)) for _ in range(5)]
+    for number, each in enumerate(parameters):
+        each.grad = torch.full((1024,), 1.0 + number)
+    optimizer = NumberedSGD(parameters, lr=0.1, momentum=0.5, dampening=0.5)
+    optimizer.step()
+    StateSwapper(optimizer, budget=budget, device=device)
+    optimizer.timeline = timeline = Timeline(streams, monkeypatch)
+    for _ in range(3):
+        optimizer.step()
+    assert timeline.evicted and timeline.returned
