@@ -25,6 +25,7 @@ import torch
 from cuda_calls import PretendedDriver
 from hypothesis import HealthCheck, settings
 from ordinary_run import dealt, process_count
+from recorded_streams import RecordedStreams
 from reference import layout_copy
 from torch import Tensor
 
@@ -256,6 +257,12 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_rows, "EVERY", 16)
     monkeypatch.setattr(hot_rows, "_SURE", 0.0)
     monkeypatch.setattr(hot_rows, "CHUNK_BYTES", 100)  # a row or two at once
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> RecordedStreams:
+    """Streams of a pretended GPU, which record what waits for what."""
+    return RecordedStreams(monkeypatch)
 
 
 @pytest.fixture

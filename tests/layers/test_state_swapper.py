@@ -22,6 +22,7 @@ from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 
 import speedtorch
 from speedtorch.layers import StateSwapper, Swapper, state_swapper
+from speedtorch.layers.offloaded_parameters import OffloadedParameters
 from speedtorch.layers.partial_step import PartialStep
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -1063,6 +1064,25 @@ def test_an_error_leaves_each_parameter_at_home_before_or_after_its_step(
             done = [torch.equal(found[key], after[key]) for key in own]
             assert all(was) or all(done), name
         assert len(copies(ours.step(2).tensors())) == len(after)
+
+
+def test_an_error_between_a_step_and_its_write_back_loses_no_half_of_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapped, plain = (AtHome(device, optim.Adam, each).step(2) for each in (1 << 20, None))
+    write_back, calls = OffloadedParameters.write_back, []
+
+    def interrupted_once(parameters: OffloadedParameters) -> None:
+        calls.append(parameters)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        write_back(parameters)
+
+    monkeypatch.setattr(OffloadedParameters, "write_back", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        swapped.step()
+    swapped.swapper.evict()
+    assert_equal(swapped.tensors(), plain.step().tensors())
 
 
 def test_what_cannot_visit_the_device_is_named(device: str) -> None:

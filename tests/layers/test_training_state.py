@@ -260,6 +260,33 @@ def test_weights_that_have_not_changed_are_not_copied_again(
     assert_equal(dict(model.named_parameters()), expected)
 
 
+def test_what_an_interrupted_sleep_has_overwritten_is_copied_again(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which tensor is frozen decides where each is: the two change places on the host."""
+    model = nn.ParameterList(torch.full((64,), value, device=device) for value in (1.0, 2.0))
+    state = TrainingState(model)
+
+    def freeze(number: int) -> None:
+        for at, each in enumerate(model):
+            each.requires_grad_(at != number)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    freeze(0)
+    state.sleep()
+    state.wake()
+    freeze(1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sleeping_storages.SleepingStorages, "_unchanged", interrupt)
+        state.sleep()
+    freeze(0)
+    state.sleep()
+    state.wake()
+    assert [each.unique().tolist() for each in model] == [[1.0], [2.0]]
+
+
 def test_of_many_pieces_only_what_has_changed_is_copied(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

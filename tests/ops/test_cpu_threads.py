@@ -1,4 +1,4 @@
-"""Each loop of the CPU gives the same bytes on four threads as on one.
+"""Each loop of the CPU gives the same bytes on four threads as on one, and those that numpy gives.
 
 The batches are large enough that each loop is cut into parts; `make sanitize` runs them with
 ThreadSanitizer.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
-from reference import assert_same_bytes
+from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
 from torch import Tensor
 
 import speedtorch
@@ -141,3 +142,42 @@ def test_four_threads_give_the_bytes_of_one(name: str) -> None:
     torch.set_num_threads(4)
     for found, wanted in zip(WORK[name](), expected, strict=True):
         assert_same_bytes(found, wanted)
+
+
+# Scatters of so many bytes, in rows of a multiple of 32 bytes, store them past the caches.
+PASSING_BYTES = 4 << 20
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(("gap", "offset"), [(0, 0), (8, 0), (1, 0), (0, 8), (0, 1)])
+@pytest.mark.parametrize("fewer", [0, 1], ids=["4MiB", "a row less"])
+@pytest.mark.parametrize("row_bytes", [32, 36, 256, 512, 516, 8192])
+def test_large_scatters_write_whole_rows(
+    row_bytes: int, fewer: int, gap: int, offset: int, threads: int
+) -> None:
+    count, columns = -(-PASSING_BYTES // row_bytes) - fewer, row_bytes // 4
+    table = random_rows(count // 2, (columns,), torch.int32, gap=gap, offset=offset)
+    src = random_rows(count, (columns,), torch.int32, seed=1)
+    positions = {row: position for position, row in enumerate(ids(count, len(table)).tolist())}
+    expected = layout_copy(table)  # of equal ids the last wins
+    expected.numpy()[list(positions)] = src.numpy()[list(positions.values())]
+    torch.set_num_threads(threads)
+    speedtorch.pinned_scatter(table, ids(count, len(table)), src)
+    assert_same_storage(table, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("row_bytes", [1, 4, 8, 16, 32, 64, 128, 512, 2048, 8192])
+def test_batches_of_every_length_move_whole_rows(row_bytes: int, threads: int) -> None:
+    """One row more and one less than are asked for ahead, and than a thread takes."""
+    torch.set_num_threads(threads)
+    ahead, of_thread = min(max(8192 // row_bytes, 4), 64), (64 << 10) // row_bytes
+    table = random_rows(3 * of_thread + 99, (row_bytes,), torch.uint8, gap=1)
+    for count in {1, ahead - 1, ahead, ahead + 1, of_thread, of_thread + 1, 3 * of_thread + 9}:
+        rows, index = random_rows(count, (row_bytes,), torch.uint8, seed=1), ids(count, len(table))
+        found = speedtorch.pinned_gather(table, index)
+        assert np.array_equal(found.numpy(), table.numpy()[index.numpy()])
+        expected = layout_copy(table)
+        np.add.at(expected.numpy(), index.numpy(), rows.numpy())
+        speedtorch.pinned_scatter(table, index, rows, accumulate=True)
+        assert_same_storage(table, expected)

@@ -128,6 +128,26 @@ def test_to_nearest_it_rounds_as_torch_does(dtype: torch.dtype, device: str) -> 
 
 
 @DTYPES
+def test_halves_between_two_numbers_go_to_the_even_one(dtype: torch.dtype, device: str) -> None:
+    """Between each two neighbours that the dtype stores, subnormal ones included."""
+    below = torch.arange(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16).item())
+    numbers = below.to(torch.int16).view(dtype).double()
+    above = (below + 1).to(torch.int16).view(dtype).double()
+    even = torch.where(below % 2 == 0, numbers, above)
+    half = ((numbers + above) / 2).float()
+    assert torch.equal(half.double() * 2, numbers + above)  # exact
+    infinity = torch.tensor(float("inf"))
+    rows = [half, half.nextafter(-infinity), half.nextafter(infinity)]
+    for sign in (1, -1):
+        result = [(sign * each)[:, None].to(device) for each in rows]
+        key = torch.tensor([1, 0], device=device)
+        ids = torch.arange(len(below), device=device)
+        round_rows(result, ids, key, [BITS[dtype]] * 3, False)
+        for found, expected in zip(result, (even, numbers, above), strict=True):
+            assert_same_bytes(found.cpu()[:, 0], (sign * expected).float())
+
+
+@DTYPES
 def test_at_random_it_gives_one_of_the_two_numbers_around(dtype: torch.dtype, device: str) -> None:
     rows = all_kinds(dtype)
     result = rounded(rows.to(device), dtype).cpu()

@@ -206,6 +206,17 @@ def test_a_folder_is_ok_unless_it_is_slow(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_is_written_and_read_at_the_speeds_that_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that advances 2 us while it is written, and 1 us at each of three reads."""
+    times = iter([0.0, 2e-6, *(each * 1e-6 for each in (3, 4, 5, 6, 7, 8))])
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(doctor, "_BLOCK_BYTES", 1000)
+    found = doctor.check_folder(str(tmp_path), 3000).found
+    assert found == "write 1.50 GB/s with fsync, read 1.00 GB/s, 2.9 KiB"
+
+
 @pytest.mark.parametrize("harm", ["changed", "cut_off"])
 def test_a_file_that_is_read_otherwise_than_written_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str

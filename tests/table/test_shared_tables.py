@@ -357,6 +357,14 @@ def test_the_version_is_odd_while_rows_are_written() -> None:
     assert other.version == 4
 
 
+def test_the_version_is_odd_until_the_last_write_is_done() -> None:
+    memory = shared_memory.SharedMemory.made(64, 1)
+    seen: list[int] = []
+    with memory.writing(lambda: seen.append(memory.version)):
+        pass
+    assert (seen, memory.version) == ([1], 2)
+
+
 def test_a_thread_that_writes_does_not_wait_for_itself() -> None:
     table = small()
     with (

@@ -1,0 +1,318 @@
+"""Copies of layers beside the computing wait for what they must, and are waited for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from recorded_streams import DEVICE, RecordedStreams, RecordedTensor
+from torch import Tensor, nn, optim
+
+from speedtorch.layers import (
+    StateSwapper,
+    Swapper,
+    TrainingState,
+    slab,
+    sleeping_storages,
+    state_swapper,
+)
+from speedtorch.layers.host_slab import Stage
+from speedtorch.layers.offloaded_parameters import OffloadedParameters
+from speedtorch.layers.residency import Residency
+from speedtorch.layers.slab import Memory, Slab
+from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.unit import Unit
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def made(streams: RecordedStreams) -> Slab:
+    """A slab whose copies are recorded as "copy 1" and so on."""
+    streams.pretend_on_cpu()
+    streams.works(slab, "copy_spans", "copy")
+    found = Slab({"weight": torch.ones(4), "bias": torch.ones(4)}, CPU)
+    streams.work("earlier")
+    return found
+
+
+def loaded(made: Slab, streams: RecordedStreams) -> Slab:
+    """The slab on the device, where "use" has used it."""
+    made.copy_to(Memory.DEVICE, [], [])
+    made.coming.join()
+    streams.work("use")
+    return made
+
+
+def test_a_first_copy_waits_for_nothing_and_its_use_for_it(
+    made: Slab, streams: RecordedStreams
+) -> None:
+    loaded(made, streams)
+    assert streams.before("copy 1") == set()
+    assert streams.before("use") == {"earlier", "copy 1"}
+
+
+def test_a_copy_over_what_is_there_waits_for_its_use(made: Slab, streams: RecordedStreams) -> None:
+    loaded(made, streams).copy_to(Memory.DEVICE, ["weight"], [])
+    assert "use" in streams.before("copy 2")
+
+
+def test_a_copy_to_the_host_waits_for_the_use_and_the_host_for_it(
+    made: Slab, streams: RecordedStreams
+) -> None:
+    loaded(made, streams).copy_to(Memory.HOST, ["weight"], [])
+    streams.work("later")
+    assert "use" in streams.before("copy 2")
+    assert "copy 2" not in streams.before("later") | streams.host
+    made.leaving.finish()
+    assert "copy 2" in streams.host
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_copy_to_the_host_waits_for_one_to_the_device(
+    is_told: bool, made: Slab, streams: RecordedStreams
+) -> None:
+    after: Any = streams.current.record_event() if is_told else None
+    made.copy_to(Memory.DEVICE, [], [])
+    streams.work("later")
+    made.copy_to(Memory.HOST, ["weight"], [], after)
+    expected = {"earlier", "copy 1"} | (set() if is_told else {"later"})
+    assert streams.before("copy 2") == expected
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_comes_again_waits_for_the_last_use_of_the_memory(
+    is_told: bool, made: Slab, streams: RecordedStreams
+) -> None:
+    loaded(made, streams)
+    after: Any = streams.current.record_event() if is_told else None
+    streams.work("later")
+    made.empty(after)
+    made.copy_to(Memory.DEVICE, [], [])
+    assert "use" in streams.before("copy 2")
+    assert ("later" in streams.before("copy 2")) == (not is_told)
+
+
+def test_a_slab_around_another_is_made_behind_its_copies_to_the_host(
+    made: Slab, streams: RecordedStreams
+) -> None:
+    loaded(made, streams).copy_to(Memory.HOST, ["weight"], [])
+    Slab({"weight": torch.ones(4), "another": torch.ones(4)}, CPU, made)
+    assert "copy 2" in streams.host
+
+
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_what_comes_after_a_dropped_slab_waits_for_its_last_use(
+    is_fork: bool, made: Slab, streams: RecordedStreams
+) -> None:
+    loaded(made, streams)
+    slab._gone(made.coming, DEVICE, os.getpid() + is_fork)
+    Slab({"weight": torch.ones(4)}, CPU).copy_to(Memory.DEVICE, [], [])
+    assert ("use" in streams.before("copy 2")) == (not is_fork)
+
+
+def test_memory_that_is_left_to_views_is_kept_for_the_current_stream(
+    made: Slab, streams: RecordedStreams
+) -> None:
+    loaded(made, streams)
+    whole = RecordedTensor()
+    made._whole = whole  # type: ignore[assignment]
+    made.leave()
+    assert whole.streams == ["main"]
+
+
+def test_parameters_come_behind_their_gradients_and_leave_behind_the_step(
+    streams: RecordedStreams,
+) -> None:
+    streams.pretend_on_cpu()
+    streams.works(TransferStats, "begin", "copy")
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    parameters = OffloadedParameters(CPU, TransferStats())
+    streams.work("gradients")
+    parameters.bring([parameter])
+    streams.work("beside")
+    parameters.load()
+    streams.work("step")
+    parameters.write_back()
+    assert streams.before("copy 1") == {"gradients"}
+    assert "copy 1" not in streams.before("beside")
+    assert "copy 1" in streams.before("step")
+    assert "step" in streams.before("copy 2") and not streams.host
+    parameters.leave()
+    assert "copy 2" in streams.host
+
+
+def test_a_small_buffer_is_used_again_behind_its_copy(streams: RecordedStreams) -> None:
+    streams.pretend_on_cpu()
+    streams.works(Stage, "_mark", "part")
+    stage, host, there = Stage(CPU, 100), *torch.zeros(2, 300, dtype=torch.uint8)
+    stage.fill(host, there)
+    assert streams.host == {"part 1"}
+    stage.drain(host, there)
+    assert {f"part {number}" for number in range(1, 7)} <= streams.host
+
+
+class Timeline:
+    """Which work used the memory of each layer last, of layers whose weights are their numbers."""
+
+    def __init__(self, streams: RecordedStreams, patch: pytest.MonkeyPatch) -> None:
+        self._streams = streams
+        self.copies: dict[float, str] = {}
+        self.uses: dict[float, str] = {}
+        self.evicted: set[str] = set()
+        self.returned = 0
+        copy, empty = slab.copy_spans, Slab.empty
+
+        def copied(host: Tensor, *args: Any, comes: bool, **options: Any) -> None:
+            copy(host, *args, comes=comes, **options)
+            number = self._number(host)
+            name = f"copy of {number} {len(streams.on)}"
+            streams.work(name)
+            if comes:
+                assert self.evicted <= streams.before(name)
+                self.copies[number] = name
+            else:
+                assert self.uses[number] in streams.before(name)
+                self.returned += 1
+
+        def emptied(one: Slab, after: Any = None) -> int:
+            freed = empty(one, after)
+            if freed and self._number(one.host) in self.uses:
+                self.evicted.add(self.uses[self._number(one.host)])
+            return freed
+
+        patch.setattr(slab, "copy_spans", copied)
+        patch.setattr(Slab, "empty", emptied)
+
+    @staticmethod
+    def _number(host: Tensor) -> float:
+        return float(host[:4].view(torch.float32).item())
+
+    def use(self, number: float) -> None:
+        """A kernel reads the layer."""
+        self.uses[number] = f"use of {number} {len(self._streams.on)}"
+        self._streams.work(self.uses[number])
+        assert self.copies[number] in self._streams.before(self.uses[number])
+
+
+class _Uses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, timeline: Timeline, number: float) -> Tensor:
+        ctx.timeline, ctx.number = timeline, number
+        timeline.use(number)
+        return x + weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.timeline.use(ctx.number)
+        return gradients[0], gradients[0].sum().expand(1024), None, None
+
+
+class NumberedLayer(nn.Module):
+    """A layer that tells a timeline of its uses."""
+
+    def __init__(self, number: float, timeline: Timeline) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1024,), number))
+        self.number, self.timeline = number, timeline
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _Uses.apply(x, self.weight, self.timeline, self.number)
+        return found
+
+
+def test_layers_are_used_behind_their_copies_and_evicted_behind_their_uses(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams.pretend_on_cpu()
+    timeline = Timeline(streams, monkeypatch)
+    model = nn.Sequential(*(NumberedLayer(float(number), timeline) for number in range(1, 7)))
+    optimizer = optim.SGD(model.parameters(), lr=0.0)
+    swapper = Swapper(model, optimizer, budget="24KiB", device="cpu")
+    with swapper.auto(step=True):
+        for _ in range(3):
+            model(torch.zeros(1)).sum().backward()
+    assert timeline.evicted and timeline.returned
+
+
+def test_a_layer_that_stays_is_used_on_another_stream_behind_its_last_use(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams.pretend_on_cpu()
+    timeline = Timeline(streams, monkeypatch)
+    monkeypatch.setattr(Residency, "_stream", lambda _: streams.current)
+    model = nn.Sequential(*(NumberedLayer(float(number), timeline) for number in range(1, 4)))
+    swapper = Swapper(model, budget="1MiB", device="cpu")
+    with swapper.auto(), torch.no_grad():
+        model(torch.zeros(1))
+        first = dict(timeline.uses)
+        streams.use(streams.stream("other"))
+        model(torch.zeros(1))
+    for number, name in timeline.uses.items():
+        assert streams.on[name] == "other" and first[number] in streams.before(name)
+
+
+def test_the_end_of_a_use_is_behind_all_streams_that_have_used_the_unit(
+    streams: RecordedStreams,
+) -> None:
+    unit = Unit(nn.Linear(2, 2), device=CPU)
+    main, other = streams.current, streams.stream("other")
+    streams.use(other)
+    streams.work("use")
+    streams.use(main)
+    unit._streams.add(other)  # type: ignore[arg-type]
+    unit.end_use()
+    streams.work("next")
+    assert "use" in streams.before("next")
+
+
+def test_fingerprints_of_what_has_woken_are_taken_behind_the_copies(
+    streams: RecordedStreams,
+) -> None:
+    streams.pretend_on_cpu()
+    model = nn.Linear(8, 8).requires_grad_(False)
+    state = TrainingState(model)
+    state.sleep()
+    streams.works(sleeping_storages, "bytes_at", "bytes")
+    streams.works(sleeping_storages, "fingerprint", "fingerprint")
+    state.wake()
+    copies = {name for name, on in streams.on.items() if on == "training state"}
+    assert copies and copies <= streams.before("fingerprint 1")
+
+
+class NumberedSGD(optim.SGD):
+    """Tells a timeline of the use of each parameter's state, which has the gradient's value."""
+
+    timeline: Timeline | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if self.timeline is not None and each.grad is not None:
+                    self.timeline.use(float(each.grad[0]))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("device", "budget"),
+    [(None, "13KiB"), ("cpu", "24KiB")],
+    ids=["state", "state and parameters"],
+)
+def test_state_is_used_behind_its_copies_and_evicted_behind_its_uses(
+    device: str | None, budget: str, streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams.pretend_on_cpu()
+    monkeypatch.setattr(state_swapper, "_PIECE", 1)
+    parameters = [nn.Parameter(torch.zeros(1024)) for _ in range(5)]
+    for number, each in enumerate(parameters):
+        each.grad = torch.full((1024,), 1.0 + number)
+    optimizer = NumberedSGD(parameters, lr=0.1, momentum=0.5, dampening=0.5)
+    optimizer.step()
+    StateSwapper(optimizer, budget=budget, device=device)
+    optimizer.timeline = timeline = Timeline(streams, monkeypatch)
+    for _ in range(3):
+        optimizer.step()
+    assert timeline.evicted and timeline.returned

@@ -1,0 +1,149 @@
+"""Streams and events that record which work waits for which, on machines without a GPU.
+
+`RecordedStreams` puts them in place of torch's. Work on the CPU is done at once as ever; a test
+names it with `work()`, and asks with `before()` whether a GPU would have kept the order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from speedtorch.layers import host_slab, residency, slab, unit
+from speedtorch.memory import side_stream
+from speedtorch.memory.side_stream import SideStream
+
+DEVICE = torch.device("cuda", 0)
+
+
+class RecordedStream:
+    """A stream that knows what work is done before the work that it gets next."""
+
+    device_index = 0
+
+    def __init__(self, streams: RecordedStreams, name: str) -> None:
+        self._streams, self.name, self.stream_id = streams, name, id(self)
+        self.done: set[str] = set()
+
+    def record_event(self, event: RecordedEvent | None = None) -> RecordedEvent:
+        event = RecordedEvent(self._streams) if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: RecordedEvent) -> None:
+        self.done |= event.done
+
+    def wait_stream(self, other: RecordedStream) -> None:
+        self.done |= other.done
+
+
+class RecordedEvent:
+    """An event that knows what work is done before it."""
+
+    device = DEVICE
+
+    def __init__(self, streams: RecordedStreams) -> None:
+        self._streams = streams
+        self.done: frozenset[str] = frozenset()
+
+    def record(self, stream: RecordedStream) -> None:
+        self.done = frozenset(stream.done)
+
+    def query(self) -> bool:
+        return self.done <= self._streams.host
+
+    def synchronize(self) -> None:
+        self._streams.host |= self.done
+
+    def elapsed_time(self, _: RecordedEvent) -> float:
+        return 1.0
+
+
+class RecordedTensor:
+    """Memory of a GPU, of which it is recorded for which streams it is kept."""
+
+    is_cuda, device = True, DEVICE
+
+    def __init__(self) -> None:
+        self.streams: list[str] = []
+
+    def record_stream(self, stream: RecordedStream) -> None:
+        self.streams.append(stream.name)
+
+
+class RecordedStreams:
+    """All streams of a pretended GPU.
+
+    Attributes:
+        current: the current stream, "main" at first.
+        host: the work that the host has waited for.
+        on: the name of the stream that has each work, in the order of the calls.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self._made: dict[object, RecordedStream] = {}
+        self._before: dict[str, set[str]] = {}
+        self._counts: defaultdict[str, int] = defaultdict(int)
+        self.host: set[str] = set()
+        self.on: dict[str, str] = {}
+        self.current = self.stream("main")
+        for module in (side_stream, slab, residency, unit):
+            patch.setattr(module, "current_stream", lambda _: self.current)
+        patch.setattr(side_stream, "_stream", self._side)
+        patch.setattr(torch.cuda, "Event", lambda **_: RecordedEvent(self))
+        patch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        patch.setattr(torch.cuda, "set_stream", self.use)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "set_device", lambda _: None)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def pretend_on_cpu(self) -> None:
+        """Work beside the current stream of a CPU is beside the pretended GPU's."""
+        end_of_current, after = side_stream.end_of_current, SideStream._after
+        self._patch.setattr(SideStream, "_after", lambda side, _, ends: after(side, DEVICE, ends))
+        for module in (host_slab, residency):
+            self._patch.setattr(module, "end_of_current", lambda _: end_of_current(DEVICE))
+
+    def stream(self, name: str) -> RecordedStream:
+        """A stream of this name, the same one at each call."""
+        return self._made.setdefault(name, RecordedStream(self, name))
+
+    def _side(self, _: int, purpose: str, beside: int | None) -> RecordedStream:
+        names = {id(each): each.name for each in self._made.values()}
+        return self.stream(purpose if beside is None else f"{purpose} of {names[beside]}")
+
+    def use(self, stream: RecordedStream) -> None:
+        """Makes a stream the current one."""
+        self.current = stream
+
+    def work(self, name: str) -> None:
+        """Queues work on the current stream."""
+        assert name not in self._before, f"{name} is there already"
+        self.on[name] = self.current.name
+        self._before[name] = self.current.done | self.host
+        self.current.done |= {name, *self._before[name]}
+
+    def count(self, name: str) -> None:
+        """As work(), with a number behind the name, from 1 on."""
+        self._counts[name] += 1
+        self.work(f"{name} {self._counts[name]}")
+
+    def works(self, module: Any, function: str, name: str, *, first: int = 1) -> None:
+        """Lets a function of a module or class queue work at each call, numbered from first on."""
+        self._counts[name] = first - 1
+        call: Callable[..., Any] = getattr(module, function)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count(name)
+            return call(*args, **kwargs)
+
+        self._patch.setattr(module, function, counted)
+
+    def before(self, name: str) -> set[str]:
+        """The work that is done before work of this name begins, whatever the GPU does."""
+        return self._before[name]
