@@ -105,6 +105,7 @@ __all__ = [
     "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map",
+    "unsaved_buffers_of",
     "version_of",
     "written_arguments",
 ]
@@ -390,6 +391,11 @@ def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 buffers_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_buffers")
 """A module's own buffers by name; of what it has not, None."""
+
+unsaved_buffers_of: Callable[[nn.Module], set[str]] = operator.attrgetter(
+    "_non_persistent_buffers_set"
+)
+"""Names of a module's own buffers that state_dict() leaves out."""
 
 
 def calls_under_way() -> Counter[nn.Module]:

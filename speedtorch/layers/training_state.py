@@ -191,7 +191,8 @@ class TrainingState:
                 default all three.
             discard: parts, or some of them, whose values are not needed any more: they are not
                 copied and take no host memory. Their tensors have no elements meanwhile; once they
-                wake, all are NaN (of integers all bits are set).
+                wake, all are NaN (of integers all bits are set). Buffers that no state_dict() has
+                (persistent=False) are copied all the same.
 
         Returns:
             What was copied, the memory that is free now, and what had to stay.
@@ -288,7 +289,7 @@ class TrainingState:
         slots: dict[StatePart, list[Slot]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
-            is_kept, is_asleep = part not in lost, self._parts[part].is_asleep
+            is_lost, is_asleep = part in lost, self._parts[part].is_asleep
             for name, each in found.of[part].items():
                 if not self._is_awake(each, sleeping):
                     continue
@@ -305,6 +306,7 @@ class TrainingState:
                 if (slot := by_storage.get(key)) is None:
                     slot = by_storage[key] = Slot(storage, nbytes)
                     slots[part].append(slot)
+                is_kept = not is_lost or name in found.unsaved
                 slot.add(each, is_kept=is_kept, is_frozen=name in found.frozen)
         more = {part: self._parts[part].others(some) for part, some in slots.items()}
         for part, others in more.items():

@@ -519,6 +519,12 @@ def test_buffers_of() -> None:
     assert found["running_mean"] is module[0].running_mean
 
 
+def test_unsaved_buffers_of() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("table", torch.ones(2), persistent=False)
+    assert torch_internals.unsaved_buffers_of(module) == {"table"}
+
+
 def test_calls_under_way() -> None:
     found = []
 
