@@ -216,7 +216,9 @@ class TrainingState:
                     each.wake()
             found = state_tensors(self._model, self._optimizers)
             slots, left = self._slots(found, wanted, lost)
+            storages = [_storage_of(each) for of in found.of.values() for each in of.values()]
             for part, of_part in slots.items():
+                self._parts[part].spare(each for each in storages if each is not None)
                 copied += self._parts[part].sleep(of_part)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
