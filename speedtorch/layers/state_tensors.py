@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.step.row_weight import RowWeight
-from speedtorch.torch_internals import buffers_of, unsaved_buffers_of
+from speedtorch.torch_internals import buffers_of, fully_sharded, unsaved_buffers_of
 
 __all__ = [
     "PARTS",
@@ -69,6 +69,11 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
             unsaved.update(own)
         if each.is_leaf and each.grad is not None:
             _added(found["gradients"], f"the gradient of {name}", each.grad)
+    for part in module.modules():
+        for shard, data in fully_sharded(part):
+            own = _added(found["weights"], f"what FSDP2 reads of {names.get(id(shard))}", data)
+            if not shard.requires_grad:
+                frozen.update(own)
     for number, optimizer in enumerate(optimizers):
         which = f" ({number})" if number else ""
         for place, (of, kept) in enumerate(optimizer.state.items()):

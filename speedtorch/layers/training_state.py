@@ -22,7 +22,7 @@ from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, stat
 from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
-from speedtorch.torch_internals import as_plain, storage_id
+from speedtorch.torch_internals import as_plain, fully_sharded, storage_id
 
 __all__ = ["SleepReport", "TrainingState"]
 
@@ -214,6 +214,10 @@ class TrainingState:
             for each in self._parts.values():
                 if each.is_half_way:  # an error has interrupted the last call
                     each.wake()
+            if "weights" in wanted and not self._parts["weights"].is_asleep:
+                # What FSDP2 has gathered would not see a shard that is written asleep.
+                for module in filter(fully_sharded, self._model.modules()):
+                    module.reshard()  # type: ignore[operator]
             found = state_tensors(self._model, self._optimizers)
             slots, left = self._slots(found, wanted, lost)
             storages = [_storage_of(each) for of in found.of.values() for each in of.values()]
