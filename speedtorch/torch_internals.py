@@ -62,6 +62,7 @@ __all__ = [
     "foreach_neg",
     "foreach_sqrt",
     "forget_failed_backward",
+    "fully_sharded",
     "give_no_data_pointer",
     "gradient_hooks",
     "group_like",
@@ -105,6 +106,7 @@ __all__ = [
     "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map",
+    "unsaved_buffers_of",
     "version_of",
     "written_arguments",
 ]
@@ -390,6 +392,22 @@ def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 buffers_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_buffers")
 """A module's own buffers by name; of what it has not, None."""
+
+unsaved_buffers_of: Callable[[nn.Module], set[str]] = operator.attrgetter(
+    "_non_persistent_buffers_set"
+)
+"""Names of a module's own buffers that state_dict() leaves out."""
+
+
+def fully_sharded(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """What fully_shard has of a module: parameters, and what an all-gather reads of each."""
+    if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
+        return []
+    groups = getattr(state := state_of(), "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [group for group in [state._fsdp_param_group] if group is not None]
+    shards = [shard for group in groups for shard in group.fsdp_params]
+    return [(each.sharded_param, each._sharded_param_data) for each in shards]
 
 
 def calls_under_way() -> Counter[nn.Module]:

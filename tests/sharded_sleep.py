@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import own_device
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -114,6 +115,47 @@ def check_state_swapper(way: str) -> None:
     for name in _names(way):
         theirs = _stepped(way.replace("offloaded", ""), name, None)
         assert _same(_stepped(way, name, 600), theirs), name
+
+
+def _written_asleep(how: str, *, sleeps: bool) -> list[Tensor]:
+    """All that a state has which was written between a forward and the next, asleep or awake."""
+    model = _model("fully_shard")
+    model.set_reshard_after_forward(False)  # type: ignore[operator]
+    optimizer = optim.AdamW(model.parameters(), lr=0.05)
+    state = TrainingState(model, optimizer)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(_batch(number)).square().mean().backward()
+        optimizer.step()
+
+    step(0)
+    with torch.no_grad():
+        seen = [model(_batch(1))]  # layers have all of their parameters from here on
+    if sleeps:
+        state.sleep()
+    with torch.no_grad():
+        if how == "set_state_dict":
+            weights, kept = get_state_dict(model, optimizer)
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=kept)
+        elif how == "load_state_dict":
+            model.load_state_dict({name: each / 2 for name, each in model.state_dict().items()})
+        else:
+            for each in model.state_dict().values():
+                each.mul_(0.5)
+        seen.append(model(_batch(1)))
+    if sleeps:
+        state.wake()
+    for number in (2, 3):
+        step(number)
+        with state.asleep() if sleeps else nullcontext(), torch.no_grad():
+            seen.append(model(_batch(1)))
+    return [*seen, *_all_of(model, optimizer)]
+
+
+def check_written_asleep(how: str) -> None:
+    """FSDP2 computes with what was written, while the state sleeps and after that."""
+    assert _same(_written_asleep(how, sleeps=True), _written_asleep(how, sleeps=False))
 
 
 def check_sleep(way: str) -> None:

@@ -227,6 +227,15 @@ class SleepingStorages:
         self._slots, self._known = [], known
         return sum(each.nbytes for each in empty if each.is_kept)
 
+    def spare(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Leaves host memory that one of these has to it, as load_state_dict(assign=True) assigns.
+
+        Nothing of this part sleeps.
+        """
+        begin, count = self._host.data_ptr(), self._host.nbytes
+        if count and any(0 <= each.data_ptr() - begin < count for each in storages):
+            self.release()
+
     def release(self) -> None:
         """Gives host memory back, which goes once no sleeping tensor has it."""
         self._host, self._known, self._shown = self._host_bytes(0), {}, {}

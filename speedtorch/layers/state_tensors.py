@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.step.row_weight import RowWeight
+from speedtorch.torch_internals import buffers_of, fully_sharded, unsaved_buffers_of
 
 __all__ = [
     "PARTS",
@@ -39,16 +40,21 @@ class StateTensors(NamedTuple):
     Attributes:
         of: by part.
         frozen: names of weights that are not trained.
+        unsaved: names of buffers that no state_dict() has.
     """
 
     of: dict[StatePart, dict[str, Tensor]]
     frozen: set[str]
+    unsaved: set[str]
 
 
 def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTensors:
     """Finds them; the rows of an Embedding and their state are left out."""
     found: dict[StatePart, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "optimizer": {}}
     frozen: set[str] = set()
+    unsaved: set[str] = set()
+    parts = [(part, unsaved_buffers_of(part)) for part in module.modules()]
+    without_copy = {id(buffers_of(part).get(name)) for part, names in parts for name in names}
     parameters = list(module.named_parameters())
     rows = {id(each) for _, each in parameters if isinstance(each, RowWeight)}
     names: dict[int, str] = {}
@@ -59,8 +65,15 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
         own = _added(found["weights"], name, each)
         if not each.requires_grad:
             frozen.update(own)
+        if id(each) in without_copy:
+            unsaved.update(own)
         if each.is_leaf and each.grad is not None:
             _added(found["gradients"], f"the gradient of {name}", each.grad)
+    for part in module.modules():
+        for shard, data in fully_sharded(part):
+            own = _added(found["weights"], f"what FSDP2 reads of {names.get(id(shard))}", data)
+            if not shard.requires_grad:
+                frozen.update(own)
     for number, optimizer in enumerate(optimizers):
         which = f" ({number})" if number else ""
         for place, (of, kept) in enumerate(optimizer.state.items()):
@@ -68,7 +81,7 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
                 continue
             name = names.get(id(of), f"parameter {place}") + which
             _added(found["optimizer"], f"state of {name}", kept)
-    return StateTensors(found, frozen)
+    return StateTensors(found, frozen, unsaved)
 
 
 def _added(found: dict[str, Tensor], name: str, value: Any) -> list[str]:

@@ -22,7 +22,7 @@ from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, stat
 from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
-from speedtorch.torch_internals import as_plain, storage_id
+from speedtorch.torch_internals import as_plain, fully_sharded, storage_id
 
 __all__ = ["SleepReport", "TrainingState"]
 
@@ -191,7 +191,8 @@ class TrainingState:
                 default all three.
             discard: parts, or some of them, whose values are not needed any more: they are not
                 copied and take no host memory. Their tensors have no elements meanwhile; once they
-                wake, all are NaN (of integers all bits are set).
+                wake, all are NaN (of integers all bits are set). Buffers that no state_dict() has
+                (persistent=False) are copied all the same.
 
         Returns:
             What was copied, the memory that is free now, and what had to stay.
@@ -213,9 +214,15 @@ class TrainingState:
             for each in self._parts.values():
                 if each.is_half_way:  # an error has interrupted the last call
                     each.wake()
+            if "weights" in wanted and not self._parts["weights"].is_asleep:
+                # What FSDP2 has gathered would not see a shard that is written asleep.
+                for module in filter(fully_sharded, self._model.modules()):
+                    module.reshard()  # type: ignore[operator]
             found = state_tensors(self._model, self._optimizers)
             slots, left = self._slots(found, wanted, lost)
+            storages = [_storage_of(each) for of in found.of.values() for each in of.values()]
             for part, of_part in slots.items():
+                self._parts[part].spare(each for each in storages if each is not None)
                 copied += self._parts[part].sleep(of_part)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -288,7 +295,7 @@ class TrainingState:
         slots: dict[StatePart, list[Slot]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
-            is_kept, is_asleep = part not in lost, self._parts[part].is_asleep
+            is_lost, is_asleep = part in lost, self._parts[part].is_asleep
             for name, each in found.of[part].items():
                 if not self._is_awake(each, sleeping):
                     continue
@@ -305,6 +312,7 @@ class TrainingState:
                 if (slot := by_storage.get(key)) is None:
                     slot = by_storage[key] = Slot(storage, nbytes)
                     slots[part].append(slot)
+                is_kept = not is_lost or name in found.unsaved
                 slot.add(each, is_kept=is_kept, is_frozen=name in found.frozen)
         more = {part: self._parts[part].others(some) for part, some in slots.items()}
         for part, others in more.items():

@@ -21,6 +21,7 @@ from speedtorch.layers.unit import Unit, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
     STEP_HOOKS,
+    WeakTensorKeyDictionary,
     not_compiled,
     stepping_grad_scaler,
     tree_leaves,
@@ -57,11 +58,16 @@ class UnitSteps:
         """What a backward has left to optimizer.step(): gradients, with their versions."""
         self._counted: Sequence[Counted] = ()
         """By a backward that has stepped units: optimizer.step() is a part of that step."""
+        self._shown = WeakTensorKeyDictionary()
+        """Copies that state_dict() has given, of which tensors, and their versions then."""
         for unit in units.values():
             unit.tell_steps()
         device = next(iter(units.values())).device
         self._undo = steps_by(optimizer, self._step_units, device)
-        self._saved = optimizer.register_state_dict_post_hook(self._saved_state)
+        self._saved = (
+            optimizer.register_state_dict_post_hook(self._saved_state),
+            optimizer.register_load_state_dict_pre_hook(self._given_state),
+        )
 
     def note_backward(self, *, steps: bool) -> None:
         """Says whether units are stepped in the backward pass."""
@@ -91,7 +97,8 @@ class UnitSteps:
     def close(self) -> None:
         """The optimizer is as before."""
         self._undo()
-        self._saved.remove()
+        for each in self._saved:
+            each.remove()
 
     def _step_units(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Steps all units, before the step of what is left; gives what that is called with."""
@@ -172,15 +179,42 @@ class UnitSteps:
                 return value
             host = on_host.get(value.data_ptr())
             is_like = host is not None and (host.shape, host.dtype) == (value.shape, value.dtype)
-            return host if is_like else value
+            if host is None or not is_like:
+                return value
+            # A copy: a later move writes to the host memory, and what is given may be loaded.
+            shown = host.clone()
+            self._shown[shown] = weakref.ref(value), version_of(shown)
+            return shown
 
-        of_parameters = {
-            number: {key: found(value) for key, value in of_one.items()}
-            if isinstance(of_one, dict)
-            else of_one
-            for number, of_one in saved["state"].items()
-        }
-        return {**saved, "state": of_parameters}
+        return _mapped(found, saved)
+
+    def _given_state(self, _: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        """Lets load_state_dict() take the unit's own tensors for copies that were not written.
+
+        So it does in torch, whose state_dict() has these.
+        """
+        kept = [each for each in self.optimizer.state.values() if isinstance(each, dict)]
+        own = {id(each) for of_one in kept for each in of_one.values()}
+
+        def found(value: Any) -> Any:
+            if type(value) is not Tensor or value not in self._shown:
+                return value
+            of, version = self._shown[value]
+            is_same = version == version_of(value) and id(of()) in own
+            return of() if is_same else value
+
+        return _mapped(found, given)
+
+
+def _mapped(of_value: Callable[[Any], Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict() of an optimizer with other values of parameters' state."""
+    of_parameters = {
+        number: {key: of_value(value) for key, value in of_one.items()}
+        if isinstance(of_one, dict)
+        else of_one
+        for number, of_one in saved["state"].items()
+    }
+    return {**saved, "state": of_parameters}
 
 
 def refuse_hasty_scaler() -> None:

@@ -14,7 +14,7 @@ from conftest import NEEDS_GPU
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from unit_models import tensors_of
+from unit_models import assert_equal, tensors_of
 
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
@@ -278,6 +278,48 @@ def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed
     train(whole, optimizers[1])
     assert swapper.report().misses - misses == 1  # the other
     assert same(made, whole)
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("how", ["at once", "after steps", "written"])
+def test_an_optimizer_loads_its_own_state_dict_as_without_units(
+    how: str, evicts: bool, device: str
+) -> None:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    whole = copy.deepcopy(made).to(device)
+    results = []
+    for layers in (made, whole):
+        optimizer = optim.AdamW(layers.parameters(), lr=0.1)
+        swapper = Swapper(made, optimizer, device=device) if layers is made else None
+
+        def step(number: int, layers: nn.Module = layers, swapper: Any = swapper) -> None:
+            optimizer.zero_grad()  # noqa: B023
+            random = torch.Generator().manual_seed(number)
+            with swapper.use(made) if swapper else nullcontext():
+                loss = layers(torch.randn(3, 4, generator=random).to(device)).square().sum()
+                loss.backward()
+                optimizer.step()  # noqa: B023
+
+        step(0)
+        if swapper:
+            swapper.evict()
+        step(1)
+        state = optimizer.state_dict()
+        if how == "after steps":
+            step(2)
+        if how == "written":
+            for of_one in state["state"].values():
+                of_one["exp_avg"].fill_(0.5)
+        if evicts and swapper:
+            swapper.evict()
+        optimizer.load_state_dict(state)
+        for number in (3, 4):
+            step(number)
+            if evicts and swapper:
+                swapper.evict()
+        results.append({n: e.detach().cpu() for n, e in tensors_of(layers, optimizer).items()})
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("between", ["nothing", "flush", "state_dict"])

@@ -237,6 +237,36 @@ def test_discarded_values_are_gone_and_take_no_host_memory(device: str) -> None:
     assert_trains_on(training)
 
 
+def test_buffers_that_no_state_dict_has_are_not_discarded(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    layer.register_buffer("table", torch.arange(5.0, device=device), persistent=False)
+    layer.register_buffer("tied", layer.table)
+    with TrainingState(layer).asleep(discard=["weights"]):
+        assert layer.weight.numel() == 0 and layer.table.tolist() == [0, 1, 2, 3, 4]
+    assert layer.weight.isnan().all()
+    assert layer.table is layer.tied and layer.table.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("names", [{"0.weight"}, {"0.bias", "1.weight"}])
+def test_no_sleep_overwrites_weights_that_were_assigned_asleep(
+    names: set[str], device: str
+) -> None:
+    layers = nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(3)))
+    state = TrainingState(layers)
+    with state.asleep():
+        assigned = {name: each for name, each in layers.state_dict().items() if name in names}
+        layers.load_state_dict(assigned, assign=True, strict=False)
+    with torch.no_grad():
+        for each in layers.parameters():
+            each.add_(1)
+    before = copies(layers.state_dict())
+    for _ in range(2):
+        with state.asleep() as report:
+            assert set(report.left) == names
+            assert_equal(layers.state_dict(), before)
+        assert_equal(layers.state_dict(), before)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_weights_that_have_not_changed_are_not_copied_again(
     together: bool, device: str, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,8 @@ import torch
 from conftest import NEEDS_GPU
 from torch import Tensor, distributed, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from speedtorch import torch_internals
 from speedtorch.nn.row_module import RowModule
@@ -517,6 +519,23 @@ def test_buffers_of() -> None:
     found = torch_internals.buffers_of(module[0])
     assert found.keys() == names and found["none"] is None
     assert found["running_mean"] is module[0].running_mean
+
+
+def test_unsaved_buffers_of() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("table", torch.ones(2), persistent=False)
+    assert torch_internals.unsaved_buffers_of(module) == {"table"}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_fully_sharded() -> None:
+    module = nn.Sequential(nn.Linear(2, 3))
+    assert torch_internals.fully_sharded(module) == []
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    weight, bias = torch_internals.fully_sharded(module)
+    for (parameter, data), of_module in zip((weight, bias), module.parameters(), strict=True):
+        assert parameter is of_module
+        assert data.data_ptr() == parameter.to_local().data_ptr()
 
 
 def test_calls_under_way() -> None:
