@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
@@ -104,6 +105,25 @@ def check_saved(folder: str, stored: Any) -> None:
     assert found == {"step": STEPS, "rank": 0}
     assert_same(other.own(), run.own())
     assert_same(other.train(STEPS, 3).own(), run.train(STEPS, 3).own())
+
+
+def check_unfit(folder: str, since: int | None) -> None:
+    """A part that does not fit on one rank leaves the objects of all ranks as they were."""
+    run = Run().train(0, 1)
+    for table in run.tables:
+        table.track_changes()
+    for base in (None, 1):
+        speedtorch.save(folder, base=base, **run.train(1, 1).parts(), layer=nn.Linear(2, 2))
+    other, rank = Run(seed=3), dist.get_rank()
+    before = other.own()
+    for at in range(2):
+        layer = nn.Linear(2, 3 if rank == at else 2)
+        message = "size mismatch for weight" if rank == at else f"load: rank {at} raises"
+        with pytest.raises(RuntimeError, match=message):
+            speedtorch.load(folder, since=since, **other.parts(), layer=layer)
+        assert_same(other.own(), before)
+    speedtorch.load(folder, **other.parts(), layer=nn.Linear(2, 2))
+    assert_same(other.own(), run.own())
 
 
 def check_loaded(folder: str, stored: Any) -> None:

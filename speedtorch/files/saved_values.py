@@ -129,7 +129,10 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
         if word == "dtype" and text in _DTYPES:
             return _DTYPES[text]
         if word == "device":
-            return torch.device(text)
+            try:
+                return torch.device(text)
+            except RuntimeError as error:  # torch's, of any other text
+                raise ValueError(f"expected a device, got {text[:80]!r}") from error
     raise ValueError(f"expected a value, got {str(value)[:80]}")
 
 

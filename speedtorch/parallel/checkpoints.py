@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -44,6 +45,8 @@ from speedtorch.parallel.deltas import (
     remember,
     write_changes,
 )
+from speedtorch.parallel.load_checks import check_loads, shares_rows
+from speedtorch.parallel.load_ranks import LoadRanks
 from speedtorch.parallel.machine import this_machine
 from speedtorch.parallel.meeting import Meeting
 from speedtorch.parallel.ranks import Ranks
@@ -75,6 +78,7 @@ __all__ = ["Saved", "load", "save"]
 
 _Written = TypeVar("_Written", bound=Tensor | SomeRows | JoinedRows)
 SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
+_TRIES = 100  # each but the last meets the end of another save
 LONGEST_CHAIN = 256  # each file takes a descriptor when it is loaded
 
 
@@ -436,8 +440,12 @@ def load(
 ) -> dict[str, Any]:
     """Loads what save() has written: into the objects that are given, and gives the rest.
 
-    Every byte is compared with its digest before anything is loaded. Rows go from the file to the
-    table without a copy in between.
+    Every byte is compared with its digest, and every part with its object, before anything is
+    loaded. Objects with load code of their own are the exception: what they raise is known once
+    they load, which they do first. Rows go from the file to the table without a copy in between.
+
+    Where ranks share rows out, all of them call it together: an error of one leaves the objects of
+    all as they were.
 
     Args:
         path: The folder that save() was given.
@@ -457,8 +465,10 @@ def load(
         FileNotFoundError: There is no generation, or not this one.
         KeyError: A part was not saved.
         TypeError: A part has no load_state_dict().
-        ValueError: A file is damaged, cut, or none of ours; nothing has been loaded.
-        RuntimeError: What load_state_dict() raises of a model or an optimizer that does not fit.
+        ValueError: A file is damaged, cut, or none of ours, or an optimizer does not take its part;
+            nothing has been loaded.
+        RuntimeError: A module does not take its part, or another rank has raised an error; nothing
+            has been loaded.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -469,32 +479,64 @@ def load(
         {'epoch': 3}
     """
     folder = os.fsdecode(path)
-    for what, number in (("generation", generation), ("since", since)):
-        if number is not None:
-            _check_number(what, number)
     wait_for(folder)
-    for name, each in parts.items():
-        _check_loads(name, each)
-    while True:
+    is_shared = dist.is_available() and dist.is_initialized() and any(map(_shares, parts.values()))
+    ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
+    ready: list[_Ready] = []
+
+    def prepare() -> str | None:
+        """Gives the digest of the generation; None if it was removed between two looks."""
+        for what, given in (("generation", generation), ("since", since)):
+            if given is not None:
+                _check_number(what, given)
+        for name, each in parts.items():
+            _check_loads(name, each)
         number = _chosen(folder, generation)
         try:
             opened = SavedGeneration.opened(folder, number)
-            return _loaded(opened, parts, since=since, verify=verify, progress=progress)
+            ready.append(_prepared(opened, parts, since=since, verify=verify, progress=progress))
         except FileNotFoundError:
-            # It was removed between two looks, as a new one has come.
             if generation is not None or number in generations_of(folder):
                 raise
+            return None
+        return opened.digest
+
+    for _ in range(_TRIES):
+        ready.clear()
+        digests = set(agreed(ranks, prepare, "load"))
+        if None not in digests and len(digests) == 1:
+            return _loaded(ready[0], parts)
+    raise RuntimeError(
+        f"load: {folder!r} has had another last generation at each of {_TRIES} looks, or is not the"
+        " same folder on all ranks: name a generation="
+    )
 
 
-def _loaded(
+class _Ready(NamedTuple):
+    """A load that every check has passed.
+
+    Attributes:
+        opened: The generation.
+        patches: Rows of tables, with the ids and rows that are written to them.
+        states: Each object, and what it loads, in this order.
+        others: The values of the rest.
+    """
+
+    opened: SavedGeneration
+    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]
+    states: list[tuple[Any, Any]]
+    others: dict[str, Any]
+
+
+def _prepared(
     opened: SavedGeneration,
     parts: Mapping[str, Any],
     *,
     since: int | None,
     verify: bool,
     progress: bool | None,
-) -> dict[str, Any]:
-    """Fills parts, and gives the values of the rest."""
+) -> _Ready:
+    """Reads and checks all that is loaded; changes nothing."""
     saved = opened.manifest["parts"]
     if missing := [name for name in parts if name not in saved]:
         raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
@@ -509,19 +551,29 @@ def _loaded(
         patches += [(each, (changes or {})[key]) for key, each in kept.items()]
         states[name] = opened.value(name, kept, copies=_copies(part))
     others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
-    pairs: list[tuple[Any, Any]] = []  # before any of them is loaded
+    pairs: list[tuple[str, Any, Any]] = []
     for name, part in parts.items():
         state = states[name]
         if not isinstance(part, list | tuple):
-            pairs.append((part, state))
+            pairs.append((name, part, state))
             continue
         if not isinstance(state, list) or len(part) != len(state):
             count = len(state) if isinstance(state, list) else "no list"
             raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
-        pairs += zip(part, state, strict=True)
-    for tensor, rows in patches:
+        names = [f"{name}[{at}]" for at in range(len(part))]
+        pairs += zip(names, part, state, strict=True)
+    known = [check_loads(*each) for each in pairs]
+    # What may still raise loads first, while the other objects are unchanged.
+    order = sorted(range(len(pairs)), key=known.__getitem__)
+    return _Ready(opened, patches, [pairs[at][1:] for at in order], others)
+
+
+def _loaded(ready: _Ready, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills parts, and gives the values of the rest."""
+    opened = ready.opened
+    for tensor, rows in ready.patches:
         write_changes(tensor, rows)
-    for each, state in pairs:
+    for each, state in ready.states:
         each.load_state_dict(state)
         if isinstance(each, Optimizer):
             opened.let_go(each)
@@ -532,7 +584,11 @@ def _loaded(
         # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
         same = {key: each for key, each in fields.items() if are_same(each, opened.tensor(key))}
         remember(opened.digest, moments_of(same))
-    return others
+    return ready.others
+
+
+def _shares(part: Any) -> bool:
+    return any(map(shares_rows, part if isinstance(part, list | tuple) else [part]))
 
 
 def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str, Tensor]:

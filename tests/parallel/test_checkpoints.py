@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -539,6 +540,101 @@ def test_a_weight_that_stands_for_a_table_is_none_of_the_values(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
     speedtorch.save(tmp_path, w=emb.weight.detach().clone())
     assert torch.equal(speedtorch.load(tmp_path)["w"], emb.table["weight"])
+
+
+class Trained:
+    """A table and a layer with Adam, after a step."""
+
+    def __init__(self, kind: Any = optim.Adam, columns: int = 4) -> None:
+        self.model = nn.ModuleDict(
+            {"emb": speedtorch.Embedding(10, columns), "out": nn.Linear(columns, 1)}
+        )
+        self.optimizer = kind(self.model.parameters())
+        speedtorch.attach(self.optimizer, self.model)
+        self.model["out"](self.model["emb"](torch.arange(5))).sum().backward()
+        self.optimizer.step()
+
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def state(self) -> dict[str, Any]:
+        return {name: copy.deepcopy(each.state_dict()) for name, each in self.parts().items()}
+
+
+def with_optimizer(change: Any) -> dict[str, Any]:
+    """Parts whose optimizer's state is malformed."""
+    run = Trained()
+    state = copy.deepcopy(run.optimizer.state_dict())
+    change(state)
+    return {"model": run.model, "optimizer": state}
+
+
+UNFIT: dict[str, tuple[Any, Any]] = {
+    "another optimizer": (Trained(optim.Adagrad).parts, "does not take what was saved"),
+    "another model": (Trained(columns=5).parts, "(size mismatch|exp_avg)"),
+    "a model of other names": (lambda: {**Trained().parts(), "model": nn.Linear(4, 1)}, "missing"),
+    "a number for a model": (lambda: {**Trained().parts(), "model": 3}, "loads a dict, and a int"),
+    "a number for an optimizer": (lambda: {**Trained().parts(), "optimizer": 3}, "loads a dict"),
+    "no groups": (lambda: with_optimizer(lambda s: s.pop("param_groups")), "no 'param_groups'"),
+    "a group less": (lambda: with_optimizer(lambda s: s["param_groups"].clear()), "groups of"),
+    "no step": (lambda: with_optimizer(lambda s: s["state"][1].pop("step")), "no 'step'"),
+    "a number as state": (lambda: with_optimizer(lambda s: s["state"].update({1: 3})), "no dict"),
+    "another shape of state": (
+        lambda: with_optimizer(lambda s: s["state"][1].update(exp_avg=torch.ones(2, 2))),
+        "'exp_avg' of parameter 1 has the shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("since", [None, 1])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_part_that_does_not_fit_is_told_before_anything_is_loaded(
+    what: str, turned: bool, since: int | None, tmp_path: Path
+) -> None:
+    parts, message = UNFIT[what]
+    speedtorch.save(tmp_path, **parts())
+    run = Trained()
+    before = run.state()
+    given = dict(reversed(run.parts().items())) if turned else run.parts()
+    with pytest.raises((ValueError, RuntimeError), match=f"{message}.*nothing has been loaded"):
+        speedtorch.load(tmp_path, since=since, **given)
+    assert_same(run.state(), before)
+
+
+def test_a_scheduler_that_does_not_fit_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    run = Trained()
+    chained = [optim.lr_scheduler.StepLR(run.optimizer, 3) for _ in range(2)]
+    given = optim.lr_scheduler.ChainedScheduler(chained)
+    for saved in (3, chained[0]):
+        speedtorch.save(tmp_path, **Trained().parts(), scheduler=saved)
+        before = run.state()
+        with pytest.raises((ValueError, KeyError)):
+            speedtorch.load(tmp_path, **run.parts(), scheduler=given)
+        assert_same(run.state(), before)
+
+
+def test_a_module_that_loads_other_keys_by_code_of_its_own_loads(tmp_path: Path) -> None:
+    class Renamed(nn.Linear):
+        def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+            super()._load_from_state_dict({"weight": state["w"]}, prefix, *more)
+
+    speedtorch.save(tmp_path, layer={"w": torch.ones(2, 2)})
+    layer = Renamed(2, 2, bias=False)
+    speedtorch.load(tmp_path, layer=layer)
+    assert bool((layer.weight == 1).all())
+
+
+def test_rows_that_cannot_be_written_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    speedtorch.HostTable(10, 4, memory="plain").save(tmp_path / "rows.safetensors")
+    path = tmp_path / "rows.safetensors"
+    emb = speedtorch.Embedding.from_pretrained(path, freeze=True, memory="mapped")
+    layer = nn.Linear(2, 2)
+    speedtorch.save(tmp_path / "run", layer=nn.Linear(2, 2), emb=emb)
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match="read-only mapping"):
+        speedtorch.load(tmp_path / "run", layer=layer, emb=emb)
+    assert torch.equal(layer.weight, before)
 
 
 def test_a_list_of_another_length_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
