@@ -8,7 +8,6 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -145,9 +144,10 @@ def assert_rows_of(run: Run, whole: Run) -> None:
             assert torch.equal(rows, expected[name])
 
 
-def saved(folder: str, run: Run, **how: Any) -> speedtorch.types.Saved:
-    made = speedtorch.save(folder, keep=9, **run.parts(), **how)
-    return made.result(60) if isinstance(made, Future) else made
+def saved(folder: str, run: Run, *, background: bool = False, **how: Any) -> speedtorch.types.Saved:
+    if background:
+        return speedtorch.async_save(folder, keep=9, **run.parts(), **how).result(60)
+    return speedtorch.save(folder, keep=9, **run.parts(), **how)
 
 
 def size(made: speedtorch.types.Saved) -> int:
@@ -216,9 +216,7 @@ def check_without_room(folder: str) -> None:
         mock.patch.object(JoinedFile, "write", write),
     ):
         most = 10_000 if rank else 1
-        saving = speedtorch.save(
-            folder, background=True, max_memory=most, **run.parts(), step=STEPS
-        )
+        saving = speedtorch.async_save(folder, max_memory=most, **run.parts(), step=STEPS)
         saving.result(60)
     before = [name for name, thread in files if thread == "MainThread"]
     assert 0 < len(before) <= len(files) and (before == [name for name, _ in files]) == (rank == 0)
@@ -300,12 +298,14 @@ def check_differing(folder: str) -> None:
     run.train(0, 1)
     model, is_first = {"model": run.model}, dist.get_rank() == 0
     for how in (
-        model if is_first else run.parts(),
+        dict(model) if is_first else run.parts(),
         model | {"base": 1 if is_first else None},
-        model | {"background": is_first},
+        model,
     ):
+        is_other = how is model and is_first
+        save: Any = speedtorch.async_save if is_other else speedtorch.save
         try:
-            speedtorch.save(folder, **how)
+            save(folder, **how)
         except ValueError as error:
             assert "saves the rows of" in str(error)
         else:

@@ -73,7 +73,7 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
             # The future is not to keep what was saved, as the frames of its error would.
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-            text = f"speedtorch.save in the background, to {folder}, has failed: {error!r}"
+            text = f"speedtorch.async_save, in the background, to {folder}, has failed: {error!r}"
             try:
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
             finally:  # also where warnings are errors

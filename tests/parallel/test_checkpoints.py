@@ -531,6 +531,27 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"background": True}, "background.*async_save"),
+        ({"background": False}, "background.*async_save"),
+        ({"back_ground": True}, "back_ground.*async_save"),
+        ({"keeps": 10}, "write keep= for the option, or give the part another name"),
+        ({"Base": 1}, "write base="),
+        ({"max_memory": 1}, "max_memory= is an option of async_save"),
+        ({"generation": 1}, "generation= is an option of load: give the part another name"),
+        ({"sinces": 1}, "write since="),
+    ],
+)
+def test_a_part_called_nearly_as_an_option_raises(
+    option: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        speedtorch.save(tmp_path, step=1, **option)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_weight_that_stands_for_a_table_is_none_of_the_values(tmp_path: Path) -> None:
     emb = speedtorch.Embedding(9, 2)
     emb(torch.tensor([1, 2])).sum().backward()
