@@ -726,7 +726,8 @@ class _Tensors:
         key = next(
             each
             for number in itertools.count()
-            if (each := plain + f"#{number}" * (number > 0)) not in self.by_key
+            if (each := plain + f"#{number}" * (number > 0)) != safetensors_format.RESERVED
+            and each not in self.by_key
             and each not in self.shared
         )
         if isinstance(tensor, SharedRows):

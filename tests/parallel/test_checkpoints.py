@@ -24,6 +24,7 @@ from warm_python import warm_python
 
 import speedtorch
 from speedtorch.files import system_calls
+from speedtorch.files.generations import generations_of, new_generation
 from speedtorch.parallel import checkpoints
 
 ROWS = 300
@@ -257,7 +258,11 @@ def test_damage_is_found_before_anything_is_loaded(name: str, at: str, tmp_path:
         path.unlink()
     expected = {each: value.clone() for each, value in layer.state_dict().items()}
     error: Any = FileNotFoundError if at == "gone" else ValueError
-    message = name if at == "gone" else r"is damaged, or none of ours: .*generation=1\) is there"
+    message = (
+        rf"generation=1\) is there.*{name}" if at == "gone" else "is damaged, or none of ours: "
+    )
+    if at != "gone":
+        message += r".*generation=1\) is there"
     with pytest.raises(error, match=message):
         speedtorch.load(tmp_path, layer=layer)
     assert_same(dict(layer.state_dict()), expected)
@@ -435,6 +440,51 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(
     assert done.returncode == 0, done.stderr
     kills, switched = map(int, done.stdout.split())
     assert kills > 40 and 0 < switched < kills
+
+
+def test_a_part_called_as_the_metadata_of_a_file_is_loaded(tmp_path: Path) -> None:
+    speedtorch.save(tmp_path, __metadata__=torch.ones(2))
+    assert speedtorch.load(tmp_path)["__metadata__"].tolist() == [1, 1]
+
+
+STRAY: dict[str, Any] = {
+    "a file": lambda path: path.touch(),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a manifest that is a folder": lambda path: (path / "manifest.json").mkdir(parents=True),
+    "nine digits": lambda path: path.with_name("generation-000000007").mkdir(),
+    "arabic digits": lambda path: path.with_name("generation-" + "\u0667" * 8).mkdir(),
+}
+
+
+@pytest.mark.parametrize("number", [2, 7])
+@pytest.mark.parametrize("what", STRAY)
+def test_a_stray_entry_stops_no_save_and_no_load(what: str, number: int, tmp_path: Path) -> None:
+    speedtorch.save(tmp_path, step=1)
+    STRAY[what](tmp_path / f"generation-{number:08d}")
+    stray = set(os.listdir(tmp_path))
+    assert speedtorch.load(tmp_path) == {"step": 1}
+    for step in (2, 3, 4):
+        speedtorch.save(tmp_path, step=step)
+        assert speedtorch.load(tmp_path) == {"step": step}
+    assert stray - {"generation-00000001"} <= set(os.listdir(tmp_path))
+
+
+def test_a_save_that_is_overtaken_by_others_stays(tmp_path: Path) -> None:
+    with new_generation(str(tmp_path), 2, lambda _: None) as slow:
+        for step in range(4):
+            speedtorch.save(tmp_path, step=step)
+    assert slow.number == 5
+    assert generations_of(str(tmp_path)) == [4, 5]
+
+
+def test_a_generation_that_is_a_link_is_removed_as_one(tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    os.rename(speedtorch.save(tmp_path / "run", step=1).path, moved)
+    (tmp_path / "run" / "generation-00000001").symlink_to(moved)
+    assert speedtorch.load(tmp_path / "run") == {"step": 1}
+    speedtorch.save(tmp_path / "run", keep=1, step=2)
+    assert os.listdir(tmp_path / "run") == ["generation-00000002"] and moved.is_dir()
 
 
 def test_a_strangers_lock_keeps_no_save_waiting(
