@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import errno
 import json
@@ -485,6 +486,15 @@ def test_a_generation_that_is_a_link_is_removed_as_one(tmp_path: Path) -> None:
     assert speedtorch.load(tmp_path / "run") == {"step": 1}
     speedtorch.save(tmp_path / "run", keep=1, step=2)
     assert os.listdir(tmp_path / "run") == ["generation-00000002"] and moved.is_dir()
+
+
+def test_a_save_and_a_load_need_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    speedtorch.save(tmp_path, rows=torch.arange(3_000_000))
+    assert torch.equal(speedtorch.load(tmp_path)["rows"], torch.arange(3_000_000))
 
 
 def test_a_strangers_lock_keeps_no_save_waiting(
