@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from warm_python import warm_python
 
 import speedtorch
 from speedtorch.files import system_calls
-from speedtorch.parallel import checkpoints
+from speedtorch.parallel import background_saves, checkpoints
 from speedtorch.parallel.background_saves import begin, fitting
 
 
@@ -216,6 +218,42 @@ def test_a_thread_that_cannot_begin_holds_nothing_up(
     assert os.listdir(tmp_path) == ["generation-00000001"]
 
 
+def test_a_signal_before_the_thread_begins_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, saved = threading.Thread.start, list[int]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "speedtorch save":
+            signal.raise_signal(signal.SIGUSR1)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = signal.signal(
+        signal.SIGUSR1, lambda *_: saved.append(speedtorch.save(tmp_path, step=2).generation)
+    )
+    try:
+        saving = speedtorch.async_save(tmp_path, step=1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (saving.result(60).generation, saved) == (1, [2])
+
+
+def test_a_signal_while_a_waiting_thread_writes_saves(tmp_path: Path) -> None:
+    found: list[int] = []
+
+    def run() -> None:
+        found.append(speedtorch.save(tmp_path, step=2).generation)  # as in a signal's handler
+
+    save = background_saves._Save(Future(), os.path.realpath(tmp_path), run)
+    background_saves._pending[save.done] = save
+    try:
+        save.wait()
+    finally:
+        del background_saves._pending[save.done]
+    assert found == [1]
+
+
 def test_another_working_folder_is_no_matter(
     tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +300,7 @@ def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     program = """
 import sys, time, torch, speedtorch
 from speedtorch.files import system_calls
-from speedtorch.parallel import checkpoints
+from speedtorch.parallel import background_saves, checkpoints
 from speedtorch.parallel.background_saves import fitting
 real = system_calls.calls.write
 def write(*args):
