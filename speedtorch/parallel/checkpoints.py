@@ -138,7 +138,7 @@ def save(
             a moment and stderr is a terminal (None). There is none where ranks share rows out.
         **parts: By names of your own, such as `model=`, `optimizer=`, `scheduler=`, `step=`: what
             has a state_dict(), a list of such, or a value: None, numbers, strings, bytes, tensors,
-            and dicts, lists and tuples of them.
+            NumPy's numbers and arrays, and dicts, lists and tuples of them.
 
     Returns:
         Where it is, and how many bytes were written in what time.
