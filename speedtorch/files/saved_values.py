@@ -59,11 +59,8 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
     if isinstance(value, np.generic) and _has_plain_type(value.dtype):
         return ["number", value.dtype.str, value.tobytes().hex()]
     if kind in (np.ndarray, np.memmap) and _has_plain_type(value.dtype):
-        data = (
-            torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else None
-        )
-        key = keep(name, torch.empty(0, dtype=torch.uint8, device="cpu") if data is None else data)
-        return ["array", value.dtype.str, [*value.shape], key]
+        data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+        return ["array", value.dtype.str, [*value.shape], keep(name, data)]
     if kind in (list, tuple, torch.Size):
         within = [
             _described(f"{name}[{at}]", each, keep, depth + 1) for at, each in enumerate(value)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from file_faults import count_calls, fail
@@ -441,6 +442,17 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(
     assert done.returncode == 0, done.stderr
     kills, switched = map(int, done.stdout.split())
     assert kills > 40 and 0 < switched < kills
+
+
+def test_numbers_and_arrays_of_numpy_go_on(tmp_path: Path) -> None:
+    random, rows = np.random.RandomState(3), np.arange(6.0).reshape(2, 3)
+    speedtorch.save(tmp_path, random=random.get_state(), rows=rows, loss=np.float32(1.5))
+    expected = random.random()
+    found = speedtorch.load(tmp_path)
+    random.set_state(found["random"])
+    assert random.random() == expected and found["loss"] == np.float32(1.5)
+    found["rows"][0] = 7
+    assert np.array_equal(found["rows"], [[7, 7, 7], [3, 4, 5]])
 
 
 def test_a_part_called_as_the_metadata_of_a_file_is_loaded(tmp_path: Path) -> None:
