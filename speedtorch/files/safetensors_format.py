@@ -18,8 +18,10 @@ from speedtorch.files.npy_format import NPY_DTYPES
 
 __all__ = ["files_to_read", "files_to_write", "read_arrays"]
 
-# The format allows 100 MB; a table with a thousand fields needs 0.1 MB.
+# Of files to write: a table with a thousand fields needs 0.1 MB.
 LARGEST_HEADER = 1 << 20
+LARGEST_READ_HEADER = 100_000_000
+"""The limit of the format."""
 
 RESERVED = "__metadata__"
 """The name of what a header says of the file, which no array has."""
@@ -57,10 +59,10 @@ def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
     read(memoryview(length), 0)
     if size < 8:
         raise ValueError(f"a safetensors file has at least 8 bytes, this one {size}")
-    if (header_bytes := int.from_bytes(length, "little")) > min(LARGEST_HEADER, size - 8):
+    if (header_bytes := int.from_bytes(length, "little")) > min(LARGEST_READ_HEADER, size - 8):
         raise ValueError(
             f"it announces a header of {header_bytes:,} bytes; the file has {size:,}, with the 8 "
-            f"before that, and the limit is {LARGEST_HEADER:,}"
+            f"before that, and the limit is {LARGEST_READ_HEADER:,}"
         )
     header = bytearray(header_bytes)
     read(memoryview(header), 8)
