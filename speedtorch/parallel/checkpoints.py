@@ -770,8 +770,11 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
     tensor = tensor.rows if isinstance(tensor, ReadOnlyRows) else tensor.detach()
     if type(tensor) is not Tensor:
         kind = type(tensor)
+        remedy = "save its plain values, or this object by torch.save(part.state_dict(), file)"
+        if kind.__name__ == "DTensor":
+            remedy = "save it by torch.distributed.checkpoint, or its full_tensor()"
         raise TypeError(
-            f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor"
+            f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor: {remedy}"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         what = "quantized" if tensor.is_quantized else "of layout " + str(tensor.layout)

@@ -18,10 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from file_faults import count_calls, fail
 from killed_saves import TURNS, check, values
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from warm_python import warm_python
 
 import speedtorch
@@ -728,6 +731,22 @@ def test_rows_that_cannot_be_written_are_told_before_anything_is_loaded(tmp_path
     with pytest.raises(ValueError, match="read-only mapping"):
         speedtorch.load(tmp_path / "run", layer=layer, emb=emb)
     assert torch.equal(layer.weight, before)
+
+
+def test_a_module_of_dtensors_is_named_and_loads_before_others(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+        speedtorch.save(tmp_path, layer=nn.Linear(2, 2), model=model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        before = layer.weight.detach().clone()
+        with pytest.raises(TypeError, match=r"DTensor; expected a plain tensor: .*full_tensor"):
+            speedtorch.save(tmp_path, model=model)
+        with pytest.raises(RuntimeError, match="DTensor"):
+            speedtorch.load(tmp_path, layer=layer, model=model)
+        assert torch.equal(layer.weight, before)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_list_of_another_length_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
