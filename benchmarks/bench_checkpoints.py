@@ -164,7 +164,7 @@ def beside_a_save(folder: Path) -> Measured:
     for _ in range(_TIMES):
         begin, steps = time.perf_counter(), 0
         spent = 0.0  # but for making ids
-        saving = speedtorch.save(folder, keep=1, background=True, model=module, optimizer=optimizer)
+        saving = speedtorch.async_save(folder, keep=1, model=module, optimizer=optimizer)
         called = (time.perf_counter() - begin) * 1e3
         while not saving.done() or not steps:
             spent += steps_ms()
@@ -172,7 +172,7 @@ def beside_a_save(folder: Path) -> Measured:
         waits.append((saving.result().waited or 0.0) * 1e3)
         means.append((called + spent) / steps)
     section = "beside a save"
-    yield figure_of(section, "the call of save(background=True)", waits, nbytes=module.table.nbytes)
+    yield figure_of(section, "the call of async_save", waits, nbytes=module.table.nbytes)
     yield figure_of(section, "a step without a save", without, kind="without")
     yield figure_of(
         section, "a step, mean while it goes on, the call included", means, kind="beside"

@@ -52,7 +52,7 @@ from speedtorch.ops.functions import (
     table_ids,
 )
 from speedtorch.optim.attach import attach, detach
-from speedtorch.parallel.checkpoints import load, save
+from speedtorch.parallel.checkpoints import async_save, load, save
 from speedtorch.parallel.clip import clip_grad_norm_
 from speedtorch.parallel.full_state_dict import full_state_dict
 from speedtorch.parallel.grad_scaler import GradScaler
@@ -94,6 +94,7 @@ __all__ = [
     "StateSwapper",
     "Swapper",
     "TrainingState",
+    "async_save",
     "attach",
     "cache",
     "calibrate",

@@ -74,6 +74,8 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "is_view",
+    "load_hooks",
+    "loads_by_own_code",
     "members_of",
     "never_compiled",
     "next_node_number",
@@ -83,6 +85,7 @@ __all__ = [
     "of_another_dtype",
     "place_buckets",
     "plain_truncated_normal",
+    "prefix_store",
     "replace_step",
     "replace_truncated_normal",
     "schema_name",
@@ -299,6 +302,13 @@ def timeout_of(group: Any) -> timedelta:
     return cast(timedelta, backend.options._timeout)
 
 
+def prefix_store(prefix: str) -> Any:
+    """A part of the store by which torch.distributed's processes have found each other."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d.PrefixStore(prefix, c10d._get_default_store())
+
+
 def group_like(group: Any) -> Any:
     """Another process group of the same ranks; all of these call it, and no others.
 
@@ -473,6 +483,25 @@ def stepping_grad_scaler() -> SteppingScaler | None:
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer that have the hooks of its step."""
+
+
+def load_hooks(optimizer: Any) -> int:
+    """How many hooks see what an optimizer loads before the optimizer does."""
+    return len(optimizer._optimizer_load_state_dict_pre_hooks)
+
+
+def loads_by_own_code(module: Any) -> bool:
+    """Whether code that is neither torch's nor ours says which keys and shapes a module loads."""
+    kind = type(module)
+    methods = (kind._load_from_state_dict, kind._save_to_state_dict, kind.load_state_dict)
+    hooks = (
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+        module._state_dict_hooks,
+        module._state_dict_pre_hooks,
+    )
+    known = ("torch.nn.", "speedtorch.")
+    return any(hooks) or not all(each.__module__.startswith(known) for each in methods)
 
 
 FOUND_INF = "found_inf"

@@ -141,7 +141,7 @@ def daemon_thread(training: Training, folder: str) -> Any:
 def saving(training: Training, folder: str) -> Any:
     training.run()
     parts = {"model": training.embedding, "optimizer": training.optimizer}
-    return speedtorch.save(folder, background=True, step=5, **parts), training
+    return speedtorch.async_save(folder, step=5, **parts), training
 
 
 def prefetching(training: Training, folder: str) -> Any:

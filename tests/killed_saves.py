@@ -72,7 +72,7 @@ class Background(Run):
     """A whole run, by a thread that saves copies."""
 
     def save(self, step: int) -> None:
-        speedtorch.save(self.folder, background=True, **values(step)).result()
+        speedtorch.async_save(self.folder, **values(step)).result()
 
 
 class Deltas(Run):

@@ -57,7 +57,7 @@ def train(folder: Path | None) -> dict[str, Any]:
         number = (last or 0) + 1
         base = last if step % 4 and last is not None else None
         values = {"step": step, "random": torch.get_rng_state(), "number": number}
-        saving = speedtorch.save(folder, background=True, base=base, **parts, **values)
+        saving = speedtorch.async_save(folder, base=base, **parts, **values)
         if step % 5 == 0:
             assert saving.result().generation == number
     state = optimizer.state_dict()["state"]

@@ -8,12 +8,12 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
@@ -106,6 +106,25 @@ def check_saved(folder: str, stored: Any) -> None:
     assert_same(other.train(STEPS, 3).own(), run.train(STEPS, 3).own())
 
 
+def check_unfit(folder: str, since: int | None) -> None:
+    """A part that does not fit on one rank leaves the objects of all ranks as they were."""
+    run = Run().train(0, 1)
+    for table in run.tables:
+        table.track_changes()
+    for base in (None, 1):
+        speedtorch.save(folder, base=base, **run.train(1, 1).parts(), layer=nn.Linear(2, 2))
+    other, rank = Run(seed=3), dist.get_rank()
+    before = other.own()
+    for at in range(2):
+        layer = nn.Linear(2, 3 if rank == at else 2)
+        message = "size mismatch for weight" if rank == at else f"load: rank {at} raises"
+        with pytest.raises(RuntimeError, match=message):
+            speedtorch.load(folder, since=since, **other.parts(), layer=layer)
+        assert_same(other.own(), before)
+    speedtorch.load(folder, **other.parts(), layer=nn.Linear(2, 2))
+    assert_same(other.own(), run.own())
+
+
 def check_loaded(folder: str, stored: Any) -> None:
     """Another number of ranks has the rows of one process that loads the same."""
     run, whole = Run(seed=5, stored=stored), Run(seed=6, shard=False, stored=stored)
@@ -125,9 +144,10 @@ def assert_rows_of(run: Run, whole: Run) -> None:
             assert torch.equal(rows, expected[name])
 
 
-def saved(folder: str, run: Run, **how: Any) -> speedtorch.types.Saved:
-    made = speedtorch.save(folder, keep=9, **run.parts(), **how)
-    return made.result(60) if isinstance(made, Future) else made
+def saved(folder: str, run: Run, *, background: bool = False, **how: Any) -> speedtorch.types.Saved:
+    if background:
+        return speedtorch.async_save(folder, keep=9, **run.parts(), **how).result(60)
+    return speedtorch.save(folder, keep=9, **run.parts(), **how)
 
 
 def size(made: speedtorch.types.Saved) -> int:
@@ -196,9 +216,7 @@ def check_without_room(folder: str) -> None:
         mock.patch.object(JoinedFile, "write", write),
     ):
         most = 10_000 if rank else 1
-        saving = speedtorch.save(
-            folder, background=True, max_memory=most, **run.parts(), step=STEPS
-        )
+        saving = speedtorch.async_save(folder, max_memory=most, **run.parts(), step=STEPS)
         saving.result(60)
     before = [name for name, thread in files if thread == "MainThread"]
     assert 0 < len(before) <= len(files) and (before == [name for name, _ in files]) == (rank == 0)
@@ -280,12 +298,14 @@ def check_differing(folder: str) -> None:
     run.train(0, 1)
     model, is_first = {"model": run.model}, dist.get_rank() == 0
     for how in (
-        model if is_first else run.parts(),
+        dict(model) if is_first else run.parts(),
         model | {"base": 1 if is_first else None},
-        model | {"background": is_first},
+        model,
     ):
+        is_other = how is model and is_first
+        save: Any = speedtorch.async_save if is_other else speedtorch.save
         try:
-            speedtorch.save(folder, **how)
+            save(folder, **how)
         except ValueError as error:
             assert "saves the rows of" in str(error)
         else:

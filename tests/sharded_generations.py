@@ -38,17 +38,12 @@ class Program:
         base = self.chance.choice([None, *self.kept])
         most = self.chance.choice([None, 1, 8000])
         background = self.chance.random() < 0.5
-        made: Any = speedtorch.save(
-            self.folder,
-            keep=99,
-            base=base,
-            background=background,
-            max_memory=most,
-            **self.run.parts(),
-        )
+        how: Any = {"keep": 99, "base": base, **self.run.parts()}
         if background:
-            self.saving = made, self.run.own()
+            saving = speedtorch.async_save(self.folder, max_memory=most, **how)
+            self.saving = saving, self.run.own()
         else:
+            made = speedtorch.save(self.folder, **how)
             self.kept[made.generation] = self.run.own()
 
     def wait(self) -> None:

@@ -125,7 +125,7 @@ def check_killed(folder: str, killed: int) -> None:
         kill = within_saves(system_calls.calls.write, lambda: os.kill(os.getpid(), signal.SIGKILL))
         system_calls.calls.write = kill
     with pytest.warns(RuntimeWarning, match="in the background"):
-        saving = speedtorch.save(folder, background=True, base=1, **run.parts(), step=0)
+        saving = speedtorch.async_save(folder, base=1, **run.parts(), step=0)
         with pytest.raises(RuntimeError, match=f"rank {killed} has ended"):
             saving.result(60)
     there = [each for each in os.listdir(folder) if not each.startswith(".")]
@@ -168,7 +168,7 @@ def check_ended(folder: str) -> None:
     run = Run().train(0, STEPS)
     slow = within_saves(system_calls.calls.write, lambda: time.sleep(0.02))
     system_calls.calls.write = slow
-    assert not speedtorch.save(folder, background=True, **run.parts(), step=STEPS).done()
+    assert not speedtorch.async_save(folder, **run.parts(), step=STEPS).done()
 
 
 def check_goes_on(folder: str) -> None:

@@ -46,5 +46,5 @@ def all_digests(read: Read, nbytes: int, told: Callable[[int], object]) -> list[
     with threads(count) as pool:
         work = read, nbytes, numbers, told
         parts = [pool.begin(digests_of, *work) for _ in range(min(count, MOST_THREADS))]
-        found = {number: digest for part in parts for number, digest in part.result().items()}
+        found = {number: digest for part in parts for number, digest in pool.result(part).items()}
     return [found[number] for number in range(count)]

@@ -62,7 +62,7 @@ def have_same_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
     with threads(MOST_THREADS) as pool:
         found = [pool.begin(same) for _ in range(MOST_THREADS)]
-        return all(each.result() for each in found)
+        return all(pool.result(each) for each in found)
 
 
 def _parts(rows: Tensor, others: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
@@ -157,7 +157,7 @@ def write_blocks(
 
     def write_next() -> None:
         block, found = prepared.popleft()
-        numbers = found.result()
+        numbers = pool.result(found)
         if digests is not None:
             digests.extend(numbers)
         write(block.data)

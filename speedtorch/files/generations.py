@@ -27,7 +27,7 @@ from speedtorch.files.system_calls import (
 
 __all__ = ["Generation", "generations_of", "new_generation", "path_of"]
 
-_NAME = re.compile(r"generation-(\d{8,})")
+_NAME = re.compile(r"generation-([0-9]{8,})")
 _HIDDEN = re.compile(r"\.generation-\d+\.\d+-[0-9a-f]{8}\.(partial|old|ranks)")
 
 
@@ -39,14 +39,22 @@ def path_of(folder: str, number: int) -> str:
 def generations_of(folder: str) -> list[int]:
     """The numbers of those that there are, ascending; none where there is no such folder.
 
+    Other entries are passed over: files, links to nothing, folders of other names or contents.
     Raises NotADirectoryError for a file.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         text = "is a file; name the folder that has, or is to have, the generations"
         raise NotADirectoryError(errno.ENOTDIR, text, folder)
     with suppress(FileNotFoundError):
-        found = (_NAME.fullmatch(each) for each in os.listdir(folder))
-        return sorted(int(each[1]) for each in found if each)
+        names = [each for each in os.listdir(folder) if _NAME.fullmatch(each)]
+        numbers = {int(each.partition("-")[2]): os.path.join(folder, each) for each in names}
+        return sorted(
+            number
+            for number, path in numbers.items()
+            if path == path_of(folder, number)
+            and os.path.isdir(path)
+            and not os.path.isdir(os.path.join(path, "manifest.json"))
+        )
     return []
 
 
@@ -67,9 +75,9 @@ class Generation:
         """A folder beside it for ranks that write it together; what is left is removed as well."""
         return f"{self.folder.removesuffix('partial')}ranks"
 
-    def take_next(self) -> None:
-        """Another process has taken the number."""
-        self.number += 1
+    def take_next(self, taken: int) -> None:
+        """Takes the first number after one that is taken, and after its own."""
+        self.number = max(self.number, taken) + 1
 
 
 @contextmanager
@@ -107,15 +115,16 @@ def new_generation(
             finally:
                 calls.close(inner)
             bases = {each: base_of(each) for each in generations_of(folder)}
-            # Another process may have taken the number meanwhile, with a folder that is not empty.
+            # Other processes may have saved meanwhile. A number before theirs would be removed.
+            made.number = 0
             while True:
+                made.take_next(max(generations_of(folder), default=0))
                 try:
                     calls.rename(partial, path_of(folder, made.number))
                     break
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                except OSError as error:  # a folder that is not empty, or what is no folder
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                         raise
-                    made.take_next()
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -145,7 +154,10 @@ def _remove(folder: str, numbers: list[int], token: str) -> None:
         hidden = os.path.join(folder, f".generation-{number}.{token}.old")
         with suppress(FileNotFoundError):  # another process has done so
             calls.rename(path_of(folder, number), hidden)
-            shutil.rmtree(hidden)
+            if os.path.islink(hidden):  # to another disk
+                calls.unlink(hidden)
+            else:
+                shutil.rmtree(hidden)
 
 
 def _sweep(folder: str, descriptor: int) -> None:

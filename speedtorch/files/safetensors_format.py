@@ -18,8 +18,13 @@ from speedtorch.files.npy_format import NPY_DTYPES
 
 __all__ = ["files_to_read", "files_to_write", "read_arrays"]
 
-# The format allows 100 MB; a table with a thousand fields needs 0.1 MB.
+# Of files to write: a table with a thousand fields needs 0.1 MB.
 LARGEST_HEADER = 1 << 20
+LARGEST_READ_HEADER = 100_000_000
+"""The limit of the format."""
+
+RESERVED = "__metadata__"
+"""The name of what a header says of the file, which no array has."""
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -54,10 +59,10 @@ def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
     read(memoryview(length), 0)
     if size < 8:
         raise ValueError(f"a safetensors file has at least 8 bytes, this one {size}")
-    if (header_bytes := int.from_bytes(length, "little")) > min(LARGEST_HEADER, size - 8):
+    if (header_bytes := int.from_bytes(length, "little")) > min(LARGEST_READ_HEADER, size - 8):
         raise ValueError(
             f"it announces a header of {header_bytes:,} bytes; the file has {size:,}, with the 8 "
-            f"before that, and the limit is {LARGEST_HEADER:,}"
+            f"before that, and the limit is {LARGEST_READ_HEADER:,}"
         )
     header = bytearray(header_bytes)
     read(memoryview(header), 8)
@@ -71,8 +76,10 @@ def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
 
 def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> bytes:
     """Length, JSON and padding to a multiple of 8 bytes; arrays follow `in_file_order`."""
+    if RESERVED in arrays:
+        raise ValueError(f"safetensors files cannot hold a field called {RESERVED!r}: rename it")
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | dict.fromkeys(arrays)
+    header: dict[str, Any] = {RESERVED: {"format": "pt"}} | dict.fromkeys(arrays)
     end = 0
     for name in in_file_order({name: dtype for name, (_, dtype) in arrays.items()}):
         shape, dtype = arrays[name]
@@ -105,7 +112,7 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
         raise ValueError(f"the header is no valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError("the header is no JSON object")
-    content.pop("__metadata__", None)
+    content.pop(RESERVED, None)
     arrays: dict[str, StoredArray] = {}
     spans: list[tuple[int, int, str]] = []
     for name in list(content):  # Entries that stay would make Python collect all its garbage.

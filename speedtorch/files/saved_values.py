@@ -27,8 +27,8 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str]) -> Any:
 
     Args:
         name: What errors call it.
-        value: None, bools, ints, floats, strings, bytes, tensors, dtypes, sizes, devices, and
-            dicts, lists and tuples of them.
+        value: None, bools, ints, floats, strings, bytes, tensors, dtypes, sizes, devices, NumPy's
+            numbers and arrays, and dicts, lists and tuples of them.
         keep: Keeps a tensor of that name, and gives the name under which it is found again.
 
     Raises:
@@ -56,6 +56,11 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
         return ["dtype", str(value)]
     if kind is torch.device:
         return ["device", str(value)]
+    if isinstance(value, np.generic) and _has_plain_type(value.dtype):
+        return ["number", value.dtype.str, value.tobytes().hex()]
+    if kind in (np.ndarray, np.memmap) and _has_plain_type(value.dtype):
+        data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+        return ["array", value.dtype.str, [*value.shape], keep(name, data)]
     if kind in (list, tuple, torch.Size):
         within = [
             _described(f"{name}[{at}]", each, keep, depth + 1) for at, each in enumerate(value)
@@ -77,7 +82,7 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
         return ["ordered", _described(f"{name}'s metadata", metadata, keep, depth + 1), *entries]
     remedy = "what has a state_dict() by itself, or save that object's state_dict()"
     if isinstance(value, np.generic | np.ndarray):
-        remedy = "torch.from_numpy(array), or number.item()"
+        remedy = "a plain array of numbers, such as np.asarray(array, dtype=np.float32)"
     raise TypeError(
         f"{name}: is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without code"
         " cannot hold; expected None, numbers, strings, bytes, tensors, and dicts, lists and tuples"
@@ -117,6 +122,8 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
         if (metadata := within(rest[0])) is not None:
             vars(entries)["_metadata"] = metadata
         return entries
+    if word in ("array", "number"):
+        return _array(word, rest, found)
     if len(rest) == 1 and isinstance(text := rest[0], str):
         if word == "tensor":
             return found(text)
@@ -129,8 +136,34 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
         if word == "dtype" and text in _DTYPES:
             return _DTYPES[text]
         if word == "device":
-            return torch.device(text)
+            try:
+                return torch.device(text)
+            except RuntimeError as error:  # torch's, of any other text
+                raise ValueError(f"expected a device, got {text[:80]!r}") from error
     raise ValueError(f"expected a value, got {str(value)[:80]}")
+
+
+def _has_plain_type(dtype: np.dtype[Any]) -> bool:
+    """Whether the name of a type of NumPy says all: no objects, no columns of a record."""
+    return not dtype.hasobject and np.dtype(dtype.str) == dtype
+
+
+def _plain_type(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.str != name or not _has_plain_type(dtype) or not dtype.itemsize:
+        raise ValueError(f"expected a type of numbers, got {name[:80]!r}")
+    return dtype
+
+
+def _array(word: str, rest: list[Any], found: Callable[[str], Tensor]) -> Any:
+    """An array of NumPy in memory of its own, or a number."""
+    if word == "number" and len(rest) == 2 and all(type(each) is str for each in rest):
+        (number,) = np.frombuffer(bytes.fromhex(rest[1]), _plain_type(rest[0]))
+        return number
+    if len(rest) == 3 and type(rest[0]) is type(rest[2]) is str and isinstance(rest[1], list):
+        data = found(rest[2]).contiguous().view(torch.uint8).numpy().tobytes()
+        return np.frombuffer(data, _plain_type(rest[0])).reshape(rest[1]).copy()
+    raise ValueError(f"expected a value, got {str([word, *rest])[:80]}")
 
 
 def _pairs(entries: list[Any], within: Callable[[Any], Any]) -> list[tuple[Any, Any]]:

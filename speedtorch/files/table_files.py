@@ -142,11 +142,13 @@ def open_fields(
     path: str | os.PathLike[str],
     names: Collection[str] | None = None,
     opened: _Open = open_with_status,
+    field: str | None = None,
 ) -> Iterator[dict[str, StoredField]]:
     """Opens the fields of a saved table, "weight" first; nothing is read yet but the headers.
 
     With `names` those files alone are opened that have these fields, where each has its own.
-    `opened` opens a file, as open_with_status does.
+    `opened` opens a file, as open_with_status does. With `field` this one alone is given, as
+    "weight", whatever the others are.
     ValueError for another ending, a header that does not fit its file, or fields whose numbers of
     rows differ.
     """
@@ -159,12 +161,19 @@ def open_fields(
             with about(target):
                 for after, array in file_format.read_arrays(read, status.st_size).items():
                     check_span(repr(before + after), array.shape, array.dtype)
-                    field = StoredField(array.shape, array.dtype, array.offset, target, read)
-                    stored[before + after] = field
-        counts = {field.shape[:1] for field in stored.values()}
+                    stored[before + after] = StoredField(
+                        array.shape, array.dtype, array.offset, target, read
+                    )
         with about(name):
             if not stored:
                 raise ValueError("it holds no field")
+            if field is not None:
+                if field not in stored:
+                    names = ", ".join(map(repr, islice(stored, 20)))
+                    more = f" and {len(stored) - 20:,} more" if len(stored) > 20 else ""
+                    raise ValueError(f"it holds no field {field!r}; name one of {names}{more}")
+                stored = {"weight": stored[field]}
+            counts = {each.shape[:1] for each in stored.values()}
             if len(counts) > 1 or () in counts:
                 found = {each: field.shape[:1] for each, field in islice(stored.items(), 20)}
                 raise ValueError(f"its fields need the same number of rows, they have {found}")

@@ -36,6 +36,7 @@ class MappedPlacement(Placement):
 
     Args:
         source: What HostTable.save was given, or a file like it.
+        field: The one that is used, as "weight"; None: all of them.
 
     Attributes:
         fields: Name to `[rows, ...]`, in the file's memory; writing to them ends the process.
@@ -48,11 +49,12 @@ class MappedPlacement(Placement):
     memory = "mapped"
     writable = False
 
-    def __init__(self, source: str | os.PathLike[str]) -> None:
+    def __init__(self, source: str | os.PathLike[str], field: str | None = None) -> None:
         self.path = os.path.abspath(source)
         mapped: dict[str, mmap.mmap] = {}
         try:
-            with open_fields(source, opened=partial(open_to_map, mapped=mapped)) as stored:
+            opened = partial(open_to_map, mapped=mapped)
+            with open_fields(source, opened=opened, field=field) as stored:
                 _check_alignment(stored)
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
@@ -68,8 +70,8 @@ class MappedPlacement(Placement):
         self.fields: dict[str, Tensor] = {}
         for name, each in stored.items():
             data = whole[each.path][each.offset : each.offset + each.nbytes]
-            field = data.view(each.dtype).view(each.shape)
-            self.fields[name] = host_memory.keep_pinned(field, whole[each.path])
+            rows = data.view(each.dtype).view(each.shape)
+            self.fields[name] = host_memory.keep_pinned(rows, whole[each.path])
 
     @property
     def memory_beside(self) -> MemoryKind:

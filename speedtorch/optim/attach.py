@@ -19,7 +19,7 @@ from speedtorch.step.sparse_rows import SparseRows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
 
-__all__ = ["attach", "detach"]
+__all__ = ["attach", "detach", "saved_state_of"]
 
 _attached: weakref.WeakKeyDictionary[Optimizer, SavedState] = weakref.WeakKeyDictionary()
 
@@ -223,6 +223,11 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
 
 def _is_constant(value: object) -> bool:
     return isinstance(value, SparseRows) and value.content.is_constant
+
+
+def saved_state_of(optimizer: Optimizer) -> SavedState | None:
+    """How an attached optimizer saves and loads the state of rows; None if it is not attached."""
+    return _attached.get(optimizer)
 
 
 def detach(optimizer: Optimizer) -> None:

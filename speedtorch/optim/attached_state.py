@@ -19,10 +19,10 @@ from speedtorch.step.row_weight import RowWeight, dense
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table.shared_rows import SharedRows
 
-__all__ = ["AttachedState", "SavedState", "state_of"]
+__all__ = ["CALL_HOOKS", "AttachedState", "SavedState", "state_of"]
 
 # What loads by torch's load_state_dict, with its hooks.
-_CALL_HOOKS = (Optimizer.load_state_dict, RowWiseAdagrad.load_state_dict)
+CALL_HOOKS = (Optimizer.load_state_dict, RowWiseAdagrad.load_state_dict)
 
 
 class Loading(NamedTuple):
@@ -274,8 +274,8 @@ class AttachedState:
             if isinstance(value := entries[name], Tensor) and value.shape[: len(shape)] == shape:
                 raise error(
                     f"{self.table_rows.name}: there is a state {name!r} of each row, but the"
-                    f" attached optimizer kept {_listed(self.names)} when it was attached: give it"
-                    " its settings first, then attach it"
+                    f" attached optimizer kept {_listed(self.names)} when it was attached: attach"
+                    " one of the class, and with the settings, that the state is of"
                 )
 
     def to_write(self) -> dict[str, Any] | None:
@@ -418,7 +418,7 @@ class SavedState:
             optimizer.register_state_dict_pre_hook(lambda _: self._await_steps()),
             optimizer.register_state_dict_post_hook(self._complete),
         ]
-        if type(optimizer).load_state_dict in _CALL_HOOKS:
+        if type(optimizer).load_state_dict in CALL_HOOKS:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._finish))
         else:
@@ -506,6 +506,12 @@ class SavedState:
             optimizer.state, optimizer.param_groups = before
             raise
         self._finish(optimizer)
+
+    def check_loads(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Raises ValueError if load_state_dict() would; changes nothing."""
+        numbers, saved = _numbers(optimizer, state_dict["param_groups"]), state_dict["state"]
+        found = [numbers[id(state.table_rows.weight)] for state in self.states]
+        self._check([saved.get(number) or None for number in found])
 
     def _check(self, saved: list[Any]) -> None:
         """Raises ValueError unless what was saved of each table, if any, is of all rows."""

@@ -24,8 +24,39 @@ __all__ = ["begin", "copies", "fitting", "wait_for"]
 _Result = TypeVar("_Result")
 _Tensors = Mapping[Any, Tensor | SomeRows]
 
-_pending: dict[Future[Any], str] = {}
-"""Those that go on, and their folders."""
+
+class _Save:
+    """A save that goes on, which one thread writes: that of begin(), or one that waits for it.
+
+    Args:
+        done: Its future.
+        place: Its folder.
+        run: Writes it.
+    """
+
+    def __init__(self, done: Future[Any], place: str, run: Callable[[], None]) -> None:
+        self.done, self.place, self._run = done, place, run
+        self._taken: dict[str, tuple[int, object]] = {}
+
+    def take(self) -> bool:
+        """Lets this thread alone write it; False if a thread has taken it already."""
+        mine = threading.get_ident(), object()
+        return self._taken.setdefault("by", mine) is mine  # no signal comes between
+
+    def write(self) -> None:
+        """Writes it in this thread, unless a thread has taken it."""
+        if self.take():
+            self._run()
+
+    def wait(self) -> None:
+        """Waits for its end; not within a signal of the thread that writes it."""
+        self.write()
+        if self._taken["by"][0] != threading.get_ident():
+            wait([self.done])
+
+
+_pending: dict[Future[Any], _Save] = {}
+"""Those that go on."""
 os.register_at_fork(after_in_child=_pending.clear)  # whose threads are not there
 
 
@@ -73,7 +104,7 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
             # The future is not to keep what was saved, as the frames of its error would.
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-            text = f"speedtorch.save in the background, to {folder}, has failed: {error!r}"
+            text = f"speedtorch.async_save, in the background, to {folder}, has failed: {error!r}"
             try:
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
             finally:  # also where warnings are errors
@@ -86,12 +117,12 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
             ending.cancel()
 
     done.set_running_or_notify_cancel()
-    _pending[done] = os.path.realpath(folder)
-    thread = threading.Thread(target=run, name="speedtorch save")
+    save = _pending[done] = _Save(done, os.path.realpath(folder), run)
+    thread = threading.Thread(target=save.write, name="speedtorch save")
     try:
         thread.start()
     except BaseException:
-        if thread.ident is None:  # there is no room for another
+        if thread.ident is None and save.take():  # there is no room for another
             _pending.pop(done, None)
             ending.cancel()
             undo.__exit__(*sys.exc_info())
@@ -100,6 +131,11 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
 
 
 def wait_for(folder: str) -> None:
-    """Waits until no save to a folder goes on in the background; its error has been told."""
+    """Waits until no save to a folder goes on in the background; its error has been told.
+
+    One that no thread has begun to write is written here: a signal may have come before its thread.
+    """
     place = os.path.realpath(folder)
-    wait([each for each, of in list(_pending.items()) if of == place])
+    for each in list(_pending.values()):
+        if each.place == place:
+            each.wait()

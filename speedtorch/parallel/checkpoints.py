@@ -1,4 +1,4 @@
-"""save and load: all of a training run in one generation of a folder, whole or not there."""
+"""save, async_save, load: all of a training run in one generation of a folder, or none of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -44,6 +46,8 @@ from speedtorch.parallel.deltas import (
     remember,
     write_changes,
 )
+from speedtorch.parallel.load_checks import check_loads, shares_rows
+from speedtorch.parallel.load_ranks import LoadRanks
 from speedtorch.parallel.machine import this_machine
 from speedtorch.parallel.meeting import Meeting
 from speedtorch.parallel.ranks import Ranks
@@ -71,10 +75,11 @@ from speedtorch.table.shared_rows import SharedRows
 from speedtorch.table.whole_fields import given_in_place
 from speedtorch.torch_internals import as_plain
 
-__all__ = ["Saved", "load", "save"]
+__all__ = ["Saved", "async_save", "load", "save"]
 
 _Written = TypeVar("_Written", bound=Tensor | SomeRows | JoinedRows)
 SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
+_TRIES = 100  # each but the last meets the end of another save
 LONGEST_CHAIN = 256  # each file takes a descriptor when it is loaded
 
 
@@ -91,7 +96,7 @@ class Saved:
     base: int | None = None
     """The generation whose unchanged rows it goes on with."""
     waited: float | None = None
-    """Seconds until the call returned, of one that went on in the background."""
+    """Seconds until async_save() returned; None for save()."""
 
     def __str__(self) -> str:
         return (
@@ -100,42 +105,14 @@ class Saved:
         )
 
 
-@overload
 def save(
     path: str | os.PathLike[str],
     *,
     keep: int = 2,
     base: int | None = None,
-    background: Literal[False] = False,
-    max_memory: int | str | None = None,
     progress: bool | None = None,
     **parts: Any,
-) -> Saved: ...
-
-
-@overload
-def save(
-    path: str | os.PathLike[str],
-    *,
-    keep: int = 2,
-    base: int | None = None,
-    background: Literal[True],
-    max_memory: int | str | None = None,
-    progress: bool | None = None,
-    **parts: Any,
-) -> Future[Saved]: ...
-
-
-def save(
-    path: str | os.PathLike[str],
-    *,
-    keep: int = 2,
-    base: int | None = None,
-    background: bool = False,
-    max_memory: int | str | None = None,
-    progress: bool | None = None,
-    **parts: Any,
-) -> Saved | Future[Saved]:
+) -> Saved:
     """Saves all of a training run: tables, state, layers, schedulers, your own numbers.
 
     `path` is a folder, in which each call makes a new generation: `generation-00000007` has
@@ -157,30 +134,20 @@ def save(
             out, is written as a whole, and notes them from now on (HostTable.track_changes) unless
             a CUDA graph uses it. After 256 in a row all rows are written, and Saved.base is None.
             No other process saves to the folder meanwhile.
-        background: Copy what is saved, and write it while training goes on. The next save or load
-            of the folder, and the end of the process, wait until it is written. Ranks make no
-            collectives meanwhile: they tell each other by files of the folder how far they are.
-        max_memory: Most bytes of the copies of this process, as a number or "64GiB"; by default
-            half of the host memory that is available, in equal parts for the ranks of a machine.
-            Files of tensors for which there is none left are written before the call returns.
         progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
-            a moment and stderr is a terminal (None). There is none where ranks share rows out, nor
-            in the background.
+            a moment and stderr is a terminal (None). There is none where ranks share rows out.
         **parts: By names of your own, such as `model=`, `optimizer=`, `scheduler=`, `step=`: what
             has a state_dict(), a list of such, or a value: None, numbers, strings, bytes, tensors,
-            and dicts, lists and tuples of them.
+            NumPy's numbers and arrays, and dicts, lists and tuples of them.
 
     Returns:
-        Where it is, and how many bytes were written in what time. In the background a
-        concurrent.futures.Future of that, whose result() raises what went wrong; a warning tells it
-        at once.
+        Where it is, and how many bytes were written in what time.
 
     Raises:
-        TypeError: There is nothing to save, or a value that a file without code cannot hold; it is
-            named.
+        TypeError: There is nothing to save, a part is called nearly as an option, or a file without
+            code cannot hold a value; it is named.
         ValueError: `keep` is less than 1, a tensor is of a kind that safetensors files do not have,
             the base is damaged, or ranks save different tables or in different ways.
-        MemoryError: There is too little for the copies; nothing was saved.
         FileNotFoundError: The base is not there.
         OSError: Of the disk, such as too little room; the generations of before are as they were.
         RuntimeError: Another rank has raised an error, which is told, or has ended.
@@ -197,14 +164,121 @@ def save(
         >>> saved.generation, others
         (2, {'step': 20})
     """
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
+    return _begun(os.fsdecode(path), keep, base, parts, progress=progress).finish()
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    *,
+    keep: int = 2,
+    base: int | None = None,
+    max_memory: int | str | None = None,
+    **parts: Any,
+) -> Future[Saved]:
+    """Copies what save() would write, and writes it in a thread while training goes on.
+
+    The next save or load of the folder, and the end of the process, wait until it is written. Ranks
+    make no collectives meanwhile: they tell each other by files of the folder how far they are.
+
+    Args:
+        path: As of save().
+        keep: As of save().
+        base: As of save().
+        max_memory: Most bytes of the copies of this process, as a number or "64GiB"; by default
+            half of the host memory that is available, in equal parts for the ranks of a machine.
+            Files of tensors for which there is none left are written before the call returns.
+        **parts: As of save().
+
+    Returns:
+        A concurrent.futures.Future, whose result() is what save() returns, or raises what went
+        wrong; a warning tells it at once.
+
+    Raises:
+        MemoryError: There is too little for the copies; nothing was saved.
+        RuntimeError: No thread can be started; nothing was saved.
+
+    What save() raises before it writes is raised by the call as well.
+
+    Example:
+        >>> import tempfile, torch, speedtorch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saving = speedtorch.async_save(folder, layer=layer, step=10)
+        ...     print(saving.result().generation)
+        1
+    """
+    max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
+    folder = os.path.abspath(os.fsdecode(path))  # the program may change its folder meanwhile
+    begun = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
+    return begin_saving(folder, begun.finish, begun.rest)
+
+
+_OPTIONS = {
+    **dict.fromkeys(("path", "keep", "base"), "save and async_save"),
+    "progress": "save",
+    "max_memory": "async_save",
+    **dict.fromkeys(("generation", "since", "verify"), "load"),
+}
+
+
+def _check_names(parts: Mapping[str, Any]) -> None:
+    """Raises TypeError for a part that may be meant as an option."""
     if not parts:
         raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
-    begin, folder = time.perf_counter(), os.fsdecode(path)
-    if background:  # the program may change its folder meanwhile
-        folder = os.path.abspath(folder)
-    max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
+    plain = {each.replace("_", ""): each for each in (*_OPTIONS, "background")}
+    for name in parts:
+        found = get_close_matches(name.replace("_", "").lower(), plain, n=1, cutoff=0.8)
+        if not found:
+            continue
+        if (option := plain[found[0]]) == "background":
+            remedy = "speedtorch.async_save(path, ...) saves in the background"
+        elif option == name:
+            remedy = f"{option}= is an option of {_OPTIONS[option]}: give the part another name"
+        else:
+            remedy = f"write {option}= for the option, or give the part another name"
+        raise TypeError(f"save: {name!r} is no name of a part: {remedy}; nothing was saved")
+
+
+@dataclass
+class _Begun:
+    """A save of which what remains may be done in another thread.
+
+    Attributes:
+        writing: What is written.
+        rest: Undoes it, unless it has ended.
+        begin: When it began, in seconds.
+        waited: How long the call took, of one that goes on beside training.
+    """
+
+    writing: _Writing
+    rest: ExitStack
+    begin: float
+    waited: float | None
+
+    def finish(self) -> Saved:
+        """Writes what remains, and switches."""
+        with self.rest:
+            number, nbytes = self.writing.finish()
+        seconds = time.perf_counter() - self.begin
+        place = path_of(self.writing.folder, number)
+        return Saved(place, number, nbytes, seconds, self.writing.change.base, self.waited)
+
+
+def _begun(
+    folder: str,
+    keep: int,
+    base: int | None,
+    parts: Mapping[str, Any],
+    *,
+    progress: bool | None,
+    beside: bool = False,
+    max_bytes: int | None = None,
+) -> _Begun:
+    """Begins a save; of one that goes on `beside` training all is written, or copied, after it."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
+    _check_names(parts)
+    begin = time.perf_counter()
     if base is not None:
         _check_number("base", base)
     wait_for(folder)
@@ -214,30 +288,21 @@ def save(
             name: described(name, _state_of(each), tensors.keep) for name, each in parts.items()
         }
         ranks: Together = Ranks.of() if tensors.shared else Alone()
-        check_same(ranks, tensors.shared, {"base": base, "background": background})
+        check_same(ranks, tensors.shared, {"base": base, "async": beside})
         if ranks.rank:
             tensors.by_key.clear()  # they are the first one's
         progress = False if tensors.shared else progress
         writing = _Writing(ranks, folder, _change(ranks, folder, base, tensors), values, stack)
         later = 0
-        if background:
+        if beside:
             here = this_machine()
             later = fitting(writing.jobs, max_bytes, ranks.every(here).count(here))
         writing.make(keep)
         writing.begin(tensors, later, progress)
-        if background and isinstance(ranks, Ranks):
+        if beside and isinstance(ranks, Ranks):
             writing.go_beside(ranks.patience)
         rest = stack.pop_all()
-    waited = time.perf_counter() - begin
-
-    def finish() -> Saved:
-        with rest:
-            number, nbytes = writing.finish()
-        seconds, base = time.perf_counter() - begin, writing.change.base
-        saved = Saved(path_of(folder, number), number, nbytes, seconds, base)
-        return replace(saved, waited=waited) if background else saved
-
-    return begin_saving(folder, finish, rest) if background else finish()
+    return _Begun(writing, rest, begin, time.perf_counter() - begin if beside else None)
 
 
 class _Change(NamedTuple):
@@ -304,6 +369,7 @@ class _Writing:
         stack: Is closed once it is written, or has failed.
 
     Attributes:
+        change, folder: As given.
         jobs: What this rank writes: its rows in each file of all ranks, and files of its own.
     """
 
@@ -315,8 +381,8 @@ class _Writing:
         values: Mapping[str, Any],
         stack: ExitStack,
     ) -> None:
-        self.change = change
-        self._ranks, self._folder, self._values, self._stack = ranks, folder, values, stack
+        self.change, self.folder = change, folder
+        self._ranks, self._values, self._stack = ranks, values, stack
         self._switching = stack.enter_context(ExitStack())
         self._files = [
             JoinedFile(f"rows-{at:05d}.safetensors", each)
@@ -334,11 +400,11 @@ class _Writing:
         _, own, shared = self.change
 
         def make() -> Generation:
-            needed = partial(base_of, self._folder)
-            new = new_generation(self._folder, keep, needed, self.change.base)
+            needed = partial(base_of, self.folder)
+            new = new_generation(self.folder, keep, needed, self.change.base)
             self._generation = self._switching.enter_context(new)
             every = (*own.tensors.values(), *shared.tensors.values())
-            _check_room(self._folder, sum(each.nbytes for each in every))
+            _check_room(self.folder, sum(each.nbytes for each in every))
             for each in self._files:
                 each.make(self._generation.folder)
             return self._generation
@@ -417,7 +483,7 @@ class _Writing:
         with self._switching.pop_all():
             ids_of = {**own.ids_of, **shared.ids_of}
             written = _write_manifest(self._partial, self._entries, self._values, against, ids_of)
-            if against is not None and against.number not in generations_of(self._folder):
+            if against is not None and against.number not in generations_of(self.folder):
                 raise RuntimeError(
                     f"save: generation {against.number}, the base, was removed meanwhile: save"
                     " without it"
@@ -436,8 +502,12 @@ def load(
 ) -> dict[str, Any]:
     """Loads what save() has written: into the objects that are given, and gives the rest.
 
-    Every byte is compared with its digest before anything is loaded. Rows go from the file to the
-    table without a copy in between.
+    Every byte is compared with its digest, and every part with its object, before anything is
+    loaded. Objects with load code of their own are the exception: what they raise is known once
+    they load, which they do first. Rows go from the file to the table without a copy in between.
+
+    Where ranks share rows out, all of them call it together: an error of one leaves the objects of
+    all as they were.
 
     Args:
         path: The folder that save() was given.
@@ -457,8 +527,10 @@ def load(
         FileNotFoundError: There is no generation, or not this one.
         KeyError: A part was not saved.
         TypeError: A part has no load_state_dict().
-        ValueError: A file is damaged, cut, or none of ours; nothing has been loaded.
-        RuntimeError: What load_state_dict() raises of a model or an optimizer that does not fit.
+        ValueError: A file is damaged, cut, or none of ours, or an optimizer does not take its part;
+            nothing has been loaded.
+        RuntimeError: A module does not take its part, or another rank has raised an error; nothing
+            has been loaded.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -469,32 +541,64 @@ def load(
         {'epoch': 3}
     """
     folder = os.fsdecode(path)
-    for what, number in (("generation", generation), ("since", since)):
-        if number is not None:
-            _check_number(what, number)
     wait_for(folder)
-    for name, each in parts.items():
-        _check_loads(name, each)
-    while True:
+    is_shared = dist.is_available() and dist.is_initialized() and any(map(_shares, parts.values()))
+    ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
+    ready: list[_Ready] = []
+
+    def prepare() -> str | None:
+        """Gives the digest of the generation; None if it was removed between two looks."""
+        for what, given in (("generation", generation), ("since", since)):
+            if given is not None:
+                _check_number(what, given)
+        for name, each in parts.items():
+            _check_loads(name, each)
         number = _chosen(folder, generation)
         try:
             opened = SavedGeneration.opened(folder, number)
-            return _loaded(opened, parts, since=since, verify=verify, progress=progress)
+            ready.append(_prepared(opened, parts, since=since, verify=verify, progress=progress))
         except FileNotFoundError:
-            # It was removed between two looks, as a new one has come.
             if generation is not None or number in generations_of(folder):
                 raise
+            return None
+        return opened.digest
+
+    for _ in range(_TRIES):
+        ready.clear()
+        digests = set(agreed(ranks, prepare, "load"))
+        if None not in digests and len(digests) == 1:
+            return _loaded(ready[0], parts)
+    raise RuntimeError(
+        f"load: {folder!r} has had another last generation at each of {_TRIES} looks, or is not the"
+        " same folder on all ranks: name a generation="
+    )
 
 
-def _loaded(
+class _Ready(NamedTuple):
+    """A load that every check has passed.
+
+    Attributes:
+        opened: The generation.
+        patches: Rows of tables, with the ids and rows that are written to them.
+        states: Each object, and what it loads, in this order.
+        others: The values of the rest.
+    """
+
+    opened: SavedGeneration
+    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]
+    states: list[tuple[Any, Any]]
+    others: dict[str, Any]
+
+
+def _prepared(
     opened: SavedGeneration,
     parts: Mapping[str, Any],
     *,
     since: int | None,
     verify: bool,
     progress: bool | None,
-) -> dict[str, Any]:
-    """Fills parts, and gives the values of the rest."""
+) -> _Ready:
+    """Reads and checks all that is loaded; changes nothing."""
     saved = opened.manifest["parts"]
     if missing := [name for name in parts if name not in saved]:
         raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
@@ -509,19 +613,29 @@ def _loaded(
         patches += [(each, (changes or {})[key]) for key, each in kept.items()]
         states[name] = opened.value(name, kept, copies=_copies(part))
     others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
-    pairs: list[tuple[Any, Any]] = []  # before any of them is loaded
+    pairs: list[tuple[str, Any, Any]] = []
     for name, part in parts.items():
         state = states[name]
         if not isinstance(part, list | tuple):
-            pairs.append((part, state))
+            pairs.append((name, part, state))
             continue
         if not isinstance(state, list) or len(part) != len(state):
             count = len(state) if isinstance(state, list) else "no list"
             raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
-        pairs += zip(part, state, strict=True)
-    for tensor, rows in patches:
+        names = [f"{name}[{at}]" for at in range(len(part))]
+        pairs += zip(names, part, state, strict=True)
+    known = [check_loads(*each) for each in pairs]
+    # What may still raise loads first, while the other objects are unchanged.
+    order = sorted(range(len(pairs)), key=known.__getitem__)
+    return _Ready(opened, patches, [pairs[at][1:] for at in order], others)
+
+
+def _loaded(ready: _Ready, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills parts, and gives the values of the rest."""
+    opened = ready.opened
+    for tensor, rows in ready.patches:
         write_changes(tensor, rows)
-    for each, state in pairs:
+    for each, state in ready.states:
         each.load_state_dict(state)
         if isinstance(each, Optimizer):
             opened.let_go(each)
@@ -532,7 +646,11 @@ def _loaded(
         # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
         same = {key: each for key, each in fields.items() if are_same(each, opened.tensor(key))}
         remember(opened.digest, moments_of(same))
-    return others
+    return ready.others
+
+
+def _shares(part: Any) -> bool:
+    return any(map(shares_rows, part if isinstance(part, list | tuple) else [part]))
 
 
 def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str, Tensor]:
@@ -608,7 +726,8 @@ class _Tensors:
         key = next(
             each
             for number in itertools.count()
-            if (each := plain + f"#{number}" * (number > 0)) not in self.by_key
+            if (each := plain + f"#{number}" * (number > 0)) != safetensors_format.RESERVED
+            and each not in self.by_key
             and each not in self.shared
         )
         if isinstance(tensor, SharedRows):
@@ -651,8 +770,11 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
     tensor = tensor.rows if isinstance(tensor, ReadOnlyRows) else tensor.detach()
     if type(tensor) is not Tensor:
         kind = type(tensor)
+        remedy = "save its plain values, or this object by torch.save(part.state_dict(), file)"
+        if kind.__name__ == "DTensor":
+            remedy = "save it by torch.distributed.checkpoint, or its full_tensor()"
         raise TypeError(
-            f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor"
+            f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor: {remedy}"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         what = "quantized" if tensor.is_quantized else "of layout " + str(tensor.layout)

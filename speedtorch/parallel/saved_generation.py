@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -87,13 +88,17 @@ class SavedGeneration:
     @contextmanager
     def _damage(self, name: str) -> Iterator[None]:
         """Says in errors which file it is, and what else there is."""
+        path, others = os.path.join(self.path, name), ""
+        if self._older:
+            others = f"load(..., generation={self._older[-1]}) is there"
         try:
             yield
+        except OSError as error:
+            with about(error.filename or path, others):
+                raise error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            others = f"; load(..., generation={self._older[-1]}) is there" if self._older else ""
-            raise ValueError(
-                f"{os.path.join(self.path, name)}: is damaged, or none of ours: {error}{others}"
-            ) from error
+            text = "; ".join(filter(None, (str(error), others)))
+            raise ValueError(f"{path}: is damaged, or none of ours: {text}") from error
 
     def _manifest(self) -> dict[str, Any]:
         text = _whole(os.path.join(self.path, "manifest.json"))
@@ -193,7 +198,7 @@ class SavedGeneration:
     def _open(self, name: str) -> None:
         """Maps the arrays of a file, privately: what is written to them stays here."""
         path, entry = os.path.join(self.path, name), self._entry(name)
-        with open_to_read(path) as (read, size), self._damage(name):
+        with self._damage(name), open_to_read(path) as (read, size):
             if size != entry["bytes"]:
                 raise ValueError(f"it has {size:,} bytes of {entry['bytes']:,}")
             arrays = safetensors_format.read_arrays(read, size)
@@ -224,7 +229,7 @@ class SavedGeneration:
 
             for of, entry in files:
                 name, nbytes, expected = entry["name"], entry["bytes"], entry["crc32"]
-                with open_to_read(os.path.join(of.path, name)) as (read, _), of._damage(name):
+                with of._damage(name), open_to_read(os.path.join(of.path, name)) as (read, _):
                     if len(expected) != (count := chunk_count(nbytes)):
                         raise ValueError(f"it has {count} chunks of {len(expected)}")
                     found = all_digests(read, nbytes, told)
@@ -305,5 +310,9 @@ def base_of(folder: str, number: int) -> int | None:
     try:
         manifest = json.loads(_whole(os.path.join(path_of(folder, number), "manifest.json")))
         return _base_in(manifest["base"])[0] if "base" in manifest else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None  # load() tells what it is
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise  # it may need one

@@ -60,8 +60,8 @@ class Alone:
         return value
 
 
-def agreed(ranks: Together, stage: Callable[[], _Value]) -> list[_Value]:
-    """What each rank gives, by rank; every rank calls it.
+def agreed(ranks: Together, stage: Callable[[], _Value], call: str = "save") -> list[_Value]:
+    """What each rank gives, by rank; every rank calls it, within `call`.
 
     Raises what this rank's call raises, and RuntimeError if another's does.
     """
@@ -74,7 +74,7 @@ def agreed(ranks: Together, stage: Callable[[], _Value]) -> list[_Value]:
     every = ranks.every((given, None))
     for rank, (_, text) in enumerate(every):
         if text is not None:
-            raise RuntimeError(f"save: rank {rank} raises {text}")
+            raise RuntimeError(f"{call}: rank {rank} raises {text}")
     return [value for value, _ in every]
 
 

@@ -204,11 +204,13 @@ class HostTable:
         *,
         device: _Device = None,
         path: _Path | None = None,
+        field: str | None = None,
     ) -> HostTable:
         """Makes a table with the fields and the rows of a saved one.
 
         `source` is what save() was given, or a file of anyone's: `*.safetensors` whose tensors all
-        have the same number of rows, or `*.npy`. It is read into memory of its own.
+        have the same number of rows, or `*.npy`. It is read into memory of its own. Of a file with
+        other tensors, such as a whole model's, `field` names the one that is the table's "weight".
 
         With memory="mapped" it is not read but mapped, read-only: the rows are those of the file,
         in the system's page cache, which all processes share. A GPU reads them in place where it
@@ -231,8 +233,8 @@ class HostTable:
             [[7.0], [7.0]]
         """
         if memory == "mapped":
-            return cls._mapped(source, device, path)
-        with table_files.open_fields(source) as stored:
+            return cls._mapped(source, device, path, field)
+        with table_files.open_fields(source, field=field) as stored:
             fields = {name: (each.shape[1:], each.dtype) for name, each in stored.items()}
             rows = next(iter(stored.values())).shape[0]
             table = cls.from_fields(rows, fields, memory, device=device, path=path)
@@ -245,16 +247,18 @@ class HostTable:
         return table
 
     @classmethod
-    def _mapped(cls, source: _Path, device: _Device, path: _Path | None) -> HostTable:
+    def _mapped(
+        cls, source: _Path, device: _Device, path: _Path | None, field: str | None
+    ) -> HostTable:
         if device is not None or path is not None:
             raise ValueError(
                 "memory='mapped' takes neither device nor path: the rows stay in the file that is"
                 " opened"
             )
         try:
-            placement = MappedPlacement(source)
+            placement = MappedPlacement(source, field)
         except NotMapped as error:
-            table = cls.open(source)
+            table = cls.open(source, field=field)
             table.memory_reason = f"loaded, not mapped: {error}"
             return table
         every = placement.fields

@@ -35,7 +35,7 @@ class ReadOnlyRows(Tensor):
     """
 
     rows: Tensor
-    _remedy: str
+    remedy: str
     _whole: Tensor
     """What they are a view of: pinned memory stays pinned for as long as that object is there."""
 
@@ -45,7 +45,7 @@ class ReadOnlyRows(Tensor):
 
     def __init__(self, rows: Tensor, remedy: str, whole: Tensor | None = None) -> None:
         """Guards rows; errors end with the remedy."""
-        self.rows, self._remedy = rows, remedy
+        self.rows, self.remedy = rows, remedy
         self._whole = rows if whole is None else whole
 
     @classmethod
@@ -61,7 +61,7 @@ class ReadOnlyRows(Tensor):
             written = kwargs[name] if name in kwargs else args[place : place + 1]
             for each in tree_leaves(written):
                 if isinstance(each, ReadOnlyRows):
-                    raise ValueError(f"{schema_name(func).split('::')[1]}: {name} {each._remedy}")
+                    raise ValueError(f"{schema_name(func).split('::')[1]}: {name} {each.remedy}")
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ReadOnlyRows)]
         result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         return tree_map(_guard_of(given), result)
@@ -81,12 +81,12 @@ class ReadOnlyRows(Tensor):
 
     def apply_(self, *_: Any, **__: Any) -> NoReturn:
         """Refused, as torch calls no operation for it."""
-        raise ValueError(f"the tensor {self._remedy}")
+        raise ValueError(f"the tensor {self.remedy}")
 
     map_ = map2_ = share_memory_ = apply_
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        raise BufferError(f"__dlpack__: the receiver could write: the memory {self._remedy}")
+        raise BufferError(f"__dlpack__: the receiver could write: the memory {self.remedy}")
 
     def __copy__(self) -> Tensor:
         return self.detach()
@@ -134,6 +134,6 @@ def _guard_of(given: list[ReadOnlyRows]) -> Callable[[Any], Any]:
         if value.layout != torch.strided:
             return value.clone()  # sparse and nested tensors may have these rows as their values
         of = by_memory.get(value.untyped_storage().data_ptr())
-        return value if of is None else ReadOnlyRows(value, of._remedy, of._whole)
+        return value if of is None else ReadOnlyRows(value, of.remedy, of._whole)
 
     return guarded

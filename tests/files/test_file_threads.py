@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -34,20 +36,31 @@ def test_after_an_interrupt_all_work_is_done_and_no_thread_is_left() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_where_no_thread_can_be_started_none_is_left(
-    number: int, monkeypatch: pytest.MonkeyPatch
+def test_work_is_done_where_no_thread_can_be_started(
+    number: int, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, left, real = threading.active_count(), [number], threading.Thread.start
+    left, real = [number], _thread.start_new_thread
 
-    def start(thread: threading.Thread) -> None:
+    def start(*given: Any) -> int:
         left[0] -= 1
         if left[0] == 0:
-            raise RuntimeError("can't start new thread")
-        real(thread)
+            raise error
+        return real(*given)
 
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start new thread"), threads(4):
-        pass
-    assert threading.active_count() == before
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    with threads(4) as pool:
+        numbers = [pool.begin(divmod, each, 5) for each in range(50)]
+        assert [pool.result(each) for each in numbers] == [divmod(each, 5) for each in range(50)]
+    assert left[0] == 0
+
+
+def test_work_is_done_where_threads_end_before_they_take_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+    with threads(4) as pool:
+        numbers = [pool.begin(divmod, 17, each) for each in (5, 3)]
+        assert [pool.result(each) for each in numbers] == [(3, 2), (5, 2)]

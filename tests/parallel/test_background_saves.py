@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from warm_python import warm_python
 
 import speedtorch
 from speedtorch.files import system_calls
-from speedtorch.parallel import checkpoints
+from speedtorch.parallel import background_saves, checkpoints
 from speedtorch.parallel.background_saves import begin, fitting
 
 
@@ -56,7 +58,7 @@ def test_what_there_was_at_the_call_is_saved(
     run = Run(device, **SETTINGS[how]).train(3)
     then = run.tensors()
     random = torch.get_rng_state()
-    saving = speedtorch.save(tmp_path, background=True, **run.parts, random=random)
+    saving = speedtorch.async_save(tmp_path, **run.parts, random=random)
     assert disk.is_reached.wait(60)
     run.train(4)
     random.zero_()
@@ -76,12 +78,12 @@ def test_changes_after_the_call_are_in_the_next_delta(
 ) -> None:
     run = Run(device).train(3)
     run.table.track_changes()
-    saving = speedtorch.save(tmp_path, background=True, **run.parts)
+    saving = speedtorch.async_save(tmp_path, **run.parts)
     run.train(1)
     disk.goes_on.set()
     whole = saving.result(60)
     run.train(1)
-    saving = speedtorch.save(tmp_path, base=1, background=True, **run.parts)
+    saving = speedtorch.async_save(tmp_path, base=1, **run.parts)
     then = run.tensors()
     run.train(1)
     assert size(saving.result(60)) < size(whole) / 2
@@ -93,12 +95,12 @@ def test_changes_after_the_call_are_in_the_next_delta(
 
 def test_the_folder_is_waited_for(tmp_path: Path, disk: SlowDisk) -> None:
     run = Run("cpu").train(1)
-    saving = speedtorch.save(tmp_path, background=True, **run.parts, step=1)
+    saving = speedtorch.async_save(tmp_path, **run.parts, step=1)
     threading.Timer(0.3, disk.goes_on.set).start()
     assert speedtorch.load(tmp_path).get("step") == 1
     assert saving.done()
     disk.goes_on.clear()
-    saving = speedtorch.save(tmp_path, background=True, **run.parts, step=2)
+    saving = speedtorch.async_save(tmp_path, **run.parts, step=2)
     threading.Timer(0.3, disk.goes_on.set).start()
     assert speedtorch.save(tmp_path, **run.parts, step=3).generation == 3
     assert saving.result().generation == 2
@@ -131,7 +133,7 @@ def test_what_has_no_room_is_written_before(
     monkeypatch.setattr(checkpoints, "remember", lambda *given: goes_on.wait(60))
     tensors = {name: torch.full((300,), float(n)) for n, name in enumerate("abcd")}
     most = max(1, int(share * 4 * 1200))
-    saving = speedtorch.save(tmp_path, background=True, max_memory=most, tensors=tensors)
+    saving = speedtorch.async_save(tmp_path, max_memory=most, tensors=tensors)
     waits = [each for each in threading.enumerate() if each.name == "speedtorch save"]
     assert len(waits) == 1 and len(written) == 1
     for each in tensors.values():
@@ -151,12 +153,12 @@ def test_an_error_is_told_and_leaves_what_was_there(
     with monkeypatch.context() as patch:
         fail(patch, "write")
         with pytest.warns(RuntimeWarning, match="in the background, to .* has failed: OSError"):
-            saving = speedtorch.save(tmp_path, background=True, **run.parts, step=2)
+            saving = speedtorch.async_save(tmp_path, **run.parts, step=2)
             with pytest.raises(OSError, match="Input/output error"):
                 saving.result(60)
     assert os.listdir(tmp_path) == ["generation-00000001"]
     assert speedtorch.load(tmp_path, **run.parts) == {"step": 1}
-    assert speedtorch.save(tmp_path, background=True, **run.parts).result(60).generation == 2
+    assert speedtorch.async_save(tmp_path, **run.parts).result(60).generation == 2
 
 
 def test_an_error_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +173,7 @@ def test_an_error_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checkpoints, "copies", copies)
     fail(monkeypatch, "write")
     with pytest.warns(RuntimeWarning, match="has failed"):
-        saving = speedtorch.save(tmp_path, background=True, rows=torch.ones(3))
+        saving = speedtorch.async_save(tmp_path, rows=torch.ones(3))
         assert isinstance(saving.exception(60), OSError)
         _ended()
     assert [each() for each in copied] == [None]
@@ -192,7 +194,7 @@ def test_warnings_that_are_errors_hold_nothing_up(
     fail(monkeypatch, "write")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        saving = speedtorch.save(tmp_path, background=True, rows=torch.ones(3))
+        saving = speedtorch.async_save(tmp_path, rows=torch.ones(3))
         assert isinstance(saving.exception(60), OSError)
         _ended()
     monkeypatch.undo()
@@ -210,10 +212,46 @@ def test_a_thread_that_cannot_begin_holds_nothing_up(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start"):
-            speedtorch.save(tmp_path, background=True, rows=torch.ones(3))
+            speedtorch.async_save(tmp_path, rows=torch.ones(3))
         assert os.listdir(tmp_path) == []
     assert speedtorch.save(tmp_path, step=1).generation == 1
     assert os.listdir(tmp_path) == ["generation-00000001"]
+
+
+def test_a_signal_before_the_thread_begins_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, saved = threading.Thread.start, list[int]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "speedtorch save":
+            signal.raise_signal(signal.SIGUSR1)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = signal.signal(
+        signal.SIGUSR1, lambda *_: saved.append(speedtorch.save(tmp_path, step=2).generation)
+    )
+    try:
+        saving = speedtorch.async_save(tmp_path, step=1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (saving.result(60).generation, saved) == (1, [2])
+
+
+def test_a_signal_while_a_waiting_thread_writes_saves(tmp_path: Path) -> None:
+    found: list[int] = []
+
+    def run() -> None:
+        found.append(speedtorch.save(tmp_path, step=2).generation)  # as in a signal's handler
+
+    save = background_saves._Save(Future(), os.path.realpath(tmp_path), run)
+    background_saves._pending[save.done] = save
+    try:
+        save.wait()
+    finally:
+        del background_saves._pending[save.done]
+    assert found == [1]
 
 
 def test_another_working_folder_is_no_matter(
@@ -225,7 +263,7 @@ def test_another_working_folder_is_no_matter(
     disk.goes_on.set()
     speedtorch.save("run", keep=1, rows=table["weight"])
     disk.goes_on.clear()
-    saving = speedtorch.save("run", keep=1, base=1, background=True, rows=table["weight"])
+    saving = speedtorch.async_save("run", keep=1, base=1, rows=table["weight"])
     monkeypatch.chdir("/")
     disk.goes_on.set()
     assert saving.result(60).path == str(tmp_path / "run" / "generation-00000002")
@@ -242,7 +280,7 @@ def write(*args):
     goes_on.wait(60)
     return real(*args)
 system_calls.calls.write = write
-speedtorch.save(sys.argv[1], background=True, rows=torch.ones(3))
+speedtorch.async_save(sys.argv[1], rows=torch.ones(3))
 if not os.fork():
     try:
         speedtorch.load(sys.argv[1])
@@ -262,7 +300,7 @@ def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     program = """
 import sys, time, torch, speedtorch
 from speedtorch.files import system_calls
-from speedtorch.parallel import checkpoints
+from speedtorch.parallel import background_saves, checkpoints
 from speedtorch.parallel.background_saves import fitting
 real = system_calls.calls.write
 def write(*args):
@@ -270,7 +308,7 @@ def write(*args):
     return real(*args)
 system_calls.calls.write = write
 table = speedtorch.HostTable(1000, 8, memory="plain").fill_(3)
-speedtorch.save(sys.argv[1], background=True, rows=table["weight"], step=5)
+speedtorch.async_save(sys.argv[1], rows=table["weight"], step=5)
 """
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
@@ -297,7 +335,7 @@ def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:
     for wrong, error in ((0, ValueError), ("many", ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="max_memory: expected"):
-            speedtorch.save(tmp_path, background=True, max_memory=wrong, step=1)  # type: ignore[arg-type]
+            speedtorch.async_save(tmp_path, max_memory=wrong, step=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cannot hold"):
-        speedtorch.save(tmp_path, background=True, what=object())
+        speedtorch.async_save(tmp_path, what=object())
     assert not list(tmp_path.iterdir())

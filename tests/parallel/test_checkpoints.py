@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import copy
 import errno
 import json
 import os
@@ -13,16 +15,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from file_faults import count_calls, fail
 from killed_saves import TURNS, check, values
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from warm_python import warm_python
 
 import speedtorch
 from speedtorch.files import system_calls
+from speedtorch.files.generations import generations_of, new_generation
 from speedtorch.parallel import checkpoints
 
 ROWS = 300
@@ -256,7 +263,11 @@ def test_damage_is_found_before_anything_is_loaded(name: str, at: str, tmp_path:
         path.unlink()
     expected = {each: value.clone() for each, value in layer.state_dict().items()}
     error: Any = FileNotFoundError if at == "gone" else ValueError
-    message = name if at == "gone" else r"is damaged, or none of ours: .*generation=1\) is there"
+    message = (
+        rf"generation=1\) is there.*{name}" if at == "gone" else "is damaged, or none of ours: "
+    )
+    if at != "gone":
+        message += r".*generation=1\) is there"
     with pytest.raises(error, match=message):
         speedtorch.load(tmp_path, layer=layer)
     assert_same(dict(layer.state_dict()), expected)
@@ -436,6 +447,71 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(
     assert kills > 40 and 0 < switched < kills
 
 
+def test_numbers_and_arrays_of_numpy_go_on(tmp_path: Path) -> None:
+    random, rows = np.random.RandomState(3), np.arange(6.0).reshape(2, 3)
+    speedtorch.save(tmp_path, random=random.get_state(), rows=rows, loss=np.float32(1.5))
+    expected = random.random()
+    found = speedtorch.load(tmp_path)
+    random.set_state(found["random"])
+    assert random.random() == expected and found["loss"] == np.float32(1.5)
+    found["rows"][0] = 7
+    assert np.array_equal(found["rows"], [[7, 7, 7], [3, 4, 5]])
+
+
+def test_a_part_called_as_the_metadata_of_a_file_is_loaded(tmp_path: Path) -> None:
+    speedtorch.save(tmp_path, __metadata__=torch.ones(2))
+    assert speedtorch.load(tmp_path)["__metadata__"].tolist() == [1, 1]
+
+
+STRAY: dict[str, Any] = {
+    "a file": lambda path: path.touch(),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a manifest that is a folder": lambda path: (path / "manifest.json").mkdir(parents=True),
+    "nine digits": lambda path: path.with_name("generation-000000007").mkdir(),
+    "arabic digits": lambda path: path.with_name("generation-" + "\u0667" * 8).mkdir(),
+}
+
+
+@pytest.mark.parametrize("number", [2, 7])
+@pytest.mark.parametrize("what", STRAY)
+def test_a_stray_entry_stops_no_save_and_no_load(what: str, number: int, tmp_path: Path) -> None:
+    speedtorch.save(tmp_path, step=1)
+    STRAY[what](tmp_path / f"generation-{number:08d}")
+    stray = set(os.listdir(tmp_path))
+    assert speedtorch.load(tmp_path) == {"step": 1}
+    for step in (2, 3, 4):
+        speedtorch.save(tmp_path, step=step)
+        assert speedtorch.load(tmp_path) == {"step": step}
+    assert stray - {"generation-00000001"} <= set(os.listdir(tmp_path))
+
+
+def test_a_save_that_is_overtaken_by_others_stays(tmp_path: Path) -> None:
+    with new_generation(str(tmp_path), 2, lambda _: None) as slow:
+        for step in range(4):
+            speedtorch.save(tmp_path, step=step)
+    assert slow.number == 5
+    assert generations_of(str(tmp_path)) == [4, 5]
+
+
+def test_a_generation_that_is_a_link_is_removed_as_one(tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    os.rename(speedtorch.save(tmp_path / "run", step=1).path, moved)
+    (tmp_path / "run" / "generation-00000001").symlink_to(moved)
+    assert speedtorch.load(tmp_path / "run") == {"step": 1}
+    speedtorch.save(tmp_path / "run", keep=1, step=2)
+    assert os.listdir(tmp_path / "run") == ["generation-00000002"] and moved.is_dir()
+
+
+def test_a_save_and_a_load_need_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    speedtorch.save(tmp_path, rows=torch.arange(3_000_000))
+    assert torch.equal(speedtorch.load(tmp_path)["rows"], torch.arange(3_000_000))
+
+
 def test_a_strangers_lock_keeps_no_save_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,6 +606,27 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"background": True}, "background.*async_save"),
+        ({"background": False}, "background.*async_save"),
+        ({"back_ground": True}, "back_ground.*async_save"),
+        ({"keeps": 10}, "write keep= for the option, or give the part another name"),
+        ({"Base": 1}, "write base="),
+        ({"max_memory": 1}, "max_memory= is an option of async_save"),
+        ({"generation": 1}, "generation= is an option of load: give the part another name"),
+        ({"sinces": 1}, "write since="),
+    ],
+)
+def test_a_part_called_nearly_as_an_option_raises(
+    option: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        speedtorch.save(tmp_path, step=1, **option)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_weight_that_stands_for_a_table_is_none_of_the_values(tmp_path: Path) -> None:
     emb = speedtorch.Embedding(9, 2)
     emb(torch.tensor([1, 2])).sum().backward()
@@ -539,6 +636,117 @@ def test_a_weight_that_stands_for_a_table_is_none_of_the_values(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
     speedtorch.save(tmp_path, w=emb.weight.detach().clone())
     assert torch.equal(speedtorch.load(tmp_path)["w"], emb.table["weight"])
+
+
+class Trained:
+    """A table and a layer with Adam, after a step."""
+
+    def __init__(self, kind: Any = optim.Adam, columns: int = 4) -> None:
+        self.model = nn.ModuleDict(
+            {"emb": speedtorch.Embedding(10, columns), "out": nn.Linear(columns, 1)}
+        )
+        self.optimizer = kind(self.model.parameters())
+        speedtorch.attach(self.optimizer, self.model)
+        self.model["out"](self.model["emb"](torch.arange(5))).sum().backward()
+        self.optimizer.step()
+
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def state(self) -> dict[str, Any]:
+        return {name: copy.deepcopy(each.state_dict()) for name, each in self.parts().items()}
+
+
+def with_optimizer(change: Any) -> dict[str, Any]:
+    """Parts whose optimizer's state is malformed."""
+    run = Trained()
+    state = copy.deepcopy(run.optimizer.state_dict())
+    change(state)
+    return {"model": run.model, "optimizer": state}
+
+
+UNFIT: dict[str, tuple[Any, Any]] = {
+    "another optimizer": (Trained(optim.Adagrad).parts, "does not take what was saved"),
+    "another model": (Trained(columns=5).parts, "(size mismatch|exp_avg)"),
+    "a model of other names": (lambda: {**Trained().parts(), "model": nn.Linear(4, 1)}, "missing"),
+    "a number for a model": (lambda: {**Trained().parts(), "model": 3}, "loads a dict, and a int"),
+    "a number for an optimizer": (lambda: {**Trained().parts(), "optimizer": 3}, "loads a dict"),
+    "no groups": (lambda: with_optimizer(lambda s: s.pop("param_groups")), "no 'param_groups'"),
+    "a group less": (lambda: with_optimizer(lambda s: s["param_groups"].clear()), "groups of"),
+    "no step": (lambda: with_optimizer(lambda s: s["state"][1].pop("step")), "no 'step'"),
+    "a number as state": (lambda: with_optimizer(lambda s: s["state"].update({1: 3})), "no dict"),
+    "another shape of state": (
+        lambda: with_optimizer(lambda s: s["state"][1].update(exp_avg=torch.ones(2, 2))),
+        "'exp_avg' of parameter 1 has the shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("since", [None, 1])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_part_that_does_not_fit_is_told_before_anything_is_loaded(
+    what: str, turned: bool, since: int | None, tmp_path: Path
+) -> None:
+    parts, message = UNFIT[what]
+    speedtorch.save(tmp_path, **parts())
+    run = Trained()
+    before = run.state()
+    given = dict(reversed(run.parts().items())) if turned else run.parts()
+    with pytest.raises((ValueError, RuntimeError), match=f"{message}.*nothing has been loaded"):
+        speedtorch.load(tmp_path, since=since, **given)
+    assert_same(run.state(), before)
+
+
+def test_a_scheduler_that_does_not_fit_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    run = Trained()
+    chained = [optim.lr_scheduler.StepLR(run.optimizer, 3) for _ in range(2)]
+    given = optim.lr_scheduler.ChainedScheduler(chained)
+    for saved in (3, chained[0]):
+        speedtorch.save(tmp_path, **Trained().parts(), scheduler=saved)
+        before = run.state()
+        with pytest.raises((ValueError, KeyError)):
+            speedtorch.load(tmp_path, **run.parts(), scheduler=given)
+        assert_same(run.state(), before)
+
+
+def test_a_module_that_loads_other_keys_by_code_of_its_own_loads(tmp_path: Path) -> None:
+    class Renamed(nn.Linear):
+        def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+            super()._load_from_state_dict({"weight": state["w"]}, prefix, *more)
+
+    speedtorch.save(tmp_path, layer={"w": torch.ones(2, 2)})
+    layer = Renamed(2, 2, bias=False)
+    speedtorch.load(tmp_path, layer=layer)
+    assert bool((layer.weight == 1).all())
+
+
+def test_rows_that_cannot_be_written_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    speedtorch.HostTable(10, 4, memory="plain").save(tmp_path / "rows.safetensors")
+    path = tmp_path / "rows.safetensors"
+    emb = speedtorch.Embedding.from_pretrained(path, freeze=True, memory="mapped")
+    layer = nn.Linear(2, 2)
+    speedtorch.save(tmp_path / "run", layer=nn.Linear(2, 2), emb=emb)
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match="read-only mapping"):
+        speedtorch.load(tmp_path / "run", layer=layer, emb=emb)
+    assert torch.equal(layer.weight, before)
+
+
+def test_a_module_of_dtensors_is_named_and_loads_before_others(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+        speedtorch.save(tmp_path, layer=nn.Linear(2, 2), model=model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        before = layer.weight.detach().clone()
+        with pytest.raises(TypeError, match=r"DTensor; expected a plain tensor: .*full_tensor"):
+            speedtorch.save(tmp_path, model=model)
+        with pytest.raises(RuntimeError, match="DTensor"):
+            speedtorch.load(tmp_path, layer=layer, model=model)
+        assert torch.equal(layer.weight, before)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_list_of_another_length_is_told_before_anything_is_loaded(tmp_path: Path) -> None:

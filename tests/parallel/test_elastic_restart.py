@@ -69,7 +69,7 @@ for step, ids in enumerate(loop, first):
     if HOW != "checkpoint":
         parts = {"model": model, "optimizer": optimizer, "step": step + 1}
         if "background" in HOW:
-            saving = speedtorch.save("saved", keep=9, base=step or None, background=True, **parts)
+            saving = speedtorch.async_save("saved", keep=9, base=step or None, **parts)
         else:
             speedtorch.save("saved", keep=9, **parts)
         continue

@@ -16,6 +16,7 @@ from sharded_checkpoints import (
     check_followed,
     check_loaded,
     check_saved,
+    check_unfit,
     check_whole,
     check_without_room,
 )
@@ -41,6 +42,13 @@ def test_base_and_deltas_of_ranks_are_the_run_on_any_number(
     cache = "2KiB" if background else None
     in_processes(ranks, check_deltas, folder, background, cache, backend=backend)
     in_processes(5 - ranks, check_followed, folder, backend="gloo")
+
+
+@pytest.mark.parametrize("since", [None, 1])
+def test_a_part_that_does_not_fit_on_one_rank_is_loaded_on_none(
+    since: int | None, tmp_path: Path
+) -> None:
+    in_processes(2, check_unfit, str(tmp_path / "run"), since)
 
 
 def test_a_table_of_which_one_rank_knows_no_changes_is_whole(tmp_path: Path) -> None:

@@ -881,3 +881,26 @@ def test_apply_of() -> None:
     assert type(result.grad_fn) is type(Twice.apply(given, "so").grad_fn)
     result.sum().backward()
     assert given.grad is not None and given.grad.tolist() == [2.0] * 3
+
+
+def test_prefix_store(process_group: timedelta) -> None:
+    torch_internals.prefix_store("one").set("key", "1")
+    assert not torch_internals.prefix_store("other").check(["key"])
+    assert torch_internals.prefix_store("one").get("key") == b"1"
+
+
+def test_load_hooks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    assert torch_internals.load_hooks(optimizer) == 0
+    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+    assert torch_internals.load_hooks(optimizer) == 1
+
+
+def test_loads_by_own_code() -> None:
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, *given: Any) -> None: ...
+
+    hooked = nn.Linear(1, 1)
+    hooked.register_load_state_dict_pre_hook(lambda *_: None)
+    found = [nn.BatchNorm1d(1), Own(1, 1), hooked]
+    assert list(map(torch_internals.loads_by_own_code, found)) == [False, True, True]

@@ -405,6 +405,27 @@ def test_a_module_with_mapped_rows_is_saved_with_a_run(saved: Path, tmp_path: Pa
         speedtorch.load(tmp_path / "run", model=mapped)
 
 
+@pytest.mark.parametrize("memory", ["mapped", "plain"])
+def test_one_field_of_a_models_file_is_opened_by_name(memory: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    given = {f"layers.{n}.weight": torch.randn(3 + n % 2, 4) for n in range(20_000)}
+    header = {"__metadata__": {"note": "x"}}
+    end = 0
+    for name, each in given.items():
+        entry = {"dtype": "F32", "shape": [*each.shape], "data_offsets": [end, end + each.nbytes]}
+        header[name], end = entry, end + each.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    assert len(text) > 1 << 20
+    data = b"".join(each.numpy().tobytes() for each in given.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    table = HostTable.open(path, memory, field="layers.7.weight")
+    assert table.memory == memory and list(table.fields) == ["weight"]
+    assert torch.equal(table["weight"], given["layers.7.weight"])
+    with pytest.raises(ValueError, match="holds no field 'weight'; name one of .* 19,980 more$"):
+        HostTable.open(path, memory, field="weight")
+
+
 def test_all_rows_of_a_mapped_module_are_read(saved: Path) -> None:
     module, rows = speedtorch.Embedding.from_pretrained(saved, memory="mapped"), rows_in(saved)
     assert torch.equal(torch.cat([block for _, block in module.blocks()]), rows)

@@ -1,0 +1,169 @@
+"""Checks before a load: whether each object takes what was saved of it, while nothing changes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from speedtorch.optim.attach import saved_state_of
+from speedtorch.optim.attached_state import CALL_HOOKS
+from speedtorch.table.read_only_rows import ReadOnlyRows
+from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.whole_fields import given_in_place
+from speedtorch.torch_internals import as_plain, load_hooks, loads_by_own_code
+
+__all__ = ["check_loads", "shares_rows"]
+
+_UNCHANGED = "nothing has been loaded"
+_SHAPED_OTHERWISE = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers whose state has other shapes than their parameters."""
+
+
+def shares_rows(part: Any) -> bool:
+    """Whether other ranks have rows of an object, too."""
+    if isinstance(part, nn.Module):
+        found = [getattr(each, "trained_rows", None) for each in part.modules()]
+    elif isinstance(part, Optimizer) and (saved := saved_state_of(part)) is not None:
+        found = [each.table_rows for each in saved.states]
+    else:
+        return False
+    return any(rows is not None and rows.table.portion is not None for rows in found)
+
+
+def check_loads(name: str, part: Any, state: Any) -> bool:
+    """Raises unless an object takes a state; False if only its own load_state_dict() can tell.
+
+    Raises:
+        ValueError: The state has another form, or is that of another optimizer.
+        RuntimeError: It is that of another module.
+    """
+    if isinstance(part, nn.Module):
+        return _check_module(name, part, _mapping(name, part, state))
+    if isinstance(part, Optimizer):
+        return _check_optimizer(name, part, _mapping(name, part, state))
+    if not isinstance(state, Mapping) and isinstance(part.state_dict(), Mapping):
+        _mapping(name, part, state)
+    return False
+
+
+def _mapping(name: str, part: Any, state: Any) -> Mapping[Any, Any]:
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"{name}: a {type(part).__name__} loads a dict, and a {type(state).__name__} was saved:"
+            f" give what was saved under this name; {_UNCHANGED}"
+        )
+    return state
+
+
+def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> bool:
+    with as_plain(), torch.no_grad(), given_in_place():
+        own = module.state_dict()
+    for key, value in own.items():
+        if isinstance(value, ReadOnlyRows):
+            raise ValueError(f"{name}: loading {key!r}: the table {value.remedy}; {_UNCHANGED}")
+    if not (wrong := [*_differences(module, own, state)]):
+        # Tensors of other classes, such as DTensors, say themselves what they take.
+        known = (Tensor, nn.Parameter, SharedRows)
+        return all(type(e) in known for e in own.values() if isinstance(e, Tensor))
+    if any(map(loads_by_own_code, module.modules())):
+        return False
+    more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+    raise RuntimeError(
+        f"{name}: {type(module).__name__} does not take what was saved: {'; '.join(wrong[:10])}"
+        f"{more}; {_UNCHANGED}"
+    )
+
+
+def _differences(
+    module: nn.Module, own: Mapping[str, Any], state: Mapping[Any, Any]
+) -> Iterator[str]:
+    """What a module and a state do not have in common, in torch's words."""
+    for key in {**own, **state}:
+        # Rows of 16 bits load as float32, and norms load what was saved before they counted.
+        if key not in own:
+            if not str(key).endswith("rounding_state"):
+                yield f"unexpected key {key!r}"
+        elif key not in state:
+            if not key.endswith(("rounding_state", "num_batches_tracked")):
+                yield f"missing key {key!r}"
+        elif isinstance(value := own[key], Tensor) and not is_lazy(value):
+            if not isinstance(given := state[key], Tensor):
+                yield f"{key} is a {type(given).__name__}, and a tensor in the module"
+            elif given.shape != value.shape and (value.dim() or given.dim() != 1):
+                yield (
+                    f"size mismatch for {key}: {tuple(given.shape)} was saved, and the module has"
+                    f" {tuple(value.shape)}"
+                )
+
+
+def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> bool:
+    saved = saved_state_of(optimizer)
+    others = load_hooks(optimizer) - (saved is not None)
+    if type(optimizer).load_state_dict not in CALL_HOOKS or others:
+        return False
+    try:
+        groups, entries = state["param_groups"], state["state"]
+        sizes = [len(each["params"]) for each in groups]
+        own = [len(each["params"]) for each in optimizer.param_groups]
+        if sizes != own:
+            raise ValueError(f"groups of {sizes} parameters were saved, and there are {own}")
+        if not all(isinstance(each, Mapping) for each in entries.values()):
+            raise TypeError("its state of a parameter is no dict")
+        if saved is not None:
+            saved.check_loads(optimizer, state)
+        if type(optimizer).__module__.startswith("torch.optim."):
+            _check_shapes(optimizer, groups, entries)
+            _try(optimizer, groups, entries)
+    except Exception as error:
+        text = (
+            f"it has no {error}"
+            if isinstance(error, KeyError)
+            else str(error).removesuffix("; nothing was loaded")
+        )
+        raise ValueError(
+            f"{name}: {type(optimizer).__name__} does not take what was saved: {text}; {_UNCHANGED}"
+        ) from error
+    return True
+
+
+def _check_shapes(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
+    """Raises ValueError for state of other shapes than the parameters, as torch does not."""
+    if type(optimizer).__name__ in _SHAPED_OTHERWISE:
+        return
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = [number for group in groups for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in entries.get(number, {}).items():
+            is_alike = isinstance(value, Tensor) and value.dim() == parameter.dim()
+            if is_alike and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the state {key!r} of parameter {number} has the shape {tuple(value.shape)},"
+                    f" and the parameter {tuple(parameter.shape)}"
+                )
+
+
+def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
+    """Loads a state, without the elements of its tensors, into a shallow copy."""
+    made = object.__new__(type(optimizer))
+    hooks: dict[str, Any] = {
+        name: OrderedDict() for name, each in vars(optimizer).items() if "_hooks" in name
+    }
+    vars(made).update({**vars(optimizer), **hooks})
+    vars(made).pop("load_state_dict", None)
+    empty = {
+        number: {key: _without_elements(value) for key, value in each.items()}
+        for number, each in entries.items()
+    }
+    made.load_state_dict({"state": empty, "param_groups": groups})
+
+
+def _without_elements(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim():
+        return torch.empty(0, dtype=value.dtype, device="cpu")
+    return value

@@ -1,0 +1,55 @@
+"""Ranks that load together: they agree through torch's store, beside collectives of other threads.
+
+Rows may be looked up while changed rows are loaded: a collective here could meet one of a lookup.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from datetime import timedelta
+from typing import Any
+
+from speedtorch.parallel.ranks import Ranks
+from speedtorch.torch_internals import prefix_store
+
+__all__ = ["LoadRanks"]
+
+_counts: weakref.WeakKeyDictionary[Ranks, int] = weakref.WeakKeyDictionary()
+"""The number of values that ranks have exchanged here; the same on all of them."""
+
+
+class LoadRanks:
+    """The processes that load one generation; see Together.
+
+    Args:
+        ranks: The processes that share rows.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+        self._store = prefix_store(f"speedtorch load {ranks.name}")
+
+    def every(self, value: Any) -> list[Any]:
+        """What each rank says; lists, numbers, strings and None.
+
+        Raises RuntimeError if a rank does not load in time.
+        """
+        number = _counts[self._ranks] = _counts.get(self._ranks, 0) + 1
+        self._store.set(f"{number}/{self.rank}", json.dumps(value))
+        keys = [f"{number}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._ranks.patience))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "load: a rank that shares rows out has not called load() in time: all ranks call it"
+                f" together ({error})"
+            ) from error
+        said = [json.loads(self._store.get(key)) for key in keys]
+        if number > 1:  # which all ranks have read, as they have gone on
+            self._store.delete_key(f"{number - 1}/{self.rank}")
+        return said
+
+    def agreed(self, value: Any) -> Any:
+        """What the first rank says; see every()."""
+        return self.every(value)[0]
