@@ -11,6 +11,7 @@ from sharded_disagreements import (
     check_other_calls_on_machines,
     check_other_models,
     check_replicas,
+    check_replicas_of_meshes,
 )
 
 
@@ -64,3 +65,7 @@ def test_a_backward_that_differs_changes_no_row_where_errors_come_late() -> None
 
 def test_replicas_of_shared_rows_are_refused_on_all_ranks() -> None:
     in_processes(4, check_replicas)
+
+
+def test_replicas_of_fully_shard_and_replicate_are_refused() -> None:
+    in_processes(4, check_replicas_of_meshes)
