@@ -536,8 +536,13 @@ class Exchange(ABC):
         return not self._view.has_gradient()
 
     def _was_over(self, parts: Sequence[Tensor]) -> bool:
-        """Whether a failed backward alone kept the step from being over, which has no such rows."""
-        if self._captures() or not self.expects_gradient():
+        """Whether a failed backward or empty lookups alone keep a step without such rows."""
+        if self._captures():
+            return False
+        names_rows = any(batch.parts.count for batch in self.now.batches)
+        if not names_rows and any(part.numel() for part in parts):
+            return True
+        if not self.expects_gradient():
             return False
         if all(self.now.find(part) is not None for part in parts):
             return False

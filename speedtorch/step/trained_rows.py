@@ -446,8 +446,10 @@ class TrainedRows:
         with as_plain():
             self.exchange.await_step()
             if number != self.exchange.now.number:
+                if (named := places()).numel() == 0:
+                    return
                 self.check_held(number)
-                gradient, ids = _named_alone(gradient, ids, places())
+                gradient, ids = _named_alone(gradient, ids, named)
                 if len(ids) == 0:
                     return
                 self.exchange.rejoin(ids)
