@@ -799,7 +799,8 @@ class Exchange(ABC):
                     self.now = now._replace(copy=copy, stepped=True)
             elif not call.paused:
                 left = call.leave()
-                written = is_changed = written or number == now.number
+                has_part = number == now.number and view.parameter.grad is not None
+                written = is_changed = written or has_part
                 if left and number == now.number:
                     self._after_failed_step()
         if written and not stepped:
