@@ -361,6 +361,37 @@ def check_each_other_call(capacity: int | None, part: slice) -> None:
         pair.good_step(7)
 
 
+def check_skipped_batches() -> None:
+    """A batch that one of two ranks cannot use is skipped by that rank, or by both."""
+    pair, ids = Pair(), ids_here(1, 2)
+    pair.model.zero_grad()
+    pair.model["a"](ids).sum()  # and no backward on any rank
+    pair.good_step(7)
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+    pair.whole["a"](ids).sum().div(2).backward()
+    loss = pair.model["a"](ids).sum()
+    (loss * 0 if is_odd() else loss).backward()
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    pair.assert_as_whole()
+    pair.good_step(8)
+
+
+def check_an_error_between_lookup_and_backward() -> None:
+    """The other rank waits in its backward until the timeout; then both go on together."""
+    pair = Pair()
+    pair.model.zero_grad()
+    loss = pair.model["a"](ids_here(1, 2)).sum()
+    if not is_odd():
+        with patch.object(Ranks.of(), "patience", 0.5):
+            raises(RuntimeError, "did not come", loss.backward)
+    del loss
+    dist.barrier()
+    pair.model.zero_grad()
+    pair.good_step(7)
+
+
 def check_late_calls() -> None:
     """Rows of a capacity that are stepped before the error is known are as before the step."""
     with raised_late(), patch.object(Ranks.of(), "_board", None):
