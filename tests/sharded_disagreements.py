@@ -171,6 +171,17 @@ def check_replicas() -> None:
         nn.parallel.DistributedDataParallel(model, **same)(ids).sum().backward()
 
 
+def check_join() -> None:
+    """Ranks that would end at different times are refused on all."""
+    model = Wrapped(made)
+    shard(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with wrapped.join(), soon("join"):
+        raises(
+            NotImplementedError, r"join\(\) a rank .* empty batches", lambda: wrapped(ids_here(1))
+        )
+
+
 def check_replicas_of_meshes() -> None:
     """As check_replicas, of fully_shard and replicate, applied to the model or to a part of it."""
     device = own_device().type

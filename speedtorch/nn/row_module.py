@@ -569,7 +569,7 @@ class RowModule(nn.Module):
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
                     " differ between processes: call speedtorch.shard() with the"
                     f" {type(active.module).__name__} that it wraps, not only a part of that,"
-                    " before it is wrapped"
+                    " before it is wrapped, and use no DistributedModelParallel of torchrec"
                 )
 
     # --------------------------------------------------------------------------------------------

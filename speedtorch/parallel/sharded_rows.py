@@ -21,7 +21,11 @@ from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.ranks import Asked, Ranks
 from speedtorch.parallel.requests import AnyRequest, Requests
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
-from speedtorch.torch_internals import active_data_parallel, composable_data_parallel
+from speedtorch.torch_internals import (
+    active_data_parallel,
+    composable_data_parallel,
+    takes_uneven_inputs,
+)
 
 __all__ = ["ShardedRows", "ranks_of"]
 
@@ -100,6 +104,13 @@ class ShardedRows:
     def _refuse_replicas(self) -> None:
         """Raises NotImplementedError if more ranks train the model than share the rows."""
         if (active := active_data_parallel()) is not None:
+            if takes_uneven_inputs(active):
+                raise NotImplementedError(
+                    f"{self._rows.name}: its rows are sharded among ranks, and within"
+                    " DistributedDataParallel.join() a rank that has no more batches makes no"
+                    " lookups, for which the others would wait: leave join() out, and let such a"
+                    " rank go on with empty batches"
+                )
             ranks = dist.get_process_group_ranks(active.process_group)
             self._refuse_others("DistributedDataParallel", ranks)
         if self._ranks.size == dist.get_world_size():
