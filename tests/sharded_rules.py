@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -155,6 +156,26 @@ def check_bad_features() -> None:
         raises(IndexError, message, call)
         model(good).values().sum().backward()
         model.zero_grad()
+
+
+def check_no_ids() -> None:
+    """What is no tensor of ids on one rank raises on all of them; the next step works."""
+    ids, message = torch.tensor([1, 2]), r"an id on ranks \[1\] is out of range, or no integer"
+    first, floats = torch.tensor([0]), torch.tensor([])
+    for capacity, trains in ((None, True), (None, False), (20, True), (20, False)):
+        module, bags = rows_module(capacity=capacity), bags_module(capacity=capacity)
+        shard(module)
+        shard(bags)
+        wrong = partial(module, floats), partial(bags, ids)  # and no offsets
+        right = partial(module, ids), partial(bags, ids, first)
+        errors = (RuntimeError, "expected a dense int32"), (ValueError, "offsets")
+        for (kind, own), bad, good in zip(errors, wrong, right, strict=True):
+            with torch.set_grad_enabled(trains):
+                if dist.get_rank() == 1:
+                    raises(kind, own, bad)
+                else:
+                    raises(IndexError, message, good)
+                good()
 
 
 def check_other_tensors_after_an_error() -> None:

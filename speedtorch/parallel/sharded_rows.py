@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -138,6 +139,12 @@ class ShardedRows:
                 f" ranks {sorted(others)}, too, whose rows would become others: call"
                 f" speedtorch.shard() and {wrapper} with {same}"
             )
+
+    def fail(self, *, trains: bool) -> None:
+        """Raises on the other ranks, which make the lookup that this rank cannot make."""
+        bad = torch.full((1,), self._dealt.rows)
+        with suppress(IndexError):  # the caller raises this rank's own error
+            self.exchange.of(bad) if trains else self.exchange.of_no_step(bad)
 
     def read(self, ids: Tensor) -> Tensor:
         """As TrainedRows.read."""

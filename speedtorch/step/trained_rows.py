@@ -614,6 +614,9 @@ class TrainedRows:
             return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
 
+    def fail(self, *, trains: bool) -> None:
+        """Called in place of a lookup whose ids are none: nothing is to be done here."""
+
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient, as it is asked to or as the optimizer wants."""
         # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
