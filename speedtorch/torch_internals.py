@@ -302,8 +302,12 @@ def composable_data_parallel() -> list[tuple[nn.Module, str, list[int]]]:
     found = []
     for module, reference in list(_composable_state._module_state_mapping.items()):
         state: Any = reference()
-        for group in getattr(state, "_fsdp_param_groups", ()):
-            name = "fully_shard" if state._state_name == "FSDP" else "replicate"
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # one group, in older versions of torch
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = [] if group is None else [group]
+        name = "replicate" if "Replicate" in type(state).__name__ else "fully_shard"
+        for group in groups:
             found.append((module, name, group.mesh_info.mesh.mesh.flatten().tolist()))
     return found
 
