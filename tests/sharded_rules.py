@@ -178,6 +178,22 @@ def check_no_ids() -> None:
                 good()
 
 
+def check_norms_of_torch() -> None:
+    """torch's norm of all gradients is refused; its scaling by a given norm is each rank's own."""
+    for foreach in (None, False):
+        module = rows_module()
+        shard(module)
+        module(torch.tensor([1, 2, 3])).square().sum().backward()
+        norm_of = partial(nn.utils.get_total_norm, [module.weight.grad], foreach=foreach)
+        raises(NotImplementedError, "needs the rows of all ranks", norm_of)
+        before = module.trained_rows.own_gradient()
+        assert before is not None
+        halved = before.clone() * (1.0 / (2.0 + 1e-6))
+        norm = torch.tensor(2.0, device=own_device())
+        nn.utils.clip_grads_with_norm_(module.weight, 1.0, norm, foreach)
+        assert torch.equal(module.trained_rows.own_gradient(), halved)
+
+
 def check_other_tensors_after_an_error() -> None:
     """What was planned before an error is asked anew: some ranks may look up other tensors."""
     wholes = [rows_module(), rows_module()]
