@@ -51,6 +51,7 @@ __all__ = [
     "call_with_first_gpu",
     "calls_under_way",
     "can_skip",
+    "composable_data_parallel",
     "current_backward",
     "current_node",
     "current_stream",
@@ -294,6 +295,26 @@ takes_uneven_inputs: Callable[[nn.parallel.DistributedDataParallel], bool] = ope
     "_join_config.enable"
 )
 """Whether its join() is under way."""
+
+
+def composable_data_parallel() -> list[tuple[nn.Module, str, list[int]]]:
+    """The modules of fully_shard() and replicate(), with that function's name and its ranks.
+
+    replicate() of DistributedDataParallel is none of them: active_data_parallel() returns that one.
+    """
+    from torch.distributed import _composable_state
+
+    found = []
+    for module, reference in list(_composable_state._module_state_mapping.items()):
+        state: Any = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # one group, in older versions of torch
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = [] if group is None else [group]
+        name = "replicate" if "Replicate" in type(state).__name__ else "fully_shard"
+        for group in groups:
+            found.append((module, name, group.mesh_info.mesh.mesh.flatten().tolist()))
+    return found
 
 
 def timeout_of(group: Any) -> timedelta:

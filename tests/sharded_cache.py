@@ -78,3 +78,16 @@ def check_too_little_memory() -> None:
             cached = _trained("1KiB", None, own_device())
     for rows, others in zip(cached, plain, strict=True):
         assert torch.equal(rows, others)
+
+
+def check_fewer_rows_than_ranks() -> None:
+    """A rank without rows has no cache, and raises nothing."""
+    for capacity in (None, 4):
+        embedding = speedtorch.Embedding(1, 4, device=own_device(), cache="1KiB", capacity=capacity)
+        speedtorch.shard(embedding)
+        speedtorch.cache(embedding, "1KiB")
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        for _ in range(2):
+            embedding(torch.zeros(3, dtype=torch.int64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()

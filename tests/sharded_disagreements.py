@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from rank_processes import own_device
 from sharded_capacity import raised_late
 from sharded_training import ROWS, WIDTH, assert_own_rows, ids_here, raises
-from torch import nn, optim
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn, optim
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_on
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
@@ -166,6 +169,44 @@ def check_replicas() -> None:
             raises(NotImplementedError, message, partial(wrapped, ids))
         same = {"process_group": mesh.get_group("rows")}
         nn.parallel.DistributedDataParallel(model, **same)(ids).sum().backward()
+
+
+def check_join() -> None:
+    """Ranks that would end at different times are refused on all."""
+    model = Wrapped(made)
+    shard(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with wrapped.join(), soon("join"):
+        raises(
+            NotImplementedError, r"join\(\) a rank .* empty batches", lambda: wrapped(ids_here(1))
+        )
+
+
+def check_replicas_of_meshes() -> None:
+    """As check_replicas, of fully_shard and replicate, applied to the model or to a part of it."""
+    device = own_device().type
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicas", "rows"))
+    every, rows = init_device_mesh(device, (4,)), mesh["rows"]
+    message = r"ranks \[(0, 1|2, 3)\], and (fully_shard|replicate) .* on ranks \[(2, 3|0, 1)\]"
+    for wrap, of in (fully_shard, mesh), (fully_shard, every), (replicate_on, every):
+        for part in (lambda model: model, lambda model: model[1]):
+            lookup = _wrapped_lookup(partial(_wrap, wrap, part, of), rows)
+            with soon("replicas"):
+                raises(NotImplementedError, message, lookup)
+    _wrapped_lookup(partial(_wrap, fully_shard, lambda model: model, rows), rows)().sum().backward()
+
+
+def _wrap(wrap: Any, part: Callable[[nn.Module], nn.Module], mesh: Any, model: nn.Module) -> None:
+    inner, own = part(model), speedtorch.row_parameters(model)
+    wrap(inner, mesh=mesh, ignored_params=own if inner is model else None)
+
+
+def _wrapped_lookup(wrap: Callable[..., object], rows: DeviceMesh) -> Callable[[], Tensor]:
+    """A lookup of a model with rows that ranks of a mesh share."""
+    model = nn.Sequential(made(), nn.Linear(WIDTH, WIDTH))
+    shard(model, process_group=rows.get_group())
+    wrap(model)
+    return lambda: model(ids_here(1, 2))
 
 
 class Pair:
@@ -329,6 +370,37 @@ def check_each_other_call(capacity: int | None, part: slice) -> None:
             assert torch.equal(module.table["weight"], before), name
         pair.model.zero_grad()
         pair.good_step(7)
+
+
+def check_skipped_batches() -> None:
+    """A batch that one of two ranks cannot use is skipped by that rank, or by both."""
+    pair, ids = Pair(), ids_here(1, 2)
+    pair.model.zero_grad()
+    pair.model["a"](ids).sum()  # and no backward on any rank
+    pair.good_step(7)
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+    pair.whole["a"](ids).sum().div(2).backward()
+    loss = pair.model["a"](ids).sum()
+    (loss * 0 if is_odd() else loss).backward()
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    pair.assert_as_whole()
+    pair.good_step(8)
+
+
+def check_an_error_between_lookup_and_backward() -> None:
+    """The other rank waits in its backward until the timeout; then both go on together."""
+    pair = Pair()
+    pair.model.zero_grad()
+    loss = pair.model["a"](ids_here(1, 2)).sum()
+    if not is_odd():
+        with patch.object(Ranks.of(), "patience", 0.5):
+            raises(RuntimeError, "did not come", loss.backward)
+    del loss
+    dist.barrier()
+    pair.model.zero_grad()
+    pair.good_step(7)
 
 
 def check_late_calls() -> None:

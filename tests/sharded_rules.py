@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -155,6 +156,42 @@ def check_bad_features() -> None:
         raises(IndexError, message, call)
         model(good).values().sum().backward()
         model.zero_grad()
+
+
+def check_no_ids() -> None:
+    """What is no tensor of ids on one rank raises on all of them; the next step works."""
+    ids, message = torch.tensor([1, 2]), r"an id on ranks \[1\] is out of range, or no integer"
+    first, floats = torch.tensor([0]), torch.tensor([])
+    for capacity, trains in ((None, True), (None, False), (20, True), (20, False)):
+        module, bags = rows_module(capacity=capacity), bags_module(capacity=capacity)
+        shard(module)
+        shard(bags)
+        wrong = partial(module, floats), partial(bags, ids)  # and no offsets
+        right = partial(module, ids), partial(bags, ids, first)
+        errors = (RuntimeError, "expected a dense int32"), (ValueError, "offsets")
+        for (kind, own), bad, good in zip(errors, wrong, right, strict=True):
+            with torch.set_grad_enabled(trains):
+                if dist.get_rank() == 1:
+                    raises(kind, own, bad)
+                else:
+                    raises(IndexError, message, good)
+                good()
+
+
+def check_norms_of_torch() -> None:
+    """torch's norm of all gradients is refused; its scaling by a given norm is each rank's own."""
+    for foreach in (None, False):
+        module = rows_module()
+        shard(module)
+        module(torch.tensor([1, 2, 3])).square().sum().backward()
+        norm_of = partial(nn.utils.get_total_norm, [module.weight.grad], foreach=foreach)
+        raises(NotImplementedError, "needs the rows of all ranks", norm_of)
+        before = module.trained_rows.own_gradient()
+        assert before is not None
+        halved = before.clone() * (1.0 / (2.0 + 1e-6))
+        norm = torch.tensor(2.0, device=own_device())
+        nn.utils.clip_grads_with_norm_(module.weight, 1.0, norm, foreach)
+        assert torch.equal(module.trained_rows.own_gradient(), halved)
 
 
 def check_other_tensors_after_an_error() -> None:

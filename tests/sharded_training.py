@@ -284,7 +284,7 @@ def check_errors() -> None:
     optimizer = optim.Adam(model.parameters())
     speedtorch.attach(optimizer, model)
     before = module.table["weight"].clone()
-    ids, message = ids_here(1, 2), r"an id on ranks \[1\] is out of range; no row was moved"
+    ids, message = ids_here(1, 2), r"an id on ranks \[1\] is out of range, or no integer; no row"
     if rank == 1:
         ids = ids_here(1, ROWS, -2)
         message = "id 41 at position 1 is out of range for a table of 41 rows .2 of 3"

@@ -73,7 +73,8 @@ def share_cache(modules: Sequence[RowModule], nbytes: int) -> None:
         shares[each] = min(needs[each], left // (len(open_modules) - number))
         left -= shares[each]
     for each, share in shares.items():
-        if share < (least := needs[each] // each.trained_rows.shape[0]):
+        rows = each.trained_rows.shape[0]
+        if rows and share < (least := needs[each] // rows):
             raise ValueError(
                 f"cache: {nbytes} bytes are {share} for a table whose rows take {least} each, with"
                 f" {BYTES_OF_SLOT} for their ids; give more"

@@ -124,7 +124,11 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         with as_plain():
             rows, weights = self.lookups, per_sample_weights
             trains = self._check_lookup(input)
-            self._check_bags(input, offsets, weights)
+            try:
+                self._check_bags(input, offsets, weights)
+            except Exception:
+                self.lookups.fail(trains=trains)
+                raise
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)
             padding = None if self.padding_idx is None else len(held) - 1

@@ -105,6 +105,9 @@ class Lookups(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Rows of no step, as the operand of a lookup."""
 
+    def fail(self, *, trains: bool) -> None:
+        """Called in place of a lookup whose ids are none."""
+
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient of that."""
 
@@ -539,7 +542,12 @@ class RowModule(nn.Module):
                 " through a lookup; look the rows up before, and give the function emb(ids)"
             )
         self._check_use()
-        check_ids(self.trained_rows.name, ids, RuntimeError)  # which torch raises for other numbers
+        try:
+            # torch raises RuntimeError for other numbers.
+            check_ids(self.trained_rows.name, ids, RuntimeError)
+        except Exception:
+            self.lookups.fail(trains=trains)
+            raise
         return trains
 
     def _check_use(self) -> None:
@@ -572,7 +580,7 @@ class RowModule(nn.Module):
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
                     " differ between processes: call speedtorch.shard() with the"
                     f" {type(active.module).__name__} that it wraps, not only a part of that,"
-                    " before it is wrapped"
+                    " before it is wrapped, and use no DistributedModelParallel of torchrec"
                 )
 
     # --------------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ _attached: weakref.WeakKeyDictionary[Optimizer, SavedState] = weakref.WeakKeyDic
 def attach(optimizer: Optimizer, module: nn.Module) -> None:
     """Makes an optimizer keep its state of Embeddings' rows in their tables, beside the rows.
 
+    Of an attached optimizer, tables that add_param_group() gave it later are attached, and the
+    state of the others stays.
+
     From here on the optimizer sees the rows of a step and their state, and nothing else changes:
     the same step(), schedulers, scalers and state_dict(), which holds the state of all rows. Attach
     before the first use or loading: the table then takes its memory once, with the state as part of
@@ -58,8 +61,9 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
 
     Raises:
         TypeError: it is no torch optimizer, or the module is none.
-        ValueError: the optimizer holds no Embedding's weight of the module, it or another is
-            attached to it already, it is a copy of an attached one, or it breaks the rule above.
+        ValueError: the optimizer holds no Embedding's weight of the module, or is attached to all
+            of them already; another is attached to one, it is a copy of an attached one, or it
+            breaks the rule above.
             Nothing has changed.
         MemoryError: there is no room for the state, or to try the optimizer (on a GPU
             torch.OutOfMemoryError). Nothing has changed.
@@ -84,56 +88,66 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         rows = {id(getattr(each, "trained_rows", None)) for each in module.modules()}
         within = stepped_by(optimizer)
         holding = [each for each in within if any(id(r) in rows for r in rows_held_by(each))]
-        done: list[Optimizer] = []
+        added: dict[Optimizer, list[AttachedState]] = {}
         try:
             for each in holding or within[:1]:  # without such an optimizer, _attach raises
-                _attach(each, module)
-                done.append(each)
-            show_all_rows(optimizer, {each: _attached[each] for each in done})
+                added[each] = _attach(each, module)
+            if not any(added.values()):
+                raise ValueError(
+                    f"{type(within[0]).__name__} is attached already to every Embedding of"
+                    f" {type(module).__name__}: attach() adds tables that add_param_group() gave"
+                    " it later; detach() it first to begin its state anew"
+                )
+            show_all_rows(optimizer, {each: _attached[each] for each in added})
         except BaseException:
-            for each in done:
+            for each, states in added.items():
+                _detach(each, states)
+            if not any(each in _attached for each in within):
                 show_held_rows(optimizer)
-                _detach(each)
             raise
 
 
-def _attach(optimizer: Optimizer, module: nn.Module) -> None:
+def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
+    """Attaches the tables of a module that are not attached yet, and returns their states."""
     kind = type(optimizer).__name__
-    if optimizer in _attached:
-        raise ValueError(
-            f"{kind} is attached already: detach it first, and attach it once to a module that has"
-            " all of its Embeddings. state = optimizer.state_dict() before and"
-            " optimizer.load_state_dict(state) after keep its state"
-        )
     of_module = {
         id(getattr(each, "trained_rows", None)): getattr(each, "sparse", False)
         for each in module.modules()
     }
-    found, probes = [], _Probes(optimizer)
+    found, probes, is_held = [], _Probes(optimizer), False
     for rows in rows_held_by(optimizer):
         if id(rows) in of_module:
+            is_held = True
             find_own_step(optimizer, rows)
-            if state_of(rows) is not None:
+            if (before := state_of(rows)) is not None:
+                if before.optimizer() is optimizer:
+                    continue
                 raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
             probe = probes.of(rows, sparse=of_module[id(rows)])
             loaded = dict(optimizer.state.get(rows.weight, {}))
             found.append((rows, probe, loaded, rows.table.was_read))
-    if not found:
+    if not is_held:
         raise ValueError(
             f"{kind} holds no weight of an Embedding in {type(module).__name__}: build it with"
             " module.parameters() first, and attach the module that has a speedtorch.Embedding or"
             " EmbeddingBag"
         )
-    saved = SavedState(optimizer)
+    if not found:
+        return []
+    saved = _attached.get(optimizer) or SavedState(optimizer)
+    added: list[AttachedState] = []
     try:
         for rows, probe, loaded, _ in found:
             state = AttachedState(optimizer, rows, probe)
             _attach_rows(state, kind, loaded)
-            saved.states.append(state)
+            added.append(state)
+        saved.states += added
         _attached[optimizer] = saved
     except BaseException:
-        _attached.pop(optimizer, None)
-        saved.remove(optimizer)
+        saved.states = [state for state in saved.states if state not in added]
+        if not saved.states:
+            _attached.pop(optimizer, None)
+            saved.remove(optimizer)
         for rows, _, loaded, was_read in found:
             if rows.state is not None:
                 rows.detach(was_read=was_read)
@@ -141,6 +155,7 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> None:
                 if loaded:
                     optimizer.state[rows.weight] = loaded
         raise
+    return added
 
 
 class _Probes:
@@ -251,16 +266,19 @@ def detach(optimizer: Optimizer) -> None:
                 " attach() was given"
             )
         for each in attached:
-            _detach(each)
+            _detach(each, list(_attached[each].states))
         show_held_rows(optimizer)
 
 
-def _detach(optimizer: Optimizer) -> None:
+def _detach(optimizer: Optimizer, states: list[AttachedState]) -> None:
+    if not states:
+        return
     saved = _attached[optimizer]
-    while saved.states:
-        rows = saved.states[-1].table_rows
+    for state in reversed(states):
+        rows = state.table_rows
         rows.detach()
         optimizer.state.pop(rows.weight, None)
-        saved.states.pop()
-    saved.remove(optimizer)
-    del _attached[optimizer]
+        saved.states.remove(state)
+    if not saved.states:
+        saved.remove(optimizer)
+        del _attached[optimizer]

@@ -379,9 +379,8 @@ def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
         if any(other is not None and other.optimizer() is optimizer for other in others):
             raise RuntimeError(
                 f"{kept_of}, whose rows come and go: it is attached to other tables only; nothing"
-                " was stepped. Take state = optimizer.state_dict(), call"
-                " speedtorch.detach(optimizer), speedtorch.attach(optimizer, model) with a model of"
-                " all tables, and optimizer.load_state_dict(state)"
+                " was stepped. Call speedtorch.attach(optimizer, model) again with a model that has"
+                " this table: it keeps the state of the others"
             )
         raise RuntimeError(
             f"{kept_of}, whose rows come and go: call speedtorch.attach(optimizer, model) once"

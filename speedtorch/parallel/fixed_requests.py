@@ -65,7 +65,8 @@ class FixedRequest:
                     raise own
                 if bad := (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist():
                     raise IndexError(
-                        f"{self._name}: an id on ranks {bad} is out of range; no row was moved"
+                        f"{self._name}: an id on ranks {bad} is out of range, or no integer; no"
+                        " row was moved"
                     )
             raise of_ranks(self._name, fault, "nothing has changed")
 

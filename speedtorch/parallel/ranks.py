@@ -140,7 +140,10 @@ class Ranks:
         counts = self._counts(told)
         got, given = counts[: self.size], counts[self.size :]
         if bad := [rank for rank, count in enumerate(given) if count < 0]:
-            raise IndexError(f"{told.name}: an id on ranks {bad} is out of range; no row was moved")
+            raise IndexError(
+                f"{told.name}: an id on ranks {bad} is out of range, or no integer; no row was"
+                " moved"
+            )
         ids = ids[: sum(got)]
         return Asked(self._exchanged(told.name, ids, given, got, group=self._asking), given, got)
 

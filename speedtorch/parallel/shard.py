@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import torch.distributed as dist
@@ -116,5 +117,6 @@ def shard(
                 padding=module.padding_idx,
                 average=average,
                 sparse=bool(getattr(module, "sparse", False)),
+                model=weakref.ref(model),
             ),
         )

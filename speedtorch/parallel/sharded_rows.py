@@ -8,11 +8,13 @@ lookup.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from speedtorch.ops.functions import rows_at
 from speedtorch.parallel.block_cyclic import BlockCyclic
@@ -20,7 +22,11 @@ from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.ranks import Asked, Ranks
 from speedtorch.parallel.requests import AnyRequest, Requests
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
-from speedtorch.torch_internals import active_data_parallel
+from speedtorch.torch_internals import (
+    active_data_parallel,
+    composable_data_parallel,
+    takes_uneven_inputs,
+)
 
 __all__ = ["ShardedRows", "ranks_of"]
 
@@ -47,6 +53,7 @@ class ShardedRows:
         padding: id of the row that is never trained, or None.
         average: divide gradients by the number of ranks.
         sparse: whether autograd is asked for sparse gradients.
+        model: returns the model that was sharded, while there is one.
     """
 
     def __init__(
@@ -60,8 +67,12 @@ class ShardedRows:
         padding: int | None,
         average: bool,
         sparse: bool,
+        model: Callable[[], nn.Module | None],
     ) -> None:
         self._rows, self._ranks = rows, ranks
+        self._model = model
+        self._wrapped = 0
+        """The number of modules of fully_shard and replicate that were checked."""
         self._dealt, self._number = dealt, number
         self._owns_padding = own_padding is not None
         self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
@@ -92,17 +103,48 @@ class ShardedRows:
         return result
 
     def _refuse_replicas(self) -> None:
-        """Raises NotImplementedError where DistributedDataParallel has more ranks than the rows."""
-        if (active := active_data_parallel()) is None:
+        """Raises NotImplementedError if more ranks train the model than share the rows."""
+        if (active := active_data_parallel()) is not None:
+            if takes_uneven_inputs(active):
+                raise NotImplementedError(
+                    f"{self._rows.name}: its rows are sharded among ranks, and within"
+                    " DistributedDataParallel.join() a rank that has no more batches makes no"
+                    " lookups, for which the others would wait: leave join() out, and let such a"
+                    " rank go on with empty batches"
+                )
+            ranks = dist.get_process_group_ranks(active.process_group)
+            self._refuse_others("DistributedDataParallel", ranks)
+        if self._ranks.size == dist.get_world_size():
             return
-        others = set(dist.get_process_group_ranks(active.process_group)) - self._ranks.members
-        if others:
+        wrapped = composable_data_parallel()
+        if self._wrapped == len(wrapped):
+            return
+        weight: Tensor = self._rows.weight
+        model = self._model()
+        own = set() if model is None else set(model.modules())
+        for module, name, ranks in wrapped:
+            if module in own or any(weight is each for each in module.parameters()):
+                self._refuse_others(name, ranks)
+        self._wrapped = len(wrapped)
+
+    def _refuse_others(self, wrapper: str, ranks: Iterable[int]) -> None:
+        """Raises NotImplementedError if ranks of a wrapper do not share the rows."""
+        if others := set(ranks) - self._ranks.members:
+            same = "the same process_group"
+            if wrapper != "DistributedDataParallel":
+                same = "a mesh of the same ranks"
             raise NotImplementedError(
                 f"{self._rows.name}: its rows are shared out among ranks"
-                f" {sorted(self._ranks.members)}, and DistributedDataParallel trains the model on"
+                f" {sorted(self._ranks.members)}, and {wrapper} trains the model on"
                 f" ranks {sorted(others)}, too, whose rows would become others: call"
-                " speedtorch.shard() and DistributedDataParallel with the same process_group"
+                f" speedtorch.shard() and {wrapper} with {same}"
             )
+
+    def fail(self, *, trains: bool) -> None:
+        """Raises on the other ranks, which make the lookup that this rank cannot make."""
+        bad = torch.full((1,), self._dealt.rows)
+        with suppress(IndexError):  # the caller raises this rank's own error
+            self.exchange.of(bad) if trains else self.exchange.of_no_step(bad)
 
     def read(self, ids: Tensor) -> Tensor:
         """As TrainedRows.read."""

@@ -536,8 +536,13 @@ class Exchange(ABC):
         return not self._view.has_gradient()
 
     def _was_over(self, parts: Sequence[Tensor]) -> bool:
-        """Whether a failed backward alone kept the step from being over, which has no such rows."""
-        if self._captures() or not self.expects_gradient():
+        """Whether a failed backward or empty lookups alone keep a step without such rows."""
+        if self._captures():
+            return False
+        names_rows = any(batch.parts.count for batch in self.now.batches)
+        if not names_rows and any(part.numel() for part in parts):
+            return True
+        if not self.expects_gradient():
             return False
         if all(self.now.find(part) is not None for part in parts):
             return False
@@ -794,7 +799,8 @@ class Exchange(ABC):
                     self.now = now._replace(copy=copy, stepped=True)
             elif not call.paused:
                 left = call.leave()
-                written = is_changed = written or number == now.number
+                has_part = number == now.number and view.parameter.grad is not None
+                written = is_changed = written or has_part
                 if left and number == now.number:
                     self._after_failed_step()
         if written and not stepped:

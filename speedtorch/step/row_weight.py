@@ -299,7 +299,8 @@ def _refuse_share(weight: RowWeight, name: str) -> None:
             f"{weight._rows.name}: {name}() of its weight needs the rows of all ranks, and each has"
             " a shard of them; use emb(ids), speedtorch.clip_grad_norm_, speedtorch.GradScaler, or"
             " model.state_dict() within speedtorch.full_state_dict(model); call speedtorch.shard()"
-            " with the whole module that DistributedDataParallel wraps, and fully_shard() with"
+            " with the whole module that DistributedDataParallel wraps, which takes the place of"
+            " torchrec's DistributedModelParallel, and fully_shard() with"
             " ignored_params=speedtorch.row_parameters(model) (FullyShardedDataParallel:"
             " ignored_states=)"
         )

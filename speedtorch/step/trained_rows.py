@@ -170,12 +170,12 @@ class TrainedRows:
     def cache(self, nbytes: int | None, members: Tensor | None = None) -> None:
         """Keeps rows that are loaded often on the device, in so many bytes; None: no more.
 
-        With `members` `[n]` those of these distinct ids. Raises RuntimeError while a CUDA graph
-        uses the rows' memory; nothing has changed then.
+        With `members` `[n]` those of these distinct ids. A table without rows has no cache. Raises
+        RuntimeError while a CUDA graph uses the rows' memory; nothing has changed then.
         """
         kind, rounding = self.held_dtype, self.rounding
         store = RowStore(self.table, kind, rounding)
-        if nbytes is not None:
+        if nbytes is not None and self.shape[0]:
             store = CachedStore(self.name, self.table, kind, nbytes, members, rounding)
         with as_plain():
             self.exchange.use(store)
@@ -194,6 +194,8 @@ class TrainedRows:
     @alone
     def cache_report(self) -> CacheReport:
         """What the cache holds and saves; ValueError if there is none, or nothing was loaded."""
+        if not self.shape[0]:
+            raise ValueError(f"{self.name}: it has no rows here, and so no cache to report of")
         if not isinstance(self._store, CachedStore):
             raise ValueError(
                 f"{self.name}: it has no cache to report of; give it one by cache= or"
@@ -444,8 +446,10 @@ class TrainedRows:
         with as_plain():
             self.exchange.await_step()
             if number != self.exchange.now.number:
+                if (named := places()).numel() == 0:
+                    return
                 self.check_held(number)
-                gradient, ids = _named_alone(gradient, ids, places())
+                gradient, ids = _named_alone(gradient, ids, named)
                 if len(ids) == 0:
                     return
                 self.exchange.rejoin(ids)
@@ -609,6 +613,9 @@ class TrainedRows:
             state = self.parameter_view.kept.state
             return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
+
+    def fail(self, *, trains: bool) -> None:
+        """Called in place of a lookup whose ids are none: nothing is to be done here."""
 
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient, as it is asked to or as the optimizer wants."""

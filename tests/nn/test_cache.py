@@ -223,6 +223,18 @@ def test_rows_change_places_between_replays_of_a_graph(device: str) -> None:
         assert torch.equal(rows, others)
 
 
+def test_a_table_of_no_rows_needs_no_cache(device: str) -> None:
+    empty = speedtorch.Embedding(0, 4, cache="1MiB", device=device)
+    model = nn.ModuleList([empty, speedtorch.Embedding(9, 4, device=device)])
+    speedtorch.cache(model, "1MiB")
+    for module, ids in zip(model, ([], [1, 2]), strict=True):
+        module(torch.tensor(ids, dtype=torch.int64)).sum().backward()
+    optim.SGD(model.parameters(), lr=0.1).step()
+    assert model[1].report().slots == 9
+    with pytest.raises(ValueError, match="no rows here, and so no cache"):
+        empty.report()
+
+
 def test_a_cache_larger_than_the_table_is_the_table() -> None:
     embedding, _ = trained("1GiB")
     assert embedding.report().slots == 50

@@ -171,6 +171,25 @@ def test_it_is_at_most_the_table() -> None:
     assert "capacity=3" in repr(speedtorch.Embedding(3, 2, capacity=50))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_lookup_of_no_ids_may_come_first(sparse: bool, accumulates: bool, device: str) -> None:
+    ours = speedtorch.Embedding(6, 2, sparse=sparse, capacity=4, device=device)
+    theirs = nn.Embedding(6, 2, sparse=sparse, device=device)
+    with torch.no_grad():
+        theirs.weight.copy_(ours.table["weight"])
+    parts = [torch.tensor(ids, dtype=torch.int64, device=device) for ids in ([], [4, 5])]
+    for module in (ours, theirs):
+        sgd = optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            losses = [module(ids).square().sum() for ids in parts]
+            for loss in losses if accumulates else [torch.stack(losses).sum()]:
+                loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+    assert torch.equal(ours.state_dict()["weight"], theirs.weight.detach().cpu())
+
+
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.5, "4"], ids=repr)
 def test_other_numbers_are_refused(wrong: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="capacity: expected .*, got "):

@@ -90,7 +90,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         attached_to_one_of_two,
         RuntimeError,
-        r"it is attached to other tables only; nothing was stepped. Take state = ",
+        r"it is attached to other tables only; nothing was stepped. Call speedtorch.attach",
     ),
     (
         lambda: speedtorch.EmbeddingBagCollection(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,51 @@ def test_a_saved_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     go_on(other, 12)
     for name, each in fields_of(embedding).items():
         assert_same_bytes(fields_of(other)[name], each)
+
+
+class _Fails(optim.Optimizer):
+    """Raises in its first step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.fails = False
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.fails:
+            raise ZeroDivisionError
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+
+
+def test_a_step_that_raises_rounds_no_rows_without_a_gradient() -> None:
+    both = nn.ModuleList([speedtorch.Embedding(4, 8, stored=BF16) for _ in range(2)])
+    optimizer = _Fails(both.parameters())
+    speedtorch.attach(optimizer, both)
+    for number in range(2):
+        optimizer.zero_grad()
+        torch.stack(
+            [module(torch.arange(4)).sum() for module in both[: 2 - number]]
+        ).sum().backward()
+        optimizer.fails = number == 1
+        with pytest.raises(ZeroDivisionError) if number else nullcontext():
+            optimizer.step()
+    both[1].flush()
+    assert int(both[1].rounding_state[1]) == 1
+
+
+def test_a_hook_that_raises_before_a_step_rounds_no_rows() -> None:
+    embedding = speedtorch.Embedding(4, 8, stored=BF16)
+    sgd = optim.SGD(embedding.parameters(), lr=0.1)
+    speedtorch.attach(sgd, embedding)
+    embedding(torch.arange(4)).sum().backward()
+    handle = sgd.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sgd.step()
+    handle.remove()
+    embedding.flush()
+    assert int(embedding.rounding_state[1]) == 0
 
 
 def test_an_assigned_state_is_counted_on_in_the_same_buffer() -> None:

@@ -219,6 +219,45 @@ def test_state_that_is_assigned_before_the_first_step_is_stepped_with(
     assert_same_rows(made[1][0], made[0][0])
 
 
+def test_a_table_that_joins_an_attached_optimizer_leaves_the_state_of_the_first() -> None:
+    torch.manual_seed(1)
+    ours = [speedtorch.Embedding(ROWS, WIDTH) for _ in range(2)]
+    theirs = [nn.Embedding(ROWS, WIDTH) for _ in range(2)]
+    for own, other in zip(ours, theirs, strict=True):
+        other.load_state_dict(own.state_dict())
+    optimizers = [optim.Adam(tables[0].parameters(), lr=0.1) for tables in (ours, theirs)]
+    speedtorch.attach(optimizers[0], ours[0])
+    ids, count = torch.arange(ROWS), 1
+    for number in range(4):
+        if number == 2:
+            for tables, optimizer in zip((ours, theirs), optimizers, strict=True):
+                optimizer.add_param_group({"params": tables[1].parameters(), "lr": 0.01})
+            speedtorch.attach(optimizers[0], nn.ModuleList(ours))
+            count = 2
+        for tables, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            torch.stack([table(ids).square().sum() for table in tables[:count]]).sum().backward()
+            optimizer.step()
+    for own, other in zip(ours, theirs, strict=True):
+        assert_same_bytes(own.state_dict()["weight"], other.weight.detach())
+    own_state, other_state = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    assert_same_content(own_state, other_state)
+
+
+def test_a_table_that_cannot_join_leaves_the_state_of_the_first() -> None:
+    first, second = (speedtorch.Embedding(ROWS, WIDTH) for _ in range(2))
+    adam = optim.Adam(first.parameters())
+    speedtorch.attach(adam, first)
+    step(first, adam, IDS)
+    before = adam.state_dict()["state"][0]["exp_avg"].clone()
+    other = optim.Adam(second.parameters())
+    speedtorch.attach(other, second)
+    adam.add_param_group({"params": second.parameters()})
+    with pytest.raises(ValueError, match="attached to another optimizer"):
+        speedtorch.attach(adam, nn.ModuleList([first, second]))
+    assert_same_bytes(adam.state_dict()["state"][0]["exp_avg"], before)
+
+
 def test_attach_that_fails_at_the_second_table_leaves_the_first_alone() -> None:
     both = nn.ModuleList([speedtorch.Embedding(ROWS, WIDTH), speedtorch.Embedding(ROWS, WIDTH)])
     adam = optim.Adam(both.parameters())
@@ -228,7 +267,7 @@ def test_attach_that_fails_at_the_second_table_leaves_the_first_alone() -> None:
     assert not adam._optimizer_state_dict_post_hooks
     del adam.state[both[1].weight]
     speedtorch.attach(adam, both)
-    with pytest.raises(ValueError, match="attached already: detach it first, and attach it once"):
+    with pytest.raises(ValueError, match="attached already to every Embedding"):
         speedtorch.attach(adam, both)
     (both[0](IDS) + both[1](IDS)).sum().backward()
     adam.step()

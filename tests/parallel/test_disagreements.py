@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 from rank_processes import in_processes
 from sharded_disagreements import (
+    check_an_error_between_lookup_and_backward,
+    check_join,
     check_late_calls,
     check_meshes,
     check_other_calls,
     check_other_calls_on_machines,
     check_other_models,
     check_replicas,
+    check_replicas_of_meshes,
+    check_skipped_batches,
 )
 
 
@@ -64,3 +68,19 @@ def test_a_backward_that_differs_changes_no_row_where_errors_come_late() -> None
 
 def test_replicas_of_shared_rows_are_refused_on_all_ranks() -> None:
     in_processes(4, check_replicas)
+
+
+def test_replicas_of_fully_shard_and_replicate_are_refused() -> None:
+    in_processes(4, check_replicas_of_meshes)
+
+
+def test_a_batch_is_skipped_on_one_rank_or_on_all() -> None:
+    in_processes(2, check_skipped_batches)
+
+
+def test_an_error_of_one_rank_between_lookup_and_backward_is_recovered_from() -> None:
+    in_processes(2, check_an_error_between_lookup_and_backward)
+
+
+def test_join_is_refused_at_the_first_lookup() -> None:
+    in_processes(2, check_join)

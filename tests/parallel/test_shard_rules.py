@@ -15,6 +15,8 @@ from sharded_rules import (
     check_groups,
     check_ids_written_by_numpy,
     check_lookups_in_another_order,
+    check_no_ids,
+    check_norms_of_torch,
     check_one_tensor_for_several_lookups,
     check_one_tensor_in_a_loop,
     check_other_tensors_after_an_error,
@@ -44,6 +46,14 @@ def test_what_cannot_be_told_apart_raises_instead_of_giving_other_rows() -> None
 @BACKENDS
 def test_a_bad_id_of_a_feature_on_one_rank_raises_on_all(backend: str) -> None:
     in_processes(2, check_bad_features, backend=backend)
+
+
+def test_what_is_no_tensor_of_ids_on_one_rank_raises_on_all() -> None:
+    in_processes(2, check_no_ids)
+
+
+def test_torchs_norm_of_all_gradients_is_refused_and_its_scaling_is_not() -> None:
+    in_processes(2, check_norms_of_torch)
 
 
 @BACKENDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rank_backends import BACKENDS
 from rank_processes import in_processes
-from sharded_cache import check_cache, check_too_little_memory
+from sharded_cache import check_cache, check_fewer_rows_than_ranks, check_too_little_memory
 
 
 @BACKENDS
@@ -17,3 +17,8 @@ def test_ranks_with_a_cache_each_train_as_without(capacity: int | None, backend:
 @BACKENDS
 def test_too_little_memory_for_a_refresh_of_one_rank_keeps_no_other_waiting(backend: str) -> None:
     in_processes(2, check_too_little_memory, backend=backend)
+
+
+@BACKENDS
+def test_a_rank_without_rows_has_no_cache(backend: str) -> None:
+    in_processes(2, check_fewer_rows_than_ranks, backend=backend)

@@ -18,6 +18,7 @@ import torch
 from conftest import NEEDS_GPU
 from torch import Tensor, distributed, nn
 from torch.autograd import forward_ad
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -433,6 +434,21 @@ def test_active_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_internals.active_data_parallel() is None
     for name in ("parameters_to_ignore", "gradient_as_bucket_view"):
         assert f"self.{name} = " in inspect.getsource(kind.__init__)
+
+
+def test_composable_data_parallel() -> None:
+    distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        layers = [nn.Linear(2, 2) for _ in range(2)]
+        for layer, wrap in zip(layers, (fully_shard, replicate), strict=True):
+            wrap(layer, mesh=mesh)
+        found = torch_internals.composable_data_parallel()
+        expected = [("fully_shard", [0]), ("replicate", [0])]
+        for (module, *rest), layer, wanted in zip(found, layers, expected, strict=True):
+            assert module is layer and tuple(rest) == wanted
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_next_node_number_and_number_of_node() -> None:
