@@ -389,20 +389,6 @@ def check_skipped_batches() -> None:
     pair.good_step(8)
 
 
-def check_an_error_between_lookup_and_backward() -> None:
-    """The other rank waits in its backward until the timeout; then both go on together."""
-    pair = Pair()
-    pair.model.zero_grad()
-    loss = pair.model["a"](ids_here(1, 2)).sum()
-    if not is_odd():
-        with patch.object(Ranks.of(), "patience", 0.5):
-            raises(RuntimeError, "did not come", loss.backward)
-    del loss
-    dist.barrier()
-    pair.model.zero_grad()
-    pair.good_step(7)
-
-
 def check_late_calls() -> None:
     """Rows of a capacity that are stepped before the error is known are as before the step."""
     with raised_late(), patch.object(Ranks.of(), "_board", None):

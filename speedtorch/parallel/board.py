@@ -80,40 +80,27 @@ class Board:
             number: of this rank, from 0 to 2 ** 61 - 1.
             seconds: to wait at most.
 
-        Returns None if some have not come by then, or their processes have ended: this rank has not
-        been there either.
+        Returns None if some have not come by then, or their processes have ended.
         """
         words, size = self._words, self._size
         even, odd = words[self._rank] & 3, words[size + self._rank] & 3
         turn = (even + 1 + (odd == (even + 1) % 4)) % 4  # after that of this rank's last word
         begin = turn % 2 * size
         wanted = range(begin, begin + size)
-        own, word, before = begin + self._rank, number << 2 | turn, words[begin + self._rank]
-        words[own] = word  # an interrupt comes before or after it
-        if not self._have_come(begin, turn, seconds):
-            # Or this rank's next meeting would be another one than the next of the others.
-            words[own] = before
-            if any(words[place] & 3 != turn for place in wanted if place != own):
-                return None
-            words[own] = word  # all have come since
-        return [words[place] >> 2 for place in wanted]
-
-    def _have_come(self, begin: int, turn: int, seconds: float) -> bool:
-        """Waits for all ranks; False if some have not come, or their processes have ended."""
-        words = self._words
+        words[begin + self._rank] = number << 2 | turn  # an interrupt comes before or after it
         start = looked = time.monotonic()
-        for place in range(begin, begin + self._size):
+        for place in wanted:
             while words[place] & 3 != turn:
                 now = time.monotonic()
                 if now - start > seconds:
-                    return False
+                    return None
                 if now - looked > _ALIVE:
                     looked = now
                     # It may have come and ended since.
                     if not self._lives(place - begin) and words[place] & 3 != turn:
-                        return False
+                        return None
                 time.sleep(0 if now - start < _SPIN else _NAP)
-        return True
+        return [words[place] >> 2 for place in wanted]
 
     def _lives(self, rank: int) -> bool:
         if rank == self._rank:

@@ -57,7 +57,6 @@ def check_absence() -> None:
         begin = time.monotonic()
         assert board.meet(6, 0.2) is None and time.monotonic() - begin < 5
     dist.barrier()
-    assert board.meet(8 + dist.get_rank(), 30) == [8, 9]  # the next one of both
 
 
 def check_death() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from rank_processes import in_processes
 from sharded_disagreements import (
-    check_an_error_between_lookup_and_backward,
     check_join,
     check_late_calls,
     check_meshes,
@@ -76,10 +75,6 @@ def test_replicas_of_fully_shard_and_replicate_are_refused() -> None:
 
 def test_a_batch_is_skipped_on_one_rank_or_on_all() -> None:
     in_processes(2, check_skipped_batches)
-
-
-def test_an_error_of_one_rank_between_lookup_and_backward_is_recovered_from() -> None:
-    in_processes(2, check_an_error_between_lookup_and_backward)
 
 
 def test_join_is_refused_at_the_first_lookup() -> None:
