@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from speedtorch.torch_internals import is_forward_mode, sparse_coo
+from speedtorch.torch_internals import below_autograd, is_forward_mode, sparse_coo
 
 __all__ = [
     "optimizer_state_swap",
@@ -176,7 +176,8 @@ def pinned_gather(
     Raises:
         IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
         ValueError: a shape, dtype, device or stride does not fit.
-        NotImplementedError: a forward-mode gradient of the table is asked for.
+        NotImplementedError: the table has a forward-mode tangent, or with `out` a tensor requires
+            grad.
         RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
 
     Example:
@@ -186,11 +187,7 @@ def pinned_gather(
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    if is_forward_mode() and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
-        raise NotImplementedError(
-            "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
-            "torch.nn.functional.embedding"
-        )
+    _refuse_tangents("pinned_gather", (table,))
     if out is not None:
         _check_written("pinned_gather", "out", out)
     if out is None:
@@ -202,12 +199,10 @@ def pinned_gather(
         else:
             made = _gathered(table, index)
         return made
-    trained = getattr(table, "requires_grad", True) or getattr(out, "requires_grad", True)
-    with torch.no_grad() if trained else nullcontext():  # which takes a tenth of the call
-        if plan is None:
-            _ops.pinned_gather.out(table, index, out)
-        else:
-            _ops.pinned_gather.planned_out(table, index, list(plan), out)
+    if plan is None:
+        _ops.pinned_gather.out(table, index, out)
+    else:
+        _ops.pinned_gather.planned_out(table, index, list(plan), out)
     return out
 
 
@@ -256,12 +251,10 @@ def pinned_scatter(
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
     _check_written("pinned_scatter", "table", table)
-    trained = getattr(table, "requires_grad", True) or getattr(src, "requires_grad", True)
-    with torch.no_grad() if trained else nullcontext():  # which takes a tenth of the call
-        if plan is None:
-            _ops.pinned_scatter(table, index, src, accumulate)
-        else:
-            _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
+    if plan is None:
+        _ops.pinned_scatter(table, index, src, accumulate)
+    else:
+        _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
 
 
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
@@ -285,8 +278,7 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     """
     _check_written("pinned_copy", "dst", dst)
-    with torch.no_grad():
-        _ops.pinned_copy(dst, src)
+    _ops.pinned_copy(dst, src)
 
 
 swap_placed: Callable[..., None] = _ops.optimizer_state_swap.placed
@@ -390,17 +382,16 @@ def optimizer_state_swap(
         for k, field in enumerate(fields):
             _check_written("optimizer_state_swap", f"{name}[{k}]", field)
     host, leaving, arriving = list(host), list(leaving), list(arriving)
-    with torch.no_grad():
-        if evict_places is None and load_places is None:
-            plans = list(evict_plan or ()), list(load_plan or ())
-            swap = _ops.optimizer_state_swap.planned
-            swap(host, leaving, evict, plans[0], arriving, load, plans[1])
-        elif evict_places is None or load_places is None or evict_plan or load_plan:
-            raise ValueError(
-                "optimizer_state_swap: evict_places and load_places go together, and with no plan"
-            )
-        else:
-            swap_placed(host, leaving, evict, evict_places, arriving, load, load_places)
+    if evict_places is None and load_places is None:
+        plans = list(evict_plan or ()), list(load_plan or ())
+        swap = _ops.optimizer_state_swap.planned
+        swap(host, leaving, evict, plans[0], arriving, load, plans[1])
+    elif evict_places is None or load_places is None or evict_plan or load_plan:
+        raise ValueError(
+            "optimizer_state_swap: evict_places and load_places go together, and with no plan"
+        )
+    else:
+        swap_placed(host, leaving, evict, evict_places, arriving, load, load_places)
 
 
 def sum_rows(
@@ -571,8 +562,7 @@ def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
 
 def _refuse_meta_mix(*args: Any, **kwargs: object) -> None:
     """Fake kernel of ops that return nothing; a meta tensor has no rows for a real one."""
-    parts = (part if isinstance(part, list | tuple) else (part,) for part in args)
-    if len({each.is_meta for part in parts for each in part if isinstance(each, Tensor)}) > 1:
+    if len({each.is_meta for each in _tensors(args)}) > 1:
         raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
 
 
@@ -740,23 +730,93 @@ for _name, _kernel in _FAKE_KERNELS.items():
         _own_lists.impl(_name, _traced, "Tracer")  # type: ignore[no-untyped-call]
 
 
-def _remember_index(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    table, index, *plans = inputs
-    ctx.save_for_backward(index)
-    ctx.table_shape, ctx.table_device = table.shape, table.device
-    ctx.without_gradient = [None, *([None] * len(plan) for plan in plans)]
+def _refuse_tangents(name: str, tensors: Iterable[Tensor]) -> None:
+    """Forward-mode tangents, as of torch.func.jvp, which no op has."""
+    if is_forward_mode() and any(
+        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for tensor in tensors
+    ):
+        raise NotImplementedError(
+            f"{name}: forward-mode gradients are not supported; use reverse mode, or"
+            " torch.nn.functional.embedding"
+        )
 
 
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    (index,) = ctx.saved_tensors
-    rows = index.reshape(1, -1).to(device=ctx.table_device, dtype=torch.int64)
-    values = grad.reshape(rows.shape[1], *ctx.table_shape[1:]).to(ctx.table_device)
-    return sparse_coo(rows, values, ctx.table_shape), *ctx.without_gradient
+def _tensors(arguments: Iterable[object]) -> list[Tensor]:
+    """The tensors among an op's arguments, and in lists among them."""
+    parts = (part if isinstance(part, list | tuple) else (part,) for part in arguments)
+    return [each for part in parts for each in part if isinstance(each, Tensor)]
 
 
-for _name in (
-    "speedtorch::pinned_gather",
-    "speedtorch::pinned_gather.planned",
-    "speedtorch_lists::pinned_gather.planned",
-):
-    torch.library.register_autograd(_name, _gather_backward, setup_context=_remember_index)
+class _Gather(torch.autograd.Function):
+    """A gather with a sparse gradient: `(op below autograd, table, index, plan if any)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, below: Callable[..., Tensor], table: Tensor, index: Tensor, *plan: list[Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.table_shape, ctx.table_device = table.shape, table.device
+        ctx.without_gradient = [None] * (1 + len(plan))
+        return below(table, index, *plan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (index,) = ctx.saved_tensors
+        rows = index.reshape(1, -1).to(device=ctx.table_device, dtype=torch.int64)
+        values = grad.reshape(rows.shape[1], *ctx.table_shape[1:]).to(ctx.table_device)
+        return None, sparse_coo(rows, values, ctx.table_shape), *ctx.without_gradient
+
+
+def _with_gradient(name: str, op: Any) -> Callable[..., Tensor]:
+    """The autograd kernel of a gather."""
+
+    def kernel(keys: Any, table: Tensor, *rest: Any) -> Tensor:
+        _refuse_tangents(name, (table,))
+        below = partial(op.redispatch, keys & below_autograd)
+        if torch.is_grad_enabled() and table.requires_grad:
+            made: Tensor = _Gather.apply(below, table, *rest)  # type: ignore[no-untyped-call]
+            return made
+        return cast(Tensor, below(table, *rest))
+
+    return kernel
+
+
+def _without_gradient(name: str, op: Any) -> Callable[..., Any]:
+    """The autograd kernel of an op that records nothing: it raises where torch's would record."""
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = _tensors((*args, *kwargs.values()))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise NotImplementedError(
+                f"{name}: a tensor of {list(next(t for t in tensors if t.requires_grad).shape)}"
+                " requires grad, and the op records no gradient; pass tensor.detach(), or call it"
+                " under torch.no_grad()"
+            )
+        _refuse_tangents(name, tensors)
+        return op.redispatch(keys & below_autograd, *args, **kwargs)
+
+    return kernel
+
+
+_AUTOGRAD = {
+    **dict.fromkeys(("pinned_gather", "pinned_gather.planned"), _with_gradient),
+    **dict.fromkeys(
+        (
+            *("pinned_gather.out", "pinned_gather.planned_out", "pinned_copy"),
+            *("pinned_scatter", "pinned_scatter.planned", "sum_rows", "pool_rows"),
+            *("optimizer_state_swap", "optimizer_state_swap.planned"),
+            "optimizer_state_swap.placed",
+        ),
+        _without_gradient,
+    ),
+}
+for _name, _make in _AUTOGRAD.items():
+    _op, _, _overload = _name.partition(".")
+    for _library, _packets in (
+        (_shared_lists, torch.ops.speedtorch),
+        (_own_lists, torch.ops.speedtorch_lists),
+    ):
+        _given = getattr(getattr(_packets, _op, None), _overload or "default", None)
+        if _given is not None:
+            _library.impl(_name, _make(_op, _given), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]

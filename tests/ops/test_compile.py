@@ -178,3 +178,36 @@ def test_an_exported_module_can_be_saved(place: Place) -> None:
     torch.export.save(torch.export.export(Exchange(), (step.table, step.index)), archive)
     archive.seek(0)
     check_module(torch.export.load(archive).module(), step)
+
+
+class Writes(nn.Module):
+    """Calls each Python function that writes."""
+
+    def forward(self, table: Tensor, rows: Tensor, index: Tensor, out: Tensor) -> Tensor:
+        """Returns the table's sum."""
+        speedtorch.pinned_copy(table[:2], rows)
+        speedtorch.pinned_scatter(table, index, rows + 1)
+        speedtorch.pinned_gather(table, index, out=out)
+        speedtorch.optimizer_state_swap([table], [rows * 2], index + 2, [out], index)
+        return table.sum()
+
+
+def writes_arguments() -> tuple[Tensor, ...]:
+    return torch.zeros(5, 2), torch.ones(2, 2), torch.tensor([1, 2]), torch.zeros(2, 2)
+
+
+def test_unflatten_keeps_the_writes_of_functions() -> None:
+    expected, given = writes_arguments(), writes_arguments()
+    Writes()(*expected)
+    program = torch.export.export(Writes(), writes_arguments())
+    torch.export.unflatten(program)(*given)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def test_a_program_that_calls_functions_can_be_saved() -> None:
+    expected, given, archive = writes_arguments(), writes_arguments(), io.BytesIO()
+    Writes()(*expected)
+    torch.export.save(torch.export.export(Writes(), writes_arguments()), archive)
+    archive.seek(0)
+    torch.export.load(archive).module()(*given)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
