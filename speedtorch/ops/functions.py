@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from speedtorch.torch_internals import below_autograd, is_forward_mode, sparse_coo
+from speedtorch.torch_internals import below_autograd, is_forward_mode, sparse_coo, storage_id
 
 __all__ = [
     "optimizer_state_swap",
@@ -381,17 +382,31 @@ def optimizer_state_swap(
     for name, fields in (("host", host), ("arriving", arriving)):
         for k, field in enumerate(fields):
             _check_written("optimizer_state_swap", f"{name}[{k}]", field)
-    host, leaving, arriving = list(host), list(leaving), list(arriving)
-    if evict_places is None and load_places is None:
-        plans = list(evict_plan or ()), list(load_plan or ())
-        swap = _ops.optimizer_state_swap.planned
-        swap(host, leaving, evict, plans[0], arriving, load, plans[1])
-    elif evict_places is None or load_places is None or evict_plan or load_plan:
-        raise ValueError(
-            "optimizer_state_swap: evict_places and load_places go together, and with no plan"
-        )
-    else:
-        swap_placed(host, leaving, evict, evict_places, arriving, load, load_places)
+    sides = [(list(host), list(leaving), list(arriving))]
+    if torch.compiler.is_compiling() and 1 < len(host) == len(leaving) == len(arriving):
+        # Of several written views of one storage torch.compile clones all but one, and loses their
+        # offsets where shapes are dynamic (pytorch#198068): each field gets an op of its own.
+        sides = [([host[k]], [leaving[k]], [arriving[k]]) for k in range(len(host))]
+    one_plan = bool(evict_plan) != bool(load_plan)
+    if torch.compiler.is_compiling() and host and arriving and one_plan:
+        # AOTInductor passes no empty list, which a missing plan would be.
+        rows, device = host[0].shape[0], arriving[0].device
+        evict_plan = evict_plan or plan_rows(evict.to(device), rows)
+        load_plan = load_plan or plan_rows(load.to(device), rows)
+    for fields, gone, here in sides:
+        if evict_places is None and load_places is None:
+            if evict_plan or load_plan:
+                plans = list(evict_plan or ()), list(load_plan or ())
+                swap = _ops.optimizer_state_swap.planned
+                swap(fields, gone, evict, plans[0], here, load, plans[1])
+            else:
+                _ops.optimizer_state_swap(fields, gone, evict, here, load)
+        elif evict_places is None or load_places is None or evict_plan or load_plan:
+            raise ValueError(
+                "optimizer_state_swap: evict_places and load_places go together, and with no plan"
+            )
+        else:
+            swap_placed(fields, gone, evict, evict_places, here, load, load_places)
 
 
 def sum_rows(
@@ -571,6 +586,21 @@ def _pinned_gather_fake(table: Tensor, index: Tensor, plan: object = None) -> Te
     return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
 
 
+def _swap_fake(host: list[Tensor], leaving: list[Tensor], evict: Tensor, *rest: Any) -> None:
+    _refuse_meta_mix(host, leaving, evict, *rest)
+    arriving = rest[0] if len(rest) == 2 else rest[1]
+    written = [*host, *arriving]
+    storages = Counter(storage_id(each.untyped_storage()) for each in written)
+    for each in written:
+        offset = each.storage_offset()
+        if isinstance(offset, torch.SymInt) and storages[storage_id(each.untyped_storage())] > 1:
+            raise NotImplementedError(
+                "torch.ops.speedtorch.optimizer_state_swap: with dynamic shapes torch.compile loses"
+                " the offsets of several written views of one storage (pytorch#198068); call"
+                " speedtorch.optimizer_state_swap, or the op once per field"
+            )
+
+
 def _sum_rows_fake(
     rows: Tensor,
     plan: list[Tensor],
@@ -676,9 +706,9 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
     "pinned_scatter.planned": _refuse_meta_mix,
-    "optimizer_state_swap": _refuse_meta_mix,
-    "optimizer_state_swap.planned": _refuse_meta_mix,
-    "optimizer_state_swap.placed": _refuse_meta_mix,
+    "optimizer_state_swap": _swap_fake,
+    "optimizer_state_swap.planned": _swap_fake,
+    "optimizer_state_swap.placed": _swap_fake,
     "exchange_rows": _refuse_meta_mix,
     "exchange_cached": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
