@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from speedtorch.torch_internals import below_autograd, is_forward_mode, sparse_coo, storage_id
+from speedtorch.torch_internals import (
+    below_autograd,
+    is_forward_mode,
+    sparse_coo,
+    storage_id,
+    written_arguments,
+)
 
 __all__ = [
     "optimizer_state_swap",
@@ -92,17 +98,6 @@ def not_ids(name: str, given: object) -> TypeError:
         f"{name}: expected an int32 or int64 tensor, got {type(given).__name__}; torch.as_tensor"
         " makes one of a list or an array"
     )
-
-
-def _check_written(op: str, name: str, tensor: Tensor) -> None:
-    """Torch would give the op a copy of what it is to write to. Not asked for in compiled code."""
-    if torch.compiler.is_compiling() or not isinstance(tensor, Tensor):
-        return  # the op says what it takes
-    if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"{op}: {name} is a conjugated or negated view, which cannot be written to as bytes; "
-            "pass .resolve_conj().resolve_neg(), or the tensor that it is a view of"
-        )
 
 
 def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
@@ -189,8 +184,6 @@ def pinned_gather(
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
     _refuse_tangents("pinned_gather", (table,))
-    if out is not None:
-        _check_written("pinned_gather", "out", out)
     if out is None:
         made: Tensor
         if plan is not None:
@@ -251,7 +244,6 @@ def pinned_scatter(
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    _check_written("pinned_scatter", "table", table)
     if plan is None:
         _ops.pinned_scatter(table, index, src, accumulate)
     else:
@@ -278,7 +270,6 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         >>> table.tolist()
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     """
-    _check_written("pinned_copy", "dst", dst)
     _ops.pinned_copy(dst, src)
 
 
@@ -379,9 +370,6 @@ def optimizer_state_swap(
     for name, ids in (("evict", evict), ("load", load)):
         if not isinstance(ids, Tensor):
             raise not_ids(name, ids)
-    for name, fields in (("host", host), ("arriving", arriving)):
-        for k, field in enumerate(fields):
-            _check_written("optimizer_state_swap", f"{name}[{k}]", field)
     sides = [(list(host), list(leaving), list(arriving))]
     if torch.compiler.is_compiling() and 1 < len(host) == len(leaving) == len(arriving):
         # Of several written views of one storage torch.compile clones all but one, and loses their
@@ -829,6 +817,28 @@ def _without_gradient(name: str, op: Any) -> Callable[..., Any]:
     return kernel
 
 
+def _resolved(name: str, op: Any) -> Callable[..., Any]:
+    """The kernel of an op that writes, given conjugated views: torch's would write to copies."""
+    written = written_arguments(op)
+
+    def resolve(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [resolve(each) for each in argument]
+        return argument.resolve_conj().resolve_neg() if isinstance(argument, Tensor) else argument
+
+    def kernel(*args: Any) -> Any:
+        for argument, place in written.items():
+            if any(each.is_conj() or each.is_neg() for each in _tensors(args[place : place + 1])):
+                raise ValueError(
+                    f"{name}: {argument} is a conjugated or negated view, which cannot be written"
+                    " to as bytes; pass .resolve_conj().resolve_neg(), or the tensor that it is a"
+                    " view of"
+                )
+        return op(*resolve(args))
+
+    return kernel
+
+
 _AUTOGRAD = {
     **dict.fromkeys(("pinned_gather", "pinned_gather.planned"), _with_gradient),
     **dict.fromkeys(
@@ -848,5 +858,8 @@ for _name, _make in _AUTOGRAD.items():
         (_own_lists, torch.ops.speedtorch_lists),
     ):
         _given = getattr(getattr(_packets, _op, None), _overload or "default", None)
-        if _given is not None:
-            _library.impl(_name, _make(_op, _given), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        if _given is None:
+            continue
+        _library.impl(_name, _make(_op, _given), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        for _key in ("Conjugate", "Negative") if written_arguments(_given) else ():
+            _library.impl(_name, _resolved(_op, _given), _key)  # type: ignore[no-untyped-call]
