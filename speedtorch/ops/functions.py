@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from speedtorch.torch_internals import (
     below_autograd,
     is_forward_mode,
+    is_transformed,
     sparse_coo,
     storage_id,
     written_arguments,
@@ -188,7 +189,11 @@ def pinned_gather(
         made: Tensor
         if plan is not None:
             made = _ops.pinned_gather.planned(table, index, list(plan))
-        elif getattr(table, "requires_grad", False):
+        elif (
+            getattr(table, "requires_grad", False)
+            or torch.compiler.is_compiling()
+            or is_transformed()  # a batched tensor hides that its rows require grad
+        ):
             made = _ops.pinned_gather(table, index)
         else:
             made = _gathered(table, index)

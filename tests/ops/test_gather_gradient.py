@@ -205,6 +205,16 @@ def test_forward_mode_is_refused(device: str) -> None:
             gathered(dual)
 
 
+def test_a_batched_gather_drops_no_gradient() -> None:
+    ids = torch.tensor([2, 0])
+
+    def loss(tables: Tensor) -> Tensor:
+        return torch.func.vmap(lambda table: speedtorch.pinned_gather(table, ids))(tables).sum()
+
+    with pytest.raises(RuntimeError, match="autograd.Function with functorch"):
+        torch.func.grad(loss)(torch.ones(2, 4, 3))
+
+
 def swap(ops: Any, rows: Tensor, ids: Tensor) -> None:
     """A swap that evicts rows."""
     ops.optimizer_state_swap([torch.zeros(6, 2)], [rows], ids, [torch.zeros(0, 2)], ids[:0])
