@@ -46,6 +46,7 @@ __all__ = [
     "as_plain",
     "attributes_without_hooks",
     "base_of",
+    "below_autograd",
     "buffers_of",
     "call_after_backward",
     "call_with_first_gpu",
@@ -262,6 +263,10 @@ is_transformed = torch._C._are_functorch_transforms_active
 
 is_batched = torch._C._functorch.is_batchedtensor
 """Whether a tensor is one of vmap's."""
+
+
+below_autograd = torch._C._after_autograd_keyset
+"""The dispatch keys that an autograd kernel passes an op on to."""
 
 
 def is_forward_mode() -> bool:

@@ -11,16 +11,24 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from speedtorch.torch_internals import is_forward_mode, sparse_coo
+from speedtorch.torch_internals import (
+    below_autograd,
+    is_forward_mode,
+    is_transformed,
+    sparse_coo,
+    storage_id,
+    written_arguments,
+)
 
 __all__ = [
     "optimizer_state_swap",
@@ -111,17 +119,6 @@ def not_ids(name: str, given: object) -> TypeError:
     )
 
 
-def _check_written(op: str, name: str, tensor: Tensor) -> None:
-    """Torch would give the op a copy of what it is to write to. Not asked for in compiled code."""
-    if torch.compiler.is_compiling() or not isinstance(tensor, Tensor):
-        return  # the op says what it takes
-    if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"{op}: {name} is a conjugated or negated view, which cannot be written to as bytes; "
-            "pass .resolve_conj().resolve_neg(), or the tensor that it is a view of"
-        )
-
-
 def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
     """Puts the ids of a batch in address order, once for every op on the same ids.
 
@@ -194,7 +191,8 @@ def pinned_gather(
     Raises:
         IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
         ValueError: a shape, dtype, device or stride does not fit.
-        NotImplementedError: a forward-mode gradient of the table is asked for.
+        NotImplementedError: the table has a forward-mode tangent, or with `out` a tensor requires
+            grad.
         RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
 
     Example:
@@ -204,28 +202,24 @@ def pinned_gather(
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    if is_forward_mode() and forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
-        raise NotImplementedError(
-            "pinned_gather: forward-mode gradients are not supported; use reverse mode, or "
-            "torch.nn.functional.embedding"
-        )
-    if out is not None:
-        _check_written("pinned_gather", "out", out)
+    _refuse_tangents("pinned_gather", (table,))
     if out is None:
         made: Tensor
         if plan is not None:
             made = _ops.pinned_gather.planned(table, index, list(plan))
-        elif getattr(table, "requires_grad", False):
+        elif (
+            getattr(table, "requires_grad", False)
+            or torch.compiler.is_compiling()
+            or is_transformed()  # a batched tensor hides that its rows require grad
+        ):
             made = _ops.pinned_gather(table, index)
         else:
             made = _gathered(table, index)
         return made
-    trained = getattr(table, "requires_grad", True) or getattr(out, "requires_grad", True)
-    with torch.no_grad() if trained else nullcontext():  # which takes a tenth of the call
-        if plan is None:
-            _ops.pinned_gather.out(table, index, out)
-        else:
-            _ops.pinned_gather.planned_out(table, index, list(plan), out)
+    if plan is None:
+        _ops.pinned_gather.out(table, index, out)
+    else:
+        _ops.pinned_gather.planned_out(table, index, list(plan), out)
     return out
 
 
@@ -273,13 +267,10 @@ def pinned_scatter(
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    _check_written("pinned_scatter", "table", table)
-    trained = getattr(table, "requires_grad", True) or getattr(src, "requires_grad", True)
-    with torch.no_grad() if trained else nullcontext():  # which takes a tenth of the call
-        if plan is None:
-            _ops.pinned_scatter(table, index, src, accumulate)
-        else:
-            _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
+    if plan is None:
+        _ops.pinned_scatter(table, index, src, accumulate)
+    else:
+        _ops.pinned_scatter.planned(table, index, src, list(plan), accumulate)
 
 
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
@@ -302,9 +293,7 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         >>> table.tolist()
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     """
-    _check_written("pinned_copy", "dst", dst)
-    with torch.no_grad():
-        _ops.pinned_copy(dst, src)
+    _ops.pinned_copy(dst, src)
 
 
 swap_placed: Callable[..., None] = _ops.optimizer_state_swap.placed
@@ -404,21 +393,31 @@ def optimizer_state_swap(
     for name, ids in (("evict", evict), ("load", load)):
         if not isinstance(ids, Tensor):
             raise not_ids(name, ids)
-    for name, fields in (("host", host), ("arriving", arriving)):
-        for k, field in enumerate(fields):
-            _check_written("optimizer_state_swap", f"{name}[{k}]", field)
-    host, leaving, arriving = list(host), list(leaving), list(arriving)
-    with torch.no_grad():
+    sides = [(list(host), list(leaving), list(arriving))]
+    if torch.compiler.is_compiling() and 1 < len(host) == len(leaving) == len(arriving):
+        # Of several written views of one storage torch.compile clones all but one, and loses their
+        # offsets where shapes are dynamic (pytorch#198068): each field gets an op of its own.
+        sides = [([host[k]], [leaving[k]], [arriving[k]]) for k in range(len(host))]
+    one_plan = bool(evict_plan) != bool(load_plan)
+    if torch.compiler.is_compiling() and host and arriving and one_plan:
+        # AOTInductor passes no empty list, which a missing plan would be.
+        rows, device = host[0].shape[0], arriving[0].device
+        evict_plan = evict_plan or plan_rows(evict.to(device), rows)
+        load_plan = load_plan or plan_rows(load.to(device), rows)
+    for fields, gone, here in sides:
         if evict_places is None and load_places is None:
-            plans = list(evict_plan or ()), list(load_plan or ())
-            swap = _ops.optimizer_state_swap.planned
-            swap(host, leaving, evict, plans[0], arriving, load, plans[1])
+            if evict_plan or load_plan:
+                plans = list(evict_plan or ()), list(load_plan or ())
+                swap = _ops.optimizer_state_swap.planned
+                swap(fields, gone, evict, plans[0], here, load, plans[1])
+            else:
+                _ops.optimizer_state_swap(fields, gone, evict, here, load)
         elif evict_places is None or load_places is None or evict_plan or load_plan:
             raise ValueError(
                 "optimizer_state_swap: evict_places and load_places go together, and with no plan"
             )
         else:
-            swap_placed(host, leaving, evict, evict_places, arriving, load, load_places)
+            swap_placed(fields, gone, evict, evict_places, here, load, load_places)
 
 
 def sum_rows(
@@ -589,14 +588,28 @@ def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
 
 def _refuse_meta_mix(*args: Any, **kwargs: object) -> None:
     """Fake kernel of ops that return nothing; a meta tensor has no rows for a real one."""
-    parts = (part if isinstance(part, list | tuple) else (part,) for part in args)
-    if len({each.is_meta for part in parts for each in part if isinstance(each, Tensor)}) > 1:
+    if len({each.is_meta for each in _tensors(args)}) > 1:
         raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
 
 
 def _pinned_gather_fake(table: Tensor, index: Tensor, plan: object = None) -> Tensor:
     _refuse_meta_mix(table, index, plan)
     return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
+
+
+def _swap_fake(host: list[Tensor], leaving: list[Tensor], evict: Tensor, *rest: Any) -> None:
+    _refuse_meta_mix(host, leaving, evict, *rest)
+    arriving = rest[0] if len(rest) == 2 else rest[1]
+    written = [*host, *arriving]
+    storages = Counter(storage_id(each.untyped_storage()) for each in written)
+    for each in written:
+        offset = each.storage_offset()
+        if isinstance(offset, torch.SymInt) and storages[storage_id(each.untyped_storage())] > 1:
+            raise NotImplementedError(
+                "torch.ops.speedtorch.optimizer_state_swap: with dynamic shapes torch.compile loses"
+                " the offsets of several written views of one storage (pytorch#198068); call"
+                " speedtorch.optimizer_state_swap, or the op once per field"
+            )
 
 
 def _sum_rows_fake(
@@ -704,9 +717,9 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
     "pinned_scatter.planned": _refuse_meta_mix,
-    "optimizer_state_swap": _refuse_meta_mix,
-    "optimizer_state_swap.planned": _refuse_meta_mix,
-    "optimizer_state_swap.placed": _refuse_meta_mix,
+    "optimizer_state_swap": _swap_fake,
+    "optimizer_state_swap.planned": _swap_fake,
+    "optimizer_state_swap.placed": _swap_fake,
     "exchange_rows": _refuse_meta_mix,
     "exchange_cached": _refuse_meta_mix,
     "hold_rows": _refuse_meta_mix,
@@ -758,23 +771,118 @@ for _name, _kernel in _FAKE_KERNELS.items():
         _own_lists.impl(_name, _traced, "Tracer")  # type: ignore[no-untyped-call]
 
 
-def _remember_index(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    table, index, *plans = inputs
-    ctx.save_for_backward(index)
-    ctx.table_shape, ctx.table_device = table.shape, table.device
-    ctx.without_gradient = [None, *([None] * len(plan) for plan in plans)]
+def _refuse_tangents(name: str, tensors: Iterable[Tensor]) -> None:
+    """Forward-mode tangents, as of torch.func.jvp, which no op has."""
+    if is_forward_mode() and any(
+        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for tensor in tensors
+    ):
+        raise NotImplementedError(
+            f"{name}: forward-mode gradients are not supported; use reverse mode, or"
+            " torch.nn.functional.embedding"
+        )
 
 
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    (index,) = ctx.saved_tensors
-    rows = index.reshape(1, -1).to(device=ctx.table_device, dtype=torch.int64)
-    values = grad.reshape(rows.shape[1], *ctx.table_shape[1:]).to(ctx.table_device)
-    return sparse_coo(rows, values, ctx.table_shape), *ctx.without_gradient
+def _tensors(arguments: Iterable[object]) -> list[Tensor]:
+    """The tensors among an op's arguments, and in lists among them."""
+    parts = (part if isinstance(part, list | tuple) else (part,) for part in arguments)
+    return [each for part in parts for each in part if isinstance(each, Tensor)]
 
 
-for _name in (
-    "speedtorch::pinned_gather",
-    "speedtorch::pinned_gather.planned",
-    "speedtorch_lists::pinned_gather.planned",
-):
-    torch.library.register_autograd(_name, _gather_backward, setup_context=_remember_index)
+class _Gather(torch.autograd.Function):
+    """A gather with a sparse gradient: `(op below autograd, table, index, plan if any)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, below: Callable[..., Tensor], table: Tensor, index: Tensor, *plan: list[Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.table_shape, ctx.table_device = table.shape, table.device
+        ctx.without_gradient = [None] * (1 + len(plan))
+        return below(table, index, *plan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (index,) = ctx.saved_tensors
+        rows = index.reshape(1, -1).to(device=ctx.table_device, dtype=torch.int64)
+        values = grad.reshape(rows.shape[1], *ctx.table_shape[1:]).to(ctx.table_device)
+        return None, sparse_coo(rows, values, ctx.table_shape), *ctx.without_gradient
+
+
+def _with_gradient(name: str, op: Any) -> Callable[..., Tensor]:
+    """The autograd kernel of a gather."""
+
+    def kernel(keys: Any, table: Tensor, *rest: Any) -> Tensor:
+        _refuse_tangents(name, (table,))
+        below = partial(op.redispatch, keys & below_autograd)
+        if torch.is_grad_enabled() and table.requires_grad:
+            made: Tensor = _Gather.apply(below, table, *rest)  # type: ignore[no-untyped-call]
+            return made
+        return cast(Tensor, below(table, *rest))
+
+    return kernel
+
+
+def _without_gradient(name: str, op: Any) -> Callable[..., Any]:
+    """The autograd kernel of an op that records nothing: it raises where torch's would record."""
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = _tensors((*args, *kwargs.values()))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise NotImplementedError(
+                f"{name}: a tensor of {list(next(t for t in tensors if t.requires_grad).shape)}"
+                " requires grad, and the op records no gradient; pass tensor.detach(), or call it"
+                " under torch.no_grad()"
+            )
+        _refuse_tangents(name, tensors)
+        return op.redispatch(keys & below_autograd, *args, **kwargs)
+
+    return kernel
+
+
+def _resolved(name: str, op: Any) -> Callable[..., Any]:
+    """The kernel of an op that writes, given conjugated views: torch's would write to copies."""
+    written = written_arguments(op)
+
+    def resolve(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [resolve(each) for each in argument]
+        return argument.resolve_conj().resolve_neg() if isinstance(argument, Tensor) else argument
+
+    def kernel(*args: Any) -> Any:
+        for argument, place in written.items():
+            if any(each.is_conj() or each.is_neg() for each in _tensors(args[place : place + 1])):
+                raise ValueError(
+                    f"{name}: {argument} is a conjugated or negated view, which cannot be written"
+                    " to as bytes; pass .resolve_conj().resolve_neg(), or the tensor that it is a"
+                    " view of"
+                )
+        return op(*resolve(args))
+
+    return kernel
+
+
+_AUTOGRAD = {
+    **dict.fromkeys(("pinned_gather", "pinned_gather.planned"), _with_gradient),
+    **dict.fromkeys(
+        (
+            *("pinned_gather.out", "pinned_gather.planned_out", "pinned_copy"),
+            *("pinned_scatter", "pinned_scatter.planned", "sum_rows", "pool_rows"),
+            *("optimizer_state_swap", "optimizer_state_swap.planned"),
+            "optimizer_state_swap.placed",
+        ),
+        _without_gradient,
+    ),
+}
+for _name, _make in _AUTOGRAD.items():
+    _op, _, _overload = _name.partition(".")
+    for _library, _packets in (
+        (_shared_lists, torch.ops.speedtorch),
+        (_own_lists, torch.ops.speedtorch_lists),
+    ):
+        _given = getattr(getattr(_packets, _op, None), _overload or "default", None)
+        if _given is None:
+            continue
+        _library.impl(_name, _make(_op, _given), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        for _key in ("Conjugate", "Negative") if written_arguments(_given) else ():
+            _library.impl(_name, _resolved(_op, _given), _key)  # type: ignore[no-untyped-call]

@@ -155,6 +155,10 @@ def test_a_view_that_conjugates_or_negates_is_not_written_to(kind: str) -> None:
         lambda: speedtorch.pinned_copy(gone, rows),
         lambda: speedtorch.optimizer_state_swap([view], [rows], index, [rows.clone()], index),
         lambda: speedtorch.optimizer_state_swap([table], [rows], index, [gone], index),
+        lambda: torch.ops.speedtorch.pinned_scatter(view, index, rows),
+        lambda: torch.ops.speedtorch.pinned_gather.out(table, index, gone),
+        lambda: torch.ops.speedtorch.pinned_copy(gone, rows),
+        lambda: torch.ops.speedtorch.optimizer_state_swap([view], [rows], index, [gone], index),
     ]
     for call in calls:
         refused(call, "conjugated or negated view.*resolve_conj")

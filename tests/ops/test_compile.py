@@ -12,6 +12,7 @@ import torch
 from conftest import Place
 from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 import speedtorch
 
@@ -143,6 +144,53 @@ def test_a_compiled_gather_has_a_gradient(place: Place) -> None:
     assert table.grad.cpu().to_dense()[:4, 0].tolist() == [2, 0, 0, 4]
 
 
+def swap_arguments(rows: int, columns: int) -> tuple[Tensor, tuple[Any, ...]]:
+    """A record of two fields, and the arguments of a swap of both."""
+    record = torch.arange(rows * 2.0 * columns).view(rows, 2 * columns)
+    leaving = [torch.full((2, columns), value) for value in (1000.0, 2000.0)]
+    arriving = list(torch.zeros(4, columns).split(2))
+    fields = [record[:, :columns], record[:, columns:]]
+    return record, (fields, leaving, torch.tensor([3, 1]), arriving, torch.tensor([2, 5]))
+
+
+@pytest.mark.parametrize("places", [False, True], ids=["whole", "placed"])
+@pytest.mark.parametrize("dynamic", [True, False, None], ids=["dynamic", "static", "automatic"])
+def test_a_compiled_swap_moves_every_field_of_a_record(dynamic: bool | None, places: bool) -> None:
+    rows = torch.tensor([0, 1])
+    place = {"evict_places": rows, "load_places": rows} if places else {}
+
+    def swap(fields: Any, leaving: Any, evict: Tensor, arriving: Any, load: Tensor) -> None:
+        speedtorch.optimizer_state_swap(fields, leaving, evict.sort()[0], arriving, load, **place)
+
+    torch._dynamo.reset()
+    function = torch.compile(swap, fullgraph=True, dynamic=dynamic)
+    for shape in ((6, 4), (9, 4), (9, 6)):
+        record, given = swap_arguments(*shape)
+        expected, plain = swap_arguments(*shape)
+        function(*given)
+        swap(*plain)
+        assert torch.equal(record, expected)
+        assert all(torch.equal(a, b) for a, b in zip(given[3], plain[3], strict=True))
+
+
+def test_a_compiled_swap_clones_no_field() -> None:
+    _, given = swap_arguments(6, 4)
+    swap = compiled(lambda *given: speedtorch.optimizer_state_swap(*given))
+    _, code = run_and_get_code(swap, *given)
+    assert "empty_strided_cpu(" not in code[0]
+
+
+def test_a_registered_swap_raises_where_the_compiler_loses_offsets() -> None:
+    record, given = swap_arguments(6, 4)
+    swap = torch.ops.speedtorch.optimizer_state_swap
+    torch._dynamo.reset()
+    function = torch.compile(lambda *given: swap(*given), fullgraph=True, dynamic=True)
+    before = record.clone()
+    with pytest.raises(Exception, match="loses the offsets"):
+        function(*given)
+    assert torch.equal(record, before)
+
+
 # ------------------------------------------------------------------------------------------------
 # torch.export
 # ------------------------------------------------------------------------------------------------
@@ -178,3 +226,36 @@ def test_an_exported_module_can_be_saved(place: Place) -> None:
     torch.export.save(torch.export.export(Exchange(), (step.table, step.index)), archive)
     archive.seek(0)
     check_module(torch.export.load(archive).module(), step)
+
+
+class Writes(nn.Module):
+    """Calls each Python function that writes."""
+
+    def forward(self, table: Tensor, rows: Tensor, index: Tensor, out: Tensor) -> Tensor:
+        """Returns the table's sum."""
+        speedtorch.pinned_copy(table[:2], rows)
+        speedtorch.pinned_scatter(table, index, rows + 1)
+        speedtorch.pinned_gather(table, index, out=out)
+        speedtorch.optimizer_state_swap([table], [rows * 2], index + 2, [out], index)
+        return table.sum()
+
+
+def writes_arguments() -> tuple[Tensor, ...]:
+    return torch.zeros(5, 2), torch.ones(2, 2), torch.tensor([1, 2]), torch.zeros(2, 2)
+
+
+def test_unflatten_keeps_the_writes_of_functions() -> None:
+    expected, given = writes_arguments(), writes_arguments()
+    Writes()(*expected)
+    program = torch.export.export(Writes(), writes_arguments())
+    torch.export.unflatten(program)(*given)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def test_a_program_that_calls_functions_can_be_saved() -> None:
+    expected, given, archive = writes_arguments(), writes_arguments(), io.BytesIO()
+    Writes()(*expected)
+    torch.export.save(torch.export.export(Writes(), writes_arguments()), archive)
+    archive.seek(0)
+    torch.export.load(archive).module()(*given)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))

@@ -165,3 +165,37 @@ def test_ops_compiled_ahead_of_time_do_what_they_do(tmp_path: Path) -> None:
         )
 
     check(NAMES, packaged)
+
+
+class SwapOfTwoFields(nn.Module):
+    """The function on two fields of a record, without plans and with one."""
+
+    def forward(self, record: Tensor, rows: Tensor, evict: Tensor, load: Tensor) -> Tensor:
+        """Returns the rows that were loaded."""
+        fields, arriving = [record[:, :2], record[:, 2:]], [rows + 1, rows + 2]
+        speedtorch.optimizer_state_swap(fields, [rows, rows + 3], evict, arriving, load)
+        plan = speedtorch.plan_rows(load, 9)
+        speedtorch.optimizer_state_swap(
+            fields, [rows, rows + 3], evict, arriving, load, load_plan=plan
+        )
+        return torch.cat(arriving)
+
+
+@pytest.mark.examples
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="the loader of torch 2.11 crashes on a package with these ops",
+)
+def test_the_swap_function_compiled_ahead_of_time_moves_the_rows(tmp_path: Path) -> None:
+    def arguments() -> tuple[Tensor, ...]:
+        record, rows = torch.arange(36.0).view(9, 4), torch.full((2, 2), 50.0)
+        return record, rows, torch.tensor([3, 1]), torch.tensor([2, 8])
+
+    program = torch.export.export(SwapOfTwoFields(), arguments())
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "package.pt2")
+    )
+    (given, *rest), (expected, *others) = arguments(), arguments()
+    loaded = torch._inductor.aoti_load_package(path)(given, *rest)
+    assert torch.equal(loaded, SwapOfTwoFields()(expected, *others))
+    assert torch.equal(given, expected)

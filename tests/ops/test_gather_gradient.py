@@ -162,10 +162,11 @@ def test_without_a_gradient_there_is_no_graph(place: Place) -> None:
         assert not gather(table, place.ids(IDS)).requires_grad
 
 
-def test_rows_that_need_a_gradient_can_be_written_back(place: Place) -> None:
+def test_rows_that_need_a_gradient_can_be_written_back_without_one(place: Place) -> None:
     rows = place.work(numbers(2, 4, seed=1)).requires_grad_()
     table = place.table(numbers(8, 4))
-    speedtorch.pinned_scatter(table, place.ids([6, 2]), rows)
+    with torch.no_grad():
+        speedtorch.pinned_scatter(table, place.ids([6, 2]), rows)
     speedtorch.synchronize()
     assert torch.equal(table.cpu()[[6, 2]], numbers(2, 4, seed=1))
     assert not table.requires_grad
@@ -202,6 +203,73 @@ def test_forward_mode_is_refused(device: str) -> None:
         dual = torch.autograd.forward_ad.make_dual(table, torch.ones_like(table))
         with pytest.raises(NotImplementedError, match="use reverse mode"):
             gathered(dual)
+
+
+def test_a_batched_gather_drops_no_gradient() -> None:
+    ids = torch.tensor([2, 0])
+
+    def loss(tables: Tensor) -> Tensor:
+        return torch.func.vmap(lambda table: speedtorch.pinned_gather(table, ids))(tables).sum()
+
+    with pytest.raises(RuntimeError, match="autograd.Function with functorch"):
+        torch.func.grad(loss)(torch.ones(2, 4, 3))
+
+
+def swap(ops: Any, rows: Tensor, ids: Tensor) -> None:
+    """A swap that evicts rows."""
+    ops.optimizer_state_swap([torch.zeros(6, 2)], [rows], ids, [torch.zeros(0, 2)], ids[:0])
+
+
+RAW: Any = torch.ops.speedtorch
+LISTS: Any = torch.ops.speedtorch_lists
+BAGS = (torch.tensor([0, 1]), torch.tensor([0, 2]), 1)
+WITHOUT_GRADIENT: dict[str, Callable[[Tensor, Tensor, list[Tensor]], object]] = {
+    "scatter": lambda rows, ids, plan: speedtorch.pinned_scatter(torch.zeros(6, 2), ids, rows),
+    "scatter_raw": lambda rows, ids, plan: RAW.pinned_scatter(torch.zeros(6, 2), ids, rows),
+    "scatter_planned": lambda rows, ids, plan: speedtorch.pinned_scatter(
+        torch.zeros(6, 2), ids, rows, plan=plan
+    ),
+    "scatter_planned_raw": lambda rows, ids, plan: RAW.pinned_scatter(
+        torch.zeros(6, 2), ids, rows, plan, False
+    ),
+    "copy": lambda rows, ids, plan: speedtorch.pinned_copy(torch.zeros(2, 2), rows),
+    "gather_out": lambda rows, ids, plan: speedtorch.pinned_gather(
+        rows, ids[:0], out=torch.zeros(0, 2)
+    ),
+    "gather_planned_out": lambda rows, ids, plan: speedtorch.pinned_gather(
+        rows, ids, out=torch.zeros(2, 2), plan=plan
+    ),
+    "swap": lambda rows, ids, plan: swap(speedtorch, rows, ids),
+    "swap_raw": lambda rows, ids, plan: swap(RAW, rows, ids),
+    "swap_lists": lambda rows, ids, plan: swap(LISTS, rows, ids),
+    "sum_rows": lambda rows, ids, plan: speedtorch.sum_rows(rows, plan, 6, distinct=2),
+    "sum_rows_raw": lambda rows, ids, plan: RAW.sum_rows(rows, plan, 6, 0, 2, None, None),
+    "pool_rows": lambda rows, ids, plan: speedtorch.pool_rows(rows, *BAGS),
+}
+
+
+@pytest.mark.parametrize("call", WITHOUT_GRADIENT.values(), ids=WITHOUT_GRADIENT)
+def test_an_op_without_a_gradient_raises_where_one_is_needed(
+    call: Callable[[Tensor, Tensor, list[Tensor]], object],
+) -> None:
+    ids = torch.tensor([1, 3])
+    rows, plan = torch.ones(2, 2, requires_grad=True) * 2, speedtorch.plan_rows(ids, 6)
+    with pytest.raises(NotImplementedError, match="requires grad"):
+        call(rows, ids, plan)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(rows.detach(), torch.ones(2, 2))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            call(dual, ids, plan)
+    with pytest.raises(NotImplementedError, match="requires grad"):
+        torch.compile(lambda rows: call(rows, ids, plan), backend="aot_eager")(rows)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_forward_mode_of_the_registered_gather_is_refused(planned: bool) -> None:
+    table, ids = torch.rand(4, 3), torch.tensor([2, 0])
+    rest = [speedtorch.plan_rows(ids, 4)] if planned else []
+    with pytest.raises(NotImplementedError, match="forward-mode gradients are not supported"):
+        torch.func.jvp(lambda table: RAW.pinned_gather(table, ids, *rest), (table,), (table,))
 
 
 def test_a_gradient_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,28 @@ def test_scripted_modules_run_with_the_library_alone(device: str, tmp_path: Path
     assert_same_bytes(table, values)
 
 
+class SwapOfAttributes(torch.nn.Module):
+    """Writes rows into its own table, and reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(5, 2))
+        self.register_buffer("ids", torch.tensor([1, 3]))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Returns the rows that it was given."""
+        none = self.ids[:0]
+        torch.ops.speedtorch.optimizer_state_swap([self.table], [rows], self.ids, [rows + 1], none)
+        return torch.ops.speedtorch.pinned_gather(self.table, self.ids)
+
+
+def test_a_frozen_module_that_preserves_its_table_reads_what_it_wrote() -> None:
+    scripted_module = torch.jit.script(SwapOfAttributes().eval())
+    module = torch.jit.freeze(scripted_module, preserved_attrs=["table"])
+    for value in (7.0, 8.0):
+        assert module(torch.full((2, 2), value)).tolist() == [[value] * 2] * 2
+
+
 def test_memory_of_numpy_is_counted() -> None:
     """What test_no_call_keeps_a_tensor relies on."""
     memory = np.zeros(3)

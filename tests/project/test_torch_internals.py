@@ -409,6 +409,12 @@ def test_is_profiling() -> None:
     assert not torch_internals.is_profiling()
 
 
+def test_below_autograd() -> None:
+    keys = torch_internals.below_autograd
+    assert keys.has(torch._C.DispatchKey.CPU)
+    assert not keys.has(torch._C.DispatchKey.AutogradCPU)
+
+
 def test_is_forward_mode() -> None:
     assert not torch_internals.is_forward_mode()
     with forward_ad.dual_level():
