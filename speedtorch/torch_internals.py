@@ -113,6 +113,7 @@ __all__ = [
     "tree_map",
     "unsaved_buffers_of",
     "version_of",
+    "without_autograd",
     "written_arguments",
 ]
 
@@ -264,6 +265,9 @@ is_transformed = torch._C._are_functorch_transforms_active
 is_batched = torch._C._functorch.is_batchedtensor
 """Whether a tensor is one of vmap's."""
 
+
+without_autograd: Any = torch._C._AutoDispatchBelowAutograd
+"""A context in which ops skip their autograd kernels, each of which takes microseconds."""
 
 below_autograd = torch._C._after_autograd_keyset
 """The dispatch keys that an autograd kernel passes an op on to."""

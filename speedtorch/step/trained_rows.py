@@ -38,6 +38,7 @@ from speedtorch.torch_internals import (
     sparse_values,
     top_saved_tensors_hooks,
     version_of,
+    without_autograd,
 )
 
 __all__ = [
@@ -702,7 +703,8 @@ class _SummedLookup(torch.autograd.Function):
         held = asker.parameter.detach()
         if bags is None:
             return rows_at(held, found.positions)
-        return bags.pool(held, found.positions)
+        with without_autograd():
+            return bags.pool(held, found.positions)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
@@ -725,7 +727,8 @@ _rows_of_step, _summed_lookup = map(apply_of, (_RowsOfStep, _SummedLookup))
 def summed(gradient: Tensor, batch: Batch, part: int, bags: Bags | None) -> Tensor:
     """The gradient of a lookup's result, added up for each distinct id of its batch."""
     rows, source = rows_of_ids(gradient, bags)
-    return batch.summed(rows, part, source)
+    with without_autograd():
+        return batch.summed(rows, part, source)
 
 
 def rows_of_ids(gradient: Tensor, bags: Bags | None) -> tuple[Tensor, Tensor | None]:

@@ -409,6 +409,13 @@ def test_is_profiling() -> None:
     assert not torch_internals.is_profiling()
 
 
+def test_without_autograd() -> None:
+    ones = torch.ones(2, requires_grad=True)
+    with torch_internals.without_autograd():
+        assert not (ones * 2).requires_grad
+    assert (ones * 2).requires_grad
+
+
 def test_below_autograd() -> None:
     keys = torch_internals.below_autograd
     assert keys.has(torch._C.DispatchKey.CPU)
