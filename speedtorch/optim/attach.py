@@ -141,10 +141,12 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
             state = AttachedState(optimizer, rows, probe)
             _attach_rows(state, kind, loaded)
             added.append(state)
-        saved.states += added
+        saved.states.extend(added)
         _attached[optimizer] = saved
     except BaseException:
-        saved.states = [state for state in saved.states if state not in added]
+        for state in added:
+            if state in saved.states:
+                saved.states.remove(state)
         if not saved.states:
             _attached.pop(optimizer, None)
             saved.remove(optimizer)
