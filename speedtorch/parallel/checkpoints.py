@@ -225,12 +225,15 @@ def _check_names(parts: Mapping[str, Any]) -> None:
     """Raises TypeError for a part that may be meant as an option."""
     if not parts:
         raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
-    plain = {each.replace("_", ""): each for each in (*_OPTIONS, "background")}
+    # Not those of load: `generator` is a good name of a part.
+    of_save = [each for each, call in _OPTIONS.items() if call != "load"]
+    plain = {each.replace("_", ""): each for each in (*of_save, "background")}
     for name in parts:
         found = get_close_matches(name.replace("_", "").lower(), plain, n=1, cutoff=0.8)
-        if not found:
+        option = name if name in _OPTIONS else plain[found[0]] if found else None
+        if option is None:
             continue
-        if (option := plain[found[0]]) == "background":
+        if option == "background":
             remedy = "speedtorch.async_save(path, ...) saves in the background"
         elif option == name:
             remedy = f"{option}= is an option of {_OPTIONS[option]}: give the part another name"

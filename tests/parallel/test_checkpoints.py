@@ -616,7 +616,6 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         ({"Base": 1}, "write base="),
         ({"max_memory": 1}, "max_memory= is an option of async_save"),
         ({"generation": 1}, "generation= is an option of load: give the part another name"),
-        ({"sinces": 1}, "write since="),
     ],
 )
 def test_a_part_called_nearly_as_an_option_raises(
@@ -625,6 +624,11 @@ def test_a_part_called_nearly_as_an_option_raises(
     with pytest.raises(TypeError, match=message):
         speedtorch.save(tmp_path, step=1, **option)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_part_may_be_called_generator(tmp_path: Path) -> None:
+    speedtorch.save(tmp_path, generator=torch.default_generator.get_state())
+    assert speedtorch.load(tmp_path).keys() == {"generator"}
 
 
 def test_a_weight_that_stands_for_a_table_is_none_of_the_values(tmp_path: Path) -> None:
