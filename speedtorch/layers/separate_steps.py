@@ -26,7 +26,7 @@ from speedtorch.optim.probe import agree, kept_random, raise_if_no_memory
 from speedtorch.step.gradient_sums import sparse_of_all
 from speedtorch.torch_internals import as_plain, step_without_hooks
 
-__all__ = ["check_steps_apart", "needs_arguments"]
+__all__ = ["check_steps_apart", "check_when_given", "needs_arguments"]
 
 # Of all small parameters, and those of as many dimensions in one group.
 _MOST, _MOST_ALIKE = 24, 2
@@ -50,6 +50,12 @@ def needs_arguments(optimizer: Optimizer) -> bool:
         and each.name != "closure"
         for each in others
     )
+
+
+def check_when_given(optimizer: Optimizer, device: torch.device | None) -> None:
+    """As check_steps_apart, but waits for the first step if step() needs arguments."""
+    if not needs_arguments(optimizer):
+        check_steps_apart(optimizer, device)
 
 
 def check_steps_apart(

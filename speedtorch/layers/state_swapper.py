@@ -24,7 +24,7 @@ from speedtorch.layers.offloaded_parameters import (
 )
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
+from speedtorch.layers.separate_steps import check_when_given
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
@@ -454,8 +454,7 @@ class StateSwapper:
         added = [each for each in every if id(each) not in owned]
         if checks and added:
             _check_parameters(optimizer, added)
-            if not needs_arguments(optimizer):
-                check_steps_apart(optimizer, self.device)
+            check_when_given(optimizer, self.device)
         most = max(1, min(self.budget // _AT_ONCE, _PIECE))
         open_ones: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()

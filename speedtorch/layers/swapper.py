@@ -14,7 +14,7 @@ from speedtorch.layers.auto import AutoOffload
 from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.residency import Leaver, Residency
-from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
+from speedtorch.layers.separate_steps import check_when_given
 from speedtorch.layers.state_swapper import check_has_own_state
 from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.transfer_stats import TransferStats
@@ -94,8 +94,7 @@ class Swapper:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)
         for each in stepped:
-            if not needs_arguments(each):
-                check_steps_apart(each, self.device)
+            check_when_given(each, self.device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = TransferStats()
         self._units: dict[nn.Module, Unit] = {}
