@@ -124,7 +124,7 @@ class Exchange(ABC):
         """How often a batch has ended, or may have been given up."""
         self._is_left = False
         """Whether the lookups of now may have been given up, unless they have a gradient."""
-        self._call: tuple[OptimizerCall, int] | None = None
+        self._call: tuple[OptimizerCall, int, bool] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
         self._as_in_table: Rows | None = None
         """Copies of the held rows before a step of rate 0, while the table has the same rows."""
@@ -767,7 +767,7 @@ class Exchange(ABC):
         if state is not None and state.sparse and gradient is not None:
             every = self._arange.of(self.now.rows[0])
             gradient = parameter.grad = sparse_of_all(gradient, every)
-        self._call = (call, self.now.number)
+        self._call = (call, self.now.number, gradient is not None)
 
     def after_optimizer(self) -> None:
         """Called after it, within a turn."""
@@ -784,11 +784,12 @@ class Exchange(ABC):
         now, view, stepped, left = self.now, self._view, False, False
         written = is_changed = view.was_written()
         if self._call is not None:
-            call, number = self._call
+            call, number, had_gradient = self._call
+            # A closure makes it within the step; after an exception zero_grad() may have taken it.
+            has_gradient = had_gradient or view.parameter.grad is not None
             if call.done:
                 call.stop()  # an interrupt may have come before it
                 self.forget_announced()
-                has_gradient = view.parameter.grad is not None
                 stepped = number == now.number and (has_gradient or written)
                 left = True
                 if stepped:
@@ -799,8 +800,7 @@ class Exchange(ABC):
                     self.now = now._replace(copy=copy, stepped=True)
             elif not call.paused:
                 left = call.leave()
-                has_part = number == now.number and view.parameter.grad is not None
-                written = is_changed = written or has_part
+                written = is_changed = written or (has_gradient and number == now.number)
                 if left and number == now.number:
                     self._after_failed_step()
         if written and not stepped:

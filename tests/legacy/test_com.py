@@ -67,7 +67,7 @@ def test_every_family_counts_with_its_default_dtype(family: Any) -> None:
     rows[2, 3] += 1
     rows.index_put_(
         (torch.tensor([2, 2]), torch.tensor([3, 3])),
-        torch.ones(2, dtype=rows.dtype),
+        torch.ones(2, dtype=rows.dtype, device=rows.device),
         accumulate=True,
     )
     assert counts.getNumpyVersion()[2].tolist() == [0, 0, 0, 3]

@@ -68,7 +68,7 @@ def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], 
 
 @pytest.mark.parametrize("stem", [*plots.PICTURES, plots.CACHES])
 def test_a_legend_covers_no_curve(stem: str) -> None:
-    result = report.read_results()[stem]
+    result = report.read_results(ROOT / "benchmarks" / "results")[stem]
     if stem == plots.CACHES:
         figure = plots._draw_caches(result)
     else:
