@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -579,32 +578,3 @@ def test_a_step_that_fails_leaves_a_table_alone_that_nobody_has_looked_up(attach
     assert torch.equal(both.state_dict()["1.weight"], before)
     optimizer.step()
     assert torch.equal(both.state_dict()["1.weight"], before)
-
-
-class _ThroughData(optim.Optimizer):
-    """Writes past the version counters, and raises after one parameter of its second step."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-        self.fails = False
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter.data -= parameter.grad.to_dense()
-                if self.fails:
-                    raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_a_step_changed_before_it_raised_outlives_a_zero_grad(device: str) -> None:
-    theirs, ours = pair(device)
-    for module in (theirs, ours):
-        optimizer = _ThroughData(module.parameters())
-        for ids in ([1, 2], [3, 4], [2, 5]):
-            optimizer.fails = ids == [3, 4]
-            module(torch.tensor(ids, device=device)).sum().backward()
-            with pytest.raises(ZeroDivisionError) if optimizer.fails else nullcontext():
-                optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
