@@ -56,10 +56,14 @@ class SkipGram(nn.Module):
         self.u, self.v = make(), make()
 
     def forward(self, batch: Batch) -> Tensor:
-        columns = self.u(batch.centres).unsqueeze(2)
-        positives, negatives = self.v(batch.positives), self.v(batch.negatives)
+        return self.loss(self.u(batch.centres), self.v(batch.positives), self.v(batch.negatives))
+
+    @staticmethod
+    def loss(centres: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
+        """Of rows `[n, columns]` and those beside each, `[n, m, columns]`."""
+        columns = centres.unsqueeze(2)
         near, far = torch.bmm(positives, columns), torch.bmm(negatives, columns)
-        return -(F.logsigmoid(near).sum() + F.logsigmoid(-far).sum()) / len(batch.centres)
+        return -(F.logsigmoid(near).sum() + F.logsigmoid(-far).sum()) / len(centres)
 
 
 def skip_gram_loop(model: SkipGram, optimizer: optim.Optimizer, *, ahead: bool = False) -> Loop:
@@ -174,8 +178,8 @@ def without_an_exchange() -> Measured:
     yield step_figure("step", title, loop, [places for places, *_ in given], **told)
 
 
-def fbgemms() -> Measured:
-    """FBGEMM with its Adam, its rows in each place."""
+def fbgemm_loops() -> Iterator[tuple[str, Loop]]:
+    """FBGEMM with its Adam, its rows in each place; the tables of one go before the next."""
     u, v = (fbgemm.tables_of([SIZES.rows], COLUMNS, "Adam", pooled=False) for _ in range(2))
     others = CENTRES * (POSITIVES + NEGATIVES)
     begins = [torch.arange(count + 1, device=DEVICE) for count in (CENTRES, others)]
@@ -185,17 +189,23 @@ def fbgemms() -> Measured:
             batches: Sequence[Batch], u: nn.Module = centres, v: nn.Module = contexts
         ) -> Iterator[None]:
             for batch in batches:
-                columns = u(batch.centres, begins[0]).unsqueeze(2)
                 rows = v(ids_of(batch)["v"], begins[1])
                 near, far = rows.split([CENTRES * POSITIVES, CENTRES * NEGATIVES])
-                near = torch.bmm(near.view(CENTRES, POSITIVES, COLUMNS), columns)
-                far = torch.bmm(far.view(CENTRES, NEGATIVES, COLUMNS), columns)
-                (-(F.logsigmoid(near).sum() + F.logsigmoid(-far).sum()) / CENTRES).backward()
+                near = near.view(CENTRES, POSITIVES, COLUMNS)
+                far = far.view(CENTRES, NEGATIVES, COLUMNS)
+                SkipGram.loss(u(batch.centres, begins[0]), near, far).backward()
                 yield
 
-        yield step_figure("step", title, loop, batches(), kind="FBGEMM", optimizer="Adam")
+        yield title, loop
         del centres, contexts, loop
         forget()
+
+
+def fbgemms() -> Measured:
+    """Each place of FBGEMM's rows."""
+    for title, loop in fbgemm_loops():
+        yield step_figure("step", title, loop, batches(), kind="FBGEMM", optimizer="Adam")
+        del loop
 
 
 def torchs(name: str, *, sparse: bool) -> Measured:

@@ -25,6 +25,7 @@ STEMS = (
     "embedding",
     "hot_rows",
     "word2vec",
+    "small_steps",
     "many_tables",
     "ngram_tables",
     "ranks",

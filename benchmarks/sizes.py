@@ -40,6 +40,12 @@ class Sizes:
     """Of small calls for one figure."""
     loops = _of((5, 6), (5, 3), (1, 1))
     """Loops of steps that are measured, and those before."""
+    long_loops = _of((100, 4), (100, 3), (4, 1))
+    """Steps of a loop in which the device's queue is full, and how many loops are measured."""
+    prefetched_ids = _of(
+        (256, 4096, 16_384, 65_536, 262_144, 1 << 20), (256, 16_384, 262_144), (16,)
+    )
+    prefetched_samples = _of((512, 2048, 16_384), (512, 16_384), (8,))
     centres = _of(512, 512, 16)
     """Of a word2vec step."""
     many_tables = _of((26, 260, 1000), (26, 260, 1000), (26, 30))

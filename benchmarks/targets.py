@@ -195,6 +195,26 @@ def _word2vec(result: Result) -> Iterator[Target]:
             yield Target(f"word2vec step, Adamax, times as fast as {kind}", times, limit)
 
 
+# Most milliseconds over the step alone.
+_SMALL_STEP_MS = {"speedtorch": 0.9, "speedtorch, announce": 0.5, "speedtorch, prefetch": 0.45}
+
+
+def _small_steps(result: Result) -> Iterator[Target]:
+    ways = {each["name"]: float(each["median_ms"]) for each in _pick(result, "word2vec")}
+    alone = next(ms for name, ms in ways.items() if name.startswith("the step alone"))
+    for name, limit in _SMALL_STEP_MS.items():
+        yield _at_most(f"small word2vec step, {name}, ms over it alone", ways[name] - alone, limit)
+    for name, ms in ways.items():
+        if name.startswith("FBGEMM") and "managed" in name:
+            ratio = ways["speedtorch, announce"] / ms
+            yield _at_most("small word2vec step, announce, time / FBGEMM's managed", ratio, 0.9)
+    for section in dict.fromkeys(each["section"] for each in result["figures"]):
+        if section != "word2vec":
+            ms = {each["name"]: each["median_ms"] for each in _pick(result, section)}
+            ratio = ms["prefetch"] / ms["plain loop"]
+            yield _at_most(f"{section}, time with prefetch / without", ratio, 1.03)
+
+
 def _overlap(result: Result) -> Iterator[Target]:
     if "share_hidden" in result["extra"]:
         work = "share of the exchange that is hidden behind compute"
@@ -279,6 +299,7 @@ _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "host_time": _host_time,
     "embedding": _embedding,
     "word2vec": _word2vec,
+    "small_steps": _small_steps,
     "overlap": _overlap,
     "ngram_tables": _ngram_tables,
     "sharded_transformer": _sharded_transformer,

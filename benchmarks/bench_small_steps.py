@@ -1,0 +1,241 @@
+"""Small steps, where the host is the bottleneck: loops, the host's phases, and prefetch beside it.
+
+Ways take turns loop by loop, so that whatever else the machine does comes to each of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn, optim
+
+import speedtorch
+from benchmarks.bench_word2vec import (
+    CENTRES,
+    COLUMNS,
+    NEGATIVES,
+    POSITIVES,
+    Batch,
+    SkipGram,
+    batches,
+    fbgemm_loops,
+    skip_gram_loop,
+)
+from benchmarks.harness import Figure, Measured, figure_of, forget, synchronize, take_turn
+from benchmarks.sections import zipf_ids
+from benchmarks.sizes import DEVICE, SIZES
+from benchmarks.training import Loop, loop_of, prefetched
+
+STEPS, LOOPS = SIZES.long_loops
+TITLE = (
+    f"small steps in loops of {STEPS}: word2vec ({CENTRES} centres, {POSITIVES} positives and"
+    f" {NEGATIVES} negatives each, 2 tables of {SIZES.rows:,} x {COLUMNS}, fused Adam); one table"
+    " and 26 tables with and without prefetch"
+)
+PHASES = 60
+"""Steps whose phases are timed."""
+KAGGLE = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27]
+KAGGLE += [14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
+Ways: TypeAlias = dict[str, tuple[Loop, Callable[[], Sequence[Any]]]]
+"""By the name of each: its loop, and what makes the batches of one loop."""
+
+
+def in_turns(section: str, ways: Ways, **told: Any) -> Iterator[Figure]:
+    """Times loop after loop, each way in turn; the first loop of each warms up."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(LOOPS + 1):
+        for name, (loop, make) in ways.items():
+            given = make()
+            take_turn()
+            synchronize()
+            begin = time.perf_counter()
+            for _ in loop(given):
+                pass
+            synchronize()
+            if number:
+                times[name].append((time.perf_counter() - begin) * 1e3 / len(given))
+    for name, each in times.items():
+        yield figure_of(section, name, each, way=name, **told)
+
+
+def body_batches(steps: int) -> list[Batch]:
+    """Positions of rows that are all on the device."""
+
+    def ids(rows: int, *shape: int) -> Tensor:
+        return torch.randint(rows, shape, device=DEVICE)
+
+    return [
+        Batch(
+            ids(CENTRES, CENTRES),
+            ids(24 * CENTRES, CENTRES, POSITIVES),
+            ids(24 * CENTRES, CENTRES, NEGATIVES),
+        )
+        for _ in range(steps)
+    ]
+
+
+def body() -> tuple[SkipGram, optim.Optimizer]:
+    """The model with about as many rows as a batch names, as plain parameters."""
+    sizes = iter((CENTRES, 24 * CENTRES))
+    model = SkipGram(lambda: nn.Embedding(next(sizes), COLUMNS, device=DEVICE))
+    return model, optim.Adam(model.parameters(), fused=True)
+
+
+class Clock:
+    """Adds up the host's microseconds of each phase of a step."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+        self._begin = time.perf_counter()
+
+    def start(self) -> None:
+        synchronize()
+        self._begin = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.times.setdefault(phase, []).append((now - self._begin) * 1e6)
+        self._begin = now
+
+    def medians(self) -> dict[str, int]:
+        return {
+            phase: round(statistics.median(each[len(each) // 3 :]))
+            for phase, each in self.times.items()
+        }
+
+
+def phases(model: SkipGram, optimizer: optim.Optimizer, given: Sequence[Batch]) -> dict[str, int]:
+    """The host's microseconds of each phase; nothing waits for the device but the model itself."""
+    clock = Clock()
+    for batch in given:
+        clock.start()
+        if isinstance(model.u, speedtorch.Embedding) and isinstance(model.v, speedtorch.Embedding):
+            model.u.announce(batch.centres)
+            model.v.announce(batch.positives, batch.negatives)
+            clock.end("announce")
+        optimizer.zero_grad()
+        clock.end("zero_grad")
+        columns = model.u(batch.centres)
+        clock.end("first lookup of table 1")
+        near = model.v(batch.positives)
+        clock.end("first lookup of table 2")
+        far = model.v(batch.negatives)
+        clock.end("lookup of held rows")
+        loss = model.loss(columns, near, far)
+        clock.end("loss")
+        loss.backward()
+        clock.end("backward")
+        optimizer.step()
+        clock.end("step")
+    return clock.medians()
+
+
+def word2vec() -> Measured:
+    """Ours in three ways beside the same step on plain parameters and FBGEMM."""
+    model = SkipGram(lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE))
+    optimizer = optim.Adam(model.parameters(), fused=True)
+    speedtorch.attach(optimizer, model)
+    plain, plain_optimizer = body()
+
+    def many(steps: int = STEPS) -> list[Batch]:
+        return batches(SIZES.rows, steps)
+
+    loops = {
+        "speedtorch": loop_of(optimizer, lambda batch: model(batch).backward()),
+        "speedtorch, announce": skip_gram_loop(model, optimizer),
+        "speedtorch, prefetch": skip_gram_loop(model, optimizer, ahead=True),
+        **{title: loop for title, loop in fbgemm_loops() if "cache" not in title},
+    }
+    ways: Ways = {
+        "the step alone, on plain parameters": (
+            skip_gram_loop(plain, plain_optimizer),
+            lambda: body_batches(STEPS),
+        )
+    }
+    ways |= {name: (loop, many) for name, loop in loops.items()}
+    yield from in_turns("word2vec", ways)
+    yield "phases_us", phases(model, optimizer, many(PHASES))
+    yield "phases_us, plain parameters", phases(plain, plain_optimizer, body_batches(PHASES))
+
+
+def prefetch_ways(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    backward: Callable[[Any], object],
+    make: Callable[[], Any],
+    steps: int,
+) -> Ways:
+    """The same loop without and with prefetch."""
+
+    def many() -> list[Any]:
+        return [make() for _ in range(steps)]
+
+    return {
+        "plain loop": (loop_of(optimizer, backward), many),
+        "prefetch": (loop_of(optimizer, backward, loader=prefetched(model)), many),
+    }
+
+
+def one_table() -> Measured:
+    """Batches of several sizes, alone and beside products of matrices."""
+    model = speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE)
+    optimizer = optim.Adam(model.parameters(), fused=True)
+    speedtorch.attach(optimizer, model)
+    side = SIZES.product // 2
+    matrix = torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16)
+    for count in SIZES.prefetched_ids:
+        gradient = torch.randn(count, COLUMNS, device=DEVICE)
+        for products in (0, 8):
+
+            def backward(ids: Tensor, g: Tensor = gradient, products: int = products) -> None:
+                model(ids).backward(g)
+                for _ in range(products):
+                    _ = matrix @ matrix
+
+            def make(count: int = count) -> Tensor:
+                return zipf_ids(SIZES.rows, count)
+
+            steps = STEPS if count < 200_000 else max(1, STEPS // 5)
+            ways = prefetch_ways(model, optimizer, backward, make, steps)
+            section = f"one table, {count:,} ids, {products} products"
+            yield from in_turns(section, ways, tables=1, ids=count, products=products)
+
+
+def many_tables() -> Measured:
+    """A dict of 26 features, alone and beside products of matrices."""
+    sizes = {
+        f"t{number}": max(2, int(size * SIZES.many_rows)) for number, size in enumerate(KAGGLE)
+    }
+    made = [
+        speedtorch.EmbeddingBagConfig(size, 64, name, init_fn=nn.init.zeros_)
+        for name, size in sizes.items()
+    ]
+    model = speedtorch.EmbeddingBagCollection(tables=made, device=DEVICE)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    side = SIZES.product // 2
+    matrix = torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16)
+    for count in SIZES.prefetched_samples:
+        for products in (0, 8):
+
+            def backward(ids: dict[str, Tensor], products: int = products) -> None:
+                model(ids).values().sum().backward()
+                for _ in range(products):
+                    _ = matrix @ matrix
+
+            def make(count: int = count) -> dict[str, Tensor]:
+                return {name: zipf_ids(size, count) for name, size in sizes.items()}
+
+            ways = prefetch_ways(model, optimizer, backward, make, max(1, STEPS * 3 // 5))
+            section = f"26 tables, {count:,} samples, {products} products"
+            yield from in_turns(section, ways, tables=26, ids=count, products=products)
+
+
+def measured() -> Measured:
+    """Each part's tables go before the next begins."""
+    for part in (word2vec(), one_table(), many_tables()):
+        yield from part
+        forget()
