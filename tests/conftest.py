@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import paces
 import pytest
 import torch
 from cuda_calls import PretendedDriver
@@ -36,6 +37,8 @@ from speedtorch.step import hot_rows
 
 # Large tables of tests are no reason to measure the machine.
 os.environ["SPEEDTORCH_CALIBRATE"] = "0"
+
+paces.install()
 
 # A shell starts what runs in the background deaf to Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -241,6 +244,12 @@ def no_error_left_behind() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         speedtorch.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def batches_are_planned_ahead() -> None:
+    """Whatever the test before has chosen; see paces.py."""
+    paces.choose()
 
 
 @pytest.fixture

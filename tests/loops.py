@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import paces
 import torch
 from embedding_reference import random_ids
 from reference import assert_same_bytes
@@ -45,12 +46,14 @@ class Way:
 
     Attributes:
         ahead: whether batches are prefetched.
+        turning: whether prefetch hands some of them through.
         capacity: of the embedding.
         by_torch: whether it is torch's own embedding.
         cache: of the embedding.
     """
 
     ahead: bool = False
+    turning: bool = False
     capacity: int | None = None
     by_torch: bool = False
     cache: str | None = None
@@ -60,8 +63,10 @@ TORCH, PLAIN = Way(by_torch=True), Way()
 WAYS = {
     "plain": PLAIN,
     "prefetch": Way(ahead=True),
+    "prefetch-turning": Way(ahead=True, turning=True),
     "capacity": Way(capacity=CAPACITY),
     "capacity-prefetch": Way(ahead=True, capacity=CAPACITY),
+    "capacity-prefetch-turning": Way(ahead=True, turning=True, capacity=CAPACITY),
 }
 
 
@@ -129,6 +134,8 @@ class Training:
     def loop(self, batches: Iterable[Any], ids: Callable[[Any], Any] = lambda batch: batch) -> Any:
         if not self.way.ahead:
             return iter(batches)
+        if self.way.turning:
+            paces.choose(paces.Turning())
         return iter(speedtorch.prefetch(batches, self.emb, ids=ids))
 
     def tell(self, *parts: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.nn.collection import TableCollection
+from speedtorch.nn.prefetch_pace import AT_ONCE, Pace, pace_of
 from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.plan.joint_batch import JointBatch
@@ -25,6 +26,8 @@ __all__ = ["Prefetch", "ids_of_modules", "modules_with_ids", "prefetch"]
 
 _Batch = TypeVar("_Batch")
 _IdsOf = Callable[[Any], Any]
+_Parts = dict[RowModule, list[Tensor]]
+_Given = tuple[_Batch, _Parts, dict[RowModule, Batch] | None]
 
 
 class _Loop:
@@ -60,21 +63,29 @@ class Prefetch(Generic[_Batch]):
         """The loader's batches, in order, each once those after it are planned."""
         with ExitStack() as end:
             loop = _Loop()
+            is_alone = True
             for module in self._modules:
                 end.callback(_end_loop, module, loop)
                 module.trained_rows.claim()
-                module.lookups.exchange.start_loop(loop)
-            planned = self._planned()
+                is_alone &= module.lookups.exchange.start_loop(loop)
+            pace = pace_of(self._modules) if is_alone else AT_ONCE
+            pace.begin()
+            given = self._planned(pace)
             ahead = max(module.lookups.exchange.ahead for module in self._modules)
-            window = deque(islice(planned, ahead))
+            window = deque(islice(given, ahead))
             while window:
-                window.extend(islice(planned, 1))
+                window.extend(islice(given, 1))
                 if isinstance(first := window.popleft(), Exception):
                     raise first
-                batch, plans = first
-                self._expect(plans)
+                batch, parts, plans = first
+                if plans is not None:
+                    self._expect(plans)
+                elif is_alone:
+                    _announce(parts)
                 yield batch
-                self._expect({})
+                pace.note_step()
+                if is_alone:
+                    self._expect({})
 
     def _expect(self, plans: Mapping[RowModule, Batch]) -> None:
         """Says which planned batch each module's next step may take."""
@@ -82,34 +93,63 @@ class Prefetch(Generic[_Batch]):
             for module in self._modules:
                 module.lookups.exchange.expect(plans.get(module))
 
-    def _planned(self) -> Iterator[tuple[_Batch, dict[RowModule, Batch]] | Exception]:
+    def _planned(self, pace: Pace) -> Iterator[_Given[_Batch] | Exception]:
         """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
-        last: dict[RowModule, Batch] = {}
-        joint: dict[JointExchange, JointBatch] = {}
-        together: list[tuple[list[RowModule], JointExchange]] | None = None
+        plans: _Plans | None = None
         try:
             for batch in self._loader:
-                parts = ids_of_modules(self._ids(batch), self._asked)
-                alone = dict(parts)
-                if together is None:  # those that the first batch names
-                    own = [each for each in parts if each.lookups is each.trained_rows]
-                    together = joined({each: each.trained_rows.exchange for each in own})
+                parts, planned = ids_of_modules(self._ids(batch), self._asked), None
                 # Lookups may need gradients, wherever the loader is asked for its batch.
                 with as_plain(), torch.inference_mode(False):
-                    for modules, exchange in together:
-                        if not all(module in parts for module in modules):
-                            continue
-                        ids = [alone.pop(module) for module in modules]
-                        joint[exchange] = exchange.plan_ahead(ids, joint.get(exchange))
-                        last |= zip(modules, joint[exchange].take_apart(), strict=True)
-                    for module, of_module in alone.items():
-                        plan_ahead = module.lookups.exchange.plan_ahead
-                        last[module] = plan_ahead(of_module, last.get(module))
-                yield batch, {module: last[module] for module in parts}
+                    if pace.is_ahead:
+                        plans = plans or _Plans(parts)
+                        planned = plans.of(parts)
+                    else:
+                        if plans is not None:
+                            plans.restart()
+                        for module, ids in parts.items():
+                            module.trained_rows.exchange.refuse_bad(ids)
+                yield batch, parts, planned
         except DisagreementError:  # all ranks raise it now
             raise
         except Exception as error:
             yield error
+
+
+class _Plans:
+    """Plans batch after batch of a loop; `parts` are those of the first."""
+
+    def __init__(self, parts: _Parts) -> None:
+        own = [each for each in parts if each.lookups is each.trained_rows]
+        self._together = joined({each: each.trained_rows.exchange for each in own})
+        self._last: dict[RowModule, Batch] = {}
+        self._joint: dict[JointExchange, JointBatch] = {}
+
+    def restart(self) -> None:
+        """A batch was left out: the next one follows none."""
+        self._last, self._joint = {}, {}
+
+    def of(self, parts: _Parts) -> dict[RowModule, Batch]:
+        """The next one's plans."""
+        alone, last = dict(parts), self._last
+        for modules, exchange in self._together:
+            if not all(module in parts for module in modules):
+                continue
+            ids = [alone.pop(module) for module in modules]
+            self._joint[exchange] = exchange.plan_ahead(ids, self._joint.get(exchange))
+            last |= zip(modules, self._joint[exchange].take_apart(), strict=True)
+        for module, of_module in alone.items():
+            plan_ahead = module.lookups.exchange.plan_ahead
+            last[module] = plan_ahead(of_module, last.get(module))
+        return {module: last[module] for module in parts}
+
+
+def _announce(parts: _Parts) -> None:
+    """Announces the ids of a batch that was not planned, where several lookups name them."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        for module, ids in parts.items():
+            if len(ids) > 1:
+                module.announce(*ids)
 
 
 def ids_of_modules(
@@ -163,6 +203,10 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     Modules whose rows are alike (columns, dtype, state; no padding or capacity, not frozen) are
     planned and exchanged as one, with the first lookup of a batch in any of them.
 
+    Planning ahead takes time of the host. Where the GPU waits for that, the loop measures steps
+    without it and goes on with the faster way. Without a GPU, and within another loop over the same
+    rows, it hands the batches through. Ranks that share rows out always plan.
+
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
     but are looked for, and the host waits for that. Where rows have a capacity and a step several
     lookups, it must be these tensors (on the CPU equal ones).
@@ -184,7 +228,6 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     Raises:
         TypeError: `ids` or what it gives is of the wrong kind.
         ValueError: The model has no Embedding of ours, or `ids` names none of its modules.
-        RuntimeError: The model's rows are prefetched already by another loop.
 
     Example:
         >>> import torch, speedtorch

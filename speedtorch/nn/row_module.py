@@ -69,8 +69,8 @@ class Steps(Protocol):
     def give_up(self) -> None:
         """Gives up a batch that was announced or looked up."""
 
-    def start_loop(self, loop: object) -> None:
-        """A loop plans batches ahead."""
+    def start_loop(self, loop: object) -> bool:
+        """A loop plans batches ahead, if no other does."""
 
     def plan_ahead(self, parts: Sequence[Tensor], after: Any) -> Any:
         """A batch of a loop."""

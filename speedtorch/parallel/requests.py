@@ -345,9 +345,9 @@ class Requests:
             self._plan(batch)
         self._exchange.expect(None if batch is None else batch.own)
 
-    def start_loop(self, loop: object) -> None:
+    def start_loop(self, loop: object) -> bool:
         """As Exchange.start_loop."""
-        self._exchange.start_loop(loop)
+        return self._exchange.start_loop(loop)
 
     def end_loop(self, loop: object) -> None:
         """As Exchange.end_loop."""

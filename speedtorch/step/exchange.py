@@ -708,17 +708,23 @@ class Exchange(ABC):
         return batch
 
     @alone
-    def start_loop(self, loop: object) -> None:
-        """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""
+    def start_loop(self, loop: object) -> bool:
+        """Lets a loop plan batches ahead while it lives, unless another has not ended."""
         self._be_own()
         if self._loop() not in (None, loop):
             gc.collect()  # it may have ended by an exception, whose traceback has its frames
         if self._loop() not in (None, loop):
-            raise RuntimeError(
-                f"{self.name}: its rows are prefetched by another loop, which must end first"
-                " (close its generator, or let it run to its end)"
-            )
+            return False
         self._loop = weakref.ref(loop)
+        return True
+
+    def refuse_bad(self, parts: Sequence[Tensor]) -> None:
+        """Raises IndexError if ids of the CPU are out of range, where rows are held there."""
+        for part in parts:
+            if not self._on_gpu and part.is_cpu and part.numel():
+                least, most = torch.aminmax(part)
+                if least < 0 or most >= self._named_rows:
+                    self.planned(parts)  # which says which they are
 
     @alone
     def end_loop(self, loop: object) -> None:
@@ -735,7 +741,9 @@ class Exchange(ABC):
     def expect(self, batch: Batch | None) -> None:
         """Says which planned batch the next step may take."""
         self._expected = batch
-        if batch is not None and (self.now.before is not None or self.now.unseen()):
+        if batch is None:
+            self._announced.end_batch()
+        elif self.now.before is not None or self.now.unseen():
             self._is_left = True  # no step of the batch before, of which lookups are missing
         if self.now.before is not None:
             self._is_idle = True

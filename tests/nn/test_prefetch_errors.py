@@ -130,19 +130,6 @@ def test_what_a_loader_gave_before_it_failed_is_trained() -> None:
     assert_same_bytes(trained_rows(embedding), expected)
 
 
-def test_a_loop_that_cannot_begin_leaves_the_others_free() -> None:
-    first, second = speedtorch.Embedding(ROWS, WIDTH), speedtorch.Embedding(ROWS, WIDTH)
-    both = nn.ModuleList([first, second])
-    busy = iter(speedtorch.prefetch(BATCHES, second, ids=lambda b: b))
-    next(busy)
-    with pytest.raises(RuntimeError, match="prefetched by another loop"):
-        next(iter(speedtorch.prefetch(BATCHES, both, ids=lambda b: {first: b, second: b})))
-    busy.close()  # type: ignore[attr-defined]
-    assert len(list(speedtorch.prefetch(BATCHES, first, ids=lambda b: b))) == len(BATCHES)
-    loop = speedtorch.prefetch(BATCHES, both, ids=lambda b: {first: b, second: b})
-    assert len(list(loop)) == len(BATCHES)
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 def test_what_is_written_to_the_table_after_flush_counts(device: str, ahead: bool) -> None:
     embedding, sgd, expected = made(device)

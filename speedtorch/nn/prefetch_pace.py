@@ -1,0 +1,132 @@
+"""Whether a loop plans its batches ahead: where that does not pay, it hands them through."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from speedtorch.nn.row_module import RowModule
+
+__all__ = ["AT_ONCE", "Constant", "MeasuredPace", "Pace", "pace_of"]
+
+_SETTLE = 4  # steps after a change, in which batches that were read before it are trained
+_WINDOW = 8  # steps whose median counts
+_GAIN = 0.98  # of the other way's time
+_FIRST_WAIT, _MOST_WAIT = 128, 4096  # steps until the other way is tried again
+
+
+class Pace(Protocol):
+    """Decides whether the batches that a loop reads next are planned ahead."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether they are."""
+
+    def begin(self) -> None:
+        """Called when a loop begins."""
+
+    def note_step(self) -> None:
+        """Called when the host has queued a step."""
+
+
+class Constant(NamedTuple):
+    """Always the same."""
+
+    is_ahead: bool
+
+    def begin(self) -> None:
+        """Nothing depends on it."""
+
+    def note_step(self) -> None:
+        """Nothing depends on it."""
+
+
+AHEAD, AT_ONCE = Constant(is_ahead=True), Constant(is_ahead=False)
+
+
+class MeasuredPace:
+    """The faster of both ways on a GPU, by the host's time from step to step.
+
+    Planning ahead hides the link behind the GPU's other work, for more of the host's. The other way
+    is tried only if the GPU says that it may be faster: with batches ahead, if it has nothing left
+    to do when the host has queued a step; at once, if it has. After a trial in vain the next one
+    waits twice as long.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_ahead = True
+        self._device = device
+        self._last = 0.0
+        self._times: list[float] = []
+        self._idle = 0
+        self._left_out = 0
+        """Steps that are not measured."""
+        self._before: float | None = None
+        """Within a trial, what a step takes in the other way."""
+        self._steps = self._next_trial = 0
+        self._wait = _FIRST_WAIT
+
+    def begin(self) -> None:
+        """See Pace; the decision of the loop before stays."""
+        self._times.clear()
+        self._idle, self._left_out = 0, _SETTLE
+        if self._before is not None:  # that loop ended within a trial
+            self._end_trial(is_better=False)
+
+    def note_step(self) -> None:
+        """See Pace."""
+        now = time.perf_counter()
+        self._last, seconds = now, now - self._last
+        self._steps += 1
+        if self._left_out:
+            self._left_out -= 1
+            return
+        self._times.append(seconds)
+        self._idle += torch.cuda.current_stream(self._device).query()
+        if len(self._times) == _WINDOW:
+            median, is_idle = statistics.median(self._times), 2 * self._idle > _WINDOW
+            self._times.clear()
+            self._idle = 0
+            self._decide(median, is_idle=is_idle)
+
+    def _decide(self, median: float, *, is_idle: bool) -> None:
+        if self._before is not None:
+            self._end_trial(is_better=median < _GAIN * self._before)
+        elif is_idle == self.is_ahead and self._steps >= self._next_trial:
+            self._before = median
+            self._turn()
+
+    def _end_trial(self, *, is_better: bool) -> None:
+        self._before = None
+        if not is_better:
+            self._turn()
+        self._wait = _FIRST_WAIT if is_better else min(2 * self._wait, _MOST_WAIT)
+        self._next_trial = self._steps + self._wait
+
+    def _turn(self) -> None:
+        self.is_ahead, self._left_out = not self.is_ahead, _SETTLE
+
+
+_measured: weakref.WeakKeyDictionary[RowModule, MeasuredPace] = weakref.WeakKeyDictionary()
+"""By the first module of a loop, so that the next epoch goes on as the last one ended."""
+
+
+def pace_of(modules: Sequence[RowModule]) -> Pace:
+    """How a loop over batches of these modules goes; the same for all ranks that share rows out."""
+    if any(each.lookups is not each.trained_rows for each in modules):
+        return AHEAD
+    devices = {each.trained_rows.exchange.device for each in modules}
+    if all(device.type == "cpu" for device in devices):  # there is no link to hide
+        return AT_ONCE
+    if len(devices) > 1:
+        return AHEAD
+    (device,) = devices
+    first = modules[0]
+    if first not in _measured:
+        _measured[first] = MeasuredPace(device)
+    return _measured[first]

@@ -1,0 +1,211 @@
+"""When prefetch plans batches ahead, and what it does where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paces
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from loops import PLAIN, WAYS, Training
+from reference import assert_same_content
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.nn.prefetch_pace import AHEAD, AT_ONCE, MeasuredPace, pace_of
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+
+class Machine:
+    """A clock and a GPU, for a loop whose steps take so long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.is_idle = 0.0, True
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("torch.cuda.current_stream", lambda _: self)
+        self.pace = MeasuredPace(torch.device("cuda"))
+
+    def query(self) -> bool:
+        return self.is_idle
+
+    def run(self, steps: int, seconds: Callable[[bool], float]) -> list[bool]:
+        """Which of the steps were planned ahead."""
+        self.pace.begin()
+        seen = []
+        for _ in range(steps):
+            seen.append(self.pace.is_ahead)
+            self.now += seconds(self.pace.is_ahead)
+            self.pace.note_step()
+        return seen
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_small_steps_are_handed_through_after_one_trial(machine: Machine) -> None:
+    seen = machine.run(300, lambda ahead: 1.4 if ahead else 1.0)
+    assert seen[:12] == [True] * 12
+    assert not any(seen[12:])
+    assert not any(machine.run(300, lambda ahead: 1.4 if ahead else 1.0)[:100])  # the next epoch
+
+
+def test_where_planning_ahead_is_faster_trials_become_rare(machine: Machine) -> None:
+    seen = machine.run(10_000, lambda ahead: 1.0 if ahead else 1.6)
+    assert 12 <= seen.count(False) <= 7 * 12
+
+
+def test_a_gpu_that_is_busy_is_given_no_trial(machine: Machine) -> None:
+    machine.is_idle = False
+    assert all(machine.run(1000, lambda _: 1.0))
+
+
+def test_batches_are_planned_again_when_the_gpu_has_more_to_do(machine: Machine) -> None:
+    machine.run(200, lambda ahead: 1.4 if ahead else 1.0)
+    machine.is_idle = False
+    seen = machine.run(300, lambda ahead: 2.0 if ahead else 3.0)
+    assert all(seen[-100:])
+
+
+def test_a_trial_that_its_loop_has_not_ended_counts_for_nothing(machine: Machine) -> None:
+    assert machine.run(14, lambda ahead: 1.4 if ahead else 1.0)[-1] is False
+    assert machine.run(1, lambda _: 1.0) == [True]
+
+
+def test_a_single_slow_step_decides_nothing(machine: Machine) -> None:
+    given = iter([1.0] * 15 + [90.0] + [1.0] * 400)
+    seen = machine.run(400, lambda _: next(given))
+    assert seen.count(False) <= 4 * 12
+
+
+def test_on_the_cpu_there_is_no_link_to_hide() -> None:
+    assert pace_of([speedtorch.Embedding(3, 2)]) is AT_ONCE
+
+
+@NEEDS_GPU
+def test_rows_of_two_devices_are_always_planned_ahead() -> None:
+    assert pace_of([speedtorch.Embedding(3, 2), speedtorch.Embedding(3, 2, device="cuda")]) is AHEAD
+
+
+@NEEDS_GPU
+def test_on_a_gpu_a_loop_keeps_its_pace_for_the_next_epoch() -> None:
+    paces.as_users_have_it()
+    training = Training(WAYS["prefetch"], device="cuda")
+    for _ in range(3):
+        for ids in training.loop(training.batches(100)):
+            training.learn(ids)
+    plain = Training(PLAIN, device="cuda")
+    for _ in range(3):
+        for ids in plain.batches(100):
+            plain.learn(ids)
+    assert_same_content(training.result(), plain.result())
+    assert isinstance(pace := pace_of([training.emb]), MeasuredPace)
+    assert pace is pace_of([training.emb])
+
+
+def test_bad_ids_that_are_handed_through_are_told_when_it_is_their_turn() -> None:
+    paces.choose(AT_ONCE)
+    embedding = speedtorch.Embedding(5, 2)
+    given = [torch.tensor(ids) for ids in ([1], [2, 3], [1, 5, -1], [4])]
+    loop = iter(speedtorch.prefetch(given, embedding, ids=lambda ids: ids))
+    assert [next(loop).tolist(), next(loop).tolist()] == [[1], [2, 3]]
+    with pytest.raises(IndexError, match="id 5 at position 1 .*is out of range for a table of 5"):
+        next(loop)
+
+
+def test_lookups_of_a_batch_that_is_handed_through_are_announced(device: str) -> None:
+    paces.choose(AT_ONCE)
+    embedding = speedtorch.Embedding(10, 2, device=device)
+    sgd = optim.SGD(embedding.parameters(), lr=1.0)
+    given = [(torch.tensor([1, 2]), torch.tensor([3]))] * 2
+    loop = speedtorch.prefetch(given, embedding, ids=list)
+    for number, (one, other) in enumerate(loop):
+        embedding(one).sum().backward()
+        if number:
+            embedding(other).sum().backward()
+            sgd.step()
+        else:
+            with pytest.raises(RuntimeError, match="number 1 .*was not looked up"):
+                sgd.step()
+        sgd.zero_grad()
+
+
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_batches_that_are_left_out_need_no_room(capacity: int | None, device: str) -> None:
+    paces.choose(AT_ONCE)
+    embedding = speedtorch.Embedding(10, 2, device=device, capacity=capacity)
+    sgd = optim.SGD(embedding.parameters(), lr=1.0)
+    before = embedding.state_dict()["weight"].clone()
+    given = [(torch.tensor([k, k + 1]), torch.tensor([k + 2])) for k in range(6)]
+    for number, (one, other) in enumerate(speedtorch.prefetch(given, embedding, ids=list)):
+        if number % 2:
+            continue
+        (embedding(one).sum() + embedding(other).sum()).backward()
+        sgd.step()
+        sgd.zero_grad()
+    trained = (before - embedding.state_dict()["weight"])[:, 0].round().tolist()
+    assert trained == [1, 1, 2, 1, 2, 1, 1, 0, 0, 0]
+
+
+def evaluated(training: Training, given: list[Tensor], *, first: bool) -> list[Tensor]:
+    """Trains, and looks rows up in a loop of its own before or after each step."""
+    seen: list[Tensor] = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            seen.extend(training.rows(ids).clone() for ids in training.loop(given[:3]))
+
+    for ids in training.loop(given):
+        if first:
+            evaluate()
+        training.learn(ids)
+        if not first:
+            evaluate()
+    return seen
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("way", [way for way in WAYS if "prefetch" in way])
+def test_an_evaluation_may_prefetch_within_a_training_that_does(
+    way: str, first: bool, device: str
+) -> None:
+    training, plain = Training(WAYS[way], device=device), Training(PLAIN, device=device)
+    seen = evaluated(training, training.batches(), first=first)
+    expected = evaluated(plain, plain.batches(), first=first)
+    assert_same_content(training.result(), plain.result())
+    assert len(seen) == len(expected) > 0
+    for one, other in zip(seen, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_two_loops_in_turns_train_as_one_after_another() -> None:
+    def train(loop: Callable[[Any, Any], Any]) -> Tensor:
+        torch.manual_seed(0)
+        embedding = speedtorch.Embedding(30, 2)
+        adam = optim.Adam(embedding.parameters(), lr=0.1)
+        speedtorch.attach(adam, embedding)
+        given = [torch.randint(30, (5,)) for _ in range(10)]
+        for pair in zip(loop(given, embedding), loop(given[::-1], embedding), strict=True):
+            for ids in pair:
+                adam.zero_grad()
+                embedding(ids).square().sum().backward()
+                adam.step()
+        return embedding.state_dict()["weight"]
+
+    ahead = train(lambda given, model: speedtorch.prefetch(given, model, ids=lambda ids: ids))
+    assert torch.equal(ahead, train(lambda given, _: given))
+
+
+def test_a_loop_that_begins_within_another_leaves_it_its_rows() -> None:
+    first, second = speedtorch.Embedding(30, 2), speedtorch.Embedding(30, 2)
+    both = nn.ModuleList([first, second])
+    given = [torch.tensor([k]) for k in range(6)]
+    outer = iter(speedtorch.prefetch(given, second, ids=lambda ids: ids))
+    next(outer)
+    inner = speedtorch.prefetch(given, both, ids=lambda ids: {first: ids, second: ids})
+    assert len(list(inner)) == len(given)
+    assert len(list(outer)) == len(given) - 1
