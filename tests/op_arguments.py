@@ -94,6 +94,7 @@ def op_arguments(
             ops.plan_batch.default,
             (index, ROWS, -1, -1, load, load_plan[4]),
         ),
+        "merge_rows": (ops.merge_rows.default, ([block, rows(COUNT, 1)], up, ids(0, 5))),
         "diff_ids": (
             ops.diff_ids.default,
             (load, load_plan[4], up, up_plan[4], ROWS, ids(0, 0), word),
@@ -128,7 +129,7 @@ ONE_TENSOR = {
 }
 
 # Of ops with results of which some entries are left as they come: those that are all written.
-WRITTEN = {"plan_batch, after others": slice(5), "diff_ids": slice(6, 7)}
+WRITTEN = {"plan_batch, after others": slice(5), "diff_ids": slice(6, 7), "merge_rows": slice(3)}
 
 
 def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:

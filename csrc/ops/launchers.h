@@ -321,6 +321,28 @@ int launch_requested_ids(const RequestedIds& work, void* stream);
 int launch_clear_rows(const Rows* fields, int field_count, const int64_t* count, void* stream);
 
 // ------------------------------------------------------------------------------------------------
+// merge_rows.cu
+
+// Two lists of ascending ids, of which none is in both, become one.
+struct MergedIds {
+  const int64_t* held;
+  int64_t held_count;
+  const int64_t* more;
+  int64_t more_count;
+  int64_t others;        // rows without an id, at most one, which comes last
+  int64_t* ids;          // [all()]
+  int64_t* held_places;  // [held_count + others]
+  int64_t* more_places;  // [more_count]
+
+  constexpr int64_t all() const { return held_count + more_count; }
+};
+
+int launch_merge_ids(const MergedIds& work, void* stream);
+// Row m goes to row places[m], which no kernel checks, of at most kFieldsPerLaunch fields.
+int launch_spread_rows(const Rows* from, const Rows* to, int field_count, const int64_t* places,
+                       void* stream);
+
+// ------------------------------------------------------------------------------------------------
 // diff_ids.cu
 
 // A list of distinct ids, ascending; of `size` entries the first `*count` are ids.

@@ -329,6 +329,15 @@ Of each field the first rows, `len(ids)` many, whose exponent bits are 8 (bfloat
 """
 
 
+merge_rows: Callable[..., list[Tensor]] = _ops.merge_rows
+"""Room for more rows among held ones: `(rows, held, more)`.
+
+`held` and `more` are ascending ids, none of which is in both; `rows` are those of `held`, field by
+field, and perhaps one row without an id behind them. Gives the ids of both, the places among them
+of the held rows and of the others, and new memory of each field, in which the held rows are.
+"""
+
+
 def carry_rows(
     rows: Sequence[Tensor], places: Tensor, others: Sequence[Tensor], other_places: Tensor
 ) -> None:
@@ -664,6 +673,13 @@ def _plan_batch_fake(
     return [*made, torch.empty_like(index)] if index.device.type == "cpu" else made
 
 
+def _merge_rows_fake(rows: list[Tensor], held: Tensor, more: Tensor) -> list[Tensor]:
+    _refuse_meta_mix(*rows, held, more)
+    count, new = rows[0].shape[0], more.shape[0]
+    lists = [held.new_empty(length) for length in (held.shape[0] + new, count, new)]
+    return [*lists, *(each.new_empty((count + new, *each.shape[1:])) for each in rows)]
+
+
 def _shard_ids_fake(
     ids: Tensor, distances: Tensor, rows: int, block: int, room: int, ranks: int, share: int
 ) -> list[Tensor]:
@@ -709,6 +725,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "pool_rows": _pool_rows_fake,
     "split_plan": _split_plan_fake,
     "plan_batch": _plan_batch_fake,
+    "merge_rows": _merge_rows_fake,
     "diff_ids": _diff_ids_fake,
     "plan_fault": _plan_fault_fake,
     "spoil_plan": _refuse_meta_mix,

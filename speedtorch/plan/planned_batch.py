@@ -36,6 +36,7 @@ _Made = TypeVar("_Made")
 _DISTINCT, _STATUS_FIELDS, _ARRIVING, _LEAVING = 3, 8, 10, 11
 
 _SOON = 1e-3  # seconds
+_KEY_IDS = 256  # at most, by which ids are told apart
 
 # Pinned memory and events of numbers that were read, by device and length: making new ones takes
 # longer than the copy.
@@ -135,6 +136,16 @@ class SeenIds:
         return seen
 
     @property
+    def key(self) -> Hashable:
+        """One of keys_of() the same ids."""
+        return _value_key(self.values) if self._unread is None else id(self._unread)
+
+    @staticmethod
+    def keys_of(ids: Tensor) -> list[Hashable]:
+        """Of ids that are looked up; other ids may have the same."""
+        return [id(ids), _value_key(ids)] if ids.is_cpu else [id(ids)]
+
+    @property
     def copied(self) -> Tensor | None:
         """A copy of the ids on the CPU, if that is how they are recognised."""
         return self.values if self._is_copy else None
@@ -151,6 +162,14 @@ class SeenIds:
         if self._unread is None:
             return other._is_copy and self.are(other.values)
         return self._unread is other._unread and self._state == other._state
+
+
+def _value_key(ids: Tensor) -> Hashable:
+    """The values of ids, or some of them, where these are on the CPU."""
+    if not ids.is_cpu:
+        return None
+    flat = ids.numpy().reshape(-1)
+    return ids.shape, flat[:: flat.size // _KEY_IDS + 1].tobytes()
 
 
 class SeenTensors:
@@ -260,6 +279,10 @@ class BatchIds:
             if seen.are(ids):
                 return part
         return None
+
+    def keys(self) -> Iterator[Hashable]:
+        """Of each part, as SeenIds has it."""
+        return (seen.key for seen in self._seen)
 
     def is_part(self, part: int, ids: Tensor) -> bool:
         """Whether these ids are known to be that part."""

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import carry_rows
+from speedtorch.ops.functions import carry_rows, merge_rows
 from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.gradient_sums import among_more
@@ -101,15 +101,8 @@ class CountedExchange(Exchange):
             return self.now.with_batch(batch, is_planned=is_planned)
         self._drop_prefetched()
         now, load = self.now, batch.arriving[0][: batch.brings]
-        ids, _ = torch.sort(torch.cat([now.ids, load]))
-        count, before = len(ids), torch.searchsorted(ids, now.ids)
-        if self._padding is not None:  # the last row before and now
-            before = torch.cat([before, before.new_tensor([count])])
-        rows = self._memory(count + (self._padding is not None))
-        for new, each in zip(rows, self._view.rows_of(now), strict=True):
-            new.index_copy_(0, before, each)
-        arriving = Block(rows, load, torch.searchsorted(ids, load))
-        self._store.exchange(self._view.kept.fields, None, arriving)
+        ids, before, places, *rows = merge_rows(self._view.rows_of(now), now.ids, load)
+        self._store.exchange(self._view.kept.fields, None, Block(rows, load, places))
         gradient = self._view.parameter.grad if self._view.has_gradient() else None
         return now.with_batch(batch, is_planned=is_planned)._replace(
             ids=ids,

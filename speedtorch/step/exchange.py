@@ -32,6 +32,7 @@ from speedtorch.step.row_store import Arange, Fields, RowStore
 from speedtorch.step.step import (
     Batch,
     Copy,
+    KnownParts,
     LookupPlaces,
     PendingTransfer,
     Prefetched,
@@ -238,7 +239,7 @@ class Exchange(ABC):
         self._on_gpu = self.device.type == "cuda"  # asked for several times in each step
         self._memory_stream = MemoryStream(self.device)
         ids, rows = self._nothing()
-        self.now = Step(number, ids, rows, {}, set(), since=number, stepped=True)
+        self.now = Step(number, ids, rows, {}, set(), KnownParts(), since=number, stepped=True)
 
     def step_ids(self) -> Tensor:
         """Ids of the step's rows; in blocks of a fixed size, this waits for the device."""

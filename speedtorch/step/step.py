@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from speedtorch.plan.fixed_size_batch import FixedSizeBatch
-from speedtorch.plan.planned_batch import PlannedBatch
+from speedtorch.plan.planned_batch import PlannedBatch, SeenIds
 from speedtorch.step.row_store import Block, Counted
 
-__all__ = ["Batch", "Copy", "LookupPlaces", "PendingTransfer", "Prefetched", "Rows", "Step", "due"]
+__all__ = [
+    "Batch",
+    "Copy",
+    "KnownParts",
+    "LookupPlaces",
+    "PendingTransfer",
+    "Prefetched",
+    "Rows",
+    "Step",
+    "due",
+]
+
+_FEW = 8  # batches that are looked at one by one
 
 Rows: TypeAlias = list[Tensor]
 """Rows of every field `[n, ...]`, in the same order."""
@@ -67,6 +80,20 @@ class LookupPlaces(NamedTuple):
     """Whether its rows may have had other positions when it was looked up first."""
 
 
+class KnownParts(dict[Hashable, list[tuple[int, int]]]):
+    """The parts of a step's batches by their keys, which several may have."""
+
+    count = 0
+    """Batches that are here."""
+
+    def add(self, batches: Sequence[Batch]) -> None:
+        """Adds those that are new."""
+        for number in range(self.count, len(batches)):
+            for part, key in enumerate(batches[number].parts.keys()):
+                self.setdefault(key, []).append((number, part))
+        self.count = max(self.count, len(batches))
+
+
 class Step(NamedTuple):
     """The rows that are held, where, planned by what, and in which phase.
 
@@ -83,6 +110,8 @@ class Step(NamedTuple):
     """Where rows of batches are that were looked up after others, once a lookup needs it."""
     seen: set[tuple[int, int]]
     """Which of the planned parts lookups have named, the numbers of batch and part: ever more."""
+    known: KnownParts
+    """Parts of the batches, once there are many: ever more."""
     batches: tuple[Batch, ...] = ()
     """Those whose rows these are."""
     moved: int = 0
@@ -133,6 +162,7 @@ class Step(NamedTuple):
             rows,
             {},
             seen,
+            KnownParts(),
             (batch,),
             planned=(0,) if is_told else (),
             planned_parts=len(batch.parts) if is_told else 0,
@@ -156,9 +186,20 @@ class Step(NamedTuple):
 
     def find(self, ids: Tensor) -> LookupPlaces | None:
         """Where the rows of ids are, if they are known to be a part of what the step holds."""
+        if len(self.batches) > _FEW:
+            return self._find_by_key(ids)
         for number, batch in enumerate(self.batches):
             if (part := batch.parts.part_of(ids)) is not None:
                 return self.part(number, part)
+        return None
+
+    def _find_by_key(self, ids: Tensor) -> LookupPlaces | None:
+        """As find, without a look at each part."""
+        self.known.add(self.batches)
+        for key in SeenIds.keys_of(ids):
+            for number, part in self.known.get(key, ()):
+                if number < len(self.batches) and self.batches[number].parts.is_part(part, ids):
+                    return self.part(number, part)
         return None
 
     def with_batch(self, batch: PlannedBatch, *, is_planned: bool) -> Step:

@@ -43,6 +43,8 @@ def attempt(op: Any, arguments: tuple[Any, ...]) -> tuple[Exception | None, list
         lists = result[5:11] if plan else result[:-1]
         lists = [part[:size] for part, size in zip(lists, sizes, strict=True)]
         result = [*plan, counts, *lists]
+    if op == ops.merge_rows.default:  # the other rows are memory of whatever was there
+        result = [*result[:3], *(rows[result[1]] for rows in result[3:])]
     return None, [] if result is None else tensors_of((result,))
 
 

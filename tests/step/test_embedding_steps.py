@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import speedtorch
+from speedtorch.plan.planned_batch import SeenIds
 
 ROWS, WIDTH = 12, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -578,3 +579,32 @@ def test_a_step_that_fails_leaves_a_table_alone_that_nobody_has_looked_up(attach
     assert torch.equal(both.state_dict()["1.weight"], before)
     optimizer.step()
     assert torch.equal(both.state_dict()["1.weight"], before)
+
+
+def test_a_step_of_many_lookups_compares_each_with_few_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = 0
+    are = SeenIds.are
+
+    def counted(seen: SeenIds, ids: Tensor) -> bool:
+        nonlocal compared
+        compared += 1
+        return are(seen, ids)
+
+    monkeypatch.setattr(SeenIds, "are", counted)
+    theirs, ours = nn.Embedding(500, WIDTH), speedtorch.Embedding(500, WIDTH)
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.randint(500, (8, 60))
+    tokens[:, 30] = tokens[:, 3]  # a lookup that comes again
+    for module in (theirs, ours):
+        for _ in range(2):
+            sgd = optim.SGD(module.parameters(), lr=0.1)
+            loss = sum(module(tokens[:, t]).square().sum() * (t + 1) for t in range(60))
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            tokens = tokens.flip(1)
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+    assert compared < 2 * 60 * 12

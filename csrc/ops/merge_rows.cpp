@@ -1,0 +1,112 @@
+// merge_rows: room for more rows among rows that ascend by their ids. Checks and the CPU loops; GPU
+// kernels: .cu.
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "call/arguments.h"
+#include "call/torch_calls.h"
+#include "core/gpu.h"
+#include "core/parallel_for.h"
+#include "core/registration.h"
+#include "core/tensor_checks.h"
+#include "ops/launchers.h"
+
+namespace speedtorch {
+namespace {
+
+constexpr const char* kOp = "merge_rows";
+constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
+
+// One walk over both lists.
+void merge_on_cpu(const MergedIds& work) {
+  int64_t i = 0, j = 0;
+  while (i < work.held_count || j < work.more_count) {
+    const bool is_held =
+        j == work.more_count || (i < work.held_count && work.held[i] < work.more[j]);
+    const int64_t place = i + j;
+    work.ids[place] = is_held ? work.held[i] : work.more[j];
+    (is_held ? work.held_places[i++] : work.more_places[j++]) = place;
+  }
+}
+
+void move_on_cpu(const Rows& from, const Rows& to, const int64_t* places) {
+  if (from.row_bytes == 0) return;
+  parallel_for(0, from.count, kBytesPerTask / from.row_bytes + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      std::memcpy(to.row(places[m]), from.row(m), static_cast<size_t>(from.row_bytes));
+    }
+  });
+}
+
+// The ids of both lists, the places in them of the held ones and of the others, and for each field
+// memory of all their rows, in which the held ones are. The row after those of `held`, if there is
+// one, comes after all others and has no id.
+Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) {
+  const Arguments all(kOp, {read("rows", rows), read("held", held), read("more", more)});
+  check_fields(kOp, "rows", rows.size());
+  check_list(kOp, "held", held, "rows[0]", rows[0]);
+  check_list(kOp, "more", more, "rows[0]", rows[0]);
+  const int64_t count = rows[0].size(0), others = count - held.numel();
+  if (others < 0 || others > 1) {
+    throw_value_error(kOp, "rows[0] has ", count, " rows, expected one for each of ", held.numel(),
+                      " held ids, or one more");
+  }
+  std::vector<Rows> from, to;
+  for (size_t k = 0; k < rows.size(); ++k) {
+    const std::string name = item("rows", k);
+    from.push_back(
+        as_rows_like(kOp, name.c_str(), rows[k], name.c_str(), rows[k], "rows[0]", rows[0]));
+    if (rows[k].size(0) != count) {
+      throw_value_error(kOp, name, " has ", rows[k].size(0), " rows, rows[0] has ", count);
+    }
+  }
+  all.check_memory();
+  Tensors made;
+  for (const int64_t size : {held.numel() + more.numel(), count, more.numel()}) {
+    made.push_back(new_tensor(kOp, {size}, ScalarType::Long, held));
+  }
+  for (size_t k = 0; k < rows.size(); ++k) {
+    std::vector<int64_t> shape = shape_of(rows[k]);
+    shape[0] = count + more.numel();
+    made.push_back(new_tensor(kOp, shape, rows[k].scalar_type(), held));
+    to.push_back(as_rows(kOp, "made", made.back()));
+  }
+  const MergedIds work{.held = data_of(held),
+                       .held_count = held.numel(),
+                       .more = data_of(more),
+                       .more_count = more.numel(),
+                       .others = others,
+                       .ids = data_of(made[0]),
+                       .held_places = data_of(made[1]),
+                       .more_places = data_of(made[2])};
+  if (held.is_cpu()) {
+    merge_on_cpu(work);
+    if (others > 0) work.held_places[work.held_count] = work.all();
+    for (size_t k = 0; k < from.size(); ++k) move_on_cpu(from[k], to[k], work.held_places);
+    return made;
+  }
+  const CurrentStream stream(kOp, held);
+  if constexpr (kWithCuda) {
+    check_cuda(launch_merge_ids(work, stream.get()), kOp);
+    for (size_t first = 0; first < from.size(); first += kFieldsPerLaunch) {
+      const auto some = std::min<size_t>(from.size() - first, kFieldsPerLaunch);
+      check_cuda(launch_spread_rows(&from[first], &to[first], static_cast<int>(some),
+                                    work.held_places, stream.get()),
+                 kOp);
+    }
+  }
+  return made;
+}
+
+// For speedtorch/step/counted_exchange.py.
+const Ops kOps{
+    {"merge_rows(Tensor[] rows, Tensor held, Tensor more) -> Tensor[]", TORCH_BOX(&merge_rows)},
+};
+
+}  // namespace
+}  // namespace speedtorch
