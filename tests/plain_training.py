@@ -166,9 +166,8 @@ class PlainTable:
         """Adds the gradient of a lookup, `[*ids, columns]`."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.weight)
-        if not self._rows(ids) <= self.held:  # its lookup was given up
-            self.held = self.held | self._rows(ids)
-            self.looked_up = self.looked_up | set(ids.flatten().tolist())
+        self.held = self.held | self._rows(ids)  # its lookup may have been given up
+        self.looked_up = self.looked_up | set(ids.flatten().tolist())
         self.gradient.index_put_((ids,), gradient, accumulate=True)
 
     def copy(self) -> PlainTable:
