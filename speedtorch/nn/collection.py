@@ -191,6 +191,35 @@ class TableCollection(nn.Module):
         """
         return rows_of(self._tables(), name)
 
+    def resize(self: _Self, name: str, num_embeddings: int, *, rows: Tensor | None = None) -> _Self:
+        """Adds rows after the last one of a table; see Embedding.resize.
+
+        New rows are drawn as the table's config says for a table of this size. Ids and rows of the
+        other tables stay.
+
+        Args:
+            name: Of the table.
+            num_embeddings: Its rows afterwards.
+            rows: Its new rows, `[num_embeddings - rows before, embedding_dim]`.
+
+        Raises:
+            KeyError: There is no such table.
+            ValueError, RuntimeError, NotImplementedError, MemoryError: As for Embedding.resize.
+        """
+        group, before = self.group_of(name), self._configs
+        at = list(places_of(self._tables())).index(name)
+        config = copy.copy(before[at])
+        vars(config).update(num_embeddings=num_embeddings)
+        after = [*before[:at], config, *before[at + 1 :]]
+        table = Table.of(config)
+
+        def follow() -> None:
+            is_larger = table in group.ranges.tables
+            self._configs = after if is_larger else before
+
+        group.resize_table(table, rows, follow)
+        return self
+
     def group_of(self, name: str) -> TableGroup:
         """The group that trains a table: its `weight` is the parameter, its `table` the HostTable.
 

@@ -359,6 +359,34 @@ class Exchange(ABC):
             self._hold_nothing(self.now.number + 1)
             self.complete()
 
+    @alone
+    def end_for_resize(self) -> None:
+        """Holds no row: all are in the table, which may get more of them.
+
+        Raises RuntimeError if a step or a loop has yet to end; nothing has changed then.
+        """
+        self._be_own()
+        self.refuse_if_captured("resizing its table")
+        self.raise_faults()
+        self._refuse_other_loop(None)
+        self.complete(ahead=False)
+        has_gradient = self._view.parameter.grad is not None
+        if not self.now.stepped and (has_gradient or not self.is_over()):
+            raise RuntimeError(
+                f"{self.name}: resize() within a step, whose lookups or gradients wait for"
+                " optimizer.step(): call that first, or zero_grad() and drop the loss"
+            )
+        self.write_back()
+        self.forget_announced()
+        self.hold_none()
+        self._store.let_go()
+
+    def hold_none(self) -> None:
+        """Holds no row, of a table that may have other ones now."""
+        self._named_rows = self._store.rows + (self._padding == self._store.rows)
+        self._hold_nothing(self.now.number + 1)
+        self.complete()
+
     @property
     def is_inherited(self) -> bool:
         """Whether the held rows are those of a process that has forked this one, as is their table.
@@ -711,6 +739,11 @@ class Exchange(ABC):
     def start_loop(self, loop: object) -> None:
         """Lets a loop plan batches ahead while it lives; RuntimeError if another has not ended."""
         self._be_own()
+        self._refuse_other_loop(loop)
+        self._loop = weakref.ref(loop)
+
+    def _refuse_other_loop(self, loop: object | None) -> None:
+        """Raises RuntimeError if another loop has not ended."""
         if self._loop() not in (None, loop):
             gc.collect()  # it may have ended by an exception, whose traceback has its frames
         if self._loop() not in (None, loop):
@@ -718,7 +751,6 @@ class Exchange(ABC):
                 f"{self.name}: its rows are prefetched by another loop, which must end first"
                 " (close its generator, or let it run to its end)"
             )
-        self._loop = weakref.ref(loop)
 
     @alone
     def end_loop(self, loop: object) -> None:
