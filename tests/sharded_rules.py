@@ -176,6 +176,37 @@ def check_no_ids() -> None:
                 else:
                     raises(IndexError, message, good)
                 good()
+        module.announce(ids, ids)
+        module(ids).sum().backward()
+        if dist.get_rank() == 1:
+            raises(TypeError, "expected a dense int32", lambda: module.announce(ids, floats))  # noqa: B023
+        else:
+            raises(IndexError, message, lambda: module.announce(ids, ids))  # noqa: B023
+        module.zero_grad()
+        module(ids).sum().backward()
+
+
+def check_no_ids_of_features() -> None:
+    """What is no id of a feature on one rank raises on all, at a lookup and where it is announced.
+
+    The next step works.
+    """
+    tables = [speedtorch.EmbeddingBagConfig(ROWS, n, name) for n, name in enumerate("abc", 2)]
+    good: dict[str, Tensor] = dict.fromkeys("abc", torch.tensor([[1], [2]]))
+    bad = good | {"b": torch.tensor([[1.0], [2.0]])}
+    for capacity in (None, 20):
+        model = speedtorch.EmbeddingBagCollection(tables=tables, capacity=capacity)
+        shard(model)
+        for call in (model, lambda given: model.announce(given, given)):  # noqa: B023
+            for trains in (True, False):
+                with torch.set_grad_enabled(trains):
+                    if dist.get_rank() == 1:
+                        raises(Exception, "'b'|int32", lambda: call(bad))  # noqa: B023
+                    elif call is model or trains:
+                        raises(IndexError, r"on ranks \[1\] is out of", lambda: call(good))  # noqa: B023
+                    model(good)
+                model(good).values().sum().backward()
+                model.zero_grad()
 
 
 def check_norms_of_torch() -> None:

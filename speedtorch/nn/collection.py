@@ -123,12 +123,16 @@ class TableCollection(nn.Module):
 
     def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
         """The ids of each group, and what was looked up for them."""
-        self._check_features(features)
         groups = self._groups()
-        sources = [self._source(group, features) for group in groups]
-        # All bad input is found before a row moves; ids of a GPU are found by the lookups, and so
-        # are those of one group alone.
-        read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
+        try:
+            self._check_features(features)
+            sources = [self._source(group, features) for group in groups]
+            # All bad input is found before a row moves; ids of a GPU are found by the lookups, and
+            # so are those of one group alone.
+            read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
+        except Exception:
+            groups[0].fail()
+            raise
         if len(groups) > 1:
             read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
         found = []
@@ -173,7 +177,11 @@ class TableCollection(nn.Module):
             As for Embedding.announce, with the table and the feature; nothing is announced to any
             table then.
         """
-        named = self.ids_by_module(features)
+        try:
+            named = self.ids_by_module(features)
+        except Exception:
+            self._groups()[0].fail(announced=len(features))
+            raise
         for announce in [group.announcement(*ids) for group, ids in named.items()]:
             announce()
 

@@ -105,8 +105,8 @@ class Lookups(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Rows of no step, as the operand of a lookup."""
 
-    def fail(self, *, trains: bool) -> None:
-        """Called in place of a lookup whose ids are none."""
+    def fail(self, *, trains: bool, announced: int = 0) -> None:
+        """Called in place of a lookup whose ids are none, or of announcing so many lookups."""
 
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient of that."""
@@ -507,8 +507,12 @@ class RowModule(nn.Module):
         """Does all of announce() that can raise; what it gives does the rest."""
         with as_plain():
             self._check_use()
-            for each in ids:
-                check_ids(f"{self.trained_rows.name}.announce", each)
+            try:
+                for each in ids:
+                    check_ids(f"{self.trained_rows.name}.announce", each)
+            except Exception:
+                self.fail(announced=len(ids))
+                raise
             if not ids or not torch.is_grad_enabled():
                 return lambda: None
             if not self.trained_rows.parameter.requires_grad:
@@ -516,6 +520,13 @@ class RowModule(nn.Module):
             self.trained_rows.claim()
             steps = self.lookups.exchange
             return partial(steps.announce, steps.plan_announced(ids))
+
+    def fail(self, *, announced: int = 0) -> None:
+        """Called in place of a lookup, or of announcing so many, whose ids are none."""
+        trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
+        if trains or not announced:  # announcing to lookups that train nothing does nothing
+            with as_plain():
+                self.lookups.fail(trains=trains, announced=announced)
 
     def ids_by_module(self, ids: Any) -> dict[RowModule, list[Tensor]]:
         """Ids of one lookup or of several as prefetch plans them: which module names which rows."""

@@ -140,11 +140,14 @@ class ShardedRows:
                 f" speedtorch.shard() and {wrapper} with {same}"
             )
 
-    def fail(self, *, trains: bool) -> None:
-        """Raises on the other ranks, which make the lookup that this rank cannot make."""
+    def fail(self, *, trains: bool, announced: int = 0) -> None:
+        """Raises on the other ranks, which do or announce the lookups that this rank cannot."""
         bad = torch.full((1,), self._dealt.rows)
         with suppress(IndexError):  # the caller raises this rank's own error
-            self.exchange.of(bad) if trains else self.exchange.of_no_step(bad)
+            if announced:
+                self.exchange.plan_announced([bad] * announced)
+            else:
+                self.exchange.of(bad) if trains else self.exchange.of_no_step(bad)
 
     def read(self, ids: Tensor) -> Tensor:
         """As TrainedRows.read."""

@@ -665,7 +665,7 @@ class TrainedRows:
             return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
 
-    def fail(self, *, trains: bool) -> None:
+    def fail(self, *, trains: bool, announced: int = 0) -> None:
         """Called in place of a lookup whose ids are none: nothing is to be done here."""
 
     def gives_sparse(self, *, asked: bool) -> bool:
