@@ -186,6 +186,28 @@ def check_no_ids() -> None:
         module(ids).sum().backward()
 
 
+def check_no_ids_in_a_loop() -> None:
+    """What is no tensor of ids in a batch of one rank raises on all; the next loop works."""
+    module = rows_module()
+    shard(module)
+    good = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([5]), torch.tensor([1])]
+
+    def loop(batches: list[Tensor]) -> None:
+        for ids in speedtorch.prefetch(batches, module, ids=lambda ids: ids):
+            module(ids).sum().backward()
+            module.zero_grad()
+
+    for number in range(len(good)):
+        batches = [*good]
+        if dist.get_rank() == 1:
+            batches[number] = torch.tensor([])
+        raises(Exception, "expected a dense int32|ranks .* are at", lambda: loop(batches))  # noqa: B023
+        loop(good)
+    bad = [*good[:2], torch.tensor([])]
+    raises(TypeError, "expected a dense int32", lambda: loop(bad))
+    loop(good)
+
+
 def check_no_ids_of_features() -> None:
     """What is no id of a feature on one rank raises on all, at a lookup and where it is announced.
 

@@ -70,6 +70,7 @@ class Prefetch(Generic[_Batch]):
             while window:
                 window.extend(islice(planned, 1))
                 if isinstance(first := window.popleft(), Exception):
+                    self._modules[0].lookups.end_by_error()
                     raise first
                 batch, plans = first
                 self._expect(plans)

@@ -108,6 +108,9 @@ class Lookups(Protocol):
     def fail(self, *, trains: bool, announced: int = 0) -> None:
         """Called in place of a lookup whose ids are none, or of announcing so many lookups."""
 
+    def end_by_error(self) -> None:
+        """Called before a loop of batches raises what its loader or ids have raised."""
+
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient of that."""
 

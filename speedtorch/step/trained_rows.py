@@ -668,6 +668,9 @@ class TrainedRows:
     def fail(self, *, trains: bool, announced: int = 0) -> None:
         """Called in place of a lookup whose ids are none: nothing is to be done here."""
 
+    def end_by_error(self) -> None:
+        """Called before a loop of batches raises an error: nothing is to be done here."""
+
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient, as it is asked to or as the optimizer wants."""
         # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same

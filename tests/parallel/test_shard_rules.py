@@ -16,6 +16,7 @@ from sharded_rules import (
     check_ids_written_by_numpy,
     check_lookups_in_another_order,
     check_no_ids,
+    check_no_ids_in_a_loop,
     check_no_ids_of_features,
     check_norms_of_torch,
     check_one_tensor_for_several_lookups,
@@ -52,6 +53,7 @@ def test_a_bad_id_of_a_feature_on_one_rank_raises_on_all(backend: str) -> None:
 def test_what_is_no_tensor_of_ids_on_one_rank_raises_on_all() -> None:
     in_processes(2, check_no_ids)
     in_processes(2, check_no_ids_of_features)
+    in_processes(2, check_no_ids_in_a_loop)
 
 
 def test_torchs_norm_of_all_gradients_is_refused_and_its_scaling_is_not() -> None:
