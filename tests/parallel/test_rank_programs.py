@@ -12,7 +12,7 @@ from ordinary_run import programs
 from rank_processes import in_processes
 from sharded_programs import check_programs
 
-FIRST, _, END = f"0-{os.environ.get('SPEEDTORCH_RANK_PROGRAMS', programs(40))}".rpartition("-")
+FIRST, _, END = f"0-{os.environ.get('SPEEDTORCH_RANK_PROGRAMS', programs(25))}".rpartition("-")
 
 
 def test_programs_train_as_one_process_does() -> None:
