@@ -209,6 +209,7 @@ class LazyTable:
             self.version += 1
             return False
         if not self._draws:
+            table.settle()  # a GPU may still write rows back
             made.rows_of("weight").copy_(table.rows_of("weight"))
         made.note_read(table.was_read)
         made.take_changes(table)
@@ -242,6 +243,8 @@ class LazyTable:
                 " attach() the optimizer before resize()"
             )
         made = self._made({n: home.fields[n] for n, home in homes.items()}, self.rows + count)
+        for home in dict.fromkeys(homes.values()):
+            home.settle()  # a GPU may still write rows back
         for name, home in homes.items():
             old, new = home.rows_of(name), made.rows_of(name)
             new[:first].copy_(old[:first])
