@@ -231,6 +231,14 @@ def check_no_ids_of_features() -> None:
                 model.zero_grad()
 
 
+def check_resize() -> None:
+    """A table of ranks names the way by full_state_dict(); nothing has changed."""
+    module = rows_module()
+    shard(module)
+    raises(NotImplementedError, "full_state_dict", lambda: module.resize(ROWS + 1))
+    assert module.num_embeddings == ROWS == len(module.weight)
+
+
 def check_norms_of_torch() -> None:
     """torch's norm of all gradients is refused; its scaling by a given norm is each rank's own."""
     for foreach in (None, False):

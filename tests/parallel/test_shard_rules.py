@@ -22,6 +22,7 @@ from sharded_rules import (
     check_one_tensor_for_several_lookups,
     check_one_tensor_in_a_loop,
     check_other_tensors_after_an_error,
+    check_resize,
     check_sparse_padding,
     check_twice_differentiated,
 )
@@ -87,3 +88,7 @@ def test_the_order_of_parameters_may_differ_where_rows_are_shared_out_one_by_one
 
 def test_groups_of_some_ranks_go_beside_that_of_all() -> None:
     in_processes(3, check_groups)
+
+
+def test_rows_of_ranks_are_not_resized() -> None:
+    in_processes(2, check_resize)
