@@ -23,7 +23,12 @@ import torch.multiprocessing as mp
 
 TIMEOUT = 60.0  # seconds
 # Seconds of one call: ranks that hang say where before their test ends. Long runs are asked for.
-LONG_RUNS = {"SPEEDTORCH_PROGRAMS", "SPEEDTORCH_ROUNDS", "SPEEDTORCH_SOAK"}
+LONG_RUNS = {
+    "SPEEDTORCH_PROGRAMS",
+    "SPEEDTORCH_RANK_PROGRAMS",
+    "SPEEDTORCH_ROUNDS",
+    "SPEEDTORCH_SOAK",
+}
 AT_MOST = 3000.0 if LONG_RUNS & set(os.environ) else 240.0
 CPU = torch.device("cpu")
 

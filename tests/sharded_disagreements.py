@@ -389,6 +389,74 @@ def check_skipped_batches() -> None:
     pair.good_step(8)
 
 
+def own_error(pair: Pair, where: str, seconds: float) -> None:
+    """A step in which rank 1 has an error of its own: before its lookup, after it or in backward.
+
+    The others wait for it, which does something else meanwhile, in vain.
+    """
+    pair.model.zero_grad()
+    try:
+        if where == "before":
+            raise_if(is_odd())
+        loss = pair.model["a"](ids_here(1, 2)).sum()
+        if where == "after":
+            raise_if(is_odd())
+        if where == "within":
+            loss.register_hook(lambda _: raise_if(is_odd()))
+        loss.backward()
+    except ValueError:
+        time.sleep(seconds)
+    except RuntimeError as error:
+        assert "rows of other ranks did not come" in str(error)
+
+
+def raise_if(fails: bool) -> None:
+    if fails:
+        raise ValueError("its own")
+
+
+def check_own_errors(where: str, on_machine: bool, timeout: float) -> None:
+    """After ranks have waited in vain all of them raise, with the remedy."""
+    ranks = Ranks.of()
+    with nullcontext() if on_machine else patch.object(ranks, "_board", None):
+        pair = Pair()
+        own_error(pair, where, 1.5 * timeout)
+        for _ in range(3):
+            raises(RuntimeError, "did not come|are at", lambda: pair.good_step(7))
+        begin = time.monotonic()
+        raises(RuntimeError, "begin anew from the last checkpoint", lambda: pair.good_step(7))
+        assert time.monotonic() - begin < SOON
+
+
+def check_flagged_errors() -> None:
+    """A rank's own error, before its lookup, after it or after the backward, skips a batch of all.
+
+    It is caught before another rank waits for it, as the docs say.
+    """
+    for where in ("before", "after", "behind"):
+        pair = Pair()
+        failed = torch.zeros(())
+        pair.model.zero_grad()
+        ids = ids_here(1, 2)
+        try:
+            if where == "before":
+                raise_if(is_odd())
+        except ValueError:
+            ids, failed = ids[:0], torch.ones(())
+        loss = pair.model["a"](ids).sum()
+        try:
+            if where == "after":
+                raise_if(is_odd())
+        except ValueError:
+            failed = torch.ones(())
+        if where == "behind":
+            loss.backward()
+            failed = torch.tensor(float(is_odd()))
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        assert failed
+        pair.good_step(7)
+
+
 def check_late_calls() -> None:
     """Rows of a capacity that are stepped before the error is known are as before the step."""
     with raised_late(), patch.object(Ranks.of(), "_board", None):

@@ -176,6 +176,67 @@ def check_no_ids() -> None:
                 else:
                     raises(IndexError, message, good)
                 good()
+        module.announce(ids, ids)
+        module(ids).sum().backward()
+        if dist.get_rank() == 1:
+            raises(TypeError, "expected a dense int32", lambda: module.announce(ids, floats))  # noqa: B023
+        else:
+            raises(IndexError, message, lambda: module.announce(ids, ids))  # noqa: B023
+        module.zero_grad()
+        module(ids).sum().backward()
+
+
+def check_no_ids_in_a_loop() -> None:
+    """What is no tensor of ids in a batch of one rank raises on all; the next loop works."""
+    module = rows_module()
+    shard(module)
+    good = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([5]), torch.tensor([1])]
+
+    def loop(batches: list[Tensor]) -> None:
+        for ids in speedtorch.prefetch(batches, module, ids=lambda ids: ids):
+            module(ids).sum().backward()
+            module.zero_grad()
+
+    for number in range(len(good)):
+        batches = [*good]
+        if dist.get_rank() == 1:
+            batches[number] = torch.tensor([])
+        raises(Exception, "expected a dense int32|ranks .* are at", lambda: loop(batches))  # noqa: B023
+        loop(good)
+    bad = [*good[:2], torch.tensor([])]
+    raises(TypeError, "expected a dense int32", lambda: loop(bad))
+    loop(good)
+
+
+def check_no_ids_of_features() -> None:
+    """What is no id of a feature on one rank raises on all, at a lookup and where it is announced.
+
+    The next step works.
+    """
+    tables = [speedtorch.EmbeddingBagConfig(ROWS, n, name) for n, name in enumerate("abc", 2)]
+    good: dict[str, Tensor] = dict.fromkeys("abc", torch.tensor([[1], [2]]))
+    bad = good | {"b": torch.tensor([[1.0], [2.0]])}
+    for capacity in (None, 20):
+        model = speedtorch.EmbeddingBagCollection(tables=tables, capacity=capacity)
+        shard(model)
+        for call in (model, lambda given: model.announce(given, given)):  # noqa: B023
+            for trains in (True, False):
+                with torch.set_grad_enabled(trains):
+                    if dist.get_rank() == 1:
+                        raises(Exception, "'b'|int32", lambda: call(bad))  # noqa: B023
+                    elif call is model or trains:
+                        raises(IndexError, r"on ranks \[1\] is out of", lambda: call(good))  # noqa: B023
+                    model(good)
+                model(good).values().sum().backward()
+                model.zero_grad()
+
+
+def check_resize() -> None:
+    """A table of ranks names the way by full_state_dict(); nothing has changed."""
+    module = rows_module()
+    shard(module)
+    raises(NotImplementedError, "full_state_dict", lambda: module.resize(ROWS + 1))
+    assert module.num_embeddings == ROWS == len(module.weight)
 
 
 def check_norms_of_torch() -> None:

@@ -123,12 +123,16 @@ class TableCollection(nn.Module):
 
     def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
         """The ids of each group, and what was looked up for them."""
-        self._check_features(features)
         groups = self._groups()
-        sources = [self._source(group, features) for group in groups]
-        # All bad input is found before a row moves; ids of a GPU are found by the lookups, and so
-        # are those of one group alone.
-        read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
+        try:
+            self._check_features(features)
+            sources = [self._source(group, features) for group in groups]
+            # All bad input is found before a row moves; ids of a GPU are found by the lookups, and
+            # so are those of one group alone.
+            read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
+        except Exception:
+            groups[0].fail()
+            raise
         if len(groups) > 1:
             read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
         found = []
@@ -173,7 +177,11 @@ class TableCollection(nn.Module):
             As for Embedding.announce, with the table and the feature; nothing is announced to any
             table then.
         """
-        named = self.ids_by_module(features)
+        try:
+            named = self.ids_by_module(features)
+        except Exception:
+            self._groups()[0].fail(announced=len(features))
+            raise
         for announce in [group.announcement(*ids) for group, ids in named.items()]:
             announce()
 
@@ -190,6 +198,35 @@ class TableCollection(nn.Module):
             RuntimeError: The table is sharded, and this rank has a share of its rows.
         """
         return rows_of(self._tables(), name)
+
+    def resize(self: _Self, name: str, num_embeddings: int, *, rows: Tensor | None = None) -> _Self:
+        """Adds rows after the last one of a table; see Embedding.resize.
+
+        New rows are drawn as the table's config says for a table of this size. Ids and rows of the
+        other tables stay.
+
+        Args:
+            name: Of the table.
+            num_embeddings: Its rows afterwards.
+            rows: Its new rows, `[num_embeddings - rows before, embedding_dim]`.
+
+        Raises:
+            KeyError: There is no such table.
+            ValueError, RuntimeError, NotImplementedError, MemoryError: As for Embedding.resize.
+        """
+        group, before = self.group_of(name), self._configs
+        at = list(places_of(self._tables())).index(name)
+        config = copy.copy(before[at])
+        vars(config).update(num_embeddings=num_embeddings)
+        after = [*before[:at], config, *before[at + 1 :]]
+        table = Table.of(config)
+
+        def follow() -> None:
+            is_larger = table in group.ranges.tables
+            self._configs = after if is_larger else before
+
+        group.resize_table(table, rows, follow)
+        return self
 
     def group_of(self, name: str) -> TableGroup:
         """The group that trains a table: its `weight` is the parameter, its `table` the HostTable.

@@ -76,6 +76,7 @@ class Prefetch(Generic[_Batch]):
             while window:
                 window.extend(islice(given, 1))
                 if isinstance(first := window.popleft(), Exception):
+                    self._modules[0].lookups.end_by_error()
                     raise first
                 batch, parts, plans = first
                 if plans is not None:

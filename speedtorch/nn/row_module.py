@@ -105,8 +105,11 @@ class Lookups(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Rows of no step, as the operand of a lookup."""
 
-    def fail(self, *, trains: bool) -> None:
-        """Called in place of a lookup whose ids are none."""
+    def fail(self, *, trains: bool, announced: int = 0) -> None:
+        """Called in place of a lookup whose ids are none, or of announcing so many lookups."""
+
+    def end_by_error(self) -> None:
+        """Called before a loop of batches raises what its loader or ids have raised."""
 
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient of that."""
@@ -296,6 +299,90 @@ class RowModule(nn.Module):
         """
         return self.trained_rows.table.host_table
 
+    def resize(self: _Self, num_embeddings: int, *, rows: Tensor | None = None) -> _Self:
+        """Adds rows after the last one, with their optimizer state, between two steps.
+
+        Rows that are there and their state stay, and so do the weight, in its optimizer, and every
+        setting. Later steps give the numbers that they would if the new rows had always been there.
+        The old table stays in memory until the new one is complete. A gradient that is left over
+        and announced ids are dropped; views of the weight and the table from before raise an error.
+
+        Args:
+            num_embeddings: Rows that there are afterwards.
+            rows: The new rows, `[num_embeddings - self.num_embeddings, embedding_dim]`; by default
+                drawn as reset_parameters() draws them. Their state is that of a row that no step
+                has trained.
+
+        Returns:
+            The module.
+
+        Raises:
+            ValueError: Fewer rows than there are, or `rows` of another shape.
+            RuntimeError: Within a step or a loop of prefetch, while a CUDA graph uses the rows, or
+                if the table was opened with optimizer state that is not attached.
+            NotImplementedError: Ranks share the rows, the table was given, is in a file or in
+                shared memory, or a subclass draws rows in its own way and `rows` is missing.
+            MemoryError: There is no room for both tables. After any exception all is as before.
+
+        Example:
+            >>> import torch, speedtorch
+            >>> embedding = speedtorch.Embedding(2, 3)
+            >>> embedding.resize(4, rows=torch.ones(2, 3))(torch.tensor([3]))[0].tolist()
+            [1.0, 1.0, 1.0]
+        """
+        before, name = self.num_embeddings, self._called()
+        if rows is None and type(self).reset_parameters is not RowModule.reset_parameters:
+            raise NotImplementedError(
+                f"{name}: its reset_parameters() draws all rows in its own way: give resize() the"
+                " new ones by rows="
+            )
+        count = self._more(before, num_embeddings, rows)
+        self._insert(before, count, nn.init.normal_ if rows is None else rows)
+        return self
+
+    def _more(self, before: int, total: int, rows: Tensor | None) -> int:
+        """How many rows a resize() of `before` rows adds; raises what is wrong with it."""
+        name, count = self._called(), checked_count("num_embeddings", total, "rows") - before
+        self._check_use()
+        if self.trained_rows.table.portion is not None:
+            raise NotImplementedError(
+                f"{name}: resize() where ranks share the rows: build and shard a larger model, and"
+                " load the state_dict() that full_state_dict() gives, with the new rows added"
+            )
+        if count < 0:
+            raise ValueError(
+                f"num_embeddings: {name} has {before} rows, of which resize({total}) would drop"
+                f" {-count}: build a smaller module and copy the rows that stay"
+            )
+        shape = (count, self.embedding_dim)
+        if rows is not None and (given := _shape_of("rows", rows, "a tensor")) != shape:
+            raise ValueError(f"rows: expected the shape {shape}, got {given}")
+        return count
+
+    def _insert(
+        self,
+        first: int,
+        count: int,
+        rows: Tensor | Callable[[Tensor], object],
+        follow: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Adds rows before row `first`, or what draws them; see TrainedRows.insert."""
+        if count == 0:
+            return
+        places = slice(first, first + count)
+
+        def fill(table: HostTable) -> None:
+            if isinstance(rows, Tensor):
+                table["weight"][places].copy_(rows)
+            else:
+                table.init_(rows, seed=random_seed(), rows=places)
+
+        def followed() -> None:
+            self.num_embeddings = self.trained_rows.shape[0]
+            follow()
+
+        self.trained_rows.insert(first, count, fill, followed)
+
     def set_cache(self, nbytes: int | None) -> None:
         """Keeps rows that are loaded often on the device; see speedtorch.cache."""
         self.trained_rows.cache(nbytes)
@@ -423,8 +510,12 @@ class RowModule(nn.Module):
         """Does all of announce() that can raise; what it gives does the rest."""
         with as_plain():
             self._check_use()
-            for each in ids:
-                check_ids(f"{self.trained_rows.name}.announce", each)
+            try:
+                for each in ids:
+                    check_ids(f"{self.trained_rows.name}.announce", each)
+            except Exception:
+                self.fail(announced=len(ids))
+                raise
             if not ids or not torch.is_grad_enabled():
                 return lambda: None
             if not self.trained_rows.parameter.requires_grad:
@@ -432,6 +523,13 @@ class RowModule(nn.Module):
             self.trained_rows.claim()
             steps = self.lookups.exchange
             return partial(steps.announce, steps.plan_announced(ids))
+
+    def fail(self, *, announced: int = 0) -> None:
+        """Called in place of a lookup, or of announcing so many, whose ids are none."""
+        trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
+        if trains or not announced:  # announcing to lookups that train nothing does nothing
+            with as_plain():
+                self.lookups.fail(trains=trains, announced=announced)
 
     def ids_by_module(self, ids: Any) -> dict[RowModule, list[Tensor]]:
         """Ids of one lookup or of several as prefetch plans them: which module names which rows."""

@@ -74,6 +74,30 @@ class TableGroup(RowModule):
         tables = ", ".join(f"{each.name}: {each.rows}" for each in self.ranges.tables)
         return f"{tables}; columns={self.embedding_dim}, {self.places()}"
 
+    def resize(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises NotImplementedError: the collection knows its tables."""
+        name = self.ranges.tables[-1].name
+        raise NotImplementedError(
+            f"{self._called()}: a collection resizes its tables: collection.resize({name!r}, n)"
+        )
+
+    def resize_table(self, table: Table, rows: Tensor | None, follow: Callable[[], object]) -> None:
+        """Resizes one of the tables, of which there is another description; see Embedding.resize.
+
+        `follow` is called before and after a change that is undone, and after one that is not.
+        """
+        before = self.ranges
+        at = [each.name for each in before.tables].index(table.name)
+        after = TableRanges([*before.tables[:at], table, *before.tables[at + 1 :]])
+        count = self._more(before.tables[at].rows, table.rows, rows)
+
+        def followed() -> None:
+            self.ranges = after if self.num_embeddings == after.rows else before
+            follow()
+
+        end = before.range_of(table.name).stop
+        self._insert(end, count, table.draw if rows is None else rows, followed)
+
     def ids_of(self, source: Source, *, planned: bool = False) -> TableIds:
         """Ids of the group's features as rows, looked up or `planned` for that; see TableRanges."""
         device = self.trained_rows.exchange.device

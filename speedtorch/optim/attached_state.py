@@ -118,6 +118,16 @@ class AttachedState:
             " rows; detach it before its state is cleared"
         )
 
+    def first_rows(self) -> Mapping[str, Tensor]:
+        """See OptimizerState."""
+        self._take_given()
+        return self.probe.row_state
+
+    def follow_table(self) -> None:
+        """See OptimizerState."""
+        rows, entries = self.table_rows, self.entries()
+        entries.update({n: self._of_all(rows, n) for n in self.names if n in entries})
+
     def hold(self, rows: Sequence[Tensor]) -> None:
         """See OptimizerState."""
         self._held = list(rows)

@@ -20,6 +20,7 @@ __all__ = ["Board"]
 
 _TOKEN = 16
 _NUMBER = 8
+_LEFT = -1  # in the place of a rank's numbers
 _SPIN = 5e-4
 _NAP = 5e-5
 _ALIVE = 0.5
@@ -80,7 +81,7 @@ class Board:
             number: of this rank, from 0 to 2 ** 61 - 1.
             seconds: to wait at most.
 
-        Returns None if some have not come by then, or their processes have ended.
+        Returns None if some have not come by then, have left, or their processes have ended.
         """
         words, size = self._words, self._size
         even, odd = words[self._rank] & 3, words[size + self._rank] & 3
@@ -100,7 +101,14 @@ class Board:
                     if not self._lives(place - begin) and words[place] & 3 != turn:
                         return None
                 time.sleep(0 if now - start < _SPIN else _NAP)
-        return [words[place] >> 2 for place in wanted]
+        found = [words[place] >> 2 for place in wanted]
+        return None if _LEFT in found else found
+
+    def leave(self) -> None:
+        """Leaves for good: the other ranks' meetings return None now, or as soon as they look."""
+        for place in (self._rank, self._size + self._rank):
+            self._words[place] = _LEFT << 2 | self._words[place] & 3
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._rank)
 
     def _lives(self, rank: int) -> bool:
         if rank == self._rank:

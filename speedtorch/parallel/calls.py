@@ -32,6 +32,8 @@ class Kind(IntEnum):
     """Gradients of a lookup's rows."""
     FULL = 5
     """All rows, to be saved by the first rank."""
+    NONE = 6
+    """Nothing, because a loop of prefetch() has an error of its own."""
 
 
 class Call(NamedTuple):
@@ -67,6 +69,7 @@ class Call(NamedTuple):
             Kind.ROWS: f"lookup {self.lookup} of {table}, which was announced or prefetched",
             Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table}",
             Kind.FULL: f"full_state_dict() of {table}",
+            Kind.NONE: f"an error of their own in prefetch() of {table}",
         }[self.kind]
 
 

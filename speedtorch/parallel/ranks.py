@@ -57,6 +57,8 @@ class Ranks:
     """
 
     faults = 0
+    _lost = ""
+    """Why the other ranks may be elsewhere for good."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.tables: list[str] = []
@@ -150,8 +152,9 @@ class Ranks:
     def meet(self, name: str, call: Call, device: torch.device) -> None:
         """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
         if self._board is not None:
+            self._refuse_if_lost(name)
             if (every := self._board.meet(call.code, self.patience)) is None:
-                raise RuntimeError(_not_come(name, "they have ended, or stay away"))
+                raise self._lose(name, "they have ended, stay away, or have lost others")
             self._refuse_if_differing(name, [Call.of(code)[0] for code in every])
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
@@ -175,7 +178,7 @@ class Ranks:
     def read(self, name: str, numbers: HostCopy) -> list[int]:
         """Numbers that need the other ranks; RuntimeError if these do not come in time."""
         if not numbers.have_come(self.patience):
-            raise RuntimeError(_not_come(name, f"nothing for {self.patience:.0f} s"))
+            raise self._lose(name, f"nothing for {self.patience:.0f} s")
         return numbers.read()
 
     def exchanged(self, name: str, blocks: Tensor) -> Tensor:
@@ -231,21 +234,38 @@ class Ranks:
         group: dist.ProcessGroup,
     ) -> Tensor:
         """Parts of a tensor, of so many rows, to each rank; gets as many rows of each as said."""
+        self._refuse_if_lost(name)
         size = len(sent) if received is None else sum(received)
         out = sent.new_empty((size, *sent.shape[1:]))
         try:
             dist.all_to_all_single(out, sent.contiguous(), received, counts, group=group)
         except RuntimeError as error:
-            raise RuntimeError(_not_come(name, str(error))) from error
+            raise self._lose(name, str(error)) from error
         return out
+
+    def _lose(self, name: str, what: str) -> RuntimeError:
+        """The error about ranks that did not come; they would take what comes later for this.
+
+        All further calls raise, here at once and on the ranks that wait for this one.
+        """
+        error = RuntimeError(
+            f"{name}: rows of other ranks did not come; all ranks make the same lookups in the same"
+            " order, with an empty batch where they have none, and go backward through the results"
+            f" of all or of none: {what}"
+        )
+        self._lost = str(error)
+        if self._board is not None:
+            self._board.leave()
+        return error
+
+    def _refuse_if_lost(self, name: str) -> None:
+        if self._lost:
+            raise RuntimeError(
+                f"{name}: this rank has waited for other ranks in vain, and they cannot get in step"
+                " again: end all ranks and begin anew from the last checkpoint;"
+                " docs/several_gpus.md says how one rank skips a batch. What happened first:"
+                f" {self._lost}"
+            )
 
 
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
-
-
-def _not_come(name: str, what: str) -> str:
-    return (
-        f"{name}: rows of other ranks did not come; all ranks make the same lookups in the same"
-        " order, with an empty batch where they have none, and go backward through the results of"
-        f" all or of none: {what}"
-    )

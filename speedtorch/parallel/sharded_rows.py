@@ -21,6 +21,7 @@ from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.ranks import Asked, Ranks
 from speedtorch.parallel.requests import AnyRequest, Requests
+from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 from speedtorch.torch_internals import (
     active_data_parallel,
@@ -140,11 +141,19 @@ class ShardedRows:
                 f" speedtorch.shard() and {wrapper} with {same}"
             )
 
-    def fail(self, *, trains: bool) -> None:
-        """Raises on the other ranks, which make the lookup that this rank cannot make."""
+    def fail(self, *, trains: bool, announced: int = 0) -> None:
+        """Raises on the other ranks, which do or announce the lookups that this rank cannot."""
         bad = torch.full((1,), self._dealt.rows)
         with suppress(IndexError):  # the caller raises this rank's own error
-            self.exchange.of(bad) if trains else self.exchange.of_no_step(bad)
+            if announced:
+                self.exchange.plan_announced([bad] * announced)
+            else:
+                self.exchange.of(bad) if trains else self.exchange.of_no_step(bad)
+
+    def end_by_error(self) -> None:
+        """Raises on the other ranks, wherever they wait, unless their loops raise as well."""
+        with suppress(DisagreementError):  # the caller raises this rank's own error
+            self.exchange.meet(Kind.NONE)
 
     def read(self, ids: Tensor) -> Tensor:
         """As TrainedRows.read."""

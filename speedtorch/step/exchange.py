@@ -360,6 +360,38 @@ class Exchange(ABC):
             self._hold_nothing(self.now.number + 1)
             self.complete()
 
+    @alone
+    def end_for_resize(self) -> None:
+        """Holds no row: all are in the table, which may get more of them.
+
+        Raises RuntimeError if a step or a loop has yet to end; nothing has changed then.
+        """
+        self._be_own()
+        self.refuse_if_captured("resizing its table")
+        self.raise_faults()
+        if self._has_other_loop(None):
+            raise RuntimeError(
+                f"{self.name}: its rows are prefetched by a loop, which must end first (close its"
+                " generator, or let it run to its end)"
+            )
+        self.complete(ahead=False)
+        has_gradient = self._view.parameter.grad is not None
+        if not self.now.stepped and (has_gradient or not self.is_over()):
+            raise RuntimeError(
+                f"{self.name}: resize() within a step, whose lookups or gradients wait for"
+                " optimizer.step(): call that first, or zero_grad() and drop the loss"
+            )
+        self.write_back()
+        self.forget_announced()
+        self.hold_none()
+        self._store.let_go()
+
+    def hold_none(self) -> None:
+        """Holds no row, of a table that may have other ones now."""
+        self._named_rows = self._store.rows + (self._padding == self._store.rows)
+        self._hold_nothing(self.now.number + 1)
+        self.complete()
+
     @property
     def is_inherited(self) -> bool:
         """Whether the held rows are those of a process that has forked this one, as is their table.
@@ -712,12 +744,16 @@ class Exchange(ABC):
     def start_loop(self, loop: object) -> bool:
         """Lets a loop plan batches ahead while it lives, unless another has not ended."""
         self._be_own()
-        if self._loop() not in (None, loop):
-            gc.collect()  # it may have ended by an exception, whose traceback has its frames
-        if self._loop() not in (None, loop):
+        if self._has_other_loop(loop):
             return False
         self._loop = weakref.ref(loop)
         return True
+
+    def _has_other_loop(self, loop: object | None) -> bool:
+        """Whether another loop has not ended."""
+        if self._loop() not in (None, loop):
+            gc.collect()  # it may have ended by an exception, whose traceback has its frames
+        return self._loop() not in (None, loop)
 
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
         """Raises IndexError if ids of the CPU are out of range, where rows are held there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,6 +27,9 @@ class OptimizerState(Protocol):
     sparse: bool
     """Whether the optimizer takes sparse gradients only."""
 
+    def first_rows(self) -> Mapping[str, Tensor]:
+        """What the state of a new row begins with, by field; all rows have what was assigned."""
+
     @property
     def loading(self) -> object | None:
         """What complete() may have to finish."""
@@ -36,6 +39,9 @@ class OptimizerState(Protocol):
 
     def hold(self, rows: Sequence[Tensor]) -> None:
         """Puts the state of other rows in its place."""
+
+    def follow_table(self) -> None:
+        """Gives the optimizer the state of all rows, of which there are others now."""
 
     def complete(self) -> None:
         """Finishes loading all rows' state where an exception has interrupted that."""

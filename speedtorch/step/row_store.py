@@ -100,7 +100,7 @@ class RowStore:
     def __init__(
         self, table: LazyTable, held_dtype: torch.dtype, rounding: Rounder | None = None
     ) -> None:
-        self.rows, self.row_shape = table.rows, table.row_shape
+        self.row_shape = table.row_shape
         self.held_dtype = held_dtype
         self._rounding = rounding
         self._table = table
@@ -109,6 +109,11 @@ class RowStore:
         """The fields that were exchanged last, until the table may have become another."""
         self._homes: Sequence[HostTable] = ()
         """Where they are: in the table, and beside it if that had no room for the state."""
+
+    @property
+    def rows(self) -> int:
+        """As said of the class."""
+        return self._table.rows
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""

@@ -95,6 +95,8 @@ class RowWeight(Tensor):
     _field: str
     _path: tuple[Callable[[Tensor], Tensor], ...]
     """The views that lead from all rows to these elements."""
+    _count: int
+    """Rows of the table when this was made."""
     _is_compact = False
     """Whether these views need rows that lie side by side, which rows in records do not."""
 
@@ -124,7 +126,7 @@ class RowWeight(Tensor):
         )
         give_no_data_pointer(made)
         own = {"_rows": rows, "_lookups": lookups, "_field": field, "_path": path}
-        vars(made).update(own)
+        vars(made).update(own, _count=rows.table.whole_rows)
         return made
 
     @classmethod
@@ -185,6 +187,11 @@ class RowWeight(Tensor):
         """The elements, in the table's memory, or in a copy if they must lie side by side."""
         memory = {} if memory is None else memory
         key = self._rows, self._field
+        if self._count != self._rows.table.whole_rows:
+            raise RuntimeError(
+                f"{self._rows.name}: this view of its weight or its state is from before resize():"
+                " take it from emb.weight or optimizer.state again"
+            )
         if key not in memory:
             rows = self._rows.memory(self._field)
             memory[key] = rows.contiguous() if is_compact or self._is_compact else rows

@@ -25,6 +25,7 @@ from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.sparse_rows import RowContent, SparseRows
 from speedtorch.step.step import Batch, LookupPlaces
 from speedtorch.step.turn import alone
+from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.whole_fields import WholeFields
@@ -112,7 +113,6 @@ class TrainedRows:
         self.fields = WholeFields(table)
         store = RowStore(table, parameter.dtype, rounding)
         self.held_dtype, self.rounding = store.held_dtype, rounding
-        self.shape = torch.Size((table.rows, *table.row_shape))
         self._padding = None if padding == table.rows else padding
         self.parameter = parameter
         self.parameter_view = ParameterView(name, parameter, WeakMethod(self.set_gradient))
@@ -137,6 +137,11 @@ class TrainedRows:
             table.claim.take(self)
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the weights that are here."""
+        return torch.Size((self.table.rows, *self.table.row_shape))
+
+    @property
     def _store(self) -> RowStore:
         return self.exchange.store
 
@@ -153,7 +158,7 @@ class TrainedRows:
 
     def take_weight(self, weight: RowWeight, lookups: Any) -> RowWeight:
         """Makes a weight of the same shape stand for these rows."""
-        vars(weight).update(_rows=self, _lookups=lookups)
+        vars(weight).update(_rows=self, _lookups=lookups, _count=self.table.whole_rows)
         self._weight = TensorWeakRef(weight)
         return weight
 
@@ -414,6 +419,51 @@ class TrainedRows:
             self.fields.load(field, values)
 
     @alone
+    def insert(
+        self,
+        first: int,
+        count: int,
+        fill: Callable[[HostTable], object],
+        follow: Callable[[], object],
+    ) -> None:
+        """Adds rows before row `first` with their state, all or, if this raises, none of them.
+
+        Args:
+            first: Where.
+            count: How many.
+            fill: Writes the weights of the new rows, zeros so far, to the larger table.
+            follow: Called whenever there is another number of rows.
+        """
+        self._check_claim()
+        state = self.state
+        with as_plain(), torch.inference_mode(False), torch.no_grad():
+            first_rows = {} if state is None else state.first_rows()
+            self.exchange.end_for_resize()
+            before = self.table.place()
+            made = self.table.with_rows(first, count, first_rows)
+            fill(made)
+            try:
+                self.table.move_to(made)
+                self._follow_table(follow)
+            except BaseException:
+                self.table.move_to(*before)
+                self._follow_table(follow)
+                raise
+            for table in before:
+                if table is not None:
+                    table.be_held(None)
+                    table.close()
+
+    def _follow_table(self, follow: Callable[[], object]) -> None:
+        self.exchange.hold_none()
+        weight = self.weight
+        weight.data = self.weight_on(self.parameter.device)
+        vars(weight)["_count"] = self.table.whole_rows
+        if self.state is not None:
+            self.state.follow_table()
+        follow()
+
+    @alone
     def add_rows(self, content: RowContent, method: str, options: Mapping[str, Any]) -> None:
         """Adds rows to those of their ids by `method`, "add_" or "sub_"; no other row changes."""
         with as_plain(), torch.no_grad():
@@ -615,8 +665,11 @@ class TrainedRows:
             return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
 
-    def fail(self, *, trains: bool) -> None:
+    def fail(self, *, trains: bool, announced: int = 0) -> None:
         """Called in place of a lookup whose ids are none: nothing is to be done here."""
+
+    def end_by_error(self) -> None:
+        """Called before a loop of batches raises an error: nothing is to be done here."""
 
     def gives_sparse(self, *, asked: bool) -> bool:
         """Whether autograd makes a sparse gradient, as it is asked to or as the optimizer wants."""

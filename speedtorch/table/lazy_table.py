@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -161,12 +161,13 @@ class LazyTable:
         assert self._table is not None
         return self._table
 
-    def _made(self, fields: Fields) -> HostTable:
+    def _made(self, fields: Fields, rows: int | None = None) -> HostTable:
         before = self._table if self._memory == "cuda" else None
         device = None if before is None else before.device
         try:
             with torch.inference_mode(False):  # or nothing could ever be written to it
-                return HostTable.from_fields(self.rows, fields, self._memory, device=device)
+                count = self.rows if rows is None else rows
+                return HostTable.from_fields(count, fields, self._memory, device=device)
         except MemoryError as error:
             raise MemoryError(f"{self.name}: {error}. {self._with_less(fields)}") from error
 
@@ -208,6 +209,7 @@ class LazyTable:
             self.version += 1
             return False
         if not self._draws:
+            table.settle()  # a GPU may still write rows back
             made.rows_of("weight").copy_(table.rows_of("weight"))
         made.note_read(table.was_read)
         made.take_changes(table)
@@ -215,6 +217,52 @@ class LazyTable:
         table.be_held(None)
         table.close()
         return False
+
+    # ---- more rows
+
+    def with_rows(self, first: int, count: int, state: Mapping[str, Tensor]) -> HostTable:
+        """Makes a table with `count` more rows before row `first`; nothing changes here.
+
+        The weights of the new rows are zeros, and each field of `state` has the row that is given.
+        Raises NotImplementedError if another object may use the memory, MemoryError if there is no
+        room for both tables.
+        """
+        before = self.host_table
+        if not self._owned or before.memory in ("file", "shared"):
+            raise NotImplementedError(
+                f"{self.name}: resize() makes another table, and this one was given or is in a file"
+                f" or in shared memory (memory={before.memory!r}): make a larger one, fill it by"
+                " larger.load(path, rows=slice(n)) from what table.save(path) wrote, and build the"
+                " module anew"
+            )
+        homes = {name: home for home in (before, self._beside) if home for name in home.fields}
+        if before.was_read and (unused := homes.keys() - {"weight", *state}):
+            raise RuntimeError(
+                f"{self.name}: its table was read from a file with the state"
+                f" {', '.join(sorted(unused))}, of which new rows begin as an optimizer says:"
+                " attach() the optimizer before resize()"
+            )
+        made = self._made({n: home.fields[n] for n, home in homes.items()}, self.rows + count)
+        for home in dict.fromkeys(homes.values()):
+            home.settle()  # a GPU may still write rows back
+        for name, home in homes.items():
+            old, new = home.rows_of(name), made.rows_of(name)
+            new[:first].copy_(old[:first])
+            new[first + count :].copy_(old[first:])
+            if name in state:
+                new[first : first + count].copy_(state[name])
+        made.note_read(before.was_read)
+        return made
+
+    def place(self) -> tuple[HostTable, HostTable | None]:
+        """Where the rows and their state are, for move_to()."""
+        return self.host_table, self._beside
+
+    def move_to(self, table: HostTable, beside: HostTable | None = None) -> None:
+        """Has the rows of another table from now on, perhaps more of them."""
+        self.rows = self.whole_rows = table.rows
+        self._beside = beside
+        self._adopt(table)
 
     @property
     def was_read(self) -> bool:

@@ -56,6 +56,12 @@ def check_absence() -> None:
     if dist.get_rank() == 0:
         begin = time.monotonic()
         assert board.meet(6, 0.2) is None and time.monotonic() - begin < 5
+        board.leave()
+    dist.barrier()
+    if dist.get_rank() == 1:  # at the meeting that the other rank came to, and at the next one
+        begin = time.monotonic()
+        assert board.meet(6, 30) is None and board.meet(7, 30) is None
+        assert time.monotonic() - begin < 5
     dist.barrier()
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from rank_processes import in_processes
 from sharded_disagreements import (
+    check_flagged_errors,
     check_join,
     check_late_calls,
     check_meshes,
     check_other_calls,
     check_other_calls_on_machines,
     check_other_models,
+    check_own_errors,
     check_replicas,
     check_replicas_of_meshes,
     check_skipped_batches,
@@ -79,3 +81,18 @@ def test_a_batch_is_skipped_on_one_rank_or_on_all() -> None:
 
 def test_join_is_refused_at_the_first_lookup() -> None:
     in_processes(2, check_join)
+
+
+def test_an_error_of_one_rank_that_the_others_hear_of_skips_a_batch() -> None:
+    in_processes(2, check_flagged_errors)
+
+
+@pytest.mark.parametrize("where", ["before", "after", "within"])
+@pytest.mark.parametrize(
+    ("ranks", "on_machine"),
+    [(2, True), (2, False), pytest.param(3, True, marks=pytest.mark.nightly)],
+)
+def test_an_error_of_one_rank_that_the_others_wait_for_ends_training_clearly(
+    where: str, ranks: int, on_machine: bool
+) -> None:
+    in_processes(ranks, check_own_errors, where, on_machine, 2.0, timeout=2.0)

@@ -16,10 +16,13 @@ from sharded_rules import (
     check_ids_written_by_numpy,
     check_lookups_in_another_order,
     check_no_ids,
+    check_no_ids_in_a_loop,
+    check_no_ids_of_features,
     check_norms_of_torch,
     check_one_tensor_for_several_lookups,
     check_one_tensor_in_a_loop,
     check_other_tensors_after_an_error,
+    check_resize,
     check_sparse_padding,
     check_twice_differentiated,
 )
@@ -50,6 +53,8 @@ def test_a_bad_id_of_a_feature_on_one_rank_raises_on_all(backend: str) -> None:
 
 def test_what_is_no_tensor_of_ids_on_one_rank_raises_on_all() -> None:
     in_processes(2, check_no_ids)
+    in_processes(2, check_no_ids_of_features)
+    in_processes(2, check_no_ids_in_a_loop)
 
 
 def test_torchs_norm_of_all_gradients_is_refused_and_its_scaling_is_not() -> None:
@@ -83,3 +88,7 @@ def test_the_order_of_parameters_may_differ_where_rows_are_shared_out_one_by_one
 
 def test_groups_of_some_ranks_go_beside_that_of_all() -> None:
     in_processes(3, check_groups)
+
+
+def test_rows_of_ranks_are_not_resized() -> None:
+    in_processes(2, check_resize)

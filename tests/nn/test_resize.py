@@ -1,0 +1,376 @@
+"""resize: a table gets more rows, with their optimizer state, between two steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interrupts import EVERY, every_interrupt, source_files
+from torch import Tensor, nn
+
+import speedtorch
+from speedtorch.optim import RowWiseAdagrad
+
+OLD, NEW, DIM = 6, 11, 4
+BEFORE, AFTER = [[1, 2, 2], [5, 2]], [[2, 9], [10, 0, 6, 9], [5, 10]]
+NEW_ROWS = torch.arange((NEW - OLD) * DIM).reshape(-1, DIM) / 7
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "RowWiseAdagrad": lambda p: RowWiseAdagrad(p, lr=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cache": {"cache": "1KiB"},
+    "capacity": {"capacity": 5},
+    "16 bits": {"stored": torch.bfloat16},
+    "padding": {"padding_idx": -4},
+    "sparse": {"sparse": True},
+    "max_norm": {"max_norm": 1.5},
+}
+
+
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[int]]
+) -> list[Tensor]:
+    """The results of steps."""
+    found = []
+    for ids in batches:
+        optimizer.zero_grad()
+        out = module(torch.tensor(ids))
+        out.square().sum().backward()
+        optimizer.step()
+        found.append(out.detach())
+    return found
+
+
+def rows_at_first() -> Tensor:
+    rows = torch.randn(OLD, DIM, generator=torch.Generator().manual_seed(3))
+    return rows
+
+
+def attached(
+    rows: Tensor, name: str, settings: dict[str, Any]
+) -> tuple[speedtorch.Embedding, torch.optim.Optimizer]:
+    torch.manual_seed(5)  # of the rounding
+    settings = dict(settings)
+    if "padding_idx" in settings:
+        settings["padding_idx"] %= OLD
+    embedding = speedtorch.Embedding(*rows.shape, _weight=rows, **settings)
+    optimizer = OPTIMIZERS[name](embedding.parameters())
+    speedtorch.attach(optimizer, embedding)
+    return embedding, optimizer
+
+
+def everything(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = optimizer.state_dict()["state"].get(0, {})
+    found = {f"state {k}": torch.as_tensor(v).clone() for k, v in state.items()}
+    return found | {k: v.clone() for k, v in module.state_dict().items()}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_on_as_a_table_that_had_the_new_rows_from_the_start(
+    name: str, settings: dict[str, Any]
+) -> None:
+    if settings.get("sparse") and name not in ("Adagrad", "RowWiseAdagrad"):
+        pytest.skip("takes no sparse gradients")
+    if "stored" in settings and name == "RowWiseAdagrad":
+        settings = {"stored": {"weight": torch.bfloat16}}
+    embedding, optimizer = attached(rows_at_first(), name, settings)
+    larger, reference = attached(torch.cat([rows_at_first(), NEW_ROWS]), name, settings)
+    weight, groups = embedding.weight, optimizer.param_groups
+    train(embedding, optimizer, BEFORE)
+    assert embedding.resize(NEW, rows=NEW_ROWS) is embedding
+    train(larger, reference, BEFORE)
+    assert_equal(everything(embedding, optimizer), everything(larger, reference))
+    for one, other in zip(
+        train(embedding, optimizer, AFTER), train(larger, reference, AFTER), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert_equal(everything(embedding, optimizer), everything(larger, reference))
+    assert embedding.weight is weight is groups[0]["params"][0]
+    assert (embedding.num_embeddings, weight.shape) == (NEW, (NEW, DIM))
+    assert embedding.table.rows == NEW
+    assert repr(embedding) == repr(larger)
+
+
+def test_it_trains_on_as_torch_does_with_rows_and_state_that_are_copied() -> None:
+    embedding = speedtorch.Embedding(OLD, DIM, _weight=rows_at_first())
+    optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
+    speedtorch.attach(optimizer, embedding)
+    plain = nn.Embedding(NEW, DIM, sparse=True, _weight=torch.cat([rows_at_first(), NEW_ROWS]))
+    reference = torch.optim.SparseAdam(plain.parameters(), lr=0.1)
+    train(embedding, optimizer, BEFORE)
+    train(plain, reference, BEFORE)
+    embedding.resize(NEW, rows=NEW_ROWS)
+    train(embedding, optimizer, AFTER)
+    train(plain, reference, AFTER)
+    assert_equal(everything(embedding, optimizer), everything(plain, reference))
+
+
+def test_new_rows_are_drawn_where_none_are_given() -> None:
+    embedding = speedtorch.Embedding(OLD, 200, padding_idx=2)
+    before = embedding.state_dict()["weight"].clone()
+    embedding.resize(60)
+    after = embedding.state_dict()["weight"]
+    assert torch.equal(after[:OLD], before)
+    assert abs(float(after[OLD:].std()) - 1) < 0.05
+    assert embedding.padding_idx == 2
+
+
+def test_rows_are_added_again_and_again_before_and_after_attach() -> None:
+    embedding = speedtorch.Embedding(OLD, DIM, _weight=rows_at_first())
+    embedding.resize(8, rows=NEW_ROWS[:2])
+    optimizer = OPTIMIZERS["Adagrad"](embedding.parameters())
+    speedtorch.attach(optimizer, embedding)
+    embedding.resize(8).resize(9, rows=NEW_ROWS[2:3])
+    train(embedding, optimizer, BEFORE)
+    embedding.resize(NEW, rows=NEW_ROWS[3:])
+    larger, reference = attached(torch.cat([rows_at_first(), NEW_ROWS]), "Adagrad", {})
+    train(larger, reference, BEFORE)
+    assert_equal(everything(embedding, optimizer), everything(larger, reference))
+
+
+def test_a_bag_and_a_frozen_table_get_more_rows() -> None:
+    bag = speedtorch.EmbeddingBag(OLD, DIM, _weight=rows_at_first(), mode="sum")
+    bag.resize(NEW, rows=NEW_ROWS)
+    assert torch.equal(bag(torch.tensor([[10, 6]]))[0], NEW_ROWS[4] + NEW_ROWS[0])
+    frozen = speedtorch.Embedding.from_pretrained(rows_at_first())
+    assert torch.equal(frozen.resize(NEW, rows=NEW_ROWS)(torch.tensor([6]))[0], NEW_ROWS[0])
+
+
+def test_state_that_was_assigned_stays() -> None:
+    embedding, optimizer = attached(rows_at_first(), "Adagrad", {})
+    optimizer.state[embedding.weight]["sum"] = torch.full((OLD, DIM), 3.0)
+    embedding.resize(NEW, rows=NEW_ROWS)
+    found = optimizer.state[embedding.weight]["sum"]
+    assert found.shape == (NEW, DIM)
+    assert found[:OLD].eq(3).all()
+    assert found[OLD:].eq(0.5).all()
+
+
+@pytest.mark.parametrize("name", ["EmbeddingCollection", "EmbeddingBagCollection"])
+def test_a_table_of_a_collection_gets_more_rows(name: str) -> None:
+    kind, config = getattr(speedtorch, name), speedtorch.EmbeddingBagConfig
+    if name == "EmbeddingCollection":
+        config = speedtorch.EmbeddingConfig
+
+    def made(users: int, more: Tensor) -> tuple[Any, torch.optim.Optimizer]:
+        tables = [config(users, DIM, "user"), config(5, DIM, "item"), config(3, 2, "place")]
+        torch.manual_seed(1)
+        rows = {
+            "user": torch.cat([torch.randn(OLD, DIM), more]),
+            "item": torch.randn(5, DIM),
+            "place": torch.randn(3, 2),
+        }
+        collection = kind.from_pretrained(tables, rows, freeze=False)
+        optimizer = OPTIMIZERS["Adam"](collection.parameters())
+        speedtorch.attach(optimizer, collection)
+        return collection, optimizer
+
+    def step(collection: Any, optimizer: torch.optim.Optimizer, users: list[int]) -> None:
+        ids = {"user": users, "item": [4, 0], "place": [1, 2]}
+        found = collection({key: torch.tensor(each)[:, None] for key, each in ids.items()})
+        values = [found[key] if "Bag" in name else found[key].values() for key in ids]
+        sum(each.square().sum() for each in values).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    small, optimizer = made(OLD, NEW_ROWS[:0])
+    large, reference = made(NEW, NEW_ROWS)
+    step(small, optimizer, [5, 2])
+    step(large, reference, [5, 2])
+    small.resize("user", NEW, rows=NEW_ROWS)
+    step(small, optimizer, [10, 2])
+    step(large, reference, [10, 2])
+    assert_equal(small.state_dict(), large.state_dict())
+    for one, other in zip(
+        optimizer.state_dict()["state"].values(),
+        reference.state_dict()["state"].values(),
+        strict=True,
+    ):
+        assert_equal(one, other)
+    configs = getattr(small, "embedding_bag_configs", getattr(small, "embedding_configs", None))
+    assert configs is not None
+    assert [each.num_embeddings for each in configs()] == [NEW, 5, 3]
+    small.resize("item", 9)
+    bound = (1 / 9) ** 0.5
+    assert 0 < float(small.table_weight("item")[5:].abs().max()) <= bound
+    assert torch.equal(small.table_weight("item")[:5], large.table_weight("item"))
+
+
+def in_a_step(embedding: Any) -> None:
+    embedding(torch.tensor([1])).sum().backward()
+    embedding.resize(NEW)
+
+
+def before_a_backward(embedding: Any) -> None:
+    loss = embedding(torch.tensor([1])).sum()
+    embedding.resize(NEW)
+    del loss
+
+
+def in_a_loop(embedding: Any) -> None:
+    for _ in speedtorch.prefetch([torch.tensor([1])] * 3, embedding, ids=lambda ids: ids):
+        embedding.resize(NEW)
+
+
+def a_view_from_before(embedding: Any) -> None:
+    view = embedding.weight.data
+    embedding.resize(NEW)
+    view.sum()
+
+
+def a_table_from_before(embedding: Any) -> None:
+    table = embedding.table
+    embedding.resize(NEW)
+    table.gather(torch.tensor([1]), "weight")
+
+
+def a_late_backward(embedding: Any) -> None:
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1)
+    loss = embedding(torch.tensor([1])).sum()
+    embedding(torch.tensor([2])).sum().backward()
+    optimizer.step()
+    embedding.resize(NEW)
+    loss.backward()
+
+
+class Drawn(speedtorch.Embedding):
+    def reset_parameters(self) -> None:
+        self.init_(nn.init.ones_)
+
+
+RAISES: list[tuple[Callable[[Any], object], type[Exception], str]] = [
+    (lambda e: e.resize(OLD - 1), ValueError, "6 rows, of which resize(5) would drop 1: build"),
+    (lambda e: e.resize(0), ValueError, "num_embeddings: expected 1 or more"),
+    (lambda e: e.resize(7.0), TypeError, "num_embeddings: expected an int"),
+    (lambda e: e.resize(NEW, rows=NEW_ROWS[1:]), ValueError, "rows: expected the shape (5, 4)"),
+    (lambda e: e.resize(NEW, rows=[1.0]), TypeError, "rows: expected a tensor"),
+    (in_a_step, RuntimeError, "call that first, or zero_grad()"),
+    (before_a_backward, RuntimeError, "call that first, or zero_grad()"),
+    (in_a_loop, RuntimeError, "prefetched by another loop"),
+    (a_view_from_before, RuntimeError, "from before resize(): take it"),
+    (a_table_from_before, ValueError, "this table is closed"),
+    (a_late_backward, RuntimeError, "backward through a lookup of an earlier step"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "said"), RAISES)
+def test_what_cannot_be_exact_raises(
+    call: Callable[[Any], object], error: type[Exception], said: str
+) -> None:
+    embedding = speedtorch.Embedding(OLD, DIM, _weight=rows_at_first())
+    with pytest.raises(error, match=re.escape(said)):
+        call(embedding)
+
+
+@pytest.mark.parametrize("memory", ["plain", "shared"])
+def test_a_table_that_was_given_is_not_resized(memory: Any) -> None:
+    table = speedtorch.HostTable(OLD, DIM, memory=memory)
+    embedding = speedtorch.Embedding.from_pretrained(table)
+    with pytest.raises(NotImplementedError, match="make a larger one"):
+        embedding.resize(NEW)
+    assert embedding.num_embeddings == OLD
+
+
+def test_own_first_values_and_state_of_a_file_raise(tmp_path: Any) -> None:
+    with pytest.raises(NotImplementedError, match="by rows="):
+        Drawn(OLD, DIM).resize(NEW)
+    assert Drawn(OLD, DIM).resize(NEW, rows=NEW_ROWS).num_embeddings == NEW
+    speedtorch.HostTable(OLD, DIM, state=["sum"]).save(path := tmp_path / "t.safetensors")
+    opened = speedtorch.Embedding.from_pretrained(path, freeze=False)
+    with pytest.raises(RuntimeError, match=r"attach\(\) the optimizer before"):
+        opened.resize(NEW)
+    optimizer = OPTIMIZERS["Adagrad"](opened.parameters())
+    speedtorch.attach(optimizer, opened)
+    opened.resize(NEW)
+    assert opened.table["sum"].eq(torch.tensor([0.0] * OLD + [0.5] * 5)[:, None]).all()
+
+
+def test_a_group_names_the_method_of_its_collection() -> None:
+    collection = speedtorch.EmbeddingCollection([speedtorch.EmbeddingConfig(3, 2, "user")])
+    with pytest.raises(NotImplementedError, match=r"collection\.resize\('user', n\)"):
+        collection.embeddings["user"].resize(5)
+    with pytest.raises(KeyError, match="none of the tables"):
+        collection.resize("item", 5)
+
+
+@EVERY
+@pytest.mark.parametrize("settings", ["plain", "cache", "capacity", "16 bits"])
+def test_an_exception_leaves_the_table_as_it_was(every: int, settings: str) -> None:
+    def prepare() -> tuple[speedtorch.Embedding, torch.optim.Optimizer]:
+        made = attached(rows_at_first(), "Adam", SETTINGS[settings])
+        train(*made, BEFORE)
+        return made
+
+    def grow(made: tuple[speedtorch.Embedding, torch.optim.Optimizer]) -> None:
+        made[0].resize(NEW, rows=NEW_ROWS)
+
+    whole = prepare()
+    before = everything(*whole)
+    grow(whole)
+    train(*whole, [[1, 5]])
+    files = source_files("nn/*.py", "step/*.py", "table/*.py", "optim/*.py")
+    for (embedding, optimizer), _ in every_interrupt(prepare, grow, files=files, every=every):
+        if embedding.num_embeddings == OLD:
+            assert_equal(everything(embedding, optimizer), before)
+            grow((embedding, optimizer))
+        train(embedding, optimizer, [[1, 5]])
+        assert_equal(everything(embedding, optimizer), everything(*whole))
+
+
+def test_the_next_incremental_checkpoint_has_all_rows(tmp_path: Any) -> None:
+    embedding, optimizer = attached(rows_at_first(), "Adam", {})
+
+    def save(base: int | None = None) -> None:
+        speedtorch.save(tmp_path, model=embedding, optimizer=optimizer, base=base)
+
+    save()
+    train(embedding, optimizer, BEFORE)
+    save(1)
+    embedding.resize(NEW, rows=NEW_ROWS)
+    save(2)
+    train(embedding, optimizer, AFTER)
+    save(3)
+    loaded, resumed = attached(torch.zeros(NEW, DIM), "Adam", {})
+    speedtorch.load(tmp_path, model=loaded, optimizer=resumed)
+    assert_equal(everything(loaded, resumed), everything(embedding, optimizer))
+
+
+@pytest.mark.parametrize("call", ["attach", "resize"])
+def test_rows_that_a_gpu_writes_back_are_waited_for(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before rows of the old table are copied on the CPU."""
+    embedding = speedtorch.Embedding(OLD, DIM, _weight=rows_at_first())
+    optimizer = OPTIMIZERS["Adam"](embedding.parameters())
+    old, settled = embedding.table, list[speedtorch.HostTable]()
+    settle, rows_of = speedtorch.HostTable.settle, speedtorch.HostTable.rows_of
+
+    def copied(table: speedtorch.HostTable, field: str) -> Tensor:
+        assert table is not old or old in settled
+        return rows_of(table, field)
+
+    monkeypatch.setattr(
+        speedtorch.HostTable, "settle", lambda table: (settle(table), settled.append(table))
+    )
+    monkeypatch.setattr(speedtorch.HostTable, "rows_of", copied)
+    if call == "attach":
+        speedtorch.attach(optimizer, embedding)
+    else:
+        embedding.resize(NEW, rows=NEW_ROWS)
+    assert old.closed
