@@ -446,3 +446,22 @@ def test_a_graph_of_values_that_were_assigned_over_is_refused(device: str) -> No
     swapper.evict()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
+
+
+def test_a_change_through_data_after_a_backward_that_failed_is_kept(device: str) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    swapper = Swapper(layers, device=device)
+    swapper.auto()
+
+    def broken(gradient: Tensor) -> None:
+        raise KeyError
+
+    handle = layers[1].weight.register_hook(broken)
+    with pytest.raises(KeyError):
+        layers(torch.ones(2, 8, device=device)).sum().backward()
+    handle.remove()
+    for each in layers.parameters():
+        each.data.fill_(0.25)
+    layers[0](torch.ones(2, 8, device=device))
+    swapper.evict()
+    assert all(each.eq(0.25).all() for each in layers.parameters())
