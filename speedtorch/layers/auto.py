@@ -200,7 +200,10 @@ class AutoOffload:
         self._end_interrupted()
         if current_backward() == -1 and (self._graphs or self._backward):
             self._parts.clear()
-            self._backward.clear()
+            while self._backward:
+                unit, use = self._backward.popitem()
+                unit.touch()  # since the error nothing has looked for changes of it
+                self._residency.end_use(use)
             self._graphs.clear()
             self._forget_results()
 

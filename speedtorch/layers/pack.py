@@ -77,6 +77,8 @@ class Pack:
         """Views that keep a device slab which evict() has left to them, with names."""
         self._placed: dict[str, weakref.ref[Tensor]] = {}
         """The tensor that has the place of each name."""
+        self._counted: dict[str, int] = {}
+        """Where tensors are that were given other memory there, once their versions say so."""
         # Not one dict of pairs: thousands of these would set off collections of cycles.
         self._host_versions: dict[str, int] = {}
         self._device_versions: dict[str, int] = {}
@@ -187,6 +189,7 @@ class Pack:
         """
         at = self.slab.where(members.tensors)
         if self._is_there(members, at):
+            self._count_given(members, at)
             return {}
         if None in at.values():
             self.evict(members, search=search)
@@ -311,6 +314,9 @@ class Pack:
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
                     self.slab = Slab(tensors, left.device, traffic=left.traffic)
+                    # Graphs have what all of them leave.
+                    self._placed = {name: weakref.ref(each) for name, each in tensors.items()}
+                    self._counted.clear()
                 elif not tensors.keys() <= left.places.keys():
                     self._grow(members, at)
                 at = self.slab.where(tensors)
@@ -383,6 +389,30 @@ class Pack:
         for tensor, view in zip(leaving.values(), views, strict=True):
             tensor.data = view
         self._placed.update((name, weakref.ref(leaving[name])) for name in elsewhere)
+        for name in elsewhere:
+            self._counted.pop(name, None)
+
+    def _count_given(self, members: Members, at: Mapping[str, Memory | None]) -> None:
+        """Gives tensors that have got other memory on the device a version that no graph knows.
+
+        Torch counts no `tensor.data = values`. A graph that is made from now on is right once they
+        have moved with their elements, and one that has saved what was there before is not.
+        """
+        for name in [name for name, memory in at.items() if memory is None]:
+            tensor = members.tensors[name]
+            if not self._is_known(name, tensor):
+                version, device = version_of(tensor), self._device_versions.get(name, 0)
+                on_device = version if version < _HOST_VERSIONS else 0
+                set_versions((tensor,), (max(on_device, device) + 1,))
+                self._counted[name] = tensor.data_ptr()
+
+    def _is_known(self, name: str, tensor: Tensor) -> bool:
+        """Whether graphs that have saved a tensor which is elsewhere have these elements of it."""
+        if tensor.device != self.slab.device or self.slab.has(tensor):
+            return False
+        placed = self._placed.get(name)
+        is_other = placed is None or placed() is not tensor
+        return is_other or self._counted.get(name) == tensor.data_ptr()
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Names of those whose elements have changed since they were copied, or never were."""
@@ -407,6 +437,10 @@ class Pack:
         for name in names:
             version, left = version_of(tensors[name]), at[name]
             host, device = on_host.get(name, _HOST_VERSIONS), on_device.get(name, 0)
+            if left is None and version < _HOST_VERSIONS and self._is_known(name, tensors[name]):
+                on_device[name] = version
+                on_host[name] = host + 1
+                continue
             # The last of the two says that it is counted, should Ctrl-C come in between.
             if version >= _HOST_VERSIONS:
                 on_device[name] = device + 1

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses, TorchMemory
+from speedtorch.layers.discarded import BLANK
 from speedtorch.layers.fingerprints import fingerprint
 from speedtorch.layers.host_slab import cut
 from speedtorch.layers.slot import Slot, bytes_at, fall_asleep, wake_up, waking
@@ -214,7 +215,7 @@ class SleepingStorages:
             known = {each[0].begin: self._known_of(each) for each in _groups(seldom_written)}
             for slot in empty:
                 if not slot.is_kept:
-                    slot.bytes().fill_(255)
+                    slot.bytes().fill_(BLANK)
             tensors = waking(self._slots)
             self._wait()  # or another thread would see memory that has nothing yet
         except BaseException:

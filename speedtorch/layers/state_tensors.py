@@ -27,6 +27,8 @@ __all__ = [
     "plain_tensors",
     "state_tensors",
     "stays_on_cpu",
+    "within_frozen",
+    "wrappers_in",
 ]
 
 StatePart: TypeAlias = Literal["weights", "gradients", "optimizer"]
@@ -129,6 +131,32 @@ def plain_tensors(
     elif hasattr(value, "__dict__") and _is_record(value):
         seen.add(id(value))
         yield from plain_tensors(name, vars(value), seen)
+
+
+def wrappers_in(tensor: object) -> list[Tensor]:
+    """A wrapper and the wrappers within it; none if plain tensors have not all of its memory.
+
+    Of a DTensor, which has a mesh, they have not: other ranks know where it is.
+    """
+    is_row_weight = isinstance(tensor, RowWeight)  # whose table has the elements
+    if is_plain_tensor(tensor) or is_row_weight or not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    found: list[Any] = [tensor]
+    for inner in [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]:
+        if not is_plain_tensor(inner):
+            if not (within := wrappers_in(inner)):
+                return []
+            found += within
+    return found
+
+
+def within_frozen(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, and instead of wrappers that are not trained the plain tensors in them."""
+    found: dict[str, Tensor] = {}
+    for name, each in named.items():
+        is_wrapper = not each.requires_grad and wrappers_in(each)
+        found.update(plain_tensors(name, each) if is_wrapper else [(name, each)])
+    return found
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -53,7 +53,8 @@ class Swapper:
     Raises:
         TypeError: an argument is of the wrong kind, an optimizer steps all parameters at once
             (LBFGS) or another optimizer (Lookahead), or keeps tensors within lists or dicts, or a
-            tensor is of a class of its own.
+            tensor is of a class of its own, other than a wrapper with `__tensor_flatten__` that is
+            not trained.
         ValueError: there is no unit, two of them share a tensor, one of them is in another, an
             optimizer is given twice, or small copies of it show that it does not step each
             parameter by itself, the budget is no number of bytes, or a tensor is sparse, quantized,

@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.layers.state_tensors import within_frozen, wrappers_in
 from speedtorch.torch_internals import buffers_of, members_of
 
 __all__ = ["TensorIndex"]
@@ -30,9 +31,11 @@ class TensorIndex:
             its state whether the value moves with the module. The name tells optimizers apart.
 
     Attributes:
-        own: parameters and buffers, those that are not trained first.
-        parameters: the parameters among them.
-        buffers: the buffers among them.
+        own: parameters and buffers, those that are not trained first; of wrappers that are not, as
+            quantized weights, the tensors within.
+        parameters: the parameters.
+        buffers: the buffers among its own.
+        wrappers: which are there by their tensors alone.
         state: what optimizers keep of each parameter.
     """
 
@@ -43,9 +46,17 @@ class TensorIndex:
         is_of_state: Callable[[Optimizer, str, Tensor, str, Any], bool],
     ) -> None:
         self.parameters = dict(module.named_parameters())
-        self.buffers = dict(module.named_buffers())
+        named = dict(module.named_buffers())
+        self.buffers = within_frozen(named)
         frozen = {name: each for name, each in self.parameters.items() if not each.requires_grad}
-        self.own: dict[str, Tensor] = {**frozen, **self.parameters, **self.buffers}
+        trained = {name: each for name, each in self.parameters.items() if each.requires_grad}
+        self.own: dict[str, Tensor] = {**within_frozen(frozen), **trained, **self.buffers}
+        self.wrappers = [
+            within
+            for each in (*frozen.values(), *named.values())
+            if not each.requires_grad
+            for within in wrappers_in(each)
+        ]
         self._gradients: dict[str, Tensor] = {}
         """The parameters that have one, by its name."""
         self.state: dict[str, Tensor] = {}
@@ -56,6 +67,8 @@ class TensorIndex:
         """What each optimizer keeps of each parameter; None: nothing."""
         self._empty: list[dict[str, Any]] = []
         self._filled: list[dict[str, Any]] = []
+        for each in self.wrappers:
+            self._keep(vars(each))
         for part in module.modules():
             for of_part in (*members_of(part), buffers_of(part)):
                 self._keep(of_part)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.layers.discarded import Discarded
 from speedtorch.layers.sleeping_storages import SleepingStorages
 from speedtorch.layers.slot import Slot
 from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, state_tensors
@@ -25,6 +26,13 @@ from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.torch_internals import as_plain, fully_sharded, storage_id
 
 __all__ = ["SleepReport", "TrainingState"]
+
+_REMEDIES: dict[StatePart, str] = {
+    "weights": "wake() the state and load all of its weights, as model.load_state_dict() does",
+    "gradients": "drop them before the backward, as zero_grad() does",
+    "optimizer": "wake() the state and optimizer.load_state_dict() before the step",
+}
+"""What loads the values of a part again, or does without them."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -161,6 +169,7 @@ class TrainingState:
         self._parts = {
             part: SleepingStorages(self.device, keep_addresses=keep_addresses) for part in PARTS
         }
+        self._discarded = {part: Discarded(self.device, _REMEDIES[part]) for part in PARTS}
 
     def __repr__(self) -> str:
         asleep = [part for part, each in self._parts.items() if each.is_asleep]
@@ -191,8 +200,9 @@ class TrainingState:
                 default all three.
             discard: parts, or some of them, whose values are not needed any more: they are not
                 copied and take no host memory. Their tensors have no elements meanwhile; once they
-                wake, all are NaN (of integers all bits are set). Buffers that no state_dict() has
-                (persistent=False) are copied all the same.
+                wake, all are NaN (of integers all bits are set), and must be loaded: a forward of
+                the model, or a step of an optimizer, raises RuntimeError before. Buffers that no
+                state_dict() has (persistent=False) are copied all the same.
 
         Returns:
             What was copied, the memory that is free now, and what had to stay.
@@ -221,7 +231,11 @@ class TrainingState:
             found = state_tensors(self._model, self._optimizers)
             slots, left = self._slots(found, wanted, lost)
             storages = [_storage_of(each) for of in found.of.values() for each in of.values()]
+            names = {id(each): name for of in found.of.values() for name, each in of.items()}
             for part, of_part in slots.items():
+                if part in lost:
+                    users = self._model.modules() if part == "weights" else self._optimizers
+                    self._discarded[part].add(of_part, names, users)
                 self._parts[part].spare(each for each in storages if each is not None)
                 copied += self._parts[part].sleep(of_part)
             if self.device.type == "cuda":

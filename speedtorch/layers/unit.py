@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -23,9 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from speedtorch.layers.access_tracker import AccessTracker, is_plain_tensor
 from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.module_hook import ModuleHook, weak_call
+from speedtorch.layers.offloaded_parameters import follow_inner
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.slab import Memory
-from speedtorch.layers.state_tensors import stays_on_cpu
+from speedtorch.layers.state_tensors import stays_on_cpu, within_frozen, wrappers_in
 from speedtorch.layers.tensor_index import TensorIndex
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.step.trained_rows import rows_of_parameter
@@ -125,8 +126,9 @@ class Unit:
         before_gradients: called with the unit where a backward reaches it and there is no Caller.
 
     Raises:
-        TypeError: an argument is none of these; a tensor is of a class of its own; an optimizer
-            keeps tensors within lists or dicts, as LBFGS does.
+        TypeError: an argument is none of these; a tensor is of a class of its own, other than a
+            wrapper with `__tensor_flatten__` that is not trained; an optimizer keeps
+            tensors within lists or dicts, as LBFGS does.
         ValueError: a parameter or buffer belongs to another unit; a tensor is sparse, quantized, on
             the meta device or made in inference mode; the device is "meta".
         RuntimeError: the device is a GPU, and torch finds none here.
@@ -179,6 +181,7 @@ class Unit:
         self._index: TensorIndex | None = None
         self._stepped: set[str] = set()
         """Parameters that a step may have changed."""
+        self._copied_versions: list[int] = []
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
         self._packs = self._own, self._gradients, self._state
         self._begun: list[int] = []
@@ -232,7 +235,8 @@ class Unit:
         found = self._found
         # Torch's batch norm changes its statistics and counts no version.
         buffers = found.buffers if self._is_used else ()
-        written = found.own.keys() if self._is_touched else self._stepped.union(buffers)
+        is_touched = self._is_touched or self._wrapper_versions() != self._copied_versions
+        written = found.own.keys() if is_touched else self._stepped.union(buffers)
         state = found.state.keys() if self._is_state_new else ()
         return (
             (self._own, Members(found.own, written)),
@@ -292,6 +296,7 @@ class Unit:
             for pack, members in parts if state else parts[:2]:
                 called.append((pack, members))
                 call(pack, members, begun=is_begun and pack is self._own)
+            self._follow_inner()
         except BaseException as error:
             for pack in self._packs:  # some may be on the device already
                 pack.slab.coming.join()
@@ -351,12 +356,19 @@ class Unit:
             # Graphs have views of its own tensors alone.
             is_searched = search or pack is not self._own
             freed += pack.evict(members, after, search=is_searched, copied=names)
+        self._follow_inner()
         self._is_state_new = self.has_views = False
         self.made_state_bytes = 0
         self._note_copied()
         self.has_graph = self.has_graph and any(pack.slab.is_held for pack in self._packs)
         self.track()
         return freed
+
+    def _follow_inner(self) -> None:
+        """Lets wrappers be seen where the tensors within have moved."""
+        with torch.inference_mode(False):
+            for each in self._found.wrappers:
+                follow_inner(each)
 
     @_untracked
     def evict_state(self, after: torch.cuda.Event | None = None) -> int:
@@ -451,6 +463,11 @@ class Unit:
         """Notes that parameters and buffers have not changed since they were copied."""
         self._is_touched = self._is_used = False
         self._stepped = set()
+        self._copied_versions = self._wrapper_versions()
+
+    def _wrapper_versions(self) -> list[int]:
+        """Torch counts a change of a wrapper there, and not of the tensors within."""
+        return [] if self._index is None else list(map(version_of, self._index.wrappers))
 
     def touch(self) -> None:
         """Says that any of its tensors may have changed without torch's counting it."""
@@ -521,7 +538,7 @@ class Unit:
         """
         own = () if self._index is None else self._index.own.values()
         with as_plain():
-            return self._uses + sum(map(version_of, own))
+            return self._uses + sum(map(version_of, own)) + sum(self._wrapper_versions())
 
     def follow(self, caller: Caller | None) -> None:
         """The caller brings the unit as the program reaches it; None ends that."""
@@ -618,17 +635,15 @@ class Unit:
         if self.memory is Memory.HOST:
             return
         on_host = self.on_host()
-        own = {id(each) for each in module.buffers()}  # which are given if variables are kept
+        # Which are given if variables are kept.
+        own = {id(each) for each in (*module.parameters(), *module.buffers())}
         for name, each in state.items():
-            is_plain = type(each) is Tensor and not each.requires_grad and id(each) not in own
-            if name.startswith(prefix) and is_plain:
-                found = on_host.get(each.data_ptr())
-                if found is not None and found.shape == each.shape and found.dtype == each.dtype:
-                    state[name] = found.detach()
+            if name.startswith(prefix) and isinstance(each, Tensor) and id(each) not in own:
+                state[name] = _on_host(each, on_host)
 
     def is_view(self, tensor: Tensor) -> bool:
         """Whether it shares the memory of parameters and buffers on the device."""
-        return self._own.slab.has(tensor)
+        return any(map(self._own.slab.has, within_frozen({"": tensor}).values()))
 
     def _is_trained_view(self, each: object) -> bool:
         return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
@@ -782,5 +797,21 @@ def is_of_unit(tensor: Tensor) -> bool:
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    yield from within_frozen(dict(module.named_parameters())).items()
+    yield from within_frozen(dict(module.named_buffers())).items()
+
+
+def _on_host(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor:
+    """The same of Unit.on_host(); the tensor itself if that has it not."""
+    if type(tensor) is Tensor and not tensor.requires_grad:
+        found = on_host.get(tensor.data_ptr())
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            return tensor
+        return found.detach()
+    if tensor.requires_grad or not wrappers_in(tensor):
+        return tensor
+    names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: _on_host(getattr(tensor, name), on_host) for name in names}
+    made: Any = type(tensor)
+    result: Tensor = made.__tensor_unflatten__(inner, settings, tensor.shape, tensor.stride())
+    return result

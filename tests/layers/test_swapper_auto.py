@@ -396,3 +396,72 @@ def test_auto_lasts_as_long_as_the_model(trains: bool) -> None:
     del model, optimizer
     gc.collect()
     assert auto() is None
+
+
+def _assign_data(layers: nn.Module) -> None:
+    for each in layers.parameters():
+        each.data = torch.full(each.shape, 0.25, device=each.device)
+
+
+def _assign_state(layers: nn.Module) -> None:
+    for each in layers.modules():
+        if isinstance(each, nn.Linear):
+            where = each.weight.device
+            values = {"weight": torch.full((8, 8), 0.25), "bias": torch.full((8,), 0.25)}
+            on_device = {name: value.to(where) for name, value in values.items()}
+            each.load_state_dict(on_device, assign=True)
+
+
+@pytest.mark.parametrize("assign", [_assign_data, _assign_state])
+def test_weights_that_were_given_other_memory_on_the_device_are_trained(
+    assign: Callable[[nn.Module], None], device: str
+) -> None:
+    models = []
+    for is_offloaded in (True, False):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        if is_offloaded:
+            swapper = Swapper(layers, device=device, budget="2KiB")
+            swapper.auto()
+        else:
+            layers.to(device)
+        for _ in range(2):
+            layers.zero_grad()
+            layers(torch.ones(2, 8, device=device)).square().sum().backward()
+            assign(layers)
+        layers(torch.ones(2, 8, device=device)).square().sum().backward()
+        models.append(layers)
+    for found, expected in zip(*(each.parameters() for each in models), strict=True):
+        assert found.grad is not None and expected.grad is not None
+        assert torch.equal(found.grad.cpu(), expected.grad.cpu())
+
+
+def test_a_graph_of_values_that_were_assigned_over_is_refused(device: str) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    swapper = Swapper(layers, device=device)
+    swapper.auto()
+    result = layers(torch.ones(2, 8, device=device)).square().sum()
+    layers[1].weight.data = torch.full_like(layers[1].weight, 0.25)
+    layers(torch.ones(2, 8, device=device))
+    swapper.evict()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_a_change_through_data_after_a_backward_that_failed_is_kept(device: str) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    swapper = Swapper(layers, device=device)
+    swapper.auto()
+
+    def broken(gradient: Tensor) -> None:
+        raise KeyError
+
+    handle = layers[1].weight.register_hook(broken)
+    with pytest.raises(KeyError):
+        layers(torch.ones(2, 8, device=device)).sum().backward()
+    handle.remove()
+    for each in layers.parameters():
+        each.data.fill_(0.25)
+    layers[0](torch.ones(2, 8, device=device))
+    swapper.evict()
+    assert all(each.eq(0.25).all() for each in layers.parameters())

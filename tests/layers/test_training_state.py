@@ -25,7 +25,7 @@ from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 import speedtorch
 from speedtorch.layers import TrainingState, device_memory, sleeping_storages
 from speedtorch.layers.fingerprints import fingerprint
-from speedtorch.layers.state_tensors import PARTS
+from speedtorch.layers.state_tensors import PARTS, StatePart
 from speedtorch.nn.graphed import graphed
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -234,6 +234,85 @@ def test_discarded_values_are_gone_and_take_no_host_memory(device: str) -> None:
     fresh = Training(device).step()
     training.layer.load_state_dict(fresh.layer.state_dict())
     training.layer.zero_grad()
+    assert_trains_on(training)
+
+
+def load_data(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Writes values without torch's counting it; of a tensor as many of them as there are."""
+    for name, each in values.items():
+        own = module.state_dict()[name].data
+        (own[: len(each)] if each.dim() else own).copy_(each)
+
+
+def load_counted(module: nn.Module, values: dict[str, Tensor]) -> None:
+    module.load_state_dict(values, strict=False)
+
+
+def without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda values: {name: each for name, each in values.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("load", "chosen", "missing"),
+    [
+        (load_counted, lambda _: {}, "0.weight, 0.bias, 1.weight, 1.bias and 1 more"),
+        (load_counted, without("number"), "number"),
+        (load_data, without("0.bias", "1.bias", "number"), "0.bias, 1.bias, number"),
+        (load_data, lambda values: {**values, "0.bias": values["0.bias"][:1]}, "0.bias, number"),
+    ],
+    ids=["nothing", "no integer", "two missing", "a part of a tensor"],
+)
+def test_a_forward_raises_until_all_that_was_discarded_is_loaded(
+    load: Callable[..., None], chosen: Callable[..., Any], missing: str, device: str
+) -> None:
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(device)
+    layers.register_buffer("number", torch.tensor(-1, device=device))
+    batch = torch.ones(4, 2, device=device)
+    saved, expected = copies(layers.state_dict()), layers(batch)
+    state = TrainingState(layers)
+    state.sleep(discard=["weights"])
+    with pytest.raises(RuntimeError, match=r"^0\.weight, .* wake\(\) the state and load all"):
+        layers(batch)
+    state.wake()
+    load(layers, chosen(saved))
+    for _ in range(2):
+        for module in (layers, layers[0]):
+            with pytest.raises(RuntimeError, match=f"^{missing}: discarded by sleep"):
+                module(batch)
+        with state.asleep():
+            pass
+    load_counted(layers, saved)
+    assert torch.equal(layers(batch), expected)
+    assert not any(each._forward_pre_hooks for each in layers.modules())
+
+
+def test_weights_that_were_replaced_are_not_missing(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    state = TrainingState(layer)
+    state.sleep(discard=["weights"])
+    layer.weight.data = torch.ones(2, 2, device=device)
+    layer.bias = None
+    state.wake()
+    assert layer(torch.ones(2, device=device)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("part", "missing"), [("optimizer", "state of scale.exp_avg, "), ("gradients", "gradient")]
+)
+def test_a_step_raises_until_what_was_discarded_is_there(
+    part: StatePart, missing: str, device: str
+) -> None:
+    training, other = Training(device).step(2), Training(device).step(2)
+    before = copies(training.layer.state_dict())
+    training.state.sleep(discard=[part])
+    training.state.wake()
+    with pytest.raises(RuntimeError, match=f"{missing}.* discarded by sleep"):
+        training.optimizer.step()
+    assert_equal(training.layer.state_dict(), before)
+    if part == "optimizer":
+        training.optimizer.load_state_dict(other.optimizer.state_dict())
+    else:
+        training.optimizer.zero_grad()
     assert_trains_on(training)
 
 

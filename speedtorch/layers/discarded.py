@@ -1,0 +1,111 @@
+"""Discarded: tensors of a sleeping state whose values were not copied, until they are loaded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from speedtorch.layers.module_hook import ModuleHook
+from speedtorch.layers.slot import Slot
+from speedtorch.torch_internals import as_plain, version_of
+
+__all__ = ["BLANK", "Discarded"]
+
+BLANK = 255
+"""What all bytes of a discarded tensor are once it wakes: a NaN, or the integer -1."""
+_NAMED = 4
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 24
+
+
+class _Blank(NamedTuple):
+    """A discarded tensor, and the version that it wakes with."""
+
+    ref: weakref.ref[Tensor]
+    version: int
+
+    def is_not_loaded(self, tensor: Tensor) -> Tensor:
+        """Whether elements of the tensor have not been loaded, as a boolean on its device."""
+        if not tensor.numel():  # it sleeps
+            return torch.ones((), dtype=torch.bool, device=tensor.device)
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        # Comparisons take a byte for each element of a piece.
+        pieces = torch.split(values.view(_INTEGERS[values.itemsize]).reshape(-1), _PIECE)
+        are_blank = [each == -1 for each in pieces]
+        if values.is_floating_point() and values.itemsize > 1:
+            return torch.stack([each.any() for each in are_blank]).any()
+        # Of integers, and in 8 bits, that is a value as others are.
+        is_blank = torch.stack([each.all() for each in are_blank]).all()
+        return is_blank & (version_of(tensor) == self.version)
+
+
+class Discarded:
+    """Raises RuntimeError where discarded tensors are used before they have been loaded again.
+
+    A discarded tensor is loaded if it was given other memory, or has other values than those that
+    it wakes with. The first use that finds all loaded is the last one that looks.
+
+    Args:
+        device: of the tensors.
+        remedy: the end of the error's message.
+    """
+
+    def __init__(self, device: torch.device, remedy: str) -> None:
+        self._device, self._remedy = device, remedy
+        self._blank: dict[str, _Blank] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def add(
+        self,
+        slots: Iterable[Slot],
+        names: Mapping[int, str],
+        users: Iterable[nn.Module | Optimizer],
+    ) -> None:
+        """Notes what is about to be discarded.
+
+        Args:
+            slots: storages that sleep.
+            names: of their tensors, by id().
+            users: whose forward or step() uses the tensors.
+        """
+        for slot in slots:
+            for member, tensor in () if slot.is_kept else slot.living():
+                if tensor.numel():
+                    self._blank[names[id(tensor)]] = _Blank(member.ref, member.version + 1)
+        self._remove_hooks()
+        hook = ModuleHook(self._check)
+        for each in users if self._blank else ():
+            if isinstance(each, nn.Module):
+                self._hooks.append(each.register_forward_pre_hook(hook, prepend=True))
+            else:
+                self._hooks.append(each.register_step_pre_hook(hook))
+
+    def _check(self, *_: object) -> None:
+        """A module or an optimizer is about to use them."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # no value can be looked at
+        with as_plain(), torch.no_grad():
+            flags = {
+                name: each.is_not_loaded(tensor)
+                for name, each in self._blank.items()
+                if (tensor := each.ref()) is not None and tensor.device == self._device
+            }
+            found = torch.stack(list(flags.values())).tolist() if flags else []
+        if lost := [name for name, is_lost in zip(flags, found, strict=True) if is_lost]:
+            more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+            raise RuntimeError(
+                f"{', '.join(lost[:_NAMED])}{more}: discarded by sleep(), and not loaded since, or"
+                f" in part: {self._remedy}"
+            )
+        self._blank.clear()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
