@@ -23,6 +23,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 from speedtorch.files import system_calls
 from speedtorch.parallel import checkpoints
+from speedtorch.parallel.saved_generation import DamagedError, SavedGeneration
 from speedtorch.parallel.sharded_saves import JoinedFile
 from speedtorch.table.shared_rows import SharedRows
 
@@ -123,6 +124,32 @@ def check_unfit(folder: str, since: int | None) -> None:
         assert_same(other.own(), before)
     speedtorch.load(folder, **other.parts(), layer=nn.Linear(2, 2))
     assert_same(other.own(), run.own())
+
+
+def check_fallback(folder: str) -> None:
+    """All ranks pass over generations that one of them finds damaged, or raise."""
+    run, other, rank = Run(), Run(seed=3), dist.get_rank()
+    expected = []
+    for step in range(3):
+        speedtorch.save(folder, keep=9, **run.train(step, 1).parts(), step=step)
+        expected.append(run.own())
+    real, damaged = SavedGeneration.verify, {rank: 3 - rank}  # each finds another one
+
+    def verify(opened: SavedGeneration, progress: bool | None) -> None:
+        if opened.number >= damaged[rank]:
+            raise DamagedError(opened.number, f"{opened.path} is damaged", "")
+        real(opened, progress)
+
+    with mock.patch.object(SavedGeneration, "verify", verify):
+        with pytest.warns(RuntimeWarning, match=r"generation 1 is loaded instead of \[2, 3\]"):
+            assert speedtorch.load(folder, **other.parts())["step"] == 0
+        assert_same(other.own(), expected[0])
+        damaged[rank] = 4 - 3 * rank
+        message = "no whole generation" if rank else "rank 1 raises .*no whole generation"
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            speedtorch.load(folder, **other.train(9, 1).parts())
+    assert speedtorch.load(folder, **other.parts())["step"] == 2
+    assert_same(other.own(), expected[2])
 
 
 def check_loaded(folder: str, stored: Any) -> None:

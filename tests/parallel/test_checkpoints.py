@@ -262,16 +262,82 @@ def test_damage_is_found_before_anything_is_loaded(name: str, at: str, tmp_path:
     if at == "gone":
         path.unlink()
     expected = {each: value.clone() for each, value in layer.state_dict().items()}
-    error: Any = FileNotFoundError if at == "gone" else ValueError
-    message = (
-        rf"generation=1\) is there.*{name}" if at == "gone" else "is damaged, or none of ours: "
-    )
-    if at != "gone":
-        message += r".*generation=1\) is there"
-    with pytest.raises(error, match=message):
-        speedtorch.load(tmp_path, layer=layer)
+    message = f"{name}: is not there" if at == "gone" else "is damaged, or none of ours: "
+    with pytest.raises(ValueError, match=rf"{message}.*generation=1\) is there"):
+        speedtorch.load(tmp_path, generation=2, layer=layer)
     assert_same(dict(layer.state_dict()), expected)
     assert speedtorch.load(tmp_path, generation=1, layer=layer) == {}
+
+
+def damage(path: str) -> None:
+    """Changes the last byte of a generation's first file."""
+    (file,) = Path(path).glob("*-00001.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["digest", "cut", "gone", "manifest", "empty"])
+def test_a_damaged_generation_is_passed_over_for_the_last_whole_one(
+    how: str, tmp_path: Path
+) -> None:
+    layer = nn.Linear(3, 3)
+    speedtorch.save(tmp_path, layer=layer, step=1)
+    expected = {each: value.clone() for each, value in layer.state_dict().items()}
+    nn.init.ones_(layer.weight)
+    path = Path(speedtorch.save(tmp_path, layer=layer, step=2).path)
+    if how == "digest":
+        damage(str(path))
+    elif how == "cut":
+        os.truncate(path / "tensors-00001.safetensors", 9)
+    else:
+        for each in path.iterdir():
+            if how == "empty" or (how == "gone" and each.suffix == ".safetensors"):
+                each.unlink()
+            elif how == "manifest" and each.name == "manifest.json":
+                each.write_bytes(b"{}")
+    with pytest.warns(
+        RuntimeWarning, match=r"generation 1 is loaded instead of \[2\].*0002/"
+    ) as told:
+        assert speedtorch.load(tmp_path, layer=layer) == {"step": 1}
+    assert len(told) == 1 and told[0].filename == __file__
+    assert_same(dict(layer.state_dict()), expected)
+    assert speedtorch.save(tmp_path, step=3).generation == 3
+    assert speedtorch.load(tmp_path) == {"step": 3}  # without a warning
+
+
+def test_where_no_generation_is_whole_nothing_is_loaded(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 3)
+    for _ in range(2):
+        damage(speedtorch.save(tmp_path, layer=layer).path)
+    nn.init.ones_(layer.weight)
+    with pytest.raises(ValueError, match=r"no whole generation, but \[1, 2\].*0002/.*0001/"):
+        speedtorch.load(tmp_path, layer=layer)
+    assert bool((layer.weight == 1).all())
+
+
+def test_an_older_generation_whose_parts_are_others_raises_after_the_warning(
+    tmp_path: Path,
+) -> None:
+    speedtorch.save(tmp_path, step=1)
+    damage(speedtorch.save(tmp_path, step=2, layer=nn.Linear(3, 3)).path)
+    with (
+        pytest.warns(RuntimeWarning, match=r"generation 1 is loaded instead of \[2\]"),
+        pytest.raises(KeyError, match="'layer' is none of the parts"),
+    ):
+        speedtorch.load(tmp_path, layer=nn.Linear(3, 3))
+
+
+def test_errors_of_use_and_of_the_disk_pass_over_no_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speedtorch.save(tmp_path, layer=nn.Linear(2, 2))
+    speedtorch.save(tmp_path, layer=nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        speedtorch.load(tmp_path, layer=nn.Linear(2, 2))
+    fail(monkeypatch, "read", 1)
+    with pytest.raises(OSError, match=r"Input/output error: load\(..., generation=1\) is there"):
+        speedtorch.load(tmp_path, layer=nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "../tensors.safetensors", "tensors"])

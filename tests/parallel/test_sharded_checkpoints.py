@@ -13,6 +13,7 @@ from sharded_checkpoints import (
     check_deltas,
     check_differing,
     check_failing,
+    check_fallback,
     check_followed,
     check_loaded,
     check_saved,
@@ -49,6 +50,10 @@ def test_a_part_that_does_not_fit_on_one_rank_is_loaded_on_none(
     since: int | None, tmp_path: Path
 ) -> None:
     in_processes(2, check_unfit, str(tmp_path / "run"), since)
+
+
+def test_all_ranks_pass_over_what_one_of_them_finds_damaged(tmp_path: Path) -> None:
+    in_processes(2, check_fallback, str(tmp_path / "run"))
 
 
 def test_a_table_of_which_one_rank_knows_no_changes_is_whole(tmp_path: Path) -> None:
