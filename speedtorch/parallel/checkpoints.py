@@ -69,6 +69,7 @@ from speedtorch.parallel.sharded_saves import (
     by_first,
     check_same,
 )
+from speedtorch.parallel.sharded_tensors import fill_shards, is_dtensor, rows_of_dtensor
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.table.host_table import any_notes_changes
 from speedtorch.table.progress import progress_bar
@@ -551,7 +552,6 @@ def load(
     is_shared = dist.is_available() and dist.is_initialized() and any(map(_shares, parts.values()))
     ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
     ready: list[_Ready] = []
-
     damaged: dict[int, str] = {}
 
     def prepare() -> tuple[str | None, list[tuple[int, str]]]:
@@ -647,6 +647,8 @@ def _prepared(
         names = [f"{name}[{at}]" for at in range(len(part))]
         pairs += zip(names, part, state, strict=True)
     known = [check_loads(*each) for each in pairs]
+    for each in pairs:
+        fill_shards(*each)
     # What may still raise loads first, while the other objects are unchanged.
     order = sorted(range(len(pairs)), key=known.__getitem__)
     return _Ready(opened, patches, [pairs[at][1:] for at in order], others)
@@ -766,6 +768,8 @@ class _Tensors:
             and each not in self.by_key
             and each not in self.shared
         )
+        if is_dtensor(tensor):
+            tensor = rows_of_dtensor(name, tensor)
         if isinstance(tensor, SharedRows):
             self.shared[key] = tensor
             return key
@@ -807,8 +811,6 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor:
         kind = type(tensor)
         remedy = "save its plain values, or this object by torch.save(part.state_dict(), file)"
-        if kind.__name__ == "DTensor":
-            remedy = "save it by torch.distributed.checkpoint, or its full_tensor()"
         raise TypeError(
             f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor: {remedy}"
         )

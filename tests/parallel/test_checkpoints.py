@@ -24,7 +24,7 @@ from killed_saves import TURNS, check, values
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from warm_python import warm_python
 
 import speedtorch
@@ -672,6 +672,31 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
 
 
+class Quantized(Tensor):
+    """A tensor whose values are in others, as torchao's."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Quantized:
+        made: Quantized = Tensor._make_wrapper_subclass(cls, values.shape)
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default, func
+        return cls(args[0].values)
+
+
+def test_a_tensor_whose_values_are_in_others_is_named_with_a_remedy(tmp_path: Path) -> None:
+    state = {"exp_avg": Quantized(torch.ones(3, dtype=torch.uint8))}
+    message = r"a\['exp_avg'\]: is a .*Quantized; expected a plain tensor: save its plain values"
+    with pytest.raises(TypeError, match=message):
+        speedtorch.save(tmp_path, a=state)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -803,16 +828,21 @@ def test_rows_that_cannot_be_written_are_told_before_anything_is_loaded(tmp_path
     assert torch.equal(layer.weight, before)
 
 
-def test_a_module_of_dtensors_is_named_and_loads_before_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [Shard(1), Replicate(), Partial()])
+def test_dtensors_whose_rows_ranks_do_not_share_are_named_and_load_nothing(
+    placement: Placement, tmp_path: Path
+) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+        model, layer = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
         speedtorch.save(tmp_path, layer=nn.Linear(2, 2), model=model)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        mesh = init_device_mesh("cpu", (1,))
+        model.weight = nn.Parameter(DTensor.from_local(model.weight.data, mesh, [placement]))
         before = layer.weight.detach().clone()
-        with pytest.raises(TypeError, match=r"DTensor; expected a plain tensor: .*full_tensor"):
+        message = r"\['weight'\]: is a DTensor with the placements .*, Shard\(0\): use"
+        with pytest.raises(TypeError, match=message):
             speedtorch.save(tmp_path, model=model)
-        with pytest.raises(RuntimeError, match="DTensor"):
+        with pytest.raises(TypeError, match=message):
             speedtorch.load(tmp_path, layer=layer, model=model)
         assert torch.equal(layer.weight, before)
     finally:
