@@ -621,11 +621,11 @@ def _prepared(
     progress: bool | None,
 ) -> _Ready:
     """Reads and checks all that is loaded; changes nothing."""
+    if verify:
+        opened.verify(progress)
     saved = opened.manifest["parts"]
     if missing := [name for name in parts if name not in saved]:
         raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
-    if verify:
-        opened.verify(progress)
     changes = None if since is None else opened.changed_since(since)
     states: dict[str, Any] = {}
     patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []

@@ -328,6 +328,14 @@ def test_an_older_generation_whose_parts_are_others_raises_after_the_warning(
         speedtorch.load(tmp_path, layer=nn.Linear(3, 3))
 
 
+def test_a_damaged_generation_without_a_part_is_passed_over(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 3)
+    speedtorch.save(tmp_path, layer=layer)
+    damage(speedtorch.save(tmp_path, rows=torch.ones(3)).path)
+    with pytest.warns(RuntimeWarning, match=r"generation 1 is loaded instead of \[2\]"):
+        assert speedtorch.load(tmp_path, layer=layer) == {}
+
+
 def test_errors_of_use_and_of_the_disk_pass_over_no_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
