@@ -143,8 +143,7 @@ def _check_shapes(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any])
     numbers = [number for group in groups for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         for key, value in entries.get(number, {}).items():
-            is_alike = isinstance(value, Tensor) and value.dim() == parameter.dim()
-            if is_alike and value.shape != parameter.shape:
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"the state {key!r} of parameter {number} has the shape {tuple(value.shape)},"
                     f" and the parameter {tuple(parameter.shape)}"

@@ -782,6 +782,10 @@ UNFIT: dict[str, tuple[Any, Any]] = {
         lambda: with_optimizer(lambda s: s["state"][1].update(exp_avg=torch.ones(2, 2))),
         "'exp_avg' of parameter 1 has the shape",
     ),
+    "state of other dimensions": (
+        lambda: with_optimizer(lambda s: s["state"][1].update(exp_avg=torch.ones(4))),
+        "'exp_avg' of parameter 1 has the shape",
+    ),
 }
 
 
