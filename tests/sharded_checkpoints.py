@@ -19,10 +19,14 @@ import torch.distributed as dist
 from rank_processes import own_device
 from sharded_saved import tables_of
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import speedtorch
 from speedtorch.files import system_calls
 from speedtorch.parallel import checkpoints
+from speedtorch.parallel.saved_generation import DamagedError, SavedGeneration
 from speedtorch.parallel.sharded_saves import JoinedFile
 from speedtorch.table.shared_rows import SharedRows
 
@@ -123,6 +127,98 @@ def check_unfit(folder: str, since: int | None) -> None:
         assert_same(other.own(), before)
     speedtorch.load(folder, **other.parts(), layer=nn.Linear(2, 2))
     assert_same(other.own(), run.own())
+
+
+def check_fallback(folder: str) -> None:
+    """All ranks pass over generations that one of them finds damaged, or raise."""
+    run, other, rank = Run(), Run(seed=3), dist.get_rank()
+    expected = []
+    for step in range(3):
+        speedtorch.save(folder, keep=9, **run.train(step, 1).parts(), step=step)
+        expected.append(run.own())
+    real, damaged = SavedGeneration.verify, {rank: 3 - rank}  # each finds another one
+
+    def verify(opened: SavedGeneration, progress: bool | None) -> None:
+        if opened.number >= damaged[rank]:
+            raise DamagedError(opened.number, f"{opened.path} is damaged", "")
+        real(opened, progress)
+
+    with mock.patch.object(SavedGeneration, "verify", verify):
+        with pytest.warns(RuntimeWarning, match=r"generation 1 is loaded instead of \[2, 3\]"):
+            assert speedtorch.load(folder, **other.parts())["step"] == 0
+        assert_same(other.own(), expected[0])
+        damaged[rank] = 4 - 3 * rank
+        message = "no whole generation" if rank else "rank 1 raises .*no whole generation"
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            speedtorch.load(folder, **other.train(9, 1).parts())
+    assert speedtorch.load(folder, **other.parts())["step"] == 2
+    assert_same(other.own(), expected[2])
+
+
+class FullySharded:
+    """Layers of FSDP2, some with fewer rows than ranks, beside a table that ranks share out."""
+
+    def __init__(self, seed: int, dims: tuple[int, ...], kind: Any) -> None:
+        torch.manual_seed(seed)
+        self.emb = speedtorch.Embedding(ROWS, 3)
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        self.model = nn.ModuleList([self.emb, self.layers])
+        names = ("replica", "shard")[-len(dims) :]
+        fully_shard(self.layers, mesh=init_device_mesh("cpu", dims, mesh_dim_names=names))
+        speedtorch.shard(self.emb)
+        self.optimizer = kind(self.model.parameters(), lr=0.1, foreach=False)
+        speedtorch.attach(self.optimizer, self.model)
+
+    def train(self, first: int, steps: int) -> FullySharded:
+        for step in range(first, first + steps):
+            self.optimizer.zero_grad()
+            self.layers(self.emb(batch(step))).square().sum().backward()
+            self.optimizer.step()
+        return self
+
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def own(self) -> dict[str, Tensor]:
+        found = dict(self.model.state_dict())
+        for number, kept in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{key}": each for key, each in kept.items()}
+        for name, each in found.items():
+            local = each.to_local() if isinstance(each, DTensor) else each
+            found[name] = (local.field if isinstance(local, SharedRows) else local).clone()
+        return found
+
+
+def check_fully_sharded(folder: str, dims: tuple[int, ...]) -> None:
+    """Each rank saves its shards of DTensors and loads them, and training goes on."""
+    for number, kind in enumerate([optim.Adam, optim.Adagrad, optim.SGD]):
+        run = FullySharded(0, dims, kind).train(0, 2)
+        place = f"{folder}/{number}"
+        speedtorch.save(place, **run.parts(), step=2)
+        speedtorch.async_save(place, **run.train(2, 1).parts(), step=3).result(60)
+        expected = run.own()
+        for generation in (1, 2):
+            other = FullySharded(7, dims, kind).train(7, generation - 1)
+            found = speedtorch.load(place, generation=generation, **other.parts())
+            assert_same(other.train(found["step"], 3 - found["step"]).own(), expected)
+        assert_same(other.train(3, 2).own(), run.train(3, 2).own())
+        speedtorch.save(place, keep=9, **other.parts(), layer=nn.Linear(3, 2))
+        before = other.train(9, 1).own()
+        with pytest.raises(RuntimeError, match="size mismatch for weight|rank 1 raises"):
+            layer = nn.Linear(3, 2 + dist.get_rank() % 2)
+            speedtorch.load(place, **other.parts(), layer=layer)
+        assert_same(other.own(), before)
+
+
+def check_of_plain(folder: str) -> None:
+    """DTensors load what one process saved of plain tensors."""
+    run = FullySharded(3, (dist.get_world_size(),), optim.Adam)
+    speedtorch.load(folder, layers=run.layers)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    speedtorch.load(folder, layers=plain)
+    for name, each in run.layers.state_dict().items():
+        full = each.full_tensor() if isinstance(each, DTensor) else each
+        assert torch.equal(full, plain.state_dict()[name])
 
 
 def check_loaded(folder: str, stored: Any) -> None:

@@ -1,8 +1,10 @@
-"""Random programs of ranks that train, save in every way, follow and load one folder."""
+"""Random programs of ranks that train, save in every way, damage, follow and load one folder."""
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
 from typing import Any
 
 import torch
@@ -27,15 +29,26 @@ class Program:
             for table in self.run.tables:
                 table.track_changes()
         self.kept: dict[int, dict[str, Tensor]] = {}
+        self.bases: dict[int, int | None] = {}
+        self.damaged: set[int] = set()
         self.saving: Any = None
 
     def train(self) -> None:
         self.run.train(self.step, 2)
         self.step += 2
 
+    @property
+    def whole(self) -> list[int]:
+        """The generations of which nothing is damaged."""
+        return [number for number in self.kept if not self.damaged & {*self.chain(number)}]
+
+    def chain(self, number: int) -> list[int]:
+        base = self.bases[number]
+        return [number, *([] if base is None else self.chain(base))]
+
     def save(self) -> None:
         self.wait()
-        base = self.chance.choice([None, *self.kept])
+        base = self.chance.choice([None, *self.whole])
         most = self.chance.choice([None, 1, 8000])
         background = self.chance.random() < 0.5
         how: Any = {"keep": 99, "base": base, **self.run.parts()}
@@ -44,28 +57,63 @@ class Program:
             self.saving = saving, self.run.own()
         else:
             made = speedtorch.save(self.folder, **how)
-            self.kept[made.generation] = self.run.own()
+            self.kept[made.generation], self.bases[made.generation] = self.run.own(), made.base
 
     def wait(self) -> None:
         if self.saving is not None:
             future, state = self.saving
-            self.kept[future.result(60).generation] = state
+            made = future.result(60)
+            self.kept[made.generation], self.bases[made.generation] = state, made.base
             self.saving = None
 
     def load(self) -> None:
         self.wait()
-        for number in self.chance.sample([*self.kept], min(1, len(self.kept))):
+        for number in self.chance.sample(self.whole, min(1, len(self.whole))):
             speedtorch.load(self.folder, generation=number, **self.run.parts())
             assert_same(self.run.own(), self.kept[number])
 
     def follow(self) -> None:
         self.wait()
-        if len(self.kept) > 1:
-            first, then = sorted(self.chance.sample([*self.kept], 2))
+        if len(self.whole) > 1:
+            first, then = sorted(self.chance.sample(self.whole, 2))
             reader = Run(9, **self.settings)
             speedtorch.load(self.folder, generation=first, **reader.parts())
             speedtorch.load(self.folder, generation=then, since=first, **reader.parts())
             assert_same(reader.own(), self.kept[then])
+
+    def damage(self) -> None:
+        """One rank removes, cuts or changes a file of a generation, as a rule of the last one."""
+        self.wait()
+        if len(self.whole) > 1:
+            number = self.chance.choice([max(self.whole), self.chance.choice(self.whole)])
+            name = self.chance.choice(["manifest.json", "rows-00001.safetensors"])
+            path, how = f"{self.folder}/generation-{number:08d}/{name}", self.chance.randrange(3)
+            if dist.get_rank() == 0:
+                if how == 0:
+                    os.unlink(path)
+                elif how == 1:
+                    os.truncate(path, os.path.getsize(path) - 1)
+                else:
+                    with open(path, "r+b") as file:
+                        file.seek(-1, os.SEEK_END)
+                        last = file.read(1)[0]
+                        file.seek(-1, os.SEEK_END)
+                        file.write(bytes([last ^ 4]))
+            dist.barrier()
+            self.damaged.add(number)
+
+    def last(self) -> None:
+        """Loads the last whole generation."""
+        self.wait()
+        if self.whole:
+            reader = Run(8, **self.settings)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                speedtorch.load(self.folder, **reader.parts())
+            assert any("is loaded instead of" in str(each.message) for each in told) == (
+                max(self.whole) < max(self.kept)
+            )
+            assert_same(reader.own(), self.kept[max(self.whole)])
 
     def write(self) -> None:
         """Each rank writes to what it has, or not."""
@@ -81,10 +129,11 @@ def check_program(folder: str, seed: int) -> None:
     program = Program(folder, seed)
     for _ in range(25):
         name = program.chance.choice(
-            ["train", "train", "save", "save", "save", "load", "follow", "write"]
+            ["train", "train", "save", "save", "save", "load", "follow", "write", "damage", "last"]
         )
         getattr(program, name)()
     program.wait()
     for number, expected in program.kept.items():
-        speedtorch.load(folder, generation=number, **program.run.parts())
-        assert_same(program.run.own(), expected)
+        if number in program.whole:
+            speedtorch.load(folder, generation=number, **program.run.parts())
+            assert_same(program.run.own(), expected)

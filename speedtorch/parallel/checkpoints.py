@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -55,6 +56,7 @@ from speedtorch.parallel.saved_generation import (
     FORMAT,
     VERSION,
     VERSION_OF_DELTA,
+    DamagedError,
     SavedGeneration,
     base_of,
 )
@@ -67,6 +69,7 @@ from speedtorch.parallel.sharded_saves import (
     by_first,
     check_same,
 )
+from speedtorch.parallel.sharded_tensors import fill_shards, is_dtensor, rows_of_dtensor
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.table.host_table import any_notes_changes
 from speedtorch.table.progress import progress_bar
@@ -514,7 +517,8 @@ def load(
 
     Args:
         path: The folder that save() was given.
-        generation: Its number; by default the last one.
+        generation: Its number. By default the last one; if one of its files, or of its base's, is
+            damaged or missing, the last whole one, with a RuntimeWarning that names both.
         since: The number of the generation that the parts have now. If this one was written against
             that (`save(base=)`), or is that, only the rows that have changed since are written to
             the tables, and other threads may look rows up meanwhile; else all is loaded.
@@ -530,8 +534,8 @@ def load(
         FileNotFoundError: There is no generation, or not this one.
         KeyError: A part was not saved.
         TypeError: A part has no load_state_dict().
-        ValueError: A file is damaged, cut, or none of ours, or an optimizer does not take its part;
-            nothing has been loaded.
+        ValueError: A file of this generation, or of each one, is damaged, cut, missing, or none of
+            ours, or an optimizer does not take its part; nothing has been loaded.
         RuntimeError: A module does not take its part, or another rank has raised an error; nothing
             has been loaded.
 
@@ -548,28 +552,43 @@ def load(
     is_shared = dist.is_available() and dist.is_initialized() and any(map(_shares, parts.values()))
     ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
     ready: list[_Ready] = []
+    damaged: dict[int, str] = {}
 
-    def prepare() -> str | None:
-        """Gives the digest of the generation; None if it was removed between two looks."""
+    def prepare() -> tuple[str | None, list[tuple[int, str]]]:
+        """Gives the digest of the generation, None if it was removed meanwhile; and `damaged`."""
         for what, given in (("generation", generation), ("since", since)):
             if given is not None:
                 _check_number(what, given)
         for name, each in parts.items():
             _check_loads(name, each)
-        number = _chosen(folder, generation)
-        try:
-            opened = SavedGeneration.opened(folder, number)
-            ready.append(_prepared(opened, parts, since=since, verify=verify, progress=progress))
-        except FileNotFoundError:
-            if generation is not None or number in generations_of(folder):
+        while True:
+            number = _chosen(folder, generation, damaged)
+            try:
+                opened = SavedGeneration.opened(folder, number)
+                if bad := [each.number for each in opened.chain if each.number in damaged]:
+                    damaged[number] = damaged[bad[0]]
+                    continue
+                made = _prepared(opened, parts, since=since, verify=verify, progress=progress)
+            except DamagedError as error:
+                if number not in generations_of(folder):
+                    return None, [*damaged.items()]
+                if generation is not None:
+                    raise
+                damaged[number] = damaged[error.generation] = error.text
+            except Exception:
+                _warn_of(damaged, number)  # of before, whose parts may be others
                 raise
-            return None
-        return opened.digest
+            else:
+                _warn_of(damaged, number)
+                ready.append(made)
+                return opened.digest, [*damaged.items()]
 
     for _ in range(_TRIES):
         ready.clear()
-        digests = set(agreed(ranks, prepare, "load"))
-        if None not in digests and len(digests) == 1:
+        digests, found = zip(*agreed(ranks, prepare, "load"), strict=True)
+        for each in found:
+            damaged.update(each)
+        if None not in digests and len(set(digests)) == 1:
             return _loaded(ready[0], parts)
     raise RuntimeError(
         f"load: {folder!r} has had another last generation at each of {_TRIES} looks, or is not the"
@@ -602,11 +621,11 @@ def _prepared(
     progress: bool | None,
 ) -> _Ready:
     """Reads and checks all that is loaded; changes nothing."""
+    if verify:
+        opened.verify(progress)
     saved = opened.manifest["parts"]
     if missing := [name for name in parts if name not in saved]:
         raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
-    if verify:
-        opened.verify(progress)
     changes = None if since is None else opened.changed_since(since)
     states: dict[str, Any] = {}
     patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
@@ -628,6 +647,8 @@ def _prepared(
         names = [f"{name}[{at}]" for at in range(len(part))]
         pairs += zip(names, part, state, strict=True)
     known = [check_loads(*each) for each in pairs]
+    for each in pairs:
+        fill_shards(*each)
     # What may still raise loads first, while the other objects are unchanged.
     order = sorted(range(len(pairs)), key=known.__getitem__)
     return _Ready(opened, patches, [pairs[at][1:] for at in order], others)
@@ -682,19 +703,33 @@ def _check_number(what: str, given: object) -> None:
         raise TypeError(f"{what}: expected a number, as Saved.generation is, got {given!r}")
 
 
-def _chosen(folder: str, generation: int | None) -> int:
+def _chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
     there = generations_of(folder)
     if not there:
         raise FileNotFoundError(
             errno.ENOENT, "there is no generation of a checkpoint in this folder", folder
         )
     if generation is None:
-        return there[-1]
+        if whole := [each for each in there if each not in damaged]:
+            return whole[-1]
+        texts = "; ".join(dict.fromkeys(damaged.values()))
+        raise ValueError(f"load: {folder!r} has no whole generation, but {there}: {texts}")
     if generation not in there:
         raise FileNotFoundError(
             errno.ENOENT, f"there is no generation {generation}, but {there}", folder
         )
     return generation
+
+
+def _warn_of(damaged: Mapping[int, str], number: int) -> None:
+    """Warns if a generation is loaded instead of later ones."""
+    if later := {each: text for each, text in damaged.items() if each > number}:
+        texts = "; ".join(dict.fromkeys(later.values()))
+        warnings.warn(
+            f"load: generation {number} is loaded instead of {sorted(later)}, damaged: {texts}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _state_of(part: Any) -> Any:
@@ -733,6 +768,8 @@ class _Tensors:
             and each not in self.by_key
             and each not in self.shared
         )
+        if is_dtensor(tensor):
+            tensor = rows_of_dtensor(name, tensor)
         if isinstance(tensor, SharedRows):
             self.shared[key] = tensor
             return key
@@ -774,8 +811,6 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor:
         kind = type(tensor)
         remedy = "save its plain values, or this object by torch.save(part.state_dict(), file)"
-        if kind.__name__ == "DTensor":
-            remedy = "save it by torch.distributed.checkpoint, or its full_tensor()"
         raise TypeError(
             f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor: {remedy}"
         )

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from speedtorch.optim.attach import saved_state_of
 from speedtorch.optim.attached_state import CALL_HOOKS
+from speedtorch.parallel.sharded_tensors import has_dtensors
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
 from speedtorch.table.whole_fields import given_in_place
@@ -27,6 +28,8 @@ _SHAPED_OTHERWISE = ("Adafactor", "LBFGS", "Muon")
 
 def shares_rows(part: Any) -> bool:
     """Whether other ranks have rows of an object, too."""
+    if has_dtensors(part):
+        return True
     if isinstance(part, nn.Module):
         found = [getattr(each, "trained_rows", None) for each in part.modules()]
     elif isinstance(part, Optimizer) and (saved := saved_state_of(part)) is not None:
@@ -68,7 +71,7 @@ def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> boo
         if isinstance(value, ReadOnlyRows):
             raise ValueError(f"{name}: loading {key!r}: the table {value.remedy}; {_UNCHANGED}")
     if not (wrong := [*_differences(module, own, state)]):
-        # Tensors of other classes, such as DTensors, say themselves what they take.
+        # Tensors of other classes say themselves what they take.
         known = (Tensor, nn.Parameter, SharedRows)
         return all(type(e) in known for e in own.values() if isinstance(e, Tensor))
     if any(map(loads_by_own_code, module.modules())):
@@ -140,8 +143,7 @@ def _check_shapes(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any])
     numbers = [number for group in groups for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         for key, value in entries.get(number, {}).items():
-            is_alike = isinstance(value, Tensor) and value.dim() == parameter.dim()
-            if is_alike and value.shape != parameter.shape:
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"the state {key!r} of parameter {number} has the shape {tuple(value.shape)},"
                     f" and the parameter {tuple(parameter.shape)}"

@@ -28,11 +28,24 @@ from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.ops.functions import pinned_scatter
 from speedtorch.table.progress import progress_bar
 
-__all__ = ["FORMAT", "VERSION", "VERSION_OF_DELTA", "SavedGeneration", "base_of"]
+__all__ = ["FORMAT", "VERSION", "VERSION_OF_DELTA", "DamagedError", "SavedGeneration", "base_of"]
 
 FORMAT = "speedtorch checkpoint"
 VERSION, VERSION_OF_DELTA = 1, 2
 _LARGEST_MANIFEST = 1 << 30
+
+
+class DamagedError(ValueError):
+    """A generation lacks a file, or has other bytes than were written.
+
+    Attributes:
+        generation: Its number.
+        text: Which file it is, and what is wrong.
+    """
+
+    def __init__(self, generation: int, text: str, others: str) -> None:
+        super().__init__("; ".join(filter(None, (text, others))))
+        self.generation, self.text = generation, text
 
 
 class SavedGeneration:
@@ -45,12 +58,12 @@ class SavedGeneration:
         ids_of: By the key of such a field: that of the ids of its rows.
     """
 
-    def __init__(self, folder: str, number: int) -> None:
+    def __init__(self, folder: str, number: int, later: int | None = None) -> None:
         self.number, self.path = number, path_of(folder, number)
         self.digest = ""
         self.base: SavedGeneration | None = None
         self.ids_of: dict[str, str] = {}
-        self._folder = folder
+        self._folder, self._later = folder, later
         self._older = [each for each in generations_of(folder) if each < number]
         self._arrays: dict[str, tuple[StoredArray, mmap.mmap]] = {}
         self._ranges: list[range] = []
@@ -59,7 +72,7 @@ class SavedGeneration:
     def opened(cls, folder: str, number: int) -> SavedGeneration:
         """Maps its files and those of its chain, which may be longer than Python's stack.
 
-        Raises ValueError if one is damaged, FileNotFoundError if one is not there.
+        Raises DamagedError if a file is damaged, or not there.
         """
         made = cls(folder, number)
         made._open_files()
@@ -93,12 +106,16 @@ class SavedGeneration:
             others = f"load(..., generation={self._older[-1]}) is there"
         try:
             yield
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError) as error:
+            text = f"{path}: is damaged, or none of ours: {error}"
+            if isinstance(error, FileNotFoundError):
+                text = f"{error.filename}: is not there"
+            if self._later is not None:
+                text += f"; generation {self._later} was written against generation {self.number}"
+            raise DamagedError(self.number, text, others) from error
         except OSError as error:
             with about(error.filename or path, others):
                 raise error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            text = "; ".join(filter(None, (str(error), others)))
-            raise ValueError(f"{path}: is damaged, or none of ours: {text}") from error
 
     def _manifest(self) -> dict[str, Any]:
         text = _whole(os.path.join(self.path, "manifest.json"))
@@ -127,9 +144,8 @@ class SavedGeneration:
             if not isinstance(entry["rows"], dict):
                 raise ValueError("its changed rows have no names")
             self.ids_of = {str(key): str(ids) for key, ids in entry["rows"].items()}
-        self.base = SavedGeneration(self._folder, number)
-        with about(self.path, f"it was written against generation {number}"):
-            self.base._open_files()
+        self.base = SavedGeneration(self._folder, number, self.number)
+        self.base._open_files()
         with self._damage("manifest.json"):
             if self.base.digest != digest:
                 raise ValueError(f"generation {number} is another than it was written against")
@@ -217,7 +233,7 @@ class SavedGeneration:
         return next(each for each in self.manifest["files"] if each["name"] == name)
 
     def verify(self, progress: bool | None) -> None:
-        """Raises ValueError unless all bytes are those that were written."""
+        """Raises DamagedError unless all bytes are those that were written."""
         files = [(each, entry) for each in self.chain for entry in each.manifest["files"]]
         total = sum(entry["bytes"] for _, entry in files)
         turn = Lock()

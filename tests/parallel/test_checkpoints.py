@@ -24,7 +24,7 @@ from killed_saves import TURNS, check, values
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from warm_python import warm_python
 
 import speedtorch
@@ -262,16 +262,90 @@ def test_damage_is_found_before_anything_is_loaded(name: str, at: str, tmp_path:
     if at == "gone":
         path.unlink()
     expected = {each: value.clone() for each, value in layer.state_dict().items()}
-    error: Any = FileNotFoundError if at == "gone" else ValueError
-    message = (
-        rf"generation=1\) is there.*{name}" if at == "gone" else "is damaged, or none of ours: "
-    )
-    if at != "gone":
-        message += r".*generation=1\) is there"
-    with pytest.raises(error, match=message):
-        speedtorch.load(tmp_path, layer=layer)
+    message = f"{name}: is not there" if at == "gone" else "is damaged, or none of ours: "
+    with pytest.raises(ValueError, match=rf"{message}.*generation=1\) is there"):
+        speedtorch.load(tmp_path, generation=2, layer=layer)
     assert_same(dict(layer.state_dict()), expected)
     assert speedtorch.load(tmp_path, generation=1, layer=layer) == {}
+
+
+def damage(path: str) -> None:
+    """Changes the last byte of a generation's first file."""
+    (file,) = Path(path).glob("*-00001.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["digest", "cut", "gone", "manifest", "empty"])
+def test_a_damaged_generation_is_passed_over_for_the_last_whole_one(
+    how: str, tmp_path: Path
+) -> None:
+    layer = nn.Linear(3, 3)
+    speedtorch.save(tmp_path, layer=layer, step=1)
+    expected = {each: value.clone() for each, value in layer.state_dict().items()}
+    nn.init.ones_(layer.weight)
+    path = Path(speedtorch.save(tmp_path, layer=layer, step=2).path)
+    if how == "digest":
+        damage(str(path))
+    elif how == "cut":
+        os.truncate(path / "tensors-00001.safetensors", 9)
+    else:
+        for each in path.iterdir():
+            if how == "empty" or (how == "gone" and each.suffix == ".safetensors"):
+                each.unlink()
+            elif how == "manifest" and each.name == "manifest.json":
+                each.write_bytes(b"{}")
+    with pytest.warns(
+        RuntimeWarning, match=r"generation 1 is loaded instead of \[2\].*0002/"
+    ) as told:
+        assert speedtorch.load(tmp_path, layer=layer) == {"step": 1}
+    assert len(told) == 1 and told[0].filename == __file__
+    assert_same(dict(layer.state_dict()), expected)
+    assert speedtorch.save(tmp_path, step=3).generation == 3
+    assert speedtorch.load(tmp_path) == {"step": 3}  # without a warning
+
+
+def test_where_no_generation_is_whole_nothing_is_loaded(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 3)
+    for _ in range(2):
+        damage(speedtorch.save(tmp_path, layer=layer).path)
+    nn.init.ones_(layer.weight)
+    with pytest.raises(ValueError, match=r"no whole generation, but \[1, 2\].*0002/.*0001/"):
+        speedtorch.load(tmp_path, layer=layer)
+    assert bool((layer.weight == 1).all())
+
+
+def test_an_older_generation_whose_parts_are_others_raises_after_the_warning(
+    tmp_path: Path,
+) -> None:
+    speedtorch.save(tmp_path, step=1)
+    damage(speedtorch.save(tmp_path, step=2, layer=nn.Linear(3, 3)).path)
+    with (
+        pytest.warns(RuntimeWarning, match=r"generation 1 is loaded instead of \[2\]"),
+        pytest.raises(KeyError, match="'layer' is none of the parts"),
+    ):
+        speedtorch.load(tmp_path, layer=nn.Linear(3, 3))
+
+
+def test_a_damaged_generation_without_a_part_is_passed_over(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 3)
+    speedtorch.save(tmp_path, layer=layer)
+    damage(speedtorch.save(tmp_path, rows=torch.ones(3)).path)
+    with pytest.warns(RuntimeWarning, match=r"generation 1 is loaded instead of \[2\]"):
+        assert speedtorch.load(tmp_path, layer=layer) == {}
+
+
+def test_errors_of_use_and_of_the_disk_pass_over_no_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speedtorch.save(tmp_path, layer=nn.Linear(2, 2))
+    speedtorch.save(tmp_path, layer=nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        speedtorch.load(tmp_path, layer=nn.Linear(2, 2))
+    fail(monkeypatch, "read", 1)
+    with pytest.raises(OSError, match=r"Input/output error: load\(..., generation=1\) is there"):
+        speedtorch.load(tmp_path, layer=nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "../tensors.safetensors", "tensors"])
@@ -606,6 +680,31 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
 
 
+class Quantized(Tensor):
+    """A tensor whose values are in others, as torchao's."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Quantized:
+        made: Quantized = Tensor._make_wrapper_subclass(cls, values.shape)
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default, func
+        return cls(args[0].values)
+
+
+def test_a_tensor_whose_values_are_in_others_is_named_with_a_remedy(tmp_path: Path) -> None:
+    state = {"exp_avg": Quantized(torch.ones(3, dtype=torch.uint8))}
+    message = r"a\['exp_avg'\]: is a .*Quantized; expected a plain tensor: save its plain values"
+    with pytest.raises(TypeError, match=message):
+        speedtorch.save(tmp_path, a=state)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -683,6 +782,10 @@ UNFIT: dict[str, tuple[Any, Any]] = {
         lambda: with_optimizer(lambda s: s["state"][1].update(exp_avg=torch.ones(2, 2))),
         "'exp_avg' of parameter 1 has the shape",
     ),
+    "state of other dimensions": (
+        lambda: with_optimizer(lambda s: s["state"][1].update(exp_avg=torch.ones(4))),
+        "'exp_avg' of parameter 1 has the shape",
+    ),
 }
 
 
@@ -737,16 +840,21 @@ def test_rows_that_cannot_be_written_are_told_before_anything_is_loaded(tmp_path
     assert torch.equal(layer.weight, before)
 
 
-def test_a_module_of_dtensors_is_named_and_loads_before_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [Shard(1), Replicate(), Partial()])
+def test_dtensors_whose_rows_ranks_do_not_share_are_named_and_load_nothing(
+    placement: Placement, tmp_path: Path
+) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+        model, layer = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
         speedtorch.save(tmp_path, layer=nn.Linear(2, 2), model=model)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        mesh = init_device_mesh("cpu", (1,))
+        model.weight = nn.Parameter(DTensor.from_local(model.weight.data, mesh, [placement]))
         before = layer.weight.detach().clone()
-        with pytest.raises(TypeError, match=r"DTensor; expected a plain tensor: .*full_tensor"):
+        message = r"\['weight'\]: is a DTensor with the placements .*, Shard\(0\): use"
+        with pytest.raises(TypeError, match=message):
             speedtorch.save(tmp_path, model=model)
-        with pytest.raises(RuntimeError, match="DTensor"):
+        with pytest.raises(TypeError, match=message):
             speedtorch.load(tmp_path, layer=layer, model=model)
         assert torch.equal(layer.weight, before)
     finally:

@@ -21,6 +21,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 from speedtorch.files.safetensors_format import DTYPES
 from speedtorch.parallel import checkpoints
+from speedtorch.parallel.saved_generation import SavedGeneration
 from speedtorch.step.trained_rows import TrainedRows
 
 ROWS = 200
@@ -273,12 +274,12 @@ def test_another_base_is_found(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "generation-00000001")
     again = Run("cpu", seed=7)
     before = again.tensors()
-    with pytest.raises(FileNotFoundError, match="written against generation 1"):
+    with pytest.raises(ValueError, match="generation 2 was written against generation 1"):
         speedtorch.load(tmp_path, **again.parts)
     speedtorch.save(tmp_path / "other", **run.train(1).parts)
     shutil.move(tmp_path / "other" / "generation-00000001", tmp_path)
     with pytest.raises(ValueError, match="generation 1 is another than it was written against"):
-        speedtorch.load(tmp_path, **again.parts)
+        speedtorch.load(tmp_path, generation=2, **again.parts)
     for one, other in zip(again.tensors(), before, strict=True):
         assert torch.equal(one, other)
     shutil.rmtree(tmp_path / "generation-00000001")
@@ -460,8 +461,36 @@ def test_a_damaged_base_names_what_does_not_need_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"generation=1\) is there"):
         speedtorch.load(tmp_path, generation=2)
     (tmp_path / "generation-00000001" / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="not those that were written$"):
+    with pytest.raises(ValueError, match=r"no whole generation, but \[1, 2, 3\]"):
         speedtorch.load(tmp_path)
+
+
+@pytest.mark.parametrize("since", [None, 1, 4])
+def test_a_chain_with_a_damaged_link_falls_back_to_the_last_whole_run(
+    since: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, reader = Run("cpu").train(1), Run("cpu", seed=7)
+    run.table.track_changes()
+    expected = []
+    for number in range(5):
+        base = None if number == 2 else number or None  # 2 goes on from 1, 4 and 5 from 3
+        saved = speedtorch.save(tmp_path, keep=9, base=base, **run.train(1).parts, step=number)
+        expected.append(run.tensors())
+        if number == 3:
+            path = Path(saved.path)
+    if since is not None:
+        speedtorch.load(tmp_path, generation=since, **reader.parts)
+    os.unlink(path / "tensors-00001.safetensors")
+    verified, real = [], SavedGeneration.verify
+    monkeypatch.setattr(
+        SavedGeneration, "verify", lambda of, bar: (verified.append(of.number), real(of, bar))[1]
+    )
+    match = rf"generation 3 is loaded instead of \[4, 5\].*{path.name}"
+    with pytest.warns(RuntimeWarning, match=match):
+        assert speedtorch.load(tmp_path, since=since, **reader.parts) == {"step": 2}
+    for one, other in zip(reader.tensors(), expected[2], strict=True):
+        assert torch.equal(as_bytes(one), as_bytes(other))
+    assert verified == [3]  # the links above one that is known as damaged are not read
 
 
 def test_a_base_without_rows_by_name_is_an_error(tmp_path: Path) -> None:
@@ -476,7 +505,7 @@ def test_a_base_without_rows_by_name_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(text)
     path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
     with pytest.raises(ValueError, match=r"manifest.json: is damaged.*changed rows have no names"):
-        speedtorch.load(tmp_path)
+        speedtorch.load(tmp_path, generation=2)
 
 
 def test_numbers_are_asked_for(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,20 @@ from sharded_checkpoints import (
     check_deltas,
     check_differing,
     check_failing,
+    check_fallback,
     check_followed,
+    check_fully_sharded,
     check_loaded,
+    check_of_plain,
     check_saved,
     check_unfit,
     check_whole,
     check_without_room,
 )
 from sharded_generations import check_program
+from torch import nn
+
+import speedtorch
 
 
 @DEALT_RANKS
@@ -49,6 +56,23 @@ def test_a_part_that_does_not_fit_on_one_rank_is_loaded_on_none(
     since: int | None, tmp_path: Path
 ) -> None:
     in_processes(2, check_unfit, str(tmp_path / "run"), since)
+
+
+def test_all_ranks_pass_over_what_one_of_them_finds_damaged(tmp_path: Path) -> None:
+    in_processes(2, check_fallback, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("dims", [(2,), (3,), (2, 2)])
+def test_shards_of_dtensors_are_saved_and_loaded(dims: tuple[int, ...], tmp_path: Path) -> None:
+    in_processes(math.prod(dims), check_fully_sharded, str(tmp_path), dims)
+    for each in tmp_path.iterdir():
+        assert speedtorch.load(each, generation=2)["step"] == 3  # in one process
+
+
+def test_dtensors_load_plain_tensors(tmp_path: Path) -> None:
+    layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    speedtorch.save(tmp_path, layers=layers)
+    in_processes(2, check_of_plain, str(tmp_path))
 
 
 def test_a_table_of_which_one_rank_knows_no_changes_is_whole(tmp_path: Path) -> None:

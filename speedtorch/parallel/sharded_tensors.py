@@ -1,0 +1,102 @@
+"""DTensors, as of FSDP2: as rows that ranks share, and as shards of whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.whole_fields import given_in_place
+from speedtorch.torch_internals import as_plain
+
+__all__ = ["fill_shards", "has_dtensors", "is_dtensor", "rows_of_dtensor"]
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor; importing its class would take half a second."""
+    return type(value).__name__ == "DTensor" and isinstance(value, Tensor)
+
+
+def has_dtensors(part: Any) -> bool:
+    """Whether tensors of a module, or parameters of an optimizer, are DTensors."""
+    if isinstance(part, nn.Module):
+        return any(map(is_dtensor, [*part.parameters(), *part.buffers()]))
+    return isinstance(part, Optimizer) and any(map(is_dtensor, _parameters(part)))
+
+
+def rows_of_dtensor(name: str, tensor: Any) -> SharedRows:
+    """The rows of all ranks, of which this one saves its shard, or none of a second replica.
+
+    Raises TypeError unless all ranks share the rows out, in torch's way.
+    """
+    rows, is_first = _shard(name, tensor)
+    local = tensor.to_local().detach().contiguous()
+    blocks = [(rows, range(len(rows)))] if rows and is_first else []
+    return SharedRows(len(tensor), local, blocks)
+
+
+def fill_shards(name: str, part: Any, state: Any) -> None:
+    """Puts this rank's shards in the place of whole tensors, if those of an object are DTensors."""
+    if not has_dtensors(part):
+        return
+    if isinstance(part, nn.Module):
+        with as_plain(), torch.no_grad(), given_in_place():
+            every = part.state_dict()
+        for key, own in every.items():
+            if is_dtensor(own) and own.shape == getattr(state.get(key), "shape", None):
+                state[key] = _like(f"{name}[{key!r}]", own, state[key])
+    else:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        for param, number in zip(_parameters(part), numbers, strict=True):
+            entry = state["state"].get(number, {}) if is_dtensor(param) else {}
+            for key, value in entry.items():
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    continue
+                what = f"{name}: the state {key!r} of parameter {number}"
+                if value.shape != param.shape:
+                    raise ValueError(
+                        f"{what} has the shape {tuple(value.shape)}, and the DTensor"
+                        f" {tuple(param.shape)}; nothing has been loaded"
+                    )
+                entry[key] = _like(what, param, value)
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _like(name: str, own: Any, whole: Tensor) -> Tensor:
+    rows, _ = _shard(name, own)
+    made: Tensor = type(own).from_local(
+        whole[rows.start : rows.stop].clone(),
+        own.device_mesh,
+        own.placements,
+        run_check=False,
+        shape=own.shape,
+        stride=own.stride(),
+    )
+    return made
+
+
+def _shard(name: str, tensor: Any) -> tuple[range, bool]:
+    """The rows of a DTensor that are here, and whether this is their first replica."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sharding = {at: each for at, each in enumerate(placements) if not each.is_replicate()}
+    kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in sharding.values()]
+    if kinds == [("Shard", 0)] and mesh.size() == dist.get_world_size():
+        (at,) = sharding
+        count = -(-len(tensor) // mesh.size(at))  # as torch.chunk
+        begin = min(mesh.get_local_rank(at) * count, len(tensor))
+        rows = range(begin, min(begin + count, len(tensor)))
+        replicas = [mesh.get_local_rank(each) for each in range(mesh.ndim) if each != at]
+        if len(tensor.to_local()) == len(rows):
+            return rows, not any(replicas)
+    raise TypeError(
+        f"{name}: is a DTensor with the placements {placements} on {mesh.size()} ranks of"
+        f" {dist.get_world_size()}; expected the rows of all ranks, Shard(0): use"
+        " torch.distributed.checkpoint, or save its full_tensor()"
+    )
