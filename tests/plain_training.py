@@ -119,8 +119,11 @@ class PlainTable:
         elif announced:
             self._join(announced)
 
-    def look_up(self, ids: Tensor) -> Tensor:
-        """Brings the rows into the step; returns their values."""
+    def look_up(self, ids: Tensor, *, shortens: bool = True) -> Tensor:
+        """Brings the rows into the step; returns their values.
+
+        One that was interrupted may have counted, and yet have shortened no row.
+        """
         announced = _from_the_call_of(ids, self.waiting)
         if not announced and (announced := _from_the_call_of(ids, self.before)):
             announced += [part for call in self.waiting for part in call]
@@ -148,7 +151,7 @@ class PlainTable:
         self.looked_up = self.looked_up | set(ids.flatten().tolist())
         if self.left and ids.numel() > 0:
             self.left, self.zeros = False, None
-        return self.read(ids)
+        return self.read(ids) if shortens else self.weight[ids]
 
     def is_refused(self) -> bool:
         """Whether a step would change rows that were announced and not looked up."""

@@ -218,7 +218,8 @@ class SavedGeneration:
             if size != entry["bytes"]:
                 raise ValueError(f"it has {size:,} bytes of {entry['bytes']:,}")
             arrays = safetensors_format.read_arrays(read, size)
-        descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with self._damage(name):  # or another process has removed it since
+            descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with about(path):
                 mapped = calls.map_copy(descriptor, size)

@@ -401,8 +401,11 @@ class Programs(RuleBasedStateMachine):
             plain(world)
             world.tables[number].forget()
 
+        def as_it_was(world: PlainTraining) -> None:
+            world.tables[number].look_up(ids, shortens=False)
+
         through, result = self.call_with_ids(
-            number, lambda: module(ids), lambda w: seen.append(plain(w)), forgotten
+            number, lambda: module(ids), lambda w: seen.append(plain(w)), forgotten, as_it_was
         )
         if not through:
             return False

@@ -262,7 +262,7 @@ RAISES: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda e: e.resize(NEW, rows=[1.0]), TypeError, "rows: expected a tensor"),
     (in_a_step, RuntimeError, "call that first, or zero_grad()"),
     (before_a_backward, RuntimeError, "call that first, or zero_grad()"),
-    (in_a_loop, RuntimeError, "prefetched by another loop"),
+    (in_a_loop, RuntimeError, "prefetched by a loop, which must end first"),
     (a_view_from_before, RuntimeError, "from before resize(): take it"),
     (a_table_from_before, ValueError, "this table is closed"),
     (a_late_backward, RuntimeError, "backward through a lookup of an earlier step"),

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from warm_python import warm_python
 
 import speedtorch
-from speedtorch.files import system_calls
+from speedtorch.files import safetensors_format, system_calls
 from speedtorch.files.generations import generations_of, new_generation
 from speedtorch.parallel import checkpoints
 
@@ -614,6 +614,22 @@ def test_two_threads_save_generations_of_their_own(tmp_path: Path) -> None:
     for each in threads:
         each.join()
     assert sorted(found) == list(range(1, 16))
+    check(tmp_path, (1,))
+
+
+def test_a_generation_that_is_removed_while_it_is_opened_gives_way_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speedtorch.save(tmp_path, **values(0))
+    read = safetensors_format.read_arrays
+
+    def read_then_save(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        found = read(*arguments)
+        speedtorch.save(tmp_path, keep=1, **values(1))
+        return found
+
+    monkeypatch.setattr(safetensors_format, "read_arrays", read_then_save)
     check(tmp_path, (1,))
 
 
