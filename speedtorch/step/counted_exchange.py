@@ -92,6 +92,8 @@ class CountedExchange(Exchange):
         old = self._view.rows_of(now)
         places, taken_from = batch.staying
         carry_rows(rows, places, old, taken_from)
+        if self._padding is not None:  # max_norm may have shortened it since
+            rows[0][-1:].copy_(old[0][-1:])
         leaving = Block(old, *batch.leaving)
         return leaving if now.copy is Copy.DIRTY and len(leaving.ids) > 0 else None
 

