@@ -157,7 +157,7 @@ class PlainTable:
         """Whether a step would change rows that were announced and not looked up."""
         if self.over or self.gradient is None:
             return False
-        return any(not set(part.flatten().tolist()) <= self.looked_up for part in self.unseen)
+        return any(not self._rows(part) <= self.looked_up for part in self.unseen)
 
     def read(self, ids: Tensor) -> Tensor:
         """The rows' values, outside of the step."""

@@ -117,13 +117,15 @@ def _planned(parts: Sequence[Tensor], begins: tuple[int, ...], plan: Plan) -> An
     return Announced(tuple(parts), begins, batch)
 
 
-def refuse_partial_step(name: str, now: Step, unseen: Sequence[tuple[int, int]]) -> None:
+def refuse_partial_step(
+    name: str, now: Step, unseen: Sequence[tuple[int, int]], padding: int | None
+) -> None:
     """Raises RuntimeError if lookups of a step have named some announced tensors and others not.
 
-    Its optimizer would change rows that were announced in vain. `unseen` are those of
-    Step.unseen(). A lookup of other tensors, as of a slice or of a copy on another device, may have
-    named any: ids on the CPU are compared then, and those of a GPU, for which the host would wait,
-    raise nothing.
+    Its optimizer would change rows that were announced in vain, other than the padding's. `unseen`
+    are those of Step.unseen(). A lookup of other tensors, as of a slice or of a copy on another
+    device, may have named any: ids on the CPU are compared then, and those of a GPU, for which the
+    host would wait, raise nothing.
     """
     looked_up = [
         (batch.parts.values(part), number in now.planned)
@@ -134,6 +136,8 @@ def refuse_partial_step(name: str, now: Step, unseen: Sequence[tuple[int, int]])
     if any(values is None and not is_planned for values, is_planned in looked_up):
         return
     named = [each.reshape(-1).long() for each, _ in looked_up if each is not None]
+    if padding is not None:
+        named.append(torch.tensor([padding]))
     has_others = len(now.batches) > len(now.planned)
     for number, part in unseen:
         parts = now.batches[number].parts

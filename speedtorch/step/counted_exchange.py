@@ -92,8 +92,9 @@ class CountedExchange(Exchange):
         old = self._view.rows_of(now)
         places, taken_from = batch.staying
         carry_rows(rows, places, old, taken_from)
-        if self._padding is not None:  # max_norm may have shortened it since
-            rows[0][-1:].copy_(old[0][-1:])
+        if self.has_new_padding:  # which came before max_norm has shortened it
+            self._store.read(torch.tensor([self._padding]), rows[0][-1:])
+            self.has_new_padding = False
         leaving = Block(old, *batch.leaving)
         return leaving if now.copy is Copy.DIRTY and len(leaving.ids) > 0 else None
 

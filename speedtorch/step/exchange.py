@@ -125,6 +125,8 @@ class Exchange(ABC):
         """How often a batch has ended, or may have been given up."""
         self._is_left = False
         """Whether the lookups of now may have been given up, unless they have a gradient."""
+        self.has_new_padding = False
+        """Whether a lookup has written the padding's row to the table in this step."""
         self._call: tuple[OptimizerCall, int, bool] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
         self._as_in_table: Rows | None = None
@@ -728,7 +730,7 @@ class Exchange(ABC):
         if now.stepped or now.before is not None or not self._checks_lookups:
             return
         if (unseen := now.unseen()) and self._view.has_gradient():
-            refuse_partial_step(self.name, now, unseen)
+            refuse_partial_step(self.name, now, unseen, self._padding)
 
     # ---- batches of a loop
 

@@ -105,3 +105,17 @@ def test_a_padding_that_was_shortened_stays_so(
     found = ours.state_dict()["weight"]
     assert torch.equal(found[0], theirs.weight.detach()[0])
     torch.testing.assert_close(found, theirs.weight.detach())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_that_decays_leaves_the_padding_of_the_next_batch(device: str) -> None:
+    before = torch.ones(ROWS, 3)
+    ours = speedtorch.Embedding(ROWS, 3, padding_idx=0, _weight=before.clone(), device=device)
+    sgd = optim.SGD(ours.parameters(), lr=0.1, weight_decay=0.5)
+    given = [torch.tensor(ids, device=device) for ids in ([1], [2, 0], [0, 3], [4])]
+    for ids in speedtorch.prefetch(given, ours, ids=lambda ids: ids):
+        rows = ours(ids)
+        assert torch.equal(rows.detach().cpu(), before[ids.cpu()])
+        rows.sum().backward()
+        sgd.step()
+        sgd.zero_grad()
