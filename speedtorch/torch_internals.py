@@ -76,6 +76,7 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "is_view",
+    "is_wrapped",
     "load_hooks",
     "loads_by_own_code",
     "members_of",
@@ -112,6 +113,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unsaved_buffers_of",
+    "unwrapped",
     "version_of",
     "without_autograd",
     "written_arguments",
@@ -264,6 +266,12 @@ is_transformed = torch._C._are_functorch_transforms_active
 
 is_batched = torch._C._functorch.is_batchedtensor
 """Whether a tensor is one of vmap's."""
+
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one of a transform of torch.func, whose memory another tensor has."""
+
+unwrapped = torch._C._functorch.get_unwrapped
+"""The tensor that a transform of torch.func has wrapped."""
 
 
 without_autograd: Any = torch._C._AutoDispatchBelowAutograd

@@ -29,7 +29,12 @@ from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency, Use
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
-from speedtorch.torch_internals import call_after_backward, calls_under_way, current_backward
+from speedtorch.torch_internals import (
+    call_after_backward,
+    calls_under_way,
+    current_backward,
+    is_transformed,
+)
 
 __all__ = ["AutoOffload"]
 
@@ -161,6 +166,13 @@ class AutoOffload:
     def _enter(self, unit: Unit) -> None:
         """A call of a unit, or an operation on its tensors, begins."""
         self.end_failed()
+        # The backward within a transform runs no hook that brings a unit back.
+        if is_transformed() and not self._residency.is_used(unit):
+            raise NotImplementedError(
+                f"{unit.name}: under auto() a unit leaves between the forward and the backward of "
+                "a transform of torch.func; call the transform within swapper.use() of all units "
+                "that it runs"
+            )
         unit.averaging.check(steps=bool(self._steps))
         self._enter_backward()
 

@@ -24,7 +24,13 @@ from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
-from speedtorch.torch_internals import current_stream, storage_id, storage_uses
+from speedtorch.torch_internals import (
+    current_stream,
+    is_wrapped,
+    storage_id,
+    storage_uses,
+    unwrapped,
+)
 
 __all__ = ["Memory", "Slab", "check_packable", "extent"]
 
@@ -442,6 +448,8 @@ class Slab:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor has memory of the device slab."""
+        while is_wrapped(tensor):
+            tensor = unwrapped(tensor)
         is_dense = is_plain_tensor(tensor) and tensor.layout == torch.strided
         return is_dense and storage_id(tensor.untyped_storage()) == storage_id(self._storage)
 

@@ -270,6 +270,42 @@ def test_an_operation_on_units_that_do_not_fit_names_them() -> None:
         assert model(torch.ones(2, WIDTH)).shape == (2, WIDTH)
 
 
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "vmap": lambda m, x: torch.vmap(m)(x),
+    "vmap of a weight": lambda m, x: torch.vmap(lambda row: m.get_parameter("0.weight") @ row)(x),
+    "grad": lambda m, x: torch.func.grad(lambda x: m(x).square().sum())(x),
+    "grads of samples": lambda m, x: torch.vmap(torch.func.grad(lambda x: m(x).sum()))(x),
+    "jvp": lambda m, x: torch.func.jvp(m, (x,), (x,)),
+    "jacrev": lambda m, x: torch.func.jacrev(m)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_compute_with_units_in_use(transform: str, device: str) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    x = torch.randn(2, 4)
+    expected = TRANSFORMS[transform](model, x)
+    swapper = Swapper(model, device=device)
+    with swapper.auto(), swapper.use(*model):
+        found = TRANSFORMS[transform](model, x.to(device))
+    torch.testing.assert_close(found, expected, check_device=False)
+    if transform == "vmap of a weight":  # between uses
+        found = TRANSFORMS[transform](model, x.to(device))
+        torch.testing.assert_close(found, expected, check_device=False)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_bring_no_unit(transform: str) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    swapper = Swapper(model, device="cpu", budget=1024)
+    x = torch.randn(2, 4)
+    with swapper.auto():
+        with pytest.raises(NotImplementedError, match=r"0: .* within swapper.use"):
+            TRANSFORMS[transform](model, x)
+        assert not swapper.report().in_use
+        assert model(x).shape == (2, 4)
+
+
 @NEEDS_GPU
 def test_inputs_that_are_elsewhere_come_to_the_device() -> None:
     torch.manual_seed(1)

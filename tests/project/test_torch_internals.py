@@ -402,6 +402,21 @@ def test_is_transformed_and_is_batched() -> None:
     assert found == [(False, False), (True, True), (True, False)]
 
 
+def test_unwrapped_gives_the_tensor_of_a_transform() -> None:
+    given, found = torch.ones(3, 2), []
+
+    def function(tensor: Tensor) -> Tensor:
+        assert torch_internals.is_wrapped(tensor)
+        while torch_internals.is_wrapped(tensor):
+            tensor = torch_internals.unwrapped(tensor)
+        found.append(tensor.data_ptr() == given.data_ptr())
+        return given.sum()
+
+    torch.func.vmap(function)(given)
+    torch.func.grad(lambda tensor: function(tensor) + tensor.sum())(given)
+    assert found == [True, True] and not torch_internals.is_wrapped(given)
+
+
 def test_is_profiling() -> None:
     assert not torch_internals.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
