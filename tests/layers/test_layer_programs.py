@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import os
 import random
 from collections.abc import Callable
@@ -229,7 +230,7 @@ def look(world: World, number: int) -> None:
 
 def print_(world: World, number: int) -> None:
     texts = repr(world.model.blocks[number].back.weight), str(world.model.blocks[number].norm.bias)
-    without = [each.replace(" device='cuda:0',", "") for each in texts]
+    without = [re.sub(r",\s*device='cuda:0'", "", each) for each in texts]
     world.observe([" ".join(each.split()) for each in without])
 
 
