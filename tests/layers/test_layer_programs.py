@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import io
-import re
 import os
 import random
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
