@@ -45,16 +45,20 @@ def generations_of(folder: str) -> list[int]:
     if os.path.exists(folder) and not os.path.isdir(folder):
         text = "is a file; name the folder that has, or is to have, the generations"
         raise NotADirectoryError(errno.ENOTDIR, text, folder)
+    before: set[str] | None = None
     with suppress(FileNotFoundError):
-        names = [each for each in os.listdir(folder) if _NAME.fullmatch(each)]
-        numbers = {int(each.partition("-")[2]): os.path.join(folder, each) for each in names}
-        return sorted(
-            number
-            for number, path in numbers.items()
-            if path == path_of(folder, number)
-            and os.path.isdir(path)
-            and not os.path.isdir(os.path.join(path, "manifest.json"))
-        )
+        while (names := {n for n in os.listdir(folder) if _NAME.fullmatch(n)}) != before:
+            numbers = {int(each.partition("-")[2]): os.path.join(folder, each) for each in names}
+            found = sorted(
+                number
+                for number, path in numbers.items()
+                if path == path_of(folder, number)
+                and os.path.isdir(path)
+                and not os.path.isdir(os.path.join(path, "manifest.json"))
+            )
+            if found:
+                return found
+            before = names  # the last one may have been removed since, after the next one came
     return []
 
 

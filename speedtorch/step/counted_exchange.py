@@ -92,9 +92,7 @@ class CountedExchange(Exchange):
         old = self._view.rows_of(now)
         places, taken_from = batch.staying
         carry_rows(rows, places, old, taken_from)
-        if self.has_new_padding:  # which came before max_norm has shortened it
-            self._store.read(torch.tensor([self._padding]), rows[0][-1:])
-            self.has_new_padding = False
+        self._read_padding(rows)
         leaving = Block(old, *batch.leaving)
         return leaving if now.copy is Copy.DIRTY and len(leaving.ids) > 0 else None
 

@@ -125,7 +125,7 @@ class Exchange(ABC):
         """How often a batch has ended, or may have been given up."""
         self._is_left = False
         """Whether the lookups of now may have been given up, unless they have a gradient."""
-        self.has_new_padding = False
+        self._has_new_padding = False
         """Whether a lookup has written the padding's row to the table in this step."""
         self._call: tuple[OptimizerCall, int, bool] | None = None
         """The last call of an optimizer's step, and the number of the step that it was for."""
@@ -605,6 +605,16 @@ class Exchange(ABC):
         if any(batches[number].parts.is_part(part, ids) for number, part in self.now.unseen()):
             return self.takes_more and ids.numel() == 0
         return self.takes_more or self.now.find(ids) is None
+
+    def note_padding(self) -> None:
+        """Called when a lookup has written the padding's row to the table."""
+        self._has_new_padding = True
+
+    def _read_padding(self, rows: Rows) -> None:
+        """Reads the padding's row again that arrived before a lookup wrote it to the table."""
+        if self._has_new_padding:
+            self._store.read(torch.tensor([self._padding]), rows[0][-1:])
+            self._has_new_padding = False
 
     # ---- backwards
 

@@ -259,7 +259,7 @@ class TrainedRows:
                 torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
                 if self._padding is not None:
                     self._store.write(torch.tensor([self._padding]), rows[-1:])
-                    self.exchange.has_new_padding = True
+                    self.exchange.note_padding()
                 self.parameter_view.mark()
             # In lists, as autograd is to make no views of them.
             return found.positions, _rows_of_step(self.weight, [rows], [found.positions], self)

@@ -633,6 +633,22 @@ def test_a_generation_that_is_removed_while_it_is_opened_gives_way_to_the_next(
     check(tmp_path, (1,))
 
 
+def test_a_generation_that_is_removed_while_the_folder_is_listed_gives_way_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speedtorch.save(tmp_path, **values(0))
+    is_folder = os.path.isdir
+
+    def save_first(path: str) -> bool:
+        if "generation-" in str(path):
+            monkeypatch.undo()
+            speedtorch.save(tmp_path, keep=1, **values(1))
+        return is_folder(path)
+
+    monkeypatch.setattr(os.path, "isdir", save_first)
+    check(tmp_path, (1,))
+
+
 def test_a_reader_beside_a_writer_sees_whole_runs(tmp_path: Path) -> None:
     speedtorch.save(tmp_path, **values(0))
     ended = threading.Event()
