@@ -30,7 +30,7 @@ from pathlib import Path
 import pytest
 from mutants import PACKAGE, Mutant, mutated_copy
 
-__all__ = ["Fault", "Result", "draw", "judge", "test_files"]
+__all__ = ["Fault", "Result", "draw", "judge", "nearest_tests"]
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 150  # for the tests of one fault
@@ -300,7 +300,7 @@ def draw(seed: int, count: int, replaced: frozenset[str] = frozenset()) -> list[
     return [next(each for each in draws[name] if each.name not in replaced) for name in order]
 
 
-def test_files(fault: Fault) -> tuple[list[str], int]:
+def nearest_tests(fault: Fault) -> tuple[list[str], int]:
     """The tests of a fault's subpackage, the nearest first, and how many are near.
 
     A test file is near if its name has the module's name, or if it mentions names of the module.
@@ -407,7 +407,7 @@ def judge(fault: Fault, build: Path, known: set[str], tests: Sequence[str] = ())
         known: tests that fail without any fault; more are added.
         tests: run instead of the nearest.
     """
-    files, near = (tests, 0) if tests else test_files(fault)
+    files, near = (tests, 0) if tests else nearest_tests(fault)
     with tempfile.TemporaryDirectory(prefix="mutation-") as temporary:
         folder = Path(temporary) / "fault"
         try:
