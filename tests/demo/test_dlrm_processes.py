@@ -54,6 +54,24 @@ def numbers(model: DLRM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_clicks_are_read_after_the_first_process_has_written_them(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    clicks = Clicks(np.float32([0, 1]), np.zeros((2, 13)), np.zeros((2, 26)))
+
+    def read(*_: Any, **__: Any) -> Clicks:
+        calls.append("read")
+        return clicks
+
+    monkeypatch.setattr(dlrm_run, "write_clicks", lambda *_, **__: calls.append("write"))
+    monkeypatch.setattr(dlrm_run, "read_clicks", read)
+    monkeypatch.setattr(Processes, "wait", lambda _: calls.append("wait"))
+    assert dlrm_run._read(dlrm_run.Settings(out=tmp_path), Processes(rank, 2)) is clicks
+    assert calls == ["write", "wait", "read"][rank:]
+
+
 @pytest.mark.examples
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -213,6 +213,22 @@ def test_no_descriptor_stays_open(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(os.listdir("/proc/self/fd")) <= set(before)
 
 
+def test_a_file_is_closed_whose_descriptor_is_0(folder: Path) -> None:
+    """As in a daemon, which has no standard input."""
+    standard_input = os.dup(0)
+    os.close(0)
+    try:
+        new = new_files.NewFile(str(folder / "a"), str(folder / "a.partial"))
+        new.open()
+        os.fstat(0)
+        new.clean()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+    finally:
+        os.dup2(standard_input, 0)
+        os.close(standard_input)
+
+
 def test_short_writes_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system_calls.calls, "write", lambda file, data: os.write(file, data[:2]))
     replace(folder, "a")

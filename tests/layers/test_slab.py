@@ -29,6 +29,7 @@ def several() -> dict[str, Tensor]:
         "flags": torch.tensor([True, False, True]),
         "complex": torch.randn(2, 2, dtype=torch.complex128),
         "expanded": torch.randn(3, 1).expand(3, 5),
+        "row": torch.randn(1, 5),
     }
 
 
@@ -63,6 +64,7 @@ def test_one_that_is_no_such_view_is_found_among_all(
     slab.coming.join()
     views = {name: slab.view(name, memory) for name in tensors}
     assert slab.where(views) == dict.fromkeys(tensors, memory)
+    assert slab.memory_at(views) is (memory if without else None)  # all are asked at once
     assert slab.where(dict(reversed(views.items()))) == dict.fromkeys(tensors, memory)
     other = Memory.HOST if memory is Memory.DEVICE else Memory.DEVICE
     bits = views["matrix"].view(torch.int32)

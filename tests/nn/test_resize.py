@@ -349,28 +349,3 @@ def test_the_next_incremental_checkpoint_has_all_rows(tmp_path: Any) -> None:
     loaded, resumed = attached(torch.zeros(NEW, DIM), "Adam", {})
     speedtorch.load(tmp_path, model=loaded, optimizer=resumed)
     assert_equal(everything(loaded, resumed), everything(embedding, optimizer))
-
-
-@pytest.mark.parametrize("call", ["attach", "resize"])
-def test_rows_that_a_gpu_writes_back_are_waited_for(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before rows of the old table are copied on the CPU."""
-    embedding = speedtorch.Embedding(OLD, DIM, _weight=rows_at_first())
-    optimizer = OPTIMIZERS["Adam"](embedding.parameters())
-    old, settled = embedding.table, list[speedtorch.HostTable]()
-    settle, rows_of = speedtorch.HostTable.settle, speedtorch.HostTable.rows_of
-
-    def copied(table: speedtorch.HostTable, field: str) -> Tensor:
-        assert table is not old or old in settled
-        return rows_of(table, field)
-
-    monkeypatch.setattr(
-        speedtorch.HostTable, "settle", lambda table: (settle(table), settled.append(table))
-    )
-    monkeypatch.setattr(speedtorch.HostTable, "rows_of", copied)
-    if call == "attach":
-        speedtorch.attach(optimizer, embedding)
-    else:
-        embedding.resize(NEW, rows=NEW_ROWS)
-    assert old.closed

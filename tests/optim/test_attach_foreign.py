@@ -272,6 +272,18 @@ def test_what_it_loads_in_its_own_way_leaves_a_gradient_that_waits() -> None:
     assert_same_rows(models[1][0], models[0][0])
 
 
+def test_what_it_loads_in_its_own_way_ends_what_was_announced() -> None:
+    _, (ours, optimizer) = models = pair(Boxed)
+    train(models)
+    state = copy.deepcopy(optimizer.state_dict())
+    ours.words.announce(IDS, EVERY)
+    optimizer.load_state_dict(state)
+    train(models, ids=IDS)
+    ids, _ = IDS.sort()
+    theirs = models[0][0]
+    assert_same_bytes(ours.words.weight[ids], theirs.words.weight[ids])
+
+
 def test_state_of_before_the_first_step_loads_in_its_own_way() -> None:
     models = pair(Boxed)
     for model, optimizer in models:

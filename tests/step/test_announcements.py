@@ -127,6 +127,14 @@ def test_a_module_of_which_nothing_was_looked_up_is_left_alone(ahead: bool) -> N
         assert rows == moved
 
 
+def test_a_step_that_was_given_up_raises_nothing_for_the_lookups_that_it_lacks() -> None:
+    trained = Trained(capacity=8)
+    trained.emb.announce(ids(1, 2), ids(3, 4, 5))
+    trained.emb(ids(1, 2)).sum().backward()
+    trained.emb.trained_rows.exchange.resume()  # after what a device found has been raised
+    trained.sgd.step()
+
+
 def test_a_step_without_a_gradient_of_the_rows_raises_nothing() -> None:
     trained, dense = Trained(), nn.Parameter(torch.ones(1))
     trained.sgd.add_param_group({"params": [dense]})

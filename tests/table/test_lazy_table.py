@@ -118,3 +118,29 @@ def test_a_table_is_let_go_by_a_module_that_only_reads_it() -> None:
     assert memory() is None
     with pytest.raises(ValueError, match="closed"):
         frozen(torch.tensor([3]))
+
+
+@pytest.mark.parametrize("call", ["attach", "resize"])
+def test_rows_that_a_gpu_writes_back_are_waited_for(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before rows of the old table are copied on the CPU."""
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    embedding(torch.tensor([3]))
+    optimizer = torch.optim.Adam(embedding.parameters())
+    old, settled = embedding.table, list[speedtorch.HostTable]()
+    settle, rows_of = speedtorch.HostTable.settle, speedtorch.HostTable.rows_of
+
+    def copied(table: speedtorch.HostTable, field: str) -> torch.Tensor:
+        assert table is not old or old in settled
+        return rows_of(table, field)
+
+    monkeypatch.setattr(
+        speedtorch.HostTable, "settle", lambda table: (settle(table), settled.append(table))
+    )
+    monkeypatch.setattr(speedtorch.HostTable, "rows_of", copied)
+    if call == "attach":
+        speedtorch.attach(optimizer, embedding)
+    else:
+        embedding.resize(ROWS + 1)
+    assert old.closed

@@ -91,6 +91,15 @@ def test_fields_that_lie_apart_have_no_records(tmp_path: Path) -> None:
     assert table.record_bytes == 16 and table.nbytes == 48
 
 
+def test_fields_that_lie_apart_have_no_padding(tmp_path: Path) -> None:
+    fields = {"weight": ((3,), torch.int8), "m": ((), torch.float32)}
+    padded = HostTable.from_fields(5, fields, "plain").fill_(1)
+    padded.save(tmp_path / "t.safetensors")
+    table = HostTable.open(tmp_path / "t.safetensors", "mapped")
+    assert (padded.record_bytes, padded.nbytes) == (8, 40)
+    assert (table.record_bytes, table.nbytes) == (7, 35)
+
+
 def test_files_of_no_rows_and_of_other_libraries_are_mapped(tmp_path: Path) -> None:
     np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
     assert HostTable.open(tmp_path / "none.npy", "mapped")["weight"].shape == (0, 3)
