@@ -226,6 +226,10 @@ class _Edits(ast.NodeVisitor):
             self.found.append(("swap", line, start, stop, second + between + first))
 
 
+class _NotCompiledError(Exception):
+    """The compiler refused a fault."""
+
+
 def _called(call: ast.Call) -> str:
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
@@ -361,11 +365,12 @@ def _compile(folder: Path, fault: Fault, build: Path) -> None:
     changed = folder / "fault.cpp"
     changed.write_text("\n".join(lines) + "\n")
     options = [*shlex.split(variables["cflags"]), *shlex.split(variables["post_cflags"])]
-    subprocess.run(
-        ["c++", f"-I{source.parent}", *options, "-c", str(changed), "-o", str(made)], check=True
-    )
+    compiler = ["c++", f"-I{source.parent}", *options, "-c", str(changed), "-o", str(made)]
+    if subprocess.run(compiler).returncode:
+        raise _NotCompiledError
     objects[Path(fault.file).with_suffix(".o")] = made
-    torch = next(Path(text).parent for text in options if text.endswith("torch/include"))
+    include = next(text for text in options if text.endswith("torch/include"))
+    torch = Path(include.removeprefix("-I")).parent
     record = Path(f"{ninja.parent}.command").read_text()
     extra = [text for text in shlex.split(record) if text.endswith((".o", ".a"))]
     library = next((folder / "speedtorch").glob("_C*.so"))
@@ -412,7 +417,7 @@ def judge(fault: Fault, build: Path, known: set[str], tests: Sequence[str] = ())
         folder = Path(temporary) / "fault"
         try:
             _copy(folder, fault, build)
-        except subprocess.CalledProcessError:
+        except _NotCompiledError:
             return Result(True, "does not compile", 0.0)
         while True:
             started = time.monotonic()
