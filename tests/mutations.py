@@ -307,14 +307,16 @@ def draw(seed: int, count: int, replaced: frozenset[str] = frozenset()) -> list[
 def nearest_tests(fault: Fault) -> tuple[list[str], int]:
     """The tests of a fault's subpackage, the nearest first, and how many are near.
 
-    A test file is near if its name has the module's name, or if it mentions names of the module.
+    A file elsewhere that is named after the module belongs to them. A test file is near if its name
+    has the module's name, or if it mentions names of the module.
     """
     path = ROOT / fault.file
     folder = path.parent.name
     names = {path.stem, path.stem.rstrip("s")}
     public = set(re.findall(r"^(?:class|def) ([A-Za-z]\w+)", path.read_text(), re.MULTILINE))
     scores = {}
-    for file in (ROOT / "tests" / (CSRC[folder] if path.suffix == ".cpp" else folder)).glob("*.py"):
+    own = CSRC[folder] if path.suffix == ".cpp" else folder
+    for file in {*ROOT.glob(f"tests/{own}/*.py"), *ROOT.glob(f"tests/*/test_{path.stem}.py")}:
         text, stem = file.read_text(), file.stem.removeprefix("test_")
         score = 100 * (stem in names) + 20 * any(name in stem for name in names)
         score += 10 * bool(re.search(rf"\b{path.stem}\b", text))
