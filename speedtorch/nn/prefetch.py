@@ -60,7 +60,7 @@ class Prefetch(Generic[_Batch]):
         return f"{type(self).__name__}({type(self._loader).__name__}; {', '.join(shown)})"
 
     def __iter__(self) -> Iterator[_Batch]:
-        """The loader's batches, in order, each once those after it are planned."""
+        """The loader's batches in order, each after the next ones were read."""
         with ExitStack() as end:
             loop = _Loop()
             is_alone = True

@@ -12,7 +12,7 @@ import torch
 
 from speedtorch.nn.row_module import RowModule
 
-__all__ = ["AT_ONCE", "Constant", "MeasuredPace", "Pace", "pace_of"]
+__all__ = ["AHEAD", "AT_ONCE", "Constant", "MeasuredPace", "Pace", "pace_of"]
 
 _SETTLE = 4  # steps after a change, in which batches that were read before it are trained
 _WINDOW = 8  # steps whose median counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ __all__ = ["fill_shards", "has_dtensors", "is_dtensor", "rows_of_dtensor"]
 
 def is_dtensor(value: object) -> bool:
     """Whether it is a DTensor; importing its class would take half a second."""
-    return type(value).__name__ == "DTensor" and isinstance(value, Tensor)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def has_dtensors(part: Any) -> bool:
