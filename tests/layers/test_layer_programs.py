@@ -318,7 +318,7 @@ def edit_state(world: World, number: int, how: str) -> None:
             elif how == "replace":
                 world.optimizer.state[weight][key] = value * 0.5
             else:
-                world.observe(value.sum())
+                world.observe(value)
             return
 
 
