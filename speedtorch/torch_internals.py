@@ -124,6 +124,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # ------------------------------------------------------------------------------------------------
 # Tensors
 
+torch_function_is_on = torch._C._is_torch_function_enabled
 as_plain = torch._C.DisableTorchFunctionSubclass
 """Within it no function asks the `__torch_function__` of a tensor's class."""
 

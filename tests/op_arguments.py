@@ -94,6 +94,8 @@ def op_arguments(
             ops.plan_batch.default,
             (index, ROWS, -1, -1, load, load_plan[4]),
         ),
+        "load_rows": (ops.load_rows.default, (host, leaving, up, load)),
+        "load_batch": (ops.load_batch.default, (host, leaving, up, index, ROWS, 2)),
         "merge_rows": (ops.merge_rows.default, ([block, rows(COUNT, 1)], up, ids(0, 5))),
         "diff_ids": (
             ops.diff_ids.default,
@@ -127,6 +129,9 @@ ONE_TENSOR = {
     *("plan_fault", "explain_move", "set_costs", "host_register", "memory_kind"),
     *("let_captured_go", "check_owner", "watch_graph", "registration_seams", "use_on"),
 }
+
+# Ops that no graph holds.
+NOT_IN_GRAPHS = {"load_rows", "load_batch"}
 
 # Of ops with results of which some entries are left as they come: those that are all written.
 WRITTEN = {"plan_batch, after others": slice(5), "diff_ids": slice(6, 7), "merge_rows": slice(3)}

@@ -67,7 +67,7 @@ __global__ void part_lists_kernel(PlanView evict, PlanView load, SwapScratch scr
     const int64_t rank = ranks[i] - in_host[i];
     if (i < evict.count) {
       if (i >= evicted) continue;
-      const int64_t id = evict.unique[i], place = evict.order[i];
+      const int64_t id = evict.unique[i], place = evict.place(i);
       if (in_host[i]) {
         put(host.evict, rank, id, place);
         host.scratch.stays[rank] = false;
@@ -80,7 +80,7 @@ __global__ void part_lists_kernel(PlanView evict, PlanView load, SwapScratch scr
     }
     const int64_t m = i - evict.count, host_rank = rank - host_evicted;
     if (m >= loaded) continue;
-    const int64_t id = load.unique[m], place = load.order[m], from = scratch.arrives_from[m];
+    const int64_t id = load.unique[m], place = load.place(m), from = scratch.arrives_from[m];
     if (in_host[i]) {
       put(host.load, host_rank, id, place);
       host.scratch.arrives_from[host_rank] = from;

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,6 +19,7 @@
 #include "core/tensor_checks.h"
 #include "memory/host_memory.h"
 #include "move/cost_model.h"
+#include "ops/begin_step.h"
 #include "ops/launchers.h"
 #include "plan/dedup.h"
 #include "plan/plan.h"
@@ -129,7 +129,8 @@ PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
   const int64_t first = std::lower_bound(list.unique, last, begin) - list.unique;
   PlanView part = list;
   part.unique += first;
-  part.order += first;
+  if (part.order != nullptr) part.order += first;
+  part.first_place += first;
   part.count = std::lower_bound(part.unique, last, end) - part.unique;
   return part;
 }
@@ -212,9 +213,9 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
       for (size_t k = 0; k < table.fields.size(); ++k) {
         const SwapField& field = table.fields[k];
         const RowMover mover(field);
-        char* to = field.arriving.row(load.order[m]);
+        char* to = field.arriving.row(load.place(m));
         if (found != nullptr) {
-          mover.carry(to, field.leaving.row(evict.order[found - evict.unique]));
+          mover.carry(to, field.leaving.row(evict.place(found - evict.unique)));
         } else {
           mover.load(to, table.row(k, id));
         }
@@ -228,7 +229,7 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
       if (!write_through && loaded.find(id) != nullptr) continue;
       for (size_t k = 0; k < table.fields.size(); ++k) {
         const SwapField& field = table.fields[k];
-        RowMover(field).evict(table.row(k, id), field.leaving.row(evict.order[m]));
+        RowMover(field).evict(table.row(k, id), field.leaving.row(evict.place(m)));
       }
     }
   });
@@ -478,19 +479,24 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
 // which replaces a plan without sorting. Messages name its tensors after the list.
 struct PlacedList {
   std::string name;
-  Tensor ids, places;
+  Tensor ids;
+  std::optional<Tensor> places;  // none: the first rows, in order
   std::optional<Tensor> count;  // number of valid entries; none: all entries are valid
   int64_t side_rows;            // places must be below
 
   PlanView view() const {
-    return {.unique = data_of(ids), .order = data_of(places), .count = ids.numel()};
+    return {.unique = data_of(ids),
+            .order = places ? data_of(*places) : nullptr,
+            .count = ids.numel()};
   }
 };
 
 void check_placed(const PlacedList& list, const Tensor& on) {
   check_list(kOp, list.name.c_str(), list.ids, "arriving[0]", on);
-  check_list(kOp, (list.name + "_places").c_str(), list.places, "arriving[0]", on,
-             list.ids.numel());
+  if (list.places) {
+    check_list(kOp, (list.name + "_places").c_str(), *list.places, "arriving[0]", on,
+               list.ids.numel());
+  }
   if (list.count)
     check_list(kOp, (list.name + "_count").c_str(), *list.count, "arriving[0]", on, 1);
 }
@@ -507,7 +513,7 @@ PlanView view_placed_on_cpu(const PlacedList& list, int64_t table_rows, bool mus
   ids.count = view.count;
   check_ids_on_cpu(kOp, list.name.c_str(), ids, table_rows);
   for (int64_t i = 0; i < view.count; ++i) {
-    const int64_t id = view.unique[i], place = view.order[i];
+    const int64_t id = view.unique[i], place = view.place(i);
     const bool unordered = must_ascend && i > 0 && id <= view.unique[i - 1];
     if (!unordered && place >= 0 && place < list.side_rows) continue;
     throw_bad_ids({.kind = unordered ? IdError::kUnordered : IdError::kBadPlace,
@@ -548,8 +554,10 @@ void check_hot(const Tensors& cache, const SwapTable& slots, const Tensor& hot,
   check_same_device(kOp, "hot", hot, "arriving[0]", on);
 }
 
-// Reads and writes rows on the GPU at places that were checked.
-Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& stream) {
+// Reads and writes the rows of a list on the GPU, whose places were checked.
+Tensor rows_at(const Tensor& side, const PlacedList& list, const CurrentStream& stream) {
+  if (!list.places) return first_rows(side, list.ids.numel());
+  const Tensor& places = *list.places;
   std::vector<int64_t> shape = shape_of(side);
   shape[0] = places.numel();
   const Tensor rows = new_tensor(kOp, shape, side.scalar_type(), side);
@@ -564,9 +572,11 @@ Tensor rows_at(const Tensor& side, const Tensor& places, const CurrentStream& st
   return rows;
 }
 
-void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
+void put_rows_at(const Tensor& side, const PlacedList& list, const Tensor& staged,
                  const CurrentStream& stream) {
   if (staged.numel() == 0) return;
+  if (!list.places) return copy(kOp, staged, first_rows(side, list.ids.numel()), false);
+  const Tensor& places = *list.places;
   const Tensor rows = new_tensor(kOp, shape_of(staged), side.scalar_type(), side);
   copy(kOp, staged, rows, false);
   if constexpr (kWithCuda) {
@@ -582,8 +592,9 @@ void put_rows_at(const Tensor& side, const Tensor& places, const Tensor& staged,
 // the loaded rows. On a GPU a bad entry stops all others, or alone is not moved. `cache`: the
 // fields of slots, of one table; `hot`: the slot and the uses of each of its rows.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
-                    const Tensor& evict_places, const std::optional<Tensor>& evict_count,
-                    const Tensors& arriving, const Tensor& load, const Tensor& load_places,
+                    const std::optional<Tensor>& evict_places,
+                    const std::optional<Tensor>& evict_count, const Tensors& arriving,
+                    const Tensor& load, const std::optional<Tensor>& load_places,
                     const std::optional<Tensor>& load_count, bool all_or_none,
                     const Tensors& cache = {}, const std::optional<Tensor>& hot = std::nullopt) {
   const Arguments all(
@@ -603,8 +614,8 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   check_side_rows("leaving", leaving);
   check_side_rows("arriving", arriving);
   const Tensor& on = arriving[0];
-  PlacedList leaves{"evict", evict, evict_places, evict_count, fields[0].leaving.count};
-  PlacedList arrives{"load", load, load_places, load_count, fields[0].arriving.count};
+  const PlacedList leaves{"evict", evict, evict_places, evict_count, fields[0].leaving.count};
+  const PlacedList arrives{"load", load, load_places, load_count, fields[0].arriving.count};
   check_placed(leaves, on);
   check_placed(arrives, on);
   const bool counted = evict_count.has_value();
@@ -636,20 +647,20 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
                       "; pin it with speedtorch.pin_memory_(field) or keep it in a HostTable");
   }
   stream.refuse_capture_of_pageable(kOp, "a host field", "field");
-  for (PlacedList* list : {&leaves, &arrives}) {
-    list->ids = copy_to_cpu(kOp, list->ids);
-    list->places = copy_to_cpu(kOp, list->places);
-  }
-  PlanView evicted = view_placed_on_cpu(leaves, rows, all_or_none);
-  PlanView loaded = view_placed_on_cpu(arrives, rows, all_or_none);
-  std::vector<int64_t> in_turn(static_cast<size_t>(std::max(evicted.count, loaded.count)));
-  std::iota(in_turn.begin(), in_turn.end(), int64_t{0});
-  evicted.order = loaded.order = in_turn.data();
+  auto copied = [](PlacedList list) {
+    list.ids = copy_to_cpu(kOp, list.ids);
+    if (list.places) list.places = copy_to_cpu(kOp, *list.places);
+    return list;
+  };
+  const PlacedList leaves_there = copied(leaves), arrives_there = copied(arrives);
+  PlanView evicted = view_placed_on_cpu(leaves_there, rows, all_or_none);
+  PlanView loaded = view_placed_on_cpu(arrives_there, rows, all_or_none);
+  evicted.order = loaded.order = nullptr;
   swap_staged(
       host, leaving, evicted, arriving, loaded,
-      [&](const Tensor& side) { return rows_at(side, evict_places, stream); },
+      [&](const Tensor& side) { return rows_at(side, leaves, stream); },
       [&](const Tensor& side, const Tensor& staged) {
-        put_rows_at(side, load_places, staged, stream);
+        put_rows_at(side, arrives, staged, stream);
       },
       all);
 }
@@ -662,8 +673,8 @@ void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evic
 }
 
 void exchange_rows(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-                   const Tensor& evict_places, const Tensors& arriving, const Tensor& load,
-                   const Tensor& load_places, int64_t tables,
+                   const std::optional<Tensor>& evict_places, const Tensors& arriving,
+                   const Tensor& load, const std::optional<Tensor>& load_places, int64_t tables,
                    const std::optional<Tensor>& evict_count,
                    const std::optional<Tensor>& load_count) {
   swap_at_places(host, tables, leaving, evict, evict_places, evict_count, arriving, load,
@@ -671,8 +682,9 @@ void exchange_rows(const Tensors& host, const Tensors& leaving, const Tensor& ev
 }
 
 void exchange_cached(const Tensors& host, const Tensors& cache, const Tensor& hot,
-                     const Tensors& leaving, const Tensor& evict, const Tensor& evict_places,
-                     const Tensors& arriving, const Tensor& load, const Tensor& load_places,
+                     const Tensors& leaving, const Tensor& evict,
+                     const std::optional<Tensor>& evict_places, const Tensors& arriving,
+                     const Tensor& load, const std::optional<Tensor>& load_places,
                      const std::optional<Tensor>& evict_count,
                      const std::optional<Tensor>& load_count) {
   swap_at_places(host, 1, leaving, evict, evict_places, evict_count, arriving, load, load_places,
@@ -692,6 +704,16 @@ void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, c
   swap(host, leaving, evict, plan(evict_plan), arriving, load, plan(load_plan));
 }
 
+}  // namespace
+
+void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+              const Tensors& arriving, const Tensor& load) {
+  exchange_rows(host, leaving, evict, std::nullopt, arriving, load, std::nullopt, 1, std::nullopt,
+                std::nullopt);
+}
+
+namespace {
+
 const Ops kOps{
     {"optimizer_state_swap(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor(b! -> "
      "*)[] arriving, Tensor load) -> ()",
@@ -704,14 +726,14 @@ const Ops kOps{
      TORCH_BOX(&swap_placed)},
     // For speedtorch/step: lists that the library made. Rows of several tables are numbered one
     // after another, and `host` lists the tables' fields in that order. Counts are on the device.
-    {"exchange_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor evict_places, "
-     "Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places, int tables=1, Tensor? "
+    {"exchange_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor? evict_places, "
+     "Tensor(b! -> *)[] arriving, Tensor load, Tensor? load_places, int tables=1, Tensor? "
      "evict_count=None, Tensor? load_count=None) -> ()",
      TORCH_BOX(&exchange_rows)},
     // The same of one table of which a cache on the device has some rows: hot is [rows, 2], int32,
     // the slot of each row, or -1, and how often it was loaded.
     {"exchange_cached(Tensor(a! -> *)[] host, Tensor(b! -> *)[] cache, Tensor(c!) hot, Tensor[] "
-     "leaving, Tensor evict, Tensor evict_places, Tensor(d! -> *)[] arriving, Tensor load, Tensor "
+     "leaving, Tensor evict, Tensor? evict_places, Tensor(d! -> *)[] arriving, Tensor load, Tensor? "
      "load_places, Tensor? evict_count=None, Tensor? load_count=None) -> ()",
      TORCH_BOX(&exchange_cached)},
 };

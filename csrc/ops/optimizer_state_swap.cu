@@ -41,14 +41,14 @@ __device__ int64_t find(const PlanView& list, int64_t id) {
 }
 
 __device__ bool is_good(const PlanView& list, int64_t m, int64_t rows, int64_t side_rows) {
-  return !is_outside(list.unique[m], rows) && !is_outside(list.order[m], side_rows);
+  return !is_outside(list.unique[m], rows) && !is_outside(list.place(m), side_rows);
 }
 
 __device__ void report_entry(const PlanView& list, int64_t m, IdError kind, int64_t bad_count,
                              int64_t side_rows, Report about) {
   const bool is_place = kind == IdError::kBadPlace;
   if (is_place) about.rows = side_rows;
-  report(about, kind, is_place ? list.order[m] : list.unique[m], m, bad_count, list.count);
+  report(about, kind, is_place ? list.place(m) : list.unique[m], m, bad_count, list.count);
 }
 
 // Whether entry m names a row and a place. Otherwise adds it to `found`, or without that records
@@ -59,7 +59,7 @@ __device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, const 
   IdError kind = IdError::kOutOfRange;
   if (!is_outside(id, about.rows)) {
     const bool unordered = found != nullptr && m > 0 && id <= list.unique[m - 1];
-    if (!unordered && !is_outside(list.order[m], side_rows)) return true;
+    if (!unordered && !is_outside(list.place(m), side_rows)) return true;
     kind = unordered ? IdError::kUnordered : IdError::kBadPlace;
   }
   if (found == nullptr) {
@@ -104,7 +104,7 @@ __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, 
   BadEntries* bad_load = placed.all_or_none ? &scratch.checked->bad_load : nullptr;
   for (int64_t m = first; m < load.count; m += stride) {
     const int64_t at = find(evict, load.unique[m]);
-    int64_t from = at < 0 ? kFromHost : evict.order[at];
+    int64_t from = at < 0 ? kFromHost : evict.place(at);
     if (kPlaced && !check(load, m, placed.arriving_rows, loading, bad_load)) from = kNotMoved;
     if (kPlaced && at >= 0 && !is_good(evict, at, rows, placed.leaving_rows)) from = kNotMoved;
     scratch.arrives_from[m] = from;
@@ -337,11 +337,11 @@ __device__ void swap_rows(const Fields& fields, const Tables& tables, const Plan
       moves.leaves_to[u] = leaves ? evict.unique[m] : -1;
       moves.leaves_table[u] = leaves ? tables.table_of(moves.leaves_to[u]) : -1;
       leaves = moves.leaves_table[u] >= 0;
-      moves.leaves_from[u] = leaves ? evict.order[m] : -1;
+      moves.leaves_from[u] = leaves ? evict.place(m) : -1;
       // Three loads that do not wait for each other.
       const bool arrives = m < load_count;
       moves.loaded[u] = arrives ? load.unique[m] : -1;
-      moves.arrives_to[u] = arrives ? load.order[m] : -1;
+      moves.arrives_to[u] = arrives ? load.place(m) : -1;
       moves.arrives_from[u] = arrives ? scratch.arrives_from[m] : kNotMoved;
       moves.loaded_table[u] = arrives ? tables.table_of(moves.loaded[u]) : -1;
       if (moves.loaded_table[u] < 0 || moves.arrives_from[u] == kNotMoved) moves.arrives_to[u] = -1;

@@ -9,6 +9,7 @@
 
 #include "call/torch_calls.h"
 #include "core/registration.h"
+#include "ops/begin_step.h"
 #include "ops/diff_ids.h"
 #include "plan/plan.h"
 
@@ -16,6 +17,8 @@ namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "plan_batch";
+
+}  // namespace
 
 // The plan; with held rows the lists of IdDiff and, behind the plan's status, the counts; of ids on
 // the CPU a copy that nothing else writes to.
@@ -57,6 +60,8 @@ Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t c
   }
   return made;
 }
+
+namespace {
 
 // For speedtorch/plan/planned_batch.py.
 const Ops kOps{

@@ -56,6 +56,11 @@ struct PlanView {
   PlanStatus* status = nullptr;
   int64_t count = 0;  // n
   bool has_padding = false;
+  int64_t first_place = 0;  // of a list without `order`, whose rows lie in its own order
+
+  constexpr int64_t place(int64_t entry) const {
+    return order == nullptr ? first_place + entry : order[entry];
+  }
 };
 
 // Zeros: nothing is wrong.

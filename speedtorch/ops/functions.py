@@ -306,10 +306,29 @@ These are host, leaving, evict, evict_places, arriving, load and load_places.
 exchange_rows: Callable[..., None] = _ops.exchange_rows
 """As swap_placed for lists that the library made, of which the last id to load may be out of order.
 
-On a GPU an entry that is out of range alone is not moved. Two things may follow. `tables`: host
+Without places, None, the rows of a list are the first ones, in its order. On a GPU an entry that is
+out of range alone is not moved. Two things may follow. `tables`: host
 lists the fields of so many tables, one after another, as ids count. `evict_count` and `load_count`,
 `[1]` on the device: the first entries of each list alone are moved, and a row in both lists is
 written to host as well.
+"""
+
+
+load_rows: Callable[..., list[Tensor]] = _ops.load_rows
+"""Rows arrive in new memory while others leave: `(host, leaving, evict, load)`.
+
+`leaving` are rows of every field, the first of which go to the rows `evict` of host. Gives the rows
+`load` of host, field by field, in the dtypes and on the device of leaving. Ids ascend.
+"""
+
+
+load_batch: Callable[..., list[Tensor]] = _ops.load_batch
+"""As load_rows, of ids that are planned first: `(host, leaving, evict, index, rows, padding)`.
+
+Gives the five tensors of plan_rows for `index` `[n]`, of `rows` rows; a copy of index on the CPU,
+or index itself on a GPU; the distinct ids without and with the `padding`, an id or -1; and their
+rows. Waits for the GPU. If ids on a GPU are out of range the plan and its status on the CPU are
+all, and no row has moved.
 """
 
 
@@ -757,10 +776,16 @@ _OF_THE_PROCESS = (
 )
 
 
+# They begin a step: torch functionalizes no op that writes to a list and returns tensors.
+_OF_STEPS = ("load_rows", "load_batch")
+
+
 def _refuse_in_graphs(name: str) -> Callable[..., Any]:
+    does = "begins a step" if name in _OF_STEPS else "asks or changes the process"
+
     def refuse(*args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
-            f"torch.ops.speedtorch.{name} asks or changes the process at its call, and cannot be"
+            f"torch.ops.speedtorch.{name} {does} at its call, and cannot be"
             " in a compiled or exported graph; call it outside, or in a function under"
             " torch.compiler.disable"
         )
@@ -768,7 +793,7 @@ def _refuse_in_graphs(name: str) -> Callable[..., Any]:
     return refuse
 
 
-_FAKE_KERNELS |= {_name: _refuse_in_graphs(_name) for _name in _OF_THE_PROCESS}
+_FAKE_KERNELS |= {_name: _refuse_in_graphs(_name) for _name in (*_OF_THE_PROCESS, *_OF_STEPS)}
 
 # torch empties a list that it passes to the library (see csrc/core/registration.h). TorchScript
 # passes the caller's own list. A kernel in Python gets a copy of it, and passes that on.

@@ -24,6 +24,7 @@ __all__ = [
     "ID_DTYPES",
     "BatchIds",
     "HostCopy",
+    "LoadedBatch",
     "PlannedBatch",
     "SeenIds",
     "SeenTensors",
@@ -34,6 +35,8 @@ _Made = TypeVar("_Made")
 
 # Places among the counts, of which those of the plan's status come first.
 _DISTINCT, _STATUS_FIELDS, _ARRIVING, _LEAVING = 3, 8, 10, 11
+
+_COPY = 5  # of the ids, in what load_batch gives
 
 _SOON = 1e-3  # seconds
 _KEY_IDS = 256  # at most, by which ids are told apart
@@ -245,12 +248,18 @@ class BatchIds:
 
         Raises IndexError if rows are held on the CPU and an id is out of range.
         """
+        return self.plan_by(plan_batch, -1, *others)
+
+    def plan_by(
+        self, plan: Callable[..., list[Tensor]], copy: int, *others: object
+    ) -> list[Tensor]:
+        """As plan_by_itself, by an op that gives more, and of ids on the CPU a copy there."""
         try:
-            made = plan_batch(self.ids, self.rows, *others)
+            made = plan(self.ids, self.rows, *others)
         except IndexError as error:
             raise IndexError(f"{self.name}: {str(error).partition(': ')[2]}") from None
         if self._uncopied is not None:
-            self._seen.append(SeenIds.of_copy(made[-1], self._uncopied))
+            self._seen.append(SeenIds.of_copy(made[copy], self._uncopied))
         self.plan, self.ids = made[:5], None
         return made
 
@@ -477,3 +486,36 @@ class PlannedBatch:
             rows, list(plan), parts.rows, begin, self.held + 1, source, plan[4][3:4]
         )
         return summed
+
+
+class LoadedBatch(PlannedBatch):
+    """A batch of one lookup's ids, whose rows were loaded when it was planned.
+
+    Args:
+        load: RowStore.load_batch, of the ids, the number of rows and the padding.
+        ids, rows, device, padding, name: As for PlannedBatch.
+
+    Raises:
+        IndexError: An id is out of range; no row has moved.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor,
+        rows: int,
+        device: torch.device,
+        padding: int | None,
+        load: Callable[..., list[Tensor]],
+        name: str,
+    ) -> None:
+        self.device = device
+        self._padding = padding
+        self.following: Callable[[], PlannedBatch | None] = lambda: None
+        self.joint = None
+        self.parts = parts = BatchIds([ids], rows, device, name)
+        made = parts.plan_by(load, _COPY, -1 if padding is None else padding)
+        if len(made) == _COPY + 1:  # the status alone
+            raise parts.error(*made[_COPY].tolist()[:3])
+        self.ids, self.loaded, *self.rows = made[_COPY + 1 :]
+        self.held = len(self.ids)
+        self._changes, self._is_counted = [], True

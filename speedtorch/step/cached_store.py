@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory.byte_count import text_of
-from speedtorch.ops.functions import exchange_cached
+from speedtorch.ops.functions import exchange_cached, plan_batch
 from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport, HotRows
 from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, exchanged
 from speedtorch.table.lazy_table import LazyTable
@@ -43,11 +43,31 @@ class CachedStore(RowStore):
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """As RowStore.exchange; before it rows may take slots of others."""
-        lists = exchanged(leaving, arriving, self._arange)
+        lists = exchanged(leaving, arriving)
         hot = self._ready(names, lists[1].device, leaves=lists[1].shape[0] > 0)
         homes = self.fields(names)
         with self._writing(leaving):
             exchange_cached(homes, hot.fields, hot.map, *lists)
+
+    def load(self, names: Iterable[str], leaving: Block, ids: Tensor) -> list[Tensor]:
+        """As RowStore.load."""
+        rows = [each.new_empty((ids.shape[0], *each.shape[1:])) for each in leaving.rows]
+        self.exchange(names, leaving, Block(rows, ids))
+        return rows
+
+    def load_batch(
+        self, names: Iterable[str], leaving: Block, ids: Tensor, rows: int, padding: int
+    ) -> list[Tensor]:
+        """As RowStore.load_batch."""
+        made = plan_batch(ids, rows, padding, -1)
+        plan, kept = made[:5], made[5:] or [ids]
+        status = plan[4].cpu()
+        bad, distinct = status[0], status[3]
+        if bad:
+            return [*plan, status]
+        named = plan[0][:distinct]
+        loaded = named if padding < 0 else plan[0][: distinct + 1]
+        return [*plan, *kept, named, loaded, *self.load(names, leaving, loaded)]
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As RowStore.exchange_counted; before it rows may take slots of others."""

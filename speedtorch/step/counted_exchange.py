@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import carry_rows, merge_rows
-from speedtorch.plan.planned_batch import PlannedBatch
+from speedtorch.plan.planned_batch import LoadedBatch, PlannedBatch
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.gradient_sums import among_more
 from speedtorch.step.row_store import Block, Fields
@@ -37,19 +38,14 @@ class CountedExchange(Exchange):
             rows.append(torch.empty((count, *shape), dtype=dtype, device=self.device))
         return rows
 
-    def _loaded(self, ids: Tensor, leaving: Block | None) -> Rows:
-        """Rows as they are in the table, in new memory; others leave for it meanwhile."""
-        rows = self._memory(ids.shape[0])
-        self._store.exchange(self._view.kept.fields, leaving, Block(rows, ids))
-        return rows
-
     def _loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
+        nothing = self._memory(0)
         if not step.batches:
-            return step.ids, self._memory(0)
+            return step.ids, nothing
         ids = step.ids
         if self._padding is not None:
             ids = torch.cat([ids, ids.new_tensor([self._padding])])
-        return step.ids, self._loaded(ids, None)
+        return step.ids, self._store.load(self.fields, Block(nothing, ids[:0]), ids)
 
     def _before_lookup(self) -> None:
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
@@ -68,12 +64,8 @@ class CountedExchange(Exchange):
             rows = transfer.rows
             leaving = self._joined(batch, rows)
         else:
-            self._drop_prefetched()
-            # Rows that stay have not been in the table in between.
-            copy, held = Copy.CLEAN, None
-            if self.now.copy is Copy.DIRTY:
-                copy, held = Copy.DIRTY, Block(self._view.rows_of(self.now), self.now.ids)
-            rows = self._loaded(batch.loaded, held)
+            copy, held = self._all_leaving()
+            rows = self._store.load(self.fields, held, batch.loaded)
         return self.now.after(
             batch,
             batch.ids,
@@ -84,6 +76,22 @@ class CountedExchange(Exchange):
             leaving=leaving,
             prefetches=prefetches,
         )
+
+    def _begun_alone(self, ids: Tensor) -> Step:
+        copy, held = self._all_leaving()
+        load = partial(self._store.load_batch, self.fields, held)
+        batch = LoadedBatch(ids, self._named_rows, self.device, self._padding, load, self.name)
+        return self.now.after(batch, batch.ids, batch.rows, set(), is_told=False, copy=copy)
+
+    def _all_leaving(self) -> tuple[Copy, Block]:
+        """The rows of now that leave where others take their place, and how those are then.
+
+        Those that stay have not been in the table in between.
+        """
+        self._drop_prefetched()
+        if (now := self.now).copy is Copy.DIRTY:
+            return Copy.DIRTY, Block(self._view.rows_of(now), now.ids)
+        return Copy.CLEAN, Block(now.rows, now.ids[:0])
 
     def _joined(self, batch: PlannedBatch, rows: Rows) -> Block | None:
         """Puts those that stay beside rows that have arrived; gives the others, which leave."""

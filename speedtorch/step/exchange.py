@@ -28,7 +28,7 @@ from speedtorch.step.announcements import Announced, Announcements, refuse_parti
 from speedtorch.step.gradient_sums import sparse_of_all
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.pending_backward import PendingBackwards
-from speedtorch.step.row_store import Arange, Fields, RowStore
+from speedtorch.step.row_store import Fields, RowStore
 from speedtorch.step.step import (
     Batch,
     Copy,
@@ -108,7 +108,6 @@ class Exchange(ABC):
         self.name = name
         self.turn = Turn()
         self._store = store
-        self._arange = Arange()
         self._view = view
         self._padding = padding
         self._named_rows = store.rows + (padding == store.rows)
@@ -157,6 +156,10 @@ class Exchange(ABC):
 
         `is_told`: it was announced or planned by a loop. `prefetches`: as PendingTransfer says.
         """
+
+    @abstractmethod
+    def _begun_alone(self, ids: Tensor) -> Step:
+        """The step of one lookup's ids after that of now; what raises has changed nothing."""
 
     @abstractmethod
     def _extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
@@ -503,11 +506,12 @@ class Exchange(ABC):
         if batch is None and announced is None and not self.takes_more:
             announced, is_part = self._announced_around(ids), False
         told = batch or (None if announced is None else announced.batch)
-        begun = told or self._plan([ids])
-        seen = {(0, 0)} if is_part and told is not None and len(told.parts) == 1 else set()
-        begun.count()  # bad ids change nothing
-        prefetches = batch is not None
-        self.now = self._begun(begun, seen, is_told=told is not None, prefetches=prefetches)
+        if told is None:
+            self.now = self._begun_alone(ids)
+        else:
+            seen = {(0, 0)} if is_part and len(told.parts) == 1 else set()
+            told.count()  # bad ids change nothing
+            self.now = self._begun(told, seen, is_told=True, prefetches=batch is not None)
         self.complete()
         return told, announced
 
@@ -822,7 +826,7 @@ class Exchange(ABC):
             gradient = parameter.grad
         state = view.kept.state
         if state is not None and state.sparse and gradient is not None:
-            every = self._arange.of(self.now.rows[0])
+            every = torch.arange(self.now.rows[0].shape[0], device=self.device)
             gradient = parameter.grad = sparse_of_all(gradient, every)
         self._call = (call, self.now.number, gradient is not None)
 

@@ -21,7 +21,7 @@ from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.plan.planned_batch import BatchIds
 from speedtorch.step.counted_exchange import CountedExchange
 from speedtorch.step.exchange import Exchange
-from speedtorch.step.row_store import Arange, Block, exchanged
+from speedtorch.step.row_store import Block, exchanged
 from speedtorch.step.step import Copy, PendingTransfer, Step, due
 from speedtorch.step.turn import Turns, unite
 from speedtorch.torch_internals import split_apart
@@ -72,7 +72,6 @@ class JointExchange:
         self._memory_stream = MemoryStream(self._device)
         with torch.inference_mode(False):  # it is kept, for whatever comes
             self._nothing = self._memory(0)
-        self._arange = Arange()
         for each in exchanges:
             each.join(self)
 
@@ -208,7 +207,7 @@ class JointExchange:
         self._now = now._replace(transfer=transfer)
 
     def _exchange(self, leaving: Block | None, arriving: Block | None) -> None:
-        lists = exchanged(leaving, arriving, self._arange)
+        lists = exchanged(leaving, arriving)
         homes = [
             field
             for each, fields in zip(self._exchanges, self._fields, strict=True)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import exchange_rows, pinned_gather, pinned_scatter, wait_for_rows
+from speedtorch.ops.functions import (
+    exchange_rows,
+    load_batch,
+    load_rows,
+    pinned_gather,
+    pinned_scatter,
+    wait_for_rows,
+)
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_table import LazyTable
-from speedtorch.torch_internals import current_stream
 
-__all__ = ["Arange", "Block", "Counted", "Fields", "Rounder", "RowStore", "exchanged"]
+__all__ = ["Block", "Counted", "Fields", "Rounder", "RowStore", "exchanged"]
 
 _UNNOTED = nullcontext()
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -54,22 +60,6 @@ class Rounder(Protocol):
         """Rounds rows of all fields in place."""
 
 
-class Arange:
-    """Numbers from 0 on, of a tensor that is seldom made anew."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, Tensor] = {}
-
-    def of(self, rows: Tensor) -> Tensor:
-        """0 to n - 1 for n rows, on their device."""
-        # Each stream has one of its own: no other stream waits until it is written.
-        place = current_stream(rows.device) if rows.is_cuda else None
-        count, numbers = rows.shape[0], self._made.get(place)
-        if numbers is None or numbers.shape[0] < count:
-            numbers = self._made[place] = torch.arange(2 * count, device=rows.device)
-        return numbers[:count]
-
-
 class RowStore:
     """All rows of a table, and what an optimizer keeps of them, as a step exchanges them.
 
@@ -104,7 +94,6 @@ class RowStore:
         self.held_dtype = held_dtype
         self._rounding = rounding
         self._table = table
-        self._arange = Arange()
         self._reached: tuple[Iterable[str], int, list[Tensor]] | None = None
         """The fields that were exchanged last, until the table may have become another."""
         self._homes: Sequence[HostTable] = ()
@@ -117,14 +106,28 @@ class RowStore:
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""
-        lists = exchanged(leaving, arriving, self._arange)
+        lists = exchanged(leaving, arriving)
         homes = self.fields(names)
-        for home in self._homes:
-            if home.changes is not None:
-                with self._writing(leaving):
-                    exchange_rows(homes, *lists)
-                return
-        exchange_rows(homes, *lists)  # as a rule
+        with self._writing(leaving):
+            exchange_rows(homes, *lists)
+
+    def load(self, names: Iterable[str], leaving: Block, ids: Tensor) -> list[Tensor]:
+        """Rows of these ids, ascending, arrive in new memory while others leave.
+
+        `leaving` are the first rows of a block, in the order of their ids; the new memory is like
+        the block's.
+        """
+        homes = self.fields(names)
+        with self._writing(leaving):
+            return load_rows(homes, leaving.rows, leaving.ids, ids)
+
+    def load_batch(
+        self, names: Iterable[str], leaving: Block, ids: Tensor, rows: int, padding: int
+    ) -> list[Tensor]:
+        """As load, of ids `[n]` that are planned first; gives what the op load_batch gives."""
+        homes = self.fields(names)
+        with self._writing(leaving):
+            return load_batch(homes, leaving.rows, leaving.ids, ids, rows, padding)
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As `exchange`, of so many rows as the device says.
@@ -234,17 +237,15 @@ def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
 
 
 def exchanged(
-    leaving: Block | None, arriving: Block | None, arange: Arange
-) -> tuple[Sequence[Tensor], Tensor, Tensor, Sequence[Tensor], Tensor, Tensor]:
+    leaving: Block | None, arriving: Block | None
+) -> tuple[Sequence[Tensor], Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor | None]:
     """Rows that leave and rows that arrive as exchange_rows takes them; one of them may be none."""
     if leaving is None or arriving is None:
         some = leaving or arriving
         assert some is not None
-        nothing = Block([each[:0] for each in some.rows], some.ids[:0], some.ids[:0])
+        nothing = Block([each[:0] for each in some.rows], some.ids[:0])
         leaving, arriving = leaving or nothing, arriving or nothing
-    of_leaving, of_arriving = leaving.places, arriving.places
-    if of_leaving is None:
-        of_leaving = arange.of(leaving.ids)
-    if of_arriving is None:
-        of_arriving = arange.of(arriving.ids)
-    return leaving.rows, leaving.ids, of_leaving, arriving.rows, arriving.ids, of_arriving
+    return (
+        *(leaving.rows, leaving.ids, leaving.places),
+        *(arriving.rows, arriving.ids, arriving.places),
+    )

@@ -25,6 +25,7 @@ from speedtorch.torch_internals import (
     replace_truncated_normal,
     storage_id,
     tensor_without_memory,
+    torch_function_is_on,
     tree_leaves,
     tree_map,
     version_of,
@@ -133,9 +134,25 @@ class RowWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__self__", None) is _GRADIENT:
+        if getattr(func, "__self__", None) is _GRADIENT:  # not by the property below
             return _gradient(func.__name__, *args)
         return _answer(func, tuple(args), kwargs or {})
+
+    # zero_grad() reads and sets it in each step, which takes longer by __torch_function__.
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the weight: that of the step's rows, and zero for all others."""
+        get = _gradient if torch_function_is_on() else _own_gradient
+        found: Tensor | None = get("__get__", self)
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        (_gradient if torch_function_is_on() else _own_gradient)("__set__", self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        (_gradient if torch_function_is_on() else _own_gradient)("__delete__", self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -312,6 +329,11 @@ def _refuse_share(weight: RowWeight, name: str) -> None:
             " ignored_params=speedtorch.row_parameters(model) (FullyShardedDataParallel:"
             " ignored_states=)"
         )
+
+
+def _own_gradient(access: str, weight: RowWeight, *value: Any) -> Any:
+    """As the attribute of a tensor that is no weight."""
+    return getattr(_GRADIENT, access)(weight, *value)
 
 
 def _gradient(access: str, weight: RowWeight, *value: Any) -> Any:

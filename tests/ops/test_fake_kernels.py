@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_arguments import WRITTEN, op_arguments, tensors_of, with_tensors
+from op_arguments import NOT_IN_GRAPHS, WRITTEN, op_arguments, tensors_of, with_tensors
 from reference import assert_same_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import speedtorch
 from speedtorch.ops import functions
 
-NAMES = sorted(op_arguments("cpu"))
+NAMES = sorted(op_arguments("cpu").keys() - NOT_IN_GRAPHS)
 OF_THE_PROCESS = functions._OF_THE_PROCESS
 
 
@@ -47,6 +47,15 @@ def test_a_fake_kernel_gives_what_the_op_gives(name: str) -> None:
     assert [(each.shape, each.dtype, each.device) for each in fakes] == [
         (each.shape, each.dtype, each.device) for each in made
     ]
+
+
+@pytest.mark.parametrize("name", sorted(NOT_IN_GRAPHS))
+def test_an_op_that_begins_a_step_is_refused_by_name(name: str) -> None:
+    op, arguments = op_arguments("cpu")[name]
+    with FakeTensorMode() as mode:
+        faked = [mode.from_tensor(each) for each in tensors_of(arguments)]
+        with pytest.raises(NotImplementedError, match=rf"speedtorch\.{name} begins a step"):
+            op(*with_tensors(arguments, faked))
 
 
 @pytest.mark.parametrize("name", OF_THE_PROCESS)

@@ -62,6 +62,7 @@ def model(
         streams.works(joint_exchange, "JointBatch", "plan")
         streams.works(joint_exchange, "carry_rows", "carry")
     elif kind == "one table":
+        streams.works(RowStore, "load", "exchange")
         streams.works(RowStore, "exchange", "exchange")
         streams.works(CountedExchange, "_plan", "plan")
         streams.works(counted_exchange, "carry_rows", "carry")

@@ -1,0 +1,153 @@
+"""load_rows and load_batch: rows arrive in new memory while others leave."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import assert_same_bytes
+from torch import Tensor
+
+import speedtorch
+from speedtorch.ops.functions import load_batch, load_rows, plan_rows
+
+ROWS = 5000
+SHAPES = [((3,), torch.float32), ((), torch.int64), ((4, 2), torch.bfloat16)]
+
+
+def table(*, pinned: bool = False) -> list[Tensor]:
+    """Fields of a table."""
+    random = torch.Generator().manual_seed(1)
+    fields = [
+        torch.randint(99, (ROWS, *shape), generator=random).to(dtype) for shape, dtype in SHAPES
+    ]
+    if pinned:
+        for field in fields:
+            speedtorch.pin_memory_(field)
+    return fields
+
+
+def some(count: int, seed: int) -> Tensor:
+    """Ascending ids."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randperm(ROWS, generator=random)[:count].sort().values
+
+
+def left(count: int, device: str) -> list[Tensor]:
+    """Rows that leave."""
+    return [torch.full((count, *shape), 7).to(device, dtype) for shape, dtype in SHAPES]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(
+    ("leaves", "more", "loads"), [(0, 0, 0), (0, 2, 3), (4, 0, 0), (40, 1, 70), (3000, 0, 2500)]
+)
+def test_rows_of_both_lists_are_carried_and_others_come_from_the_table(
+    leaves: int, more: int, loads: int, pinned: bool, device: str
+) -> None:
+    """`more` rows lie behind those that leave, as a padding's."""
+    host = table(pinned=pinned and device == "cuda")
+    before = [field.clone() for field in host]
+    evict, load = some(leaves, 2), some(loads, 3)
+    leaving = left(leaves + more, device)
+    made = load_rows(host, leaving, evict.to(device), load.to(device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    carried = torch.isin(load, evict)
+    gone = evict[~torch.isin(evict, load)]
+    for field, old, rows in zip(host, before, made, strict=True):
+        assert rows.device.type == device and rows.dtype == field.dtype
+        expected = old[load]
+        expected[carried] = 7
+        assert_same_bytes(rows.cpu(), expected)
+        expected, mine = old.clone(), field.clone()
+        expected[gone] = 7
+        for each in (expected, mine):  # what is carried may be written here, too
+            each[load[carried]] = 0
+        assert_same_bytes(mine, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("padding", [-1, 7])
+@pytest.mark.parametrize("count", [0, 1, 100, 5000])
+def test_a_batch_is_planned_and_loaded(
+    count: int, padding: int, dtype: torch.dtype, device: str
+) -> None:
+    host, random = table(), torch.Generator().manual_seed(count)
+    index = torch.randint(20 if count == 100 else ROWS, (count,), generator=random).to(dtype)
+    evict, given = some(30, 2), index.to(device)
+    made = load_batch(host, left(30, device), evict.to(device), given, ROWS, padding)
+    unique, inverse, _, _, status, ids, named, loaded, *rows = made
+    assert_same_bytes(ids.cpu(), index)
+    assert ids.is_cuda or ids.data_ptr() != given.data_ptr() or count == 0
+    expected = torch.unique(index.long())
+    expected = expected[expected != padding]
+    assert_same_bytes(named.cpu(), expected)
+    if padding >= 0:
+        expected = torch.cat([expected, torch.tensor([padding])])
+    assert_same_bytes(loaded.cpu(), expected)
+    assert_same_bytes(loaded[inverse].cpu(), index.long())
+    if padding < 0:
+        own = plan_rows(given, ROWS)
+        for part, other in zip(made[:5], own, strict=True):
+            assert_same_bytes(part, other)
+    fresh = [field[expected].clone() for field in table()]
+    for part, row in zip(rows, fresh, strict=True):
+        row[torch.isin(expected, evict)] = 7
+        assert_same_bytes(part.cpu(), row)
+    assert unique.device.type == status.device.type == device
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS])
+def test_bad_ids_move_nothing(bad: int, device: str) -> None:
+    host, index = table(), torch.tensor([3, bad, 4, bad], device=device)
+    evict = some(30, 2).to(device)
+    if device == "cpu":
+        with pytest.raises(IndexError, match=rf"id {bad} at position 1 .*\(2 of 4 ids"):
+            load_batch(host, left(30, device), evict, index, ROWS, -1)
+    else:
+        *_, status = made = load_batch(host, left(30, device), evict, index, ROWS, -1)
+        assert len(made) == 6
+        assert status.tolist()[:3] == [2, 1, bad]
+    for mine, other in zip(host, table(), strict=True):
+        assert_same_bytes(mine, other)
+
+
+def test_rows_of_16_bits_arrive_in_the_dtype_of_those_that_leave(device: str) -> None:
+    host = torch.randn(ROWS, 3).bfloat16()
+    if device == "cuda":
+        speedtorch.pin_memory_(host)
+    load = some(50, 4)
+    nothing = torch.empty(0, 3, device=device)
+    (rows,) = load_rows([host], [nothing], load[:0].to(device), load.to(device))
+    assert_same_bytes(rows.cpu(), host[load].float())
+
+
+@pytest.mark.parametrize(
+    ("leaving", "message"),
+    [
+        ([], "leaving"),
+        ([(4, 3)], "host, leaving and arriving must be lists of one length"),
+        ([(1, 3), (1,), (1, 4, 2)], r"leaving\[0\] has 1 rows, at least 2|place 1"),
+        ([(), (), ()], r"leaving\[0\]"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    leaving: list[tuple[int, ...]], message: str, device: str
+) -> None:
+    host = table()
+    kinds = [dtype for _, dtype in SHAPES]
+    given = [
+        torch.zeros(shape, dtype=kind, device=device)
+        for shape, kind in zip(leaving, kinds, strict=False)
+    ]
+    ids = torch.arange(2, device=device)
+    with pytest.raises((ValueError, IndexError), match=message):
+        load_rows(host, given, ids, ids)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            load_rows(host, left(0, device), ids[:0], ids[:0])  # which raises what a kernel found
+    with pytest.raises((ValueError, IndexError), match=message):
+        load_batch(host, given, ids, ids, ROWS, -1)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            load_rows(host, left(0, device), ids[:0], ids[:0])
