@@ -204,6 +204,7 @@ class PretendedDriver(Driver):
         events: Handles that were made and not destroyed.
         unfinished: Those that the GPU has not reached.
         stream_ids: Numbers of streams by handle, where they differ from the handle.
+        capturing: Handles of streams that capture a graph.
         other_captures: Whether another thread captures a graph: calls that are unsafe then fail.
         on_call: Called with the name of every call, before it is answered.
         pinned_by_others: Addresses that are pinned without us.
@@ -226,6 +227,7 @@ class PretendedDriver(Driver):
         self.events: set[int] = set()
         self.unfinished: set[int] = set()
         self.stream_ids: dict[int, int] = {}
+        self.capturing: set[int] = set()
         self.other_captures = False
         self.on_call: Callable[[str], object] = lambda _: None
         self._capture_mode = threading.local()
@@ -297,6 +299,10 @@ class PretendedDriver(Driver):
 
     def _stream_id(self, stream: int | None, number: Any) -> int:
         number[0] = self.stream_ids.get(stream or 0, stream or 0)
+        return 0
+
+    def _stream_is_capturing(self, stream: int | None, capturing: Any) -> int:
+        capturing[0] = stream in self.capturing
         return 0
 
     def _device_count(self, count: Any) -> int:

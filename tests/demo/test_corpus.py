@@ -93,6 +93,15 @@ def test_text_of_any_length_streams_in_pieces_with_every_word_whole(
     assert max(map(len, parts)) <= 2 * 64
 
 
+def test_a_long_text_without_blank_lines_is_held_two_million_characters_at_a_time(
+    tmp_path: Path,
+) -> None:
+    words = 1 << 20
+    parts = list(file_passages(written(tmp_path / "t", "word " * words)))
+    assert sum(part.count("word") for part in parts) == words
+    assert max(map(len, parts)) <= 2 << 20
+
+
 def test_one_endless_word_is_cut_rather_than_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from speedtorch.layers.host_slab import Stage
 from speedtorch.layers.offloaded_parameters import OffloadedParameters
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.slab import Memory, Slab
+from speedtorch.layers.sleeping_storages import SleepingStorages
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit
 
@@ -281,6 +282,28 @@ def test_fingerprints_of_what_has_woken_are_taken_behind_the_copies(
     state.wake()
     copies = {name for name, on in streams.on.items() if on == "training state"}
     assert copies and copies <= streams.before("fingerprint 1")
+
+
+def test_tensors_are_moved_when_the_host_has_waited_for_the_copies(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of the device goes then, and other threads read host memory without a wait."""
+
+    def synchronize(_: SleepingStorages) -> None:
+        streams.host |= streams.on.keys()
+
+    streams.pretend_on_cpu()
+    monkeypatch.setattr(SleepingStorages, "_wait", synchronize)
+    streams.works(sleeping_storages, "bytes_at", "bytes")
+    streams.works(sleeping_storages, "fall_asleep", "asleep")
+    streams.works(sleeping_storages, "wake_up", "awake")
+    state = TrainingState(nn.Linear(8, 8))
+    state.sleep()
+    left = {name for name, on in streams.on.items() if on == "training state"}
+    assert left and left <= streams.before("asleep 1")
+    state.wake()
+    come = {name for name, on in streams.on.items() if on == "training state"} - left
+    assert come and come <= streams.before("awake 1")
 
 
 class NumberedSGD(optim.SGD):

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedtorch
-from speedtorch import empty, memory_kind, pin_memory_, unpin_memory_
+from speedtorch import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.info import info
 from speedtorch.layers.host_slab import copy_spans
-from speedtorch.memory.host_memory import registration_seams
+from speedtorch.memory.host_memory import registration_seams, release
 from speedtorch.ops.functions import _ops
 
 MANAGED, MAPPED, ON_GPU, NOT = range(4)  # Access in csrc/memory/host_memory.h
@@ -340,6 +340,34 @@ def test_the_pretended_driver_refuses_unsafe_calls_of_threads_that_do_not_relax(
             empty(1000, memory="managed")
     assert (GLOBAL, RELAXED, OUT_OF_MEMORY) == (0, 2, 2)
     assert "malloc_managed" in UNSAFE_IN_CAPTURE
+
+
+# ------------------------------------------------------------------------------------------------
+# Captured CUDA graphs keep memory until it is released
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", [0, 1])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_released_memory_goes_behind_the_replays_of_its_graphs(gpu: int, is_gone: bool) -> None:
+    release()  # what earlier tests left
+    with PretendedDriver(True, True) as driver:
+        table = [empty(1000, memory="registered")]
+        driver.capturing = {STREAM}
+        use(table[0], gpu)
+        driver.capturing = set()
+        if is_gone:
+            table.clear()
+            assert memory_stats()["captured"] == 4000 and driver.registered
+            release()
+        else:
+            release(table[0])
+            release(table.pop())  # nothing is captured any more
+        chosen = [("set_device", gpu)] if gpu else []
+        calls = driver.named("set_device", "device_synchronize", "host_unregister")
+        back = [("set_device", 0)] if gpu else []
+        assert calls[:-1] == [*chosen, ("device_synchronize",), *back]
+        assert calls[-1][0] == "host_unregister" and driver.nothing_left()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,6 +1,10 @@
-"""First values of fields in shared memory."""
+"""First values of fields in shared memory, and the version that writers count up."""
 
 from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
 
 import pytest
 
@@ -25,4 +29,35 @@ def test_words_of_fields_are_apart(fields: int) -> None:
         assert memory.begin(field, b"%d" % field, lambda: None)
     assert all(memory.begin(field, b"%d" % field, lambda: None) for field in range(fields))
     assert memory.version == 0
+    memory.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_writers_version_is_odd_until_its_rows_are_settled(fails: bool) -> None:
+    memory, versions = SharedMemory.made(8, fields=1), list[int]()
+    for _ in range(2):
+        with suppress(KeyError), memory.writing(lambda: versions.append(memory.version)):
+            versions.append(memory.version)
+            if fails:
+                raise KeyError
+        versions.append(memory.version)
+    assert versions == [1, 1, 2, 3, 3, 4]
+    memory.close()
+
+
+def test_a_forked_child_within_writing_neither_settles_nor_ends_the_block() -> None:
+    memory, (reads, writes) = SharedMemory.made(8, fields=1), os.pipe()
+    child = -1
+    try:
+        with memory.writing(lambda: os.write(writes, b"settled")):
+            if (child := os.fork()) == 0:
+                raise KeyError
+            os.waitpid(child, 0)
+            assert memory.version == 1 and not select.select([reads], [], [], 0)[0]
+    finally:
+        if child == 0:
+            os._exit(0)
+    assert memory.version == 2 and os.read(reads, 99) == b"settled"
+    os.close(reads)
+    os.close(writes)
     memory.close()

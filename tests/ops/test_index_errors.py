@@ -329,3 +329,15 @@ def test_a_plan_of_bad_ids_moves_no_row(place: Place) -> None:
 def test_synchronize_without_an_error_is_silent(device: str) -> None:
     speedtorch.synchronize()
     speedtorch.synchronize(device)
+
+
+@pytest.mark.parametrize("was_used", [True, False])
+@pytest.mark.parametrize("device", [None, "cuda:1", torch.device("cuda"), "cpu"], ids=str)
+def test_synchronize_waits_for_a_gpu_that_was_used(
+    device: str | torch.device | None, was_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: was_used)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    speedtorch.synchronize(device)
+    assert waits == ([device] if was_used and device != "cpu" else [])

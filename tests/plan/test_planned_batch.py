@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import suppress
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from recorded_streams import DEVICE, RecordedStreams
 from torch import Tensor
 
-from speedtorch.plan.planned_batch import PlannedBatch
+from speedtorch.plan import planned_batch
+from speedtorch.plan.planned_batch import BatchIds, HostCopy, PlannedBatch
 
 ROWS = 40
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -115,3 +118,34 @@ def test_parts_are_known_again(device: str) -> None:
     assert made.parts.part_of(torch.tensor([3], device=device)) is None
     ids[0] = 5
     assert made.parts.part_of(ids) is None
+
+
+class NumbersOfAGpu(Tensor):
+    """Numbers that lie on the pretended GPU."""
+
+    is_cpu, device = False, DEVICE
+
+
+def test_the_host_reads_numbers_behind_their_copy(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = torch.zeros(3, dtype=torch.int64), torch.cuda.Event()
+    monkeypatch.setattr(planned_batch, "_unused", defaultdict(list, {(DEVICE, 3): [pinned]}))
+    streams.work("plan")
+    copy = HostCopy(torch.tensor([4, 5, 6]).as_subclass(NumbersOfAGpu))
+    streams.work("later")
+    assert not copy.have_come(0) and not streams.host
+    assert copy.read() == [4, 5, 6] and streams.host == {"plan"}
+
+
+def test_a_plan_beside_the_current_stream_is_used_behind_it(streams: RecordedStreams) -> None:
+    parts = BatchIds([torch.tensor([1])], ROWS, torch.device("cpu"), "table")
+    side = streams.stream("planning")
+    streams.use(side)
+    streams.work("plan")
+    parts.planned_until(side.record_event())  # type: ignore[arg-type]
+    streams.work("next plan")
+    streams.use(streams.stream("main"))
+    parts.join()
+    streams.work("use")
+    assert streams.before("use") == {"plan"}

@@ -121,3 +121,32 @@ def test_rows_that_were_foreseen_are_not_read_again(
     read.clear()
     ours.step(some_ids(99), some_ids(100))
     assert read[0] > 0
+
+
+def trained(*numbers: int) -> Tensor:
+    """The weights after steps of these batches, each of which adds 1 to its rows."""
+    weight = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)
+    for number in numbers:
+        weight[some_ids(number).unique()] += 1
+    return weight
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fault_writes_held_rows_to_the_table_and_lets_none_move_until_they_go_on(
+    device: str,
+) -> None:
+    ours, none, fault = Blocks(device), *torch.tensor([[0], [7]], device=device)
+    ours.step(some_ids(5), None)
+    ours.blocks.stop(none)
+    held = ours.step(some_ids(6), None)[0]
+    assert bool(held.any())
+    ours.blocks.stop(fault)
+    ours.blocks.stop(none)
+    speedtorch.synchronize()
+    stopped = ours.table["weight"].clone()
+    assert torch.equal(stopped, trained(5, 6))
+    ours.step(some_ids(7), None)
+    assert torch.equal(ours.home()[0], stopped)
+    ours.blocks.go_on()
+    ours.step(some_ids(8), None)
+    assert torch.equal(ours.home()[0], trained(5, 6, 8))

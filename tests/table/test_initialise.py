@@ -244,6 +244,33 @@ def test_every_initialiser_returns_the_table() -> None:
     assert made.zeros_().uniform_().normal_().init_(init.ones_).fill_(3) is made
 
 
+@pytest.mark.parametrize(
+    "initialise",
+    [lambda made: made.fill_(1), lambda made: made.normal_(seed=1)],
+    ids=["fill_", "normal_"],
+)
+def test_rows_are_written_between_two_waits_for_the_gpu(
+    initialise: Callable[[HostTable], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queued kernels may write the rows back before, and CPU views are current afterwards."""
+    calls: list[str] = []
+
+    def note(owner: Any, name: str, call: str) -> None:
+        function = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            calls.append(call)
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(HostTable, "settle", "wait")
+    note(row_blocks, "fill_rows", "write")
+    note(row_blocks, "draw_rows", "write")
+    initialise(table())
+    assert calls == ["wait", "write", "wait"]
+
+
 def test_a_bar_is_shown_on_demand_and_else_on_a_terminal_when_it_takes_long(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

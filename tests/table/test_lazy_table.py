@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 import speedtorch
 from speedtorch.memory import host_memory
 from speedtorch.table import lazy_table
+from speedtorch.table.lazy_init import LazyInit
+from speedtorch.table.lazy_table import LazyTable
 
 ROWS, WIDTH = 1000, 8
 NBYTES = 4 * ROWS * WIDTH
@@ -121,14 +124,14 @@ def test_a_table_is_let_go_by_a_module_that_only_reads_it() -> None:
 
 
 @pytest.mark.parametrize("call", ["attach", "resize"])
-def test_rows_that_a_gpu_writes_back_are_waited_for(
+def test_a_larger_table_has_the_rows_of_the_old_one_when_the_gpu_has_written_them_back(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before rows of the old table are copied on the CPU."""
     embedding = speedtorch.Embedding(ROWS, WIDTH)
     embedding(torch.tensor([3]))
     optimizer = torch.optim.Adam(embedding.parameters())
     old, settled = embedding.table, list[speedtorch.HostTable]()
+    before = old["weight"].clone()
     settle, rows_of = speedtorch.HostTable.settle, speedtorch.HostTable.rows_of
 
     def copied(table: speedtorch.HostTable, field: str) -> torch.Tensor:
@@ -144,3 +147,34 @@ def test_rows_that_a_gpu_writes_back_are_waited_for(
     else:
         embedding.resize(ROWS + 1)
     assert old.closed
+    assert torch.equal(embedding.table["weight"][:ROWS], before)
+
+
+FIRST_ROWS = slice(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("zeros", "rows", "draws"),
+    [
+        ((None, None, None), (FIRST_ROWS, FIRST_ROWS), 2),
+        ((None, None, None), (slice(None), slice(None)), 1),
+        ((None, None, None), (FIRST_ROWS, slice(None)), 3),
+        ((None, 1, None), (FIRST_ROWS, FIRST_ROWS), 3),
+        ((None, None, 1), (FIRST_ROWS, FIRST_ROWS), 3),
+    ],
+    ids=["some rows", "all rows", "other rows", "after a zero row", "with a zero row"],
+)
+def test_draws_of_the_same_rows_become_one_and_all_happen_in_order(
+    zeros: tuple[int | None, ...], rows: tuple[slice, slice], draws: int
+) -> None:
+    """A draw with a zero row remains alone."""
+    table, expected = LazyTable("rows", (4, 3, torch.float32), "plain"), torch.zeros(4, 3)
+    functions: list[Callable[[torch.Tensor], object]]
+    functions = [lambda x: x.fill_(2), lambda x: x.mul_(3), lambda x: x.add_(1)]
+    for function, zero, which in zip(functions, zeros, (slice(None), *rows), strict=True):
+        table.draw(LazyInit((function,), seed=0, zero=zero, rows=which), anew=False)
+        function(expected[which])
+        if zero is not None:
+            expected[zero] = 0
+    assert len(table.samples()) == draws
+    assert torch.equal(table.host_table["weight"], expected)
