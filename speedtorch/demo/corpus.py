@@ -163,7 +163,7 @@ def file_passages(path: Path) -> Iterator[str]:
 
     It is UTF-8, and recognised as gzip by its first two bytes, whatever its name. Bytes that are no
     UTF-8 are read as blanks between words; a warning says how many places there were. Paragraphs
-    end at blank lines, and after about a million characters in a text that has none.
+    end at blank lines, and after at most two million characters in a text that has none.
     """
     with open_plain_or_gzip(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8", errors="replace")

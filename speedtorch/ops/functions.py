@@ -598,7 +598,8 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
 
 def wait_for_rows(device: torch.device | str | int | None = None) -> None:
     """synchronize() without what modules have found."""
-    on_cpu = device is not None and torch.device(device).type == "cpu"
+    # A number is that of a GPU; torch.device(1) raises where there is none.
+    on_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
     if not on_cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
     _ops.throw_pending()

@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from speedtorch.optim.attached_state import AttachedState, state_of
 from speedtorch.optim.optimizer_copy import OptimizerCopy, group_of, own_steps, settings_of
@@ -24,7 +27,7 @@ from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.timeline import in_timeline
-from speedtorch.step.trained_rows import TrainedRows, places_of_weights, rows_held_by
+from speedtorch.step.trained_rows import TrainedRows, places_of_weights, rows_held_by, stepping
 from speedtorch.step.turn import Turns
 from speedtorch.torch_internals import (
     FOUND_INF,
@@ -43,6 +46,59 @@ __all__ = ["find_own_step", "watch_steps"]
 def watch_steps() -> None:
     """Lets the step function of each optimizer that holds a weight work on the step's rows."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+class _Known:
+    """What is known of an optimizer, so that each of its steps need not look at each parameter.
+
+    Attributes:
+        running: The last call of its own step function, in whichever thread, until it ends.
+        stateless: The settings with which it is known to keep nothing, by its weights' id().
+        weights: The weights that it holds.
+        places: Where they are: a list of a group, and the index.
+    """
+
+    def __init__(self) -> None:
+        self.running: OptimizerStep | None = None
+        self.stateless: dict[int, dict[str, Any]] = {}
+        self.weights: list[RowWeight] = []
+        self.places: list[tuple[list[Any], int]] = []
+        self._lists: list[tuple[list[Any], int]] = []
+
+    def look(self, optimizer: Optimizer) -> bool:
+        """Finds the weights again if its lists have become others; whether there are any."""
+        if not self._is_as_before(optimizer):
+            self.places = places_of_weights(optimizer)
+            self.weights[:] = [held[place] for held, place in self.places]
+            lists = (group["params"] for group in optimizer.param_groups)
+            self._lists = [(each, len(each)) for each in lists]
+        return bool(self.places)
+
+    def _is_as_before(self, optimizer: Optimizer) -> bool:
+        groups, lists = optimizer.param_groups, self._lists
+        if len(groups) != len(lists):
+            return False
+        for group, (held, count) in zip(groups, lists, strict=True):
+            if group["params"] is not held or len(held) != count:
+                return False
+        for (held, place), weight in zip(self.places, self.weights, strict=True):
+            if held[place] is not weight or weight._rows._weight() is not weight:
+                return False
+        return True
+
+    def forget(self) -> None:
+        """Lets the next step look at each parameter."""
+        self._lists = []
+
+
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+
+
+def _known_of(optimizer: Optimizer) -> _Known:
+    if (known := _known.get(optimizer)) is None:
+        known = _known[optimizer] = _Known()
+    return known
 
 
 class OptimizerStep:
@@ -54,7 +110,7 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        places: list[tuple[list[Any], int]],
+        known: _Known,
         frame: FrameType,
         *,
         is_traced: bool = False,
@@ -64,9 +120,9 @@ class OptimizerStep:
         self.is_idle = False
         self._optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame
-        self._weights: list[RowWeight] = [held[place] for held, place in places]
+        self._weights, self._places = [*known.weights], known.places
         self._rows: list[TrainedRows] = [weight._rows for weight in self._weights]
-        self._places = places
+        self._stateless = known.stateless
         self._thread = threading.get_ident()
         self._lent: Callable[[], object] = lambda: None
         """Takes back what was lent to the optimizer for this step."""
@@ -82,7 +138,7 @@ class OptimizerStep:
         with as_plain(), Turns(*[rows.turn for rows in self._rows]):
             for rows in self._rows:
                 rows.exchange.check_threads()
-                _check(optimizer, rows)
+                _check(optimizer, rows, self._stateless)
                 if not looks_up:
                     rows.exchange.check_lookups()
             _check_capture(optimizer, self._rows)
@@ -184,27 +240,32 @@ class OptimizerStep:
 
 
 class _Steps(threading.local):
-    """The step that each optimizer is in, or was left in by an exception, in this thread."""
+    """The steps that optimizers are in, or were left in by an exception, in this thread."""
 
     def __init__(self) -> None:
-        self.of: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
+        self.calls: list[OptimizerStep] = []
         self.tried: list[Callable[..., Any]] | None = None
         """The step functions that a copy which is tried out has called."""
 
 
 _steps = _Steps()
-_running: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = weakref.WeakKeyDictionary()
-"""The last call of each optimizer's own step function, in whichever thread."""
 
 
 @not_compiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if len(_steps.of):  # as a rule there is none, and to list none takes microseconds
-        for left in list(_steps.of.values()):
-            left.leave()
+    for left in [*_steps.calls]:
+        left.leave()
+    known = _known_of(optimizer)
+    has_weights = known.look(optimizer)
+    stepping.now = optimizer, known
     kind = type(optimizer)
-    if kind not in own_steps and (rows := rows_held_by(optimizer)) and not is_wrapper(optimizer):
-        find_own_step(optimizer, rows[0])
+    if has_weights and kind not in own_steps and not is_wrapper(optimizer):
+        find_own_step(optimizer, known.weights[0]._rows)
+
+
+@not_compiled
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    stepping.now = None
 
 
 def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:
@@ -262,17 +323,17 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[OptimizerStep | None, tuple[Any, ...], dict[str, Any]]:
         if _steps.tried is not None:
             _steps.tried.append(step)
-        if (running := _running.get(optimizer)) is not None:
-            running.wait()  # in another thread it has the weights' places
-        places = places_of_weights(optimizer)
-        if not places or own_steps.get(type(optimizer)) is not step:
+        known = _known_of(optimizer)
+        if known.running is not None:
+            known.running.wait()  # in another thread it has the weights' places
+        if not known.look(optimizer) or own_steps.get(type(optimizer)) is not step:
             return None, args, kwargs
         frame = sys._getframe(1)
         while frame.f_code.co_name != "step" or frame.f_code.co_filename != __file__:
             assert frame.f_back is not None  # functions of torch's compiler stand in between
             frame = frame.f_back
-        call = _running[optimizer] = OptimizerStep(optimizer, places, frame, is_traced=is_traced)
-        _steps.of[optimizer] = call
+        call = known.running = OptimizerStep(optimizer, known, frame, is_traced=is_traced)
+        _steps.calls.append(call)
         closures = [each for each in (*args[:1], kwargs.get("closure")) if callable(each)]
         try:
             call.enter(looks_up=bool(closures))
@@ -287,8 +348,10 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def end(optimizer: Optimizer, call: OptimizerStep) -> None:
         call.stop()
-        _steps.of.pop(optimizer, None)
-        _running.pop(optimizer, None)
+        if call in _steps.calls:
+            _steps.calls.remove(call)
+        if (known := _known_of(optimizer)).running is call:
+            known.running = None
 
     def finish(optimizer: Optimizer, call: OptimizerStep | None) -> None:
         if call is not None:
@@ -345,13 +408,11 @@ def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], obj
     return undo
 
 
-_stateless: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]]
-_stateless = weakref.WeakKeyDictionary()
-"""The settings with which an optimizer is known to keep nothing, by its parameters' id()."""
+def _check(optimizer: Optimizer, rows: TrainedRows, known: dict[int, dict[str, Any]]) -> None:
+    """Raises unless the optimizer may step the rows: nothing has been stepped then.
 
-
-def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
-    """Raises unless the optimizer may step the rows: nothing has been stepped then."""
+    `known` are the settings with which it is known to keep nothing, by its weights' id().
+    """
     state, parameter = state_of(rows), rows.weight
     if state is not None:
         if state.optimizer() is not optimizer:
@@ -361,7 +422,6 @@ def _check(optimizer: Optimizer, rows: TrainedRows) -> None:
             )
         state.before_step(optimizer)
         return
-    known = _stateless.setdefault(optimizer, {})
     before, group = known.get(id(parameter)), group_of(optimizer, parameter)
     if before is not None:  # as a rule none has changed
         for name in optimizer.defaults:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod
 
 import torch
@@ -50,6 +51,7 @@ __all__ = [
     "random_seed",
     "rows_held_by",
     "rows_of_parameter",
+    "stepping",
     "summed",
 ]
 
@@ -547,6 +549,8 @@ class TrainedRows:
 
     def weight_gradient(self) -> Tensor | None:
         """The gradient of the weight: that of the step's rows, and zero for all others."""
+        if stepping.now is not None:
+            self._check_entered(*stepping.now)
         with self.turn:
             gradient, view = self.own_gradient(), self.parameter_view
             now = self.exchange.now
@@ -582,6 +586,21 @@ class TrainedRows:
                 shown = SparseRows.of(self.table.whole_rows, content)
             view.note_shown(shown, gradient, values)
             return shown
+
+    def _check_entered(self, optimizer: torch.optim.Optimizer, entered: Entered) -> None:
+        """Raises RuntimeError within a step of an optimizer that was given the weight unseen."""
+        weight = self.weight
+        if any(each is weight for each in entered.weights):
+            return
+        if any(held[place] is weight for held, place in places_of_weights(optimizer)):
+            entered.forget()
+            stepping.now = None  # the error ends the step
+            raise RuntimeError(
+                f"{self.name}: its weight took the place of a parameter in a group of this"
+                f" {type(optimizer).__name__} that has stepped before, which nothing has told: none"
+                " of its rows was stepped. The next step() finds it; assign a new list to"
+                " group['params'], or build the optimizer with it, and no step is missed"
+            )
 
     def _note_zeroed(self) -> None:
         """Called when the gradient was filled with zeros, as by zero_grad(set_to_none=False)."""
@@ -831,6 +850,26 @@ def _with_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
         return sparse_indices(gradient)[0], sparse_values(gradient)
     ids = (gradient != 0).flatten(1).any(1).nonzero().squeeze(1)
     return ids, gradient[ids]
+
+
+class Entered(Protocol):
+    """An optimizer whose step() runs."""
+
+    @property
+    def weights(self) -> Sequence[RowWeight]:
+        """Those that it is known to hold."""
+
+    def forget(self) -> None:
+        """Called when it holds others: its next step looks at each parameter again."""
+
+
+class Stepping(threading.local):
+    """The optimizer whose step() runs in this thread; an exception may have left it."""
+
+    now: tuple[torch.optim.Optimizer, Entered] | None = None
+
+
+stepping = Stepping()
 
 
 def places_of_weights(optimizer: torch.optim.Optimizer) -> list[tuple[list[Any], int]]:

@@ -332,9 +332,9 @@ def test_synchronize_without_an_error_is_silent(device: str) -> None:
 
 
 @pytest.mark.parametrize("was_used", [True, False])
-@pytest.mark.parametrize("device", [None, "cuda:1", torch.device("cuda"), "cpu"], ids=str)
+@pytest.mark.parametrize("device", [None, "cuda:1", torch.device("cuda"), "cpu", 1], ids=str)
 def test_synchronize_waits_for_a_gpu_that_was_used(
-    device: str | torch.device | None, was_used: bool, monkeypatch: pytest.MonkeyPatch
+    device: str | int | torch.device | None, was_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: was_used)

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import speedtorch
+from speedtorch.optim import step_hooks
 from speedtorch.step.sparse_rows import SparseRows
 
 ROWS, WIDTH = 10, 2
@@ -194,3 +195,77 @@ def test_gradients_of_a_model_are_clipped_by_functions_of_lists(
     assert calls["aten::_foreach_norm"] == calls["aten::_foreach_mul_"] == 2
     single = calls.get("aten::mul_", 0) + calls.get("aten::linalg_vector_norm", 0)
     assert device == "cpu" or single < 5  # on a CPU these functions call those of one tensor
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adamax], ids=lambda kind: kind.__name__)
+def test_an_optimizer_without_weights_is_looked_through_once(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speedtorch.Embedding(4, 2)
+    plain = [nn.Parameter(torch.ones(2)) for _ in range(20)]
+    optimizer, looked = kind(plain, lr=0.1), list[Any]()
+    found = step_hooks.places_of_weights
+
+    def counted(optimizer: optim.Optimizer) -> Any:
+        looked.append(optimizer)
+        return found(optimizer)
+
+    monkeypatch.setattr(step_hooks, "places_of_weights", counted)
+    for _ in range(5):
+        for each in plain:
+            each.grad = torch.ones(2)
+        optimizer.step()
+    assert len(looked) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.step()
+    assert len(looked) == 2
+
+
+HOW_WEIGHTS_COME: dict[str, Callable[[optim.Optimizer, Tensor], object]] = {
+    "a group": lambda optimizer, weight: optimizer.add_param_group({"params": [weight]}),
+    "a longer list": lambda optimizer, weight: optimizer.param_groups[0]["params"].append(weight),
+    "a new list": lambda optimizer, weight: optimizer.param_groups[0].update(params=[weight]),
+}
+
+
+@pytest.mark.parametrize("come", HOW_WEIGHTS_COME.values(), ids=HOW_WEIGHTS_COME)
+def test_a_weight_that_an_optimizer_is_given_later_is_stepped(come: Any) -> None:
+    embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False)
+    plain = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([plain], lr=0.5)
+    for _ in range(2):
+        plain.grad = torch.ones(2)
+        optimizer.step()
+    come(optimizer, embedding.weight)
+    embedding(torch.tensor([1, 3])).sum().backward()
+    optimizer.step()
+    assert embedding.numpy()[:, 0].tolist() == [1, 0.5, 1, 0.5]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_weight_that_replaces_a_parameter_unseen_is_refused_once(foreach: bool) -> None:
+    embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False)
+    plain = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([plain], lr=0.5, foreach=foreach)
+    plain.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0]["params"][0] = embedding.weight
+    embedding(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(RuntimeError, match="its weight took the place of a parameter"):
+        optimizer.step()
+    assert embedding.weight.grad is not None  # outside of a step it can be read
+    assert embedding.numpy().min() == 1
+    optimizer.step()
+    assert embedding.numpy()[:, 0].tolist() == [1, 0.5, 1, 0.5]
+
+
+def test_a_weight_is_read_by_hooks_of_other_optimizers() -> None:
+    embedding = speedtorch.Embedding(4, 2)
+    plain, read = nn.Parameter(torch.ones(2)), list[Any]()
+    optimizer = optim.SGD([plain], lr=0.5)
+    optimizer.register_step_pre_hook(lambda *_: read.append(embedding.weight.grad))
+    for _ in range(2):
+        embedding(torch.tensor([1, 3])).sum().backward()
+        plain.grad = torch.ones(2)
+        optimizer.step()
+    assert [each.shape for each in read] == [(4, 2)] * 2

@@ -150,3 +150,24 @@ def test_a_fault_writes_held_rows_to_the_table_and_lets_none_move_until_they_go_
     ours.blocks.go_on()
     ours.step(some_ids(8), None)
     assert torch.equal(ours.home()[0], trained(5, 6, 8))
+
+
+@pytest.mark.parametrize("padding", [None, 4])
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_of_other_fields_hold_the_same_rows_and_go_on_as_those_before(
+    device: str, padding: int | None
+) -> None:
+    ours, plain = Blocks(device, padding), Blocks(device, padding)
+    for each in (ours, plain):
+        each.step(some_ids(5), None)
+        each.home()
+    ours.blocks = ours.blocks.with_fields(FIELDS)
+    ours.blocks.read_again()
+    assert not ours.blocks.have(plain.blocks.rows)
+    for mine, other in zip(ours.blocks.rows, plain.blocks.rows, strict=True):
+        assert torch.equal(mine[:CAPACITY], other[:CAPACITY])  # the padding's is read anew
+    for number in (6, 7, CAPACITY - 1):
+        held = [each.step(some_ids(number), None) for each in (ours, plain)]
+        assert all(torch.equal(*pair) for pair in zip(*held, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(ours.home(), plain.home(), strict=True))
+    assert ours.blocks.capacity == CAPACITY
