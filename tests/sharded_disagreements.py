@@ -372,6 +372,56 @@ def check_each_other_call(capacity: int | None, part: slice) -> None:
         pair.good_step(7)
 
 
+def a_backward_left_out(pair: Pair) -> None:
+    losses = [pair.model[name](ids_here(1, 2)).sum() for name in "ab"]
+    losses[0].backward()
+    if not is_odd():
+        losses[1].backward()
+    pair.optimizers[0].step()
+
+
+def a_step_left_out(pair: Pair) -> None:
+    sum(pair.model[name](ids_here(1, 2)).sum() for name in "ab").backward()
+    if not is_odd():
+        pair.optimizers[0].step()
+    pair.model["a"](ids_here(3))
+
+
+def a_step_that_one_rank_refuses(pair: Pair) -> None:
+    sum(pair.model[name](ids_here(1, 2)).sum() for name in "ab").backward()
+    (group,) = pair.optimizers[0].param_groups
+    group["amsgrad"] = is_odd()
+    try:
+        pair.optimizers[0].step()
+    finally:
+        group["amsgrad"] = False
+
+
+STEP = r"optimizer.step\(\) of 'a'"
+OWN = "keeps exp_avg, exp_avg_sq, max_exp_avg_sq of each row of Embedding with its settings of now"
+STEPS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
+    "no backward": (a_backward_left_out, BACK.format(1, "b"), STEP),
+    "no step": (a_step_left_out, STEP, NEW.format("a")),
+    "refused": (a_step_that_one_rank_refuses, STEP, f"an error of their own in {STEP}"),
+}
+
+
+def check_other_steps(capacity: int | None) -> None:
+    """Ranks of a machine agree on a step before one of them changes a row."""
+    for name, (differ, first, odd) in STEPS.items():
+        pair = Pair(capacity)
+        time.sleep(0.1 * is_odd())  # the others wait for it
+        message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
+        with soon(name):
+            is_own = is_odd() and name == "refused"
+            raises(RuntimeError, OWN if is_own else message, partial(differ, pair))
+        for module, before in zip(pair.model.values(), pair.before, strict=True):
+            module.flush()
+            assert torch.equal(module.table["weight"], before), name
+        pair.model.zero_grad()
+        pair.good_step(7)
+
+
 def check_skipped_batches() -> None:
     """A batch that one of two ranks cannot use is skipped by that rank, or by both."""
     pair, ids = Pair(), ids_here(1, 2)

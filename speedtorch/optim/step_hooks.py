@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, wraps
 from types import FrameType
 from typing import Any
@@ -25,6 +26,7 @@ from speedtorch.optim.attached_state import AttachedState, state_of
 from speedtorch.optim.optimizer_copy import OptimizerCopy, group_of, own_steps, settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
+from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.timeline import in_timeline
 from speedtorch.step.trained_rows import TrainedRows, places_of_weights, rows_held_by, stepping
@@ -134,14 +136,11 @@ class OptimizerStep:
         With `looks_up` a closure of the user, with lookups of the step, is still to come.
         """
         optimizer = self._optimizer
+        if not looks_up:
+            self._agree()
         # All at once: a thread that has the turn of some rows may wait for the end of this call.
         with as_plain(), Turns(*[rows.turn for rows in self._rows]):
-            for rows in self._rows:
-                rows.exchange.check_threads()
-                _check(optimizer, rows, self._stateless)
-                if not looks_up:
-                    rows.exchange.check_lookups()
-            _check_capture(optimizer, self._rows)
+            self._check(looks_up=looks_up)
             self._lent()
             self._lent = _let_skip(optimizer, self._rows)
             self.is_idle = _is_idle(optimizer)
@@ -157,6 +156,31 @@ class OptimizerStep:
                     if self._is_traced:  # torch's compiler reads all of the state
                         del known[weight]
                 held[place] = rows.parameter
+
+    def _check(self, *, looks_up: bool) -> None:
+        """Raises what keeps the optimizer from stepping the rows, within their turns."""
+        for rows in self._rows:
+            rows.exchange.check_threads()
+            _check(self._optimizer, rows, self._stateless)
+            if not looks_up:
+                rows.exchange.check_lookups()
+        _check_capture(self._optimizer, self._rows)
+
+    def _agree(self) -> None:
+        """Lets ranks that share rows agree that all of them step, before one changes a row."""
+        if not (agree := [a for each in self._rows if (a := each.exchange.agree_on_step)]):
+            return
+        met: set[object] = set()
+        try:
+            with as_plain(), Turns(*[rows.turn for rows in self._rows]):
+                self._check(looks_up=False)
+        except Exception:
+            with suppress(DisagreementError):  # the caller raises this rank's own error
+                for each in agree:
+                    each(met, fails=True)
+            raise
+        for each in agree:
+            each(met, fails=False)
 
     def by_user(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure, which is the user's code within the optimizer's."""

@@ -34,6 +34,10 @@ class Kind(IntEnum):
     """All rows, to be saved by the first rank."""
     NONE = 6
     """Nothing, because a loop of prefetch() has an error of its own."""
+    STEP = 7
+    """Nothing: an optimizer is about to step the rows."""
+    NO_STEP = 8
+    """Nothing: an optimizer has an error of its own instead."""
 
 
 class Call(NamedTuple):
@@ -70,6 +74,8 @@ class Call(NamedTuple):
             Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table}",
             Kind.FULL: f"full_state_dict() of {table}",
             Kind.NONE: f"an error of their own in prefetch() of {table}",
+            Kind.STEP: f"optimizer.step() of {table}",
+            Kind.NO_STEP: f"an error of their own in optimizer.step() of {table}",
         }[self.kind]
 
 
@@ -84,6 +90,6 @@ def differing(name: str, calls: Sequence[Call], tables: Sequence[str]) -> Disagr
     return DisagreementError(
         f"{name}: {said}. All ranks make the same lookups in the same order, with an empty batch"
         " where they have none, look up announced and prefetched tensors in the order in which they"
-        " were named, or each a tensor of its own, and go backward through the same results in the"
-        " same order. No row has changed"
+        " were named, or each a tensor of its own, go backward through the same results in the same"
+        " order, and step together. No row has changed"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -174,6 +175,7 @@ class Requests:
         self._latest: PlannedRequests | None = None
         """What was looked up last."""
         exchange.leave_lookups_unchecked()
+        exchange.agree_on_steps(WeakMethod(self.before_step))
         self._agreement: Agreement | None = None
         self._shares: FairShares | None = None
         if isinstance(exchange, FixedExchange):
@@ -246,6 +248,17 @@ class Requests:
         fault = self.meet(Kind.GRADIENTS, lookup)
         if fault is not None and self._agreement is not None:
             self._agreement.stop(fault)
+
+    def before_step(self, met: set[object], *, fails: bool) -> None:
+        """Called before an optimizer steps the rows, or `fails` to, outside of a turn.
+
+        Raises DisagreementError on all ranks unless all of them are about to step. Ranks compare
+        once for all tables, of which `met` has noted it; those of several machines do not.
+        """
+        if self._ranks.meets_beside_the_device and self._ranks not in met:
+            met.add(self._ranks)
+            call = Call(Kind.NO_STEP if fails else Kind.STEP, self._number)
+            self._ranks.meet(self._exchange.name, call, self._exchange.device)
 
     def of_no_step(self, ids: Tensor) -> AnyRequest:
         """The request of a lookup that trains nothing; of any number of rows.

@@ -70,6 +70,13 @@ class OptimizerCall(Protocol):
         """The next one in cleans up behind a call that an exception left; whether one did."""
 
 
+class AgreeOnStep(Protocol):
+    """See Requests.before_step."""
+
+    def __call__(self, met: set[object], *, fails: bool) -> None:
+        """Raises DisagreementError on all ranks unless all are about to step."""
+
+
 class Joint(Protocol):
     """What exchanges the rows of several tables together."""
 
@@ -120,6 +127,7 @@ class Exchange(ABC):
         """Of graphs that may still bring a gradient of the rows."""
         self._announced = Announcements()
         self._checks_lookups = True
+        self._agree: Callable[[], AgreeOnStep | None] = lambda: None
         self.batches_over = 0
         """How often a batch has ended, or may have been given up."""
         self._is_left = False
@@ -734,6 +742,15 @@ class Exchange(ABC):
         Each of them compares the ids that it is asked for, which may be none.
         """
         self._checks_lookups = False
+
+    def agree_on_steps(self, agree: Callable[[], AgreeOnStep | None]) -> None:
+        """Lets ranks that share the rows agree before each step, by what a weak reference gives."""
+        self._agree = agree
+
+    @property
+    def agree_on_step(self) -> AgreeOnStep | None:
+        """What ranks that share the rows do before an optimizer's step, if any do."""
+        return self._agree()
 
     def check_lookups(self) -> None:
         """Raises RuntimeError if an optimizer would change rows that were announced in vain.

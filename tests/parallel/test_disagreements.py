@@ -12,6 +12,7 @@ from sharded_disagreements import (
     check_other_calls,
     check_other_calls_on_machines,
     check_other_models,
+    check_other_steps,
     check_own_errors,
     check_replicas,
     check_replicas_of_meshes,
@@ -61,6 +62,13 @@ def test_an_exchange_that_differs_is_named_before_a_row_changes(
 )
 def test_so_is_one_between_machines(capacity: int | None, part: slice) -> None:
     in_processes(2, check_other_calls_on_machines, capacity, part)
+
+
+@pytest.mark.parametrize(("ranks", "capacity"), [(2, None), (3, 41)])
+def test_a_step_that_differs_is_named_before_a_row_changes(
+    ranks: int, capacity: int | None
+) -> None:
+    in_processes(ranks, check_other_steps, capacity)
 
 
 def test_a_backward_that_differs_changes_no_row_where_errors_come_late() -> None:
