@@ -110,6 +110,7 @@ __all__ = [
     "tensor_without_memory",
     "timeout_of",
     "top_saved_tensors_hooks",
+    "torch_function_is_on",
     "tree_leaves",
     "tree_map",
     "unsaved_buffers_of",
@@ -124,7 +125,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # ------------------------------------------------------------------------------------------------
 # Tensors
 
-torch_function_is_on = torch._C._is_torch_function_enabled
+torch_function_is_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Whether functions ask the `__torch_function__` of a tensor's class; not so within as_plain."""
+
 as_plain = torch._C.DisableTorchFunctionSubclass
 """Within it no function asks the `__torch_function__` of a tensor's class."""
 

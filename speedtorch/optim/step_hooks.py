@@ -281,7 +281,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         left.leave()
     known = _known_of(optimizer)
     has_weights = known.look(optimizer)
-    stepping.now = optimizer, known
+    stepping.begin(optimizer, known)
     kind = type(optimizer)
     if has_weights and kind not in own_steps and not is_wrapper(optimizer):
         find_own_step(optimizer, known.weights[0]._rows)
@@ -289,7 +289,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 @not_compiled
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    stepping.now = None
+    stepping.end()
 
 
 def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:

@@ -594,7 +594,7 @@ class TrainedRows:
             return
         if any(held[place] is weight for held, place in places_of_weights(optimizer)):
             entered.forget()
-            stepping.now = None  # the error ends the step
+            stepping.end()  # by the error
             raise RuntimeError(
                 f"{self.name}: its weight took the place of a parameter in a group of this"
                 f" {type(optimizer).__name__} that has stepped before, which nothing has told: none"
@@ -867,6 +867,14 @@ class Stepping(threading.local):
     """The optimizer whose step() runs in this thread; an exception may have left it."""
 
     now: tuple[torch.optim.Optimizer, Entered] | None = None
+
+    def begin(self, optimizer: torch.optim.Optimizer, entered: Entered) -> None:
+        """Called before a step()."""
+        self.now = optimizer, entered
+
+    def end(self) -> None:
+        """Called after it."""
+        self.now = None
 
 
 stepping = Stepping()

@@ -76,6 +76,12 @@ def test_every_part_has_a_test() -> None:
     assert {name for name in own if name[0] != "_"} - public == set(torch_internals.__all__)
 
 
+def test_torch_function_is_on() -> None:
+    assert torch_internals.torch_function_is_on()
+    with torch_internals.as_plain():
+        assert not torch_internals.torch_function_is_on()
+
+
 def test_as_plain(asked: Tensor) -> None:
     with torch_internals.as_plain():
         assert asked.shape == (3, 2) and asked + 1 is not None
