@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import speedtorch
+from speedtorch.ops import functions
 
 ops = torch.ops.speedtorch
 ROWS, COLUMNS, COUNT = 11, 3, 4
@@ -130,8 +131,10 @@ ONE_TENSOR = {
     *("let_captured_go", "check_owner", "watch_graph", "registration_seams", "use_on"),
 }
 
-# Ops that no graph holds.
-NOT_IN_GRAPHS = {"load_rows", "load_batch"}
+# Those of ops that no graph holds.
+NOT_IN_GRAPHS = {
+    name for name in op_arguments("cpu") if name.partition(",")[0] in functions._OF_STEPS
+}
 
 # Of ops with results of which some entries are left as they come: those that are all written.
 WRITTEN = {"plan_batch, after others": slice(5), "diff_ids": slice(6, 7), "merge_rows": slice(3)}

@@ -659,74 +659,11 @@ def _table_ids_fake(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) 
     return [torch.empty_like(ids, dtype=torch.int64) for _ in range(2)]
 
 
-def _split_plan_fake(
-    plan: list[Tensor], offsets: Tensor, ranges: Tensor, table_rows: int
-) -> list[Tensor]:
-    _refuse_meta_mix(plan, offsets, ranges)
-    count, tables = plan[0].shape[0], ranges.shape[0]
-    shapes = ((count,), (count,), (count,), (count + tables,), (tables, 8), (tables + 1,))
-    return [ranges.new_empty(shape) for shape in shapes]
-
-
 def _pool_rows_fake(
     rows: Tensor, places: Tensor, offsets: Tensor, features: int, mean: bool
 ) -> Tensor:
     _refuse_meta_mix(rows, places, offsets)
     return rows.new_empty((offsets.shape[0] - 1, rows.shape[1]))
-
-
-def _plan_batch_fake(
-    index: Tensor,
-    rows: int,
-    padding: int,
-    capacity: int,
-    held: Tensor | None = None,
-    held_status: Tensor | None = None,
-) -> list[Tensor]:
-    _refuse_meta_mix(index, held, held_status)
-    count = index.numel()
-    named = count + 1 if padding >= 0 else count
-    lengths = [named, count, count, count + 1, 8]
-    if held is not None:
-        lengths = [*lengths[:4], 12, *[named] * 4, *[held.numel()] * 2]
-    made = [index.new_empty(length, dtype=torch.int64) for length in lengths]
-    return [*made, torch.empty_like(index)] if index.device.type == "cpu" else made
-
-
-def _merge_rows_fake(rows: list[Tensor], held: Tensor, more: Tensor) -> list[Tensor]:
-    _refuse_meta_mix(*rows, held, more)
-    count, new = rows[0].shape[0], more.shape[0]
-    lists = [held.new_empty(length) for length in (held.shape[0] + new, count, new)]
-    return [*lists, *(each.new_empty((count + new, *each.shape[1:])) for each in rows)]
-
-
-def _shard_ids_fake(
-    ids: Tensor, distances: Tensor, rows: int, block: int, room: int, ranks: int, share: int
-) -> list[Tensor]:
-    _refuse_meta_mix(ids, distances)
-    count = ids.numel()
-    shapes = [ids.shape, *[(count,)] * 3, (count + 1,), (8,), (ranks,)]
-    blocks = [(ranks, share + 1), ids.shape, (ranks * share,)]
-    shapes += blocks if share >= 0 else [(count,)]
-    return [distances.new_empty(shape) for shape in shapes]
-
-
-def _requested_ids_fake(
-    blocks: Tensor, none: int, differs: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    _refuse_meta_mix(blocks, differs)
-    ranks, entries = blocks.shape
-    return blocks.new_empty(ranks * (entries - 1)), blocks.new_empty(1)
-
-
-def _plan_fault_fake(status: Tensor, capacity: int) -> Tensor:
-    return status.new_empty(1)
-
-
-def _diff_ids_fake(
-    named: Tensor, named_status: Tensor, held: Tensor, *_: object
-) -> tuple[Tensor, ...]:
-    return tuple(named.new_empty(length) for length in [*[held.shape[0]] * 6, 4])
 
 
 def _explain_move_fake(table: Tensor, ids: int, direction: int, accumulate: bool) -> Tensor:
@@ -743,25 +680,12 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "sum_rows": _sum_rows_fake,
     "table_ids": _table_ids_fake,
     "pool_rows": _pool_rows_fake,
-    "split_plan": _split_plan_fake,
-    "plan_batch": _plan_batch_fake,
-    "merge_rows": _merge_rows_fake,
-    "diff_ids": _diff_ids_fake,
-    "plan_fault": _plan_fault_fake,
-    "spoil_plan": _refuse_meta_mix,
-    "shard_ids": _shard_ids_fake,
-    "requested_ids": _requested_ids_fake,
     "pinned_copy": _refuse_meta_mix,
     "pinned_scatter": _refuse_meta_mix,
     "pinned_scatter.planned": _refuse_meta_mix,
     "optimizer_state_swap": _swap_fake,
     "optimizer_state_swap.planned": _swap_fake,
     "optimizer_state_swap.placed": _swap_fake,
-    "exchange_rows": _refuse_meta_mix,
-    "exchange_cached": _refuse_meta_mix,
-    "hold_rows": _refuse_meta_mix,
-    "clear_rows": _refuse_meta_mix,
-    "round_rows": _refuse_meta_mix,
     "check_owner": _refuse_meta_mix,
     "throw_pending": _refuse_meta_mix,
     "explain_move": _explain_move_fake,
@@ -777,18 +701,21 @@ _OF_THE_PROCESS = (
 )
 
 
-# They begin a step: torch functionalizes no op that writes to a list and returns tensors.
-_OF_STEPS = ("load_rows", "load_batch")
+# They plan and move the rows of a step, which no graph holds.
+_OF_STEPS = (
+    *("split_plan", "plan_batch", "plan_fault", "spoil_plan", "diff_ids"),
+    *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
+    *("exchange_cached", "hold_rows", "clear_rows", "round_rows"),
+)
 
 
 def _refuse_in_graphs(name: str) -> Callable[..., Any]:
-    does = "begins a step" if name in _OF_STEPS else "asks or changes the process"
+    does = "is part of a step" if name in _OF_STEPS else "asks or changes the process at its call"
 
     def refuse(*args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
-            f"torch.ops.speedtorch.{name} {does} at its call, and cannot be"
-            " in a compiled or exported graph; call it outside, or in a function under"
-            " torch.compiler.disable"
+            f"torch.ops.speedtorch.{name} {does}, and cannot be in a compiled or exported graph;"
+            " call it outside, or in a function under torch.compiler.disable"
         )
 
     return refuse

@@ -97,8 +97,8 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck_is_clean(device: str) -> None:
+def test_its_schema_says_what_it_writes(device: str) -> None:
     plan = speedtorch.plan_rows(torch.tensor([1, 0, 5, 8], device=device), 9)
     offsets = torch.tensor([0, 2, 4], device=device)
     ranges = torch.tensor([[0, 4], [4, 5]], device=device)
-    opcheck(split_plan.default, (plan, offsets, ranges, 9))
+    opcheck(split_plan.default, (plan, offsets, ranges, 9), test_utils="test_schema")
