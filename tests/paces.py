@@ -6,14 +6,15 @@ plans batches ahead to chance.
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Sequence
 
 from speedtorch.nn.prefetch_pace import AHEAD, Pace, pace_of
 from speedtorch.nn.row_module import RowModule
 
-__all__ = ["Turning", "as_users_have_it", "choose", "install"]
+__all__ = ["AHEAD", "Turning", "as_users_have_it", "choose", "install"]
 
+prefetch = importlib.import_module("speedtorch.nn.prefetch")  # nn has a function of the name
 _chosen: list[Pace | None] = [AHEAD]
 
 
@@ -48,4 +49,4 @@ def _pace_of(modules: Sequence[RowModule]) -> Pace:
 
 
 def install() -> None:
-    sys.modules["speedtorch.nn.prefetch"].pace_of = _pace_of  # type: ignore[attr-defined]
+    prefetch.pace_of = _pace_of

@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest.mock import patch
 
+import paces
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -56,6 +57,7 @@ def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> No
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    paces.install()
     waits = datetime.timedelta(seconds=timeout)
     meeting = f"file://{folder}/meet"
     dist.init_process_group(backend, meeting, timeout=waits, rank=rank, world_size=size)
@@ -65,6 +67,7 @@ def _serve(rank: int, asked: Any, said: Any, *how: Any) -> None:
     begin(rank, *how)
     while (call := asked.get()) is not None:
         function, arguments = call
+        paces.choose()
         try:
             function(*arguments)
         except BaseException:

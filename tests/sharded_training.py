@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import optimizer_cases
+import paces
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -149,7 +150,8 @@ def train(
     optimizer = case.make(module.parameters(), **case.optimizer)
     speedtorch.attach(optimizer, module)
     batches: Iterable[list[Tensor]] = batches_of(case, ranks)
-    if way == "prefetched":
+    if way.startswith("prefetched"):
+        paces.choose(paces.Turning() if way == "prefetched in part" else paces.AHEAD)
         batches = speedtorch.prefetch(batches, module, ids=lambda batch: batch)
     seen = []
     for step, batch in enumerate(batches):
@@ -195,9 +197,9 @@ def assert_own_rows(module: RowModule, whole: RowModule, where: str = "") -> Non
         assert torch.equal(module.table[entry], own), f"{where}{entry}"
 
 
-WAYS = ["at once", "announced", "now and then", "prefetched"]
+WAYS = ["at once", "announced", "now and then", "prefetched", "prefetched in part"]
 # What the ordinary run tests of two and of three ranks; all of it if every way is asked for.
-WAYS_OF = {2: ["at once", "prefetched"], 3: ["announced", "now and then"]}
+WAYS_OF = {2: ["at once", "prefetched"], 3: ["announced", "now and then", "prefetched in part"]}
 # Every optimizer of torch that treats rows separately, once.
 OPTIMIZERS = {
     name: Case(each.make, optimizer=dict(each.settings), uneven=True)

@@ -109,7 +109,7 @@ class Prefetch(Generic[_Batch]):
                         if plans is not None:
                             plans.restart()
                         for module, ids in parts.items():
-                            module.trained_rows.exchange.refuse_bad(ids)
+                            module.lookups.exchange.refuse_bad(ids)
                 yield batch, parts, planned
         except DisagreementError:  # all ranks raise it now
             raise
@@ -205,8 +205,9 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     planned and exchanged as one, with the first lookup of a batch in any of them.
 
     Planning ahead takes time of the host. Where the GPU waits for that, the loop measures steps
-    without it and goes on with the faster way. Without a GPU, and within another loop over the same
-    rows, it hands the batches through. Ranks that share rows out always plan.
+    without it and goes on with the faster way; ranks of one machine that share rows out decide that
+    together, and those of several machines always plan. Without a GPU, and within another loop over
+    the same rows, it hands the batches through.
 
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
     but are looked for, and the host waits for that. Where rows have a capacity and a step several

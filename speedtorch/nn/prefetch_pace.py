@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ _SETTLE = 4  # steps after a change, in which batches that were read before it a
 _WINDOW = 8  # steps whose median counts
 _GAIN = 0.98  # of the other way's time
 _FIRST_WAIT, _MOST_WAIT = 128, 4096  # steps until the other way is tried again
+
+
+Agree: TypeAlias = Callable[[float, bool], tuple[float, bool]]
 
 
 class Pace(Protocol):
@@ -56,11 +59,16 @@ class MeasuredPace:
     is tried only if the GPU says that it may be faster: with batches ahead, if it has nothing left
     to do when the host has queued a step; at once, if it has. After a trial in vain the next one
     waits twice as long.
+
+    Args:
+        device: The GPU.
+        agree: Gives what counts for all ranks that share the rows, of the seconds of a step and
+            whether the GPU was idle here; each of them calls it after as many steps.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, agree: Agree = lambda seconds, idle: (seconds, idle)):
         self.is_ahead = True
-        self._device = device
+        self._device, self._agree = device, agree
         self._last = 0.0
         self._times: list[float] = []
         self._idle = 0
@@ -92,6 +100,7 @@ class MeasuredPace:
             median, is_idle = statistics.median(self._times), 2 * self._idle > _WINDOW
             self._times.clear()
             self._idle = 0
+            median, is_idle = self._agree(median, is_idle)
             self._decide(median, is_idle=is_idle)
 
     def _decide(self, median: float, *, is_idle: bool) -> None:
@@ -118,15 +127,21 @@ _measured: weakref.WeakKeyDictionary[RowModule, MeasuredPace] = weakref.WeakKeyD
 
 def pace_of(modules: Sequence[RowModule]) -> Pace:
     """How a loop over batches of these modules goes; the same for all ranks that share rows out."""
-    if any(each.lookups is not each.trained_rows for each in modules):
-        return AHEAD
     devices = {each.trained_rows.exchange.device for each in modules}
     if all(device.type == "cpu" for device in devices):  # there is no link to hide
         return AT_ONCE
-    if len(devices) > 1:
+    shared = [each.lookups for each in modules if each.lookups is not each.trained_rows]
+    lookups = (shared or [modules[0].lookups])[0]
+    if len(devices) > 1 or not lookups.can_agree:
         return AHEAD
-    (device,) = devices
-    first = modules[0]
-    if first not in _measured:
-        _measured[first] = MeasuredPace(device)
+    if (first := modules[0]) not in _measured:
+        agree = weakref.WeakMethod(lookups.agree_on_pace)
+        (device,) = devices
+        _measured[first] = MeasuredPace(device, lambda *given: _called(agree)(*given))
     return _measured[first]
+
+
+def _called(agree: Callable[[], Agree | None]) -> Agree:
+    found = agree()
+    assert found is not None  # the loop's module has it
+    return found

@@ -78,6 +78,9 @@ class Steps(Protocol):
     def expect(self, batch: Any) -> None:
         """Which planned batch comes now."""
 
+    def refuse_bad(self, parts: Sequence[Tensor]) -> None:
+        """Raises IndexError for ids that a lookup would refuse, where they are known."""
+
     def end_loop(self, loop: object) -> None:
         """The loop has ended."""
 
@@ -88,6 +91,13 @@ class Lookups(Protocol):
     @property
     def exchange(self) -> Steps:
         """The steps that announced ids join."""
+
+    @property
+    def can_agree(self) -> bool:
+        """Whether agree_on_pace() may be called."""
+
+    def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
+        """What counts for all ranks, of how long a step takes and whether the GPU was idle."""
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0

@@ -38,6 +38,8 @@ class Kind(IntEnum):
     """Nothing: an optimizer is about to step the rows."""
     NO_STEP = 8
     """Nothing: an optimizer has an error of its own instead."""
+    PACE = 9
+    """How long steps of a loop of prefetch() take."""
 
 
 class Call(NamedTuple):
@@ -47,7 +49,8 @@ class Call(NamedTuple):
     table: int
     """The same on all ranks."""
     lookup: int = 0
-    """Which lookup of the table since the last error, from 0 on; 0 for counts and all rows."""
+    """Which lookup of the table since the last error, from 0 on; 0 for counts and all rows. Of
+    Kind.PACE what a rank tells."""
 
     @property
     def code(self) -> int:
@@ -74,6 +77,7 @@ class Call(NamedTuple):
             Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table}",
             Kind.FULL: f"full_state_dict() of {table}",
             Kind.NONE: f"an error of their own in prefetch() of {table}",
+            Kind.PACE: f"a step of prefetch() of {table} after which its pace is decided",
             Kind.STEP: f"optimizer.step() of {table}",
             Kind.NO_STEP: f"an error of their own in optimizer.step() of {table}",
         }[self.kind]

@@ -152,14 +152,28 @@ class Ranks:
     def meet(self, name: str, call: Call, device: torch.device) -> None:
         """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
         if self._board is not None:
-            self._refuse_if_lost(name)
-            if (every := self._board.meet(call.code, self.patience)) is None:
-                raise self._lose(name, "they have ended, stay away, or have lost others")
-            self._refuse_if_differing(name, [Call.of(code)[0] for code in every])
+            self._refuse_if_differing(name, self._met(name, self._board, call))
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
             codes = HostCopy(self.calls(name, call, device))
         self.refuse_if_differing(name, codes)
+
+    def tell_each(self, name: str, call: Call) -> list[int]:
+        """What each rank tells in the place of its call's lookup; raises as meet().
+
+        Of ranks that meet beside the device.
+        """
+        assert self._board is not None
+        every = self._met(name, self._board, call)
+        self._refuse_if_differing(name, [each._replace(lookup=0) for each in every])
+        return [each.lookup for each in every]
+
+    def _met(self, name: str, board: Board, call: Call) -> list[Call]:
+        """The calls that all ranks are at."""
+        self._refuse_if_lost(name)
+        if (every := board.meet(call.code, self.patience)) is None:
+            raise self._lose(name, "they have ended, stay away, or have lost others")
+        return [Call.of(code)[0] for code in every]
 
     def calls(self, name: str, call: Call, device: torch.device) -> Tensor:
         """The codes of the calls that ranks are at, `[size]`, on the device; nothing waits."""

@@ -362,6 +362,9 @@ class Requests:
         """As Exchange.start_loop."""
         return self._exchange.start_loop(loop)
 
+    def refuse_bad(self, parts: Sequence[Tensor]) -> None:
+        """Nothing: the lookup raises it on all ranks."""
+
     def end_loop(self, loop: object) -> None:
         """As Exchange.end_loop."""
         self._expected = None

@@ -33,6 +33,8 @@ __all__ = ["ShardedRows", "ranks_of"]
 
 _COLLECTED_BYTES = 16 << 20  # of a field, from each rank at once
 
+_MOST_MICROSECONDS = 1 << 38  # that a Call can tell
+
 _ranks: weakref.WeakKeyDictionary[TrainedRows, Ranks] = weakref.WeakKeyDictionary()
 """The ranks that share the rows of which a TrainedRows has some."""
 
@@ -140,6 +142,18 @@ class ShardedRows:
                 f" ranks {sorted(others)}, too, whose rows would become others: call"
                 f" speedtorch.shard() and {wrapper} with {same}"
             )
+
+    @property
+    def can_agree(self) -> bool:
+        """Whether ranks meet without waiting for their GPUs."""
+        return self._ranks.meets_beside_the_device
+
+    def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
+        """The seconds of the slowest rank, and whether the GPUs of all were idle."""
+        told = min(int(seconds * 1e6), _MOST_MICROSECONDS) * 2 + is_idle
+        call = Call(Kind.PACE, self._number, told)
+        every = self._ranks.tell_each(self._rows.name, call)
+        return max(each >> 1 for each in every) / 1e6, all(each & 1 for each in every)
 
     def fail(self, *, trains: bool, announced: int = 0) -> None:
         """Raises on the other ranks, which do or announce the lookups that this rank cannot."""

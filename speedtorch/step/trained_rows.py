@@ -685,6 +685,12 @@ class TrainedRows:
             return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
 
+    can_agree = True
+
+    def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
+        """What counts of how long a step takes here, and whether the GPU was idle: just that."""
+        return seconds, is_idle
+
     def fail(self, *, trains: bool, announced: int = 0) -> None:
         """Called in place of a lookup whose ids are none: nothing is to be done here."""
 
