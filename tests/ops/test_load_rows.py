@@ -151,3 +151,14 @@ def test_rows_that_do_not_fit_are_refused(
         if device == "cuda":
             torch.cuda.synchronize()
             load_rows(host, left(0, device), ids[:0], ids[:0])
+
+
+def test_memory_that_is_not_there_moves_no_row(device: str) -> None:
+    host, ids = table(), some(40, 2).to(device)
+    given = [torch.empty((0, 1 << 38), device=device), *left(0, device)[1:]]
+    with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
+        load_rows(host, given, ids[:0], ids)
+    with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
+        load_batch(host, given, ids[:0], ids, ROWS, -1)
+    for mine, other in zip(host, table(), strict=True):
+        assert_same_bytes(mine, other)
