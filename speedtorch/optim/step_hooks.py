@@ -136,11 +136,13 @@ class OptimizerStep:
         With `looks_up` a closure of the user, with lookups of the step, is still to come.
         """
         optimizer = self._optimizer
-        if not looks_up:
-            self._agree()
+        were_checked = not looks_up and self._agree()
         # All at once: a thread that has the turn of some rows may wait for the end of this call.
         with as_plain(), Turns(*[rows.turn for rows in self._rows]):
-            self._check(looks_up=looks_up)
+            for rows in self._rows:
+                rows.exchange.check_threads()
+            if not were_checked:
+                self._check(looks_up=looks_up)
             self._lent()
             self._lent = _let_skip(optimizer, self._rows)
             self.is_idle = _is_idle(optimizer)
@@ -160,19 +162,23 @@ class OptimizerStep:
     def _check(self, *, looks_up: bool) -> None:
         """Raises what keeps the optimizer from stepping the rows, within their turns."""
         for rows in self._rows:
-            rows.exchange.check_threads()
             _check(self._optimizer, rows, self._stateless)
             if not looks_up:
                 rows.exchange.check_lookups()
         _check_capture(self._optimizer, self._rows)
 
-    def _agree(self) -> None:
-        """Lets ranks that share rows agree that all of them step, before one changes a row."""
+    def _agree(self) -> bool:
+        """Lets ranks agree that all of them step, before one changes a row; whether any share rows.
+
+        What keeps this one from it has been raised then. It has no turn while it waits for others.
+        """
         if not (agree := [a for each in self._rows if (a := each.exchange.agree_on_step)]):
-            return
+            return False
         met: set[object] = set()
         try:
             with as_plain(), Turns(*[rows.turn for rows in self._rows]):
+                for rows in self._rows:
+                    rows.exchange.check_threads()
                 self._check(looks_up=False)
         except Exception:
             with suppress(DisagreementError):  # the caller raises this rank's own error
@@ -181,6 +187,7 @@ class OptimizerStep:
             raise
         for each in agree:
             each(met, fails=False)
+        return True
 
     def by_user(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure, which is the user's code within the optimizer's."""

@@ -57,6 +57,12 @@ class Call(NamedTuple):
         """As a number that fits int64; up to 2 ** 40 - 1 may be added to that of Kind.COUNTS."""
         return (self.table * len(Kind) + self.kind) * _NUMBERED + self.lookup
 
+    def told(self, codes: Sequence[int]) -> list[int] | None:
+        """What was added to the code of each rank, if all of them are at this call."""
+        own = self.code
+        numbers = [code - own for code in codes]
+        return numbers if all(0 <= each < _NUMBERED for each in numbers) else None
+
     @classmethod
     def of(cls, code: int) -> tuple[Call, int]:
         """The Call of a code, and what was added to that."""

@@ -39,6 +39,7 @@ class Told(NamedTuple):
     """How many rows ranks will ask each other for, on its way to the CPU."""
 
     name: str
+    call: Call
     counts: HostCopy
     """The codes of the calls of this rank and of the others, with the counts, plus one."""
 
@@ -118,7 +119,7 @@ class Ranks:
             self.meet(name, call, counts.device)
         told = counts + (call.code + 1)
         others = self._exchanged(name, told, group=self._asking)
-        made = Told(name, HostCopy(torch.cat([told, others])))
+        made = Told(name, call, HostCopy(torch.cat([told, others])))
         if counts.is_cpu:  # they have come
             self._counts(made)
         return made
@@ -128,9 +129,11 @@ class Ranks:
 
         Raises DisagreementError on all ranks unless all ask for rows of this table now.
         """
-        every = [Call.of(code) for code in self.read(told.name, told.counts)]
-        self._refuse_if_differing(told.name, [call for call, _ in every[self.size :]])
-        return [number - 1 for _, number in every]
+        codes = self.read(told.name, told.counts)
+        if (numbers := told.call.told(codes)) is None:
+            self._refuse_if_differing(told.name, [Call.of(code)[0] for code in codes[self.size :]])
+            raise AssertionError("ranks that differ were not told")
+        return [number - 1 for number in numbers]
 
     def ask(self, told: Told, ids: Tensor) -> Asked:
         """Asks each rank for rows: `ids` there, those of each rank after another.
@@ -152,7 +155,9 @@ class Ranks:
     def meet(self, name: str, call: Call, device: torch.device) -> None:
         """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
         if self._board is not None:
-            self._refuse_if_differing(name, self._met(name, self._board, call))
+            every = self._met(name, self._board, call)
+            if every.count(call.code) != self.size:
+                self._refuse_if_differing(name, [Call.of(code)[0] for code in every])
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
             codes = HostCopy(self.calls(name, call, device))
@@ -164,16 +169,16 @@ class Ranks:
         Of ranks that meet beside the device.
         """
         assert self._board is not None
-        every = self._met(name, self._board, call)
+        every = [Call.of(code)[0] for code in self._met(name, self._board, call)]
         self._refuse_if_differing(name, [each._replace(lookup=0) for each in every])
         return [each.lookup for each in every]
 
-    def _met(self, name: str, board: Board, call: Call) -> list[Call]:
-        """The calls that all ranks are at."""
+    def _met(self, name: str, board: Board, call: Call) -> list[int]:
+        """The codes of the calls that all ranks are at."""
         self._refuse_if_lost(name)
         if (every := board.meet(call.code, self.patience)) is None:
             raise self._lose(name, "they have ended, stay away, or have lost others")
-        return [Call.of(code)[0] for code in every]
+        return every
 
     def calls(self, name: str, call: Call, device: torch.device) -> Tensor:
         """The codes of the calls that ranks are at, `[size]`, on the device; nothing waits."""
@@ -248,6 +253,8 @@ class Ranks:
         group: dist.ProcessGroup,
     ) -> Tensor:
         """Parts of a tensor, of so many rows, to each rank; gets as many rows of each as said."""
+        if self.size == 1:
+            return sent.clone()
         self._refuse_if_lost(name)
         size = len(sent) if received is None else sum(received)
         out = sent.new_empty((size, *sent.shape[1:]))
