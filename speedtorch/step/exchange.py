@@ -834,7 +834,7 @@ class Exchange(ABC):
         self._as_in_table = as_in_table
         parameter = view.parameter
         gradient = parameter.grad
-        if self.now.stepped or self.now.unseen():
+        if self.now.stepped or view.only_shows_zeros or self.now.unseen():
             # Zeros of zero_grad(set_to_none=False) would move rows that were not looked up since.
             view.drop_zeros()
             gradient = parameter.grad

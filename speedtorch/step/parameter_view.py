@@ -77,6 +77,11 @@ class ParameterView:
         """Of the parameter; one that was written to since mark() has another."""
         self.zeros: tuple[Tensor, int] | None = None
         """The gradient that a zero_grad() filled with zeros, and its version then."""
+        self.shows_zeros = False
+        """Whether the gradient of the weight is zeros where the rows have none, as in torch after
+        such a zero_grad(), whatever was looked up since."""
+        self.only_shows_zeros = False
+        """Whether `zeros` were made to be read, and are no gradient of the rows."""
         self._shown: tuple[Tensor, Tensor, Tensor] | None = None
         """The gradient of the weight that was returned last, that of the rows then, and the memory
         that both have."""
@@ -150,23 +155,34 @@ class ParameterView:
     def note_zeros(self, gradient: Tensor | None) -> None:
         """Records that a zero_grad() has filled the gradient of the rows with zeros."""
         self.zeros = None if gradient is None else (gradient, version_of(gradient))
+        self.shows_zeros, self.only_shows_zeros = gradient is not None, False
+
+    def make_zeros(self) -> Tensor | None:
+        """The gradient to be read where the rows have none."""
+        if not self.shows_zeros:
+            return None
+        gradient = self.parameter.grad = torch.zeros_like(self.parameter.detach())
+        self.note_zeros(gradient)
+        self.only_shows_zeros = True
+        return gradient
+
+    def note_none(self) -> None:
+        """Records that the gradient of the weight was set to None."""
+        self._shown, self.shows_zeros = None, False
 
     def drop_zeros(self) -> None:
         """Drops a gradient that a zero_grad() has filled with zeros."""
         if self.zeros is not None and not self.has_gradient():
             self.parameter.grad = self.zeros = None
+            self.only_shows_zeros = False
 
     def note_gradient(self) -> None:
         """Records that the parameter was given another gradient."""
-        self.zeros = None
+        self.zeros, self.shows_zeros, self.only_shows_zeros = None, False, False
 
     def note_shown(self, shown: Tensor, gradient: Tensor, values: Tensor) -> None:
         """Records the weight's gradient that has the memory of the rows' gradient, `values`."""
         self._shown = shown, gradient, values
-
-    def forget_shown(self) -> None:
-        """Forgets the weight's gradient: the rows were given another one."""
-        self._shown = None
 
     def shown_of(self, gradient: Tensor) -> Tensor | None:
         """The gradient of the weight that stands for that of the rows, if it was returned."""

@@ -556,7 +556,7 @@ class TrainedRows:
             now = self.exchange.now
             if now.before is not None and now.before.gradient is not None:
                 gradient, now = now.before.gradient, now.before
-            if gradient is None:
+            if gradient is None and (gradient := view.make_zeros()) is None:
                 self.exchange.note_zero_grad()
                 return None
             view.note_read()
@@ -623,7 +623,7 @@ class TrainedRows:
             view.show(self.exchange.now)
             if value is None:
                 self.parameter.grad = None
-                view.forget_shown()
+                view.note_none()
                 self.exchange.note_zero_grad()
             else:
                 self._set_rows_gradient(value)

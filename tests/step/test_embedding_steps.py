@@ -608,3 +608,41 @@ def test_a_step_of_many_lookups_compares_each_with_few_others(
             tokens = tokens.flip(1)
     assert_same_bytes(rows_of(ours), theirs.weight.detach())
     assert compared < 2 * 60 * 12
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_zeros_of_a_zero_grad_are_read_after_a_lookup_and_step_no_row(
+    reads: bool, device: str
+) -> None:
+    embedding = speedtorch.Embedding(10, 3, device=device)
+    adam = optim.Adam(embedding.parameters(), lr=0.1)
+    speedtorch.attach(adam, embedding)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    adam.step()
+    adam.zero_grad(set_to_none=False)
+    before = embedding.numpy().copy()
+    kept = embedding(torch.tensor([2, 7]))  # and no backward
+    if reads:
+        gradient = embedding.weight.grad
+        assert gradient is not None and gradient.shape == (10, 3)
+        assert not gradient.to_dense().any()
+    adam.step()
+    assert (embedding.numpy() == before).all()
+    assert embedding.weight.grad is not None  # as in torch, until it is set
+    adam.zero_grad()
+    assert embedding.weight.grad is None
+    del kept
+
+
+def test_zeros_that_are_written_to_are_a_gradient(device: str) -> None:
+    embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, device=device)
+    sgd = optim.SGD(embedding.parameters(), lr=1.0)
+    embedding(torch.tensor([1])).sum().backward()
+    sgd.zero_grad(set_to_none=False)
+    embedding(torch.tensor([3]))
+    gradient = embedding.weight.grad
+    assert gradient is not None
+    with torch.no_grad():
+        gradient[3] = 0.5
+    sgd.step()
+    assert embedding.numpy()[:, 0].tolist() == [1, 1, 1, 0.5]
