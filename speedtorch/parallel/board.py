@@ -11,7 +11,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -28,12 +28,12 @@ _ALIVE = 0.5
 
 
 class Board:
-    """A page that ranks share, with a number of each rank.
+    """Memory that ranks share, with a number of each rank, and one that each has for each other.
 
-    A number carries which meeting it is of, modulo 4, and each rank has one place for even meetings
-    and one for odd ones: no number is overwritten while another rank may still read it, and each is
-    one aligned word, which is written and read whole. A lock on a byte of the file for each rank
-    tells whether its process lives.
+    A number carries which meeting it is of, modulo 4, and each rank has one row of numbers for even
+    meetings and one for odd ones: no number is overwritten while another rank may still read it,
+    and each is one aligned word, which is written and read whole. A lock on a byte of the file for
+    each rank tells whether its process lives.
 
     Args:
         file: open for reading and writing; closed with this.
@@ -43,8 +43,10 @@ class Board:
 
     def __init__(self, file: BinaryIO, rank: int, size: int) -> None:
         self._file, self._rank, self._size = file, rank, size
-        self._memory = mmap.mmap(file.fileno(), _TOKEN + 2 * _NUMBER * size)
+        self._memory = mmap.mmap(file.fileno(), _TOKEN + _bytes_for(size))
         self._words = memoryview(self._memory).cast("q")[_TOKEN // _NUMBER :]
+        self._own = tuple((parity * size + rank) * (1 + size) for parity in (0, 1))
+        """Where this rank's row of numbers begins, at an even and at an odd meeting."""
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @classmethod
@@ -60,7 +62,7 @@ class Board:
             every: gives what each rank says.
         """
         token = secrets.token_bytes(_TOKEN)
-        with _new_file(token + bytes(2 * _NUMBER * size)) if rank == 0 else nullcontext("") as own:
+        with _new_file(token + bytes(_bytes_for(size))) if rank == 0 else nullcontext("") as own:
             path, token = agreed((own, token))
             made = cls._opened(path, token, rank, size)
             return made if all(every(made is not None)) else None
@@ -83,31 +85,42 @@ class Board:
 
         Returns None if some have not come by then, have left, or their processes have ended.
         """
+        found = self.exchange(number, [0] * self._size, seconds)
+        return None if found is None else found[0]
+
+    def exchange(
+        self, number: int, given: Sequence[int], seconds: float
+    ) -> tuple[list[int], list[int]] | None:
+        """As meet(), and each rank gives each a number of its own: also those for this rank."""
         words, size = self._words, self._size
-        even, odd = words[self._rank] & 3, words[size + self._rank] & 3
+        even, odd = (words[place] & 3 for place in self._own)
         turn = (even + 1 + (odd == (even + 1) % 4)) % 4  # after that of this rank's last word
-        begin = turn % 2 * size
-        wanted = range(begin, begin + size)
-        words[begin + self._rank] = number << 2 | turn  # an interrupt comes before or after it
+        own = self._own[turn % 2]
+        for place, each in enumerate(given, own + 1):
+            words[place] = each << 2 | turn
+        words[own] = number << 2 | turn  # an interrupt comes before or after it
         start = looked = time.monotonic()
-        for place in wanted:
-            while words[place] & 3 != turn:
-                now = time.monotonic()
-                if now - start > seconds:
-                    return None
-                if now - looked > _ALIVE:
-                    looked = now
-                    # It may have come and ended since.
-                    if not self._lives(place - begin) and words[place] & 3 != turn:
+        rows = range(turn % 2 * size * (1 + size), (turn % 2 + 1) * size * (1 + size), 1 + size)
+        for rank, row in enumerate(rows):
+            for place in (row, row + 1 + self._rank):
+                while words[place] & 3 != turn:
+                    now = time.monotonic()
+                    if now - start > seconds:
                         return None
-                time.sleep(0 if now - start < _SPIN else _NAP)
-        found = [words[place] >> 2 for place in wanted]
-        return None if _LEFT in found else found
+                    if now - looked > _ALIVE:
+                        looked = now
+                        # It may have come and ended since.
+                        if not self._lives(rank) and words[place] & 3 != turn:
+                            return None
+                    time.sleep(0 if now - start < _SPIN else _NAP)
+        numbers, taken = ([words[row + at] >> 2 for row in rows] for at in (0, 1 + self._rank))
+        return None if _LEFT in numbers else (numbers, taken)
 
     def leave(self) -> None:
         """Leaves for good: the other ranks' meetings return None now, or as soon as they look."""
-        for place in (self._rank, self._size + self._rank):
-            self._words[place] = _LEFT << 2 | self._words[place] & 3
+        for own in self._own:
+            for place in range(own, own + 1 + self._size):
+                self._words[place] = _LEFT << 2 | self._words[place] & 3
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._rank)
 
     def _lives(self, rank: int) -> bool:
@@ -119,6 +132,11 @@ class Board:
             return True
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return False
+
+
+def _bytes_for(size: int) -> int:
+    """Of the numbers of so many ranks."""
+    return 2 * _NUMBER * size * (1 + size)
 
 
 @contextmanager

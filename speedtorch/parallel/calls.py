@@ -49,8 +49,7 @@ class Call(NamedTuple):
     table: int
     """The same on all ranks."""
     lookup: int = 0
-    """Which lookup of the table since the last error, from 0 on; 0 for counts and all rows. Of
-    Kind.PACE what a rank tells."""
+    """Which lookup of the table since the last error, from 0 on; 0 for counts and all rows."""
 
     @property
     def code(self) -> int:

@@ -6,6 +6,7 @@ Every call is one of all ranks. What cannot be agreed on raises on every rank.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -41,7 +42,8 @@ class Told(NamedTuple):
     name: str
     call: Call
     counts: HostCopy
-    """The codes of the calls of this rank and of the others, with the counts, plus one."""
+    """Those of this rank, where ranks meet beside the device; else the codes of the calls of this
+    rank and of the others, with the counts, plus one."""
 
 
 class Ranks:
@@ -117,6 +119,7 @@ class Ranks:
         call = Call(Kind.COUNTS, table)
         if self._board is not None:
             self.meet(name, call, counts.device)
+            return Told(name, call, HostCopy(counts))
         told = counts + (call.code + 1)
         others = self._exchanged(name, told, group=self._asking)
         made = Told(name, call, HostCopy(torch.cat([told, others])))
@@ -129,6 +132,11 @@ class Ranks:
 
         Raises DisagreementError on all ranks unless all ask for rows of this table now.
         """
+        if self._board is not None:
+            own = told.counts.read()
+            given = [count + 1 for count in own]  # not negative
+            taken = self._met(told.name, self._board, told.call, given)[1]
+            return [*own, *(each - 1 for each in taken)]
         codes = self.read(told.name, told.counts)
         if (numbers := told.call.told(codes)) is None:
             self._refuse_if_differing(told.name, [Call.of(code)[0] for code in codes[self.size :]])
@@ -155,9 +163,7 @@ class Ranks:
     def meet(self, name: str, call: Call, device: torch.device) -> None:
         """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
         if self._board is not None:
-            every = self._met(name, self._board, call)
-            if every.count(call.code) != self.size:
-                self._refuse_if_differing(name, [Call.of(code)[0] for code in every])
+            self._met(name, self._board, call, [0] * self.size)
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
             codes = HostCopy(self.calls(name, call, device))
@@ -169,16 +175,19 @@ class Ranks:
         Of ranks that meet beside the device.
         """
         assert self._board is not None
-        every = [Call.of(code)[0] for code in self._met(name, self._board, call)]
-        self._refuse_if_differing(name, [each._replace(lookup=0) for each in every])
-        return [each.lookup for each in every]
+        told = [call.lookup] * self.size
+        return self._met(name, self._board, call._replace(lookup=0), told)[1]
 
-    def _met(self, name: str, board: Board, call: Call) -> list[int]:
-        """The codes of the calls that all ranks are at."""
+    def _met(
+        self, name: str, board: Board, call: Call, given: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """As Board.exchange, of ranks that are all at this call; raises as meet()."""
         self._refuse_if_lost(name)
-        if (every := board.meet(call.code, self.patience)) is None:
+        if (found := board.exchange(call.code, given, self.patience)) is None:
             raise self._lose(name, "they have ended, stay away, or have lost others")
-        return every
+        if found[0].count(call.code) != self.size:
+            self._refuse_if_differing(name, [Call.of(code)[0] for code in found[0]])
+        return found
 
     def calls(self, name: str, call: Call, device: torch.device) -> Tensor:
         """The codes of the calls that ranks are at, `[size]`, on the device; nothing waits."""

@@ -33,7 +33,7 @@ __all__ = ["ShardedRows", "ranks_of"]
 
 _COLLECTED_BYTES = 16 << 20  # of a field, from each rank at once
 
-_MOST_MICROSECONDS = 1 << 38  # that a Call can tell
+_MOST_MICROSECONDS = 1 << 38  # that ranks tell each other
 
 _ranks: weakref.WeakKeyDictionary[TrainedRows, Ranks] = weakref.WeakKeyDictionary()
 """The ranks that share the rows of which a TrainedRows has some."""

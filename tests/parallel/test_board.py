@@ -45,6 +45,21 @@ def check_meetings(count: int) -> None:
     assert board.meet(0, 30) == [0] * size
 
 
+def check_exchanges(count: int) -> None:
+    """Numbers for each rank, between meetings without any."""
+    rank, size, board = dist.get_rank(), dist.get_world_size(), board_of()
+    assert board is not None
+    for number in range(count):
+        if number % 100 == rank:
+            time.sleep(0.01)
+        given = [1000 * number + 10 * rank + other for other in range(size)]
+        numbers, taken = board.exchange(number + rank, given, 30) or ([], [])
+        assert numbers == [number + each for each in range(size)], number
+        assert taken == [1000 * number + 10 * each + rank for each in range(size)], number
+        if number % 3 == 0:
+            assert board.meet(number, 30) == [number] * size
+
+
 def check_absence() -> None:
     board = board_of()
     assert board is not None
@@ -100,6 +115,8 @@ def check_other_machine() -> None:
 def test_each_gets_what_all_have_written() -> None:
     in_processes(2, check_meetings, 2_000)
     in_processes(3, check_meetings, 300)
+    in_processes(2, check_exchanges, 2_000)
+    in_processes(3, check_exchanges, 300)
 
 
 def test_a_late_rank_is_waited_for_and_an_absent_one_is_not() -> None:
