@@ -25,6 +25,10 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randint(ROWS, shape, generator=random)
 
 
+def _on_cpu(*lists: list[Tensor]) -> list[list[Tensor]]:
+    return [[each.cpu().clone() for each in some] for some in lists]
+
+
 def op_arguments(
     device: str, hosted: Callable[[Tensor], Tensor] = lambda rows: rows
 ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
@@ -96,7 +100,10 @@ def op_arguments(
             (index, ROWS, -1, -1, load, load_plan[4]),
         ),
         "load_rows": (ops.load_rows.default, (host, leaving, up, load)),
-        "load_batch": (ops.load_batch.default, (host, leaving, up, index, ROWS, 2)),
+        "load_batch": (
+            ops.load_batch.default,
+            (*_on_cpu(host, leaving), up.cpu(), index.cpu(), ROWS, 2),  # it works there alone
+        ),
         "merge_rows": (ops.merge_rows.default, ([block, rows(COUNT, 1)], up, ids(0, 5))),
         "diff_ids": (
             ops.diff_ids.default,

@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "call/arguments.h"
@@ -38,29 +37,24 @@ Tensors load_rows(const Tensors& host, const Tensors& leaving, const Tensor& evi
   return made;
 }
 
-// The plan of `index`; a copy of it, or itself where it is on a GPU; the distinct ids without and
-// with the padding; and rows as load_rows gives them. If ids on a GPU are out of range no row has
-// moved, and behind the plan comes its status alone, on the CPU.
+// The plan of `index`, the distinct ids without and with the padding, rows as load_rows gives them,
+// and a copy of `index`. On the CPU alone: on a GPU the host would wait for the plan here.
 Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                    const Tensor& index, int64_t rows, int64_t padding) {
   constexpr const char* kOp = "load_batch";
-  constexpr size_t kStatus = 4;  // among the tensors of a plan
+  constexpr size_t kPlan = 5;  // tensors of a plan
   const Arguments all(kOp, {written("host", host, false), read("index", index)});
   check_fields(kOp, "leaving", leaving.size());
-  all.check_memory();
+  if (!index.is_cpu()) throw_value_error(kOp, "index must be on the CPU");
   check_same_device(kOp, "index", index, "leaving[0]", leaving[0]);
+  all.check_memory();
   Tensors made = plan_batch(index, rows, padding, -1, std::nullopt, std::nullopt);
-  const Tensor status = index.is_cpu() ? made[kStatus] : copy_to_cpu(kOp, made[kStatus]);
-  const auto& counts = *reinterpret_cast<const PlanStatus*>(data_of(status));
-  if (counts.bad_count > 0) {
-    made.push_back(status);
-    return made;
-  }
-  if (!index.is_cpu()) made.push_back(index);
+  const auto& counts = *reinterpret_cast<const PlanStatus*>(data_of(made[kPlan - 1]));
   const Tensor named = first(made[0], counts.distinct);
-  made.push_back(named);
-  made.push_back(padding < 0 ? named : first(made[0], counts.distinct + 1));
-  for (Tensor& each : load_rows(host, leaving, evict, made.back())) made.push_back(std::move(each));
+  const Tensor loaded = padding < 0 ? named : first(made[0], counts.distinct + 1);
+  Tensors found = load_rows(host, leaving, evict, loaded);
+  found.insert(found.begin(), {named, loaded});
+  made.insert(made.begin() + kPlan, found.begin(), found.end());
   return made;
 }
 

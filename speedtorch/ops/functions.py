@@ -323,12 +323,11 @@ load_rows: Callable[..., list[Tensor]] = _ops.load_rows
 
 
 load_batch: Callable[..., list[Tensor]] = _ops.load_batch
-"""As load_rows, of ids that are planned first: `(host, leaving, evict, index, rows, padding)`.
+"""As load_rows on the CPU, of ids that are planned first.
 
-Gives the five tensors of plan_rows for `index` `[n]`, of `rows` rows; a copy of index on the CPU,
-or index itself on a GPU; the distinct ids without and with the `padding`, an id or -1; and their
-rows. Waits for the GPU. If ids on a GPU are out of range the plan and its status on the CPU are
-all, and no row has moved.
+`(host, leaving, evict, index, rows, padding)`. Gives the five tensors of plan_rows for `index`
+`[n]`, of `rows` rows; the distinct ids without and with the `padding`, an id or -1; their rows; and
+a copy of index. IndexError if an id is out of range; no row has moved then.
 """
 
 

@@ -36,8 +36,6 @@ _Made = TypeVar("_Made")
 # Places among the counts, of which those of the plan's status come first.
 _DISTINCT, _STATUS_FIELDS, _ARRIVING, _LEAVING = 3, 8, 10, 11
 
-_COPY = 5  # of the ids, in what load_batch gives
-
 _SOON = 1e-3  # seconds
 _KEY_IDS = 256  # at most, by which ids are told apart
 
@@ -248,18 +246,17 @@ class BatchIds:
 
         Raises IndexError if rows are held on the CPU and an id is out of range.
         """
-        return self.plan_by(plan_batch, -1, *others)
+        return self.plan_by(plan_batch, *others)
 
-    def plan_by(
-        self, plan: Callable[..., list[Tensor]], copy: int, *others: object
-    ) -> list[Tensor]:
-        """As plan_by_itself, by an op that gives more, and of ids on the CPU a copy there."""
+    def plan_by(self, plan: Callable[..., list[Tensor]], *others: object) -> list[Tensor]:
+        """As plan_by_itself, by an op that gives more, and of ids on the CPU a copy as the last."""
         try:
             made = plan(self.ids, self.rows, *others)
-        except IndexError as error:
-            raise IndexError(f"{self.name}: {str(error).partition(': ')[2]}") from None
+        except IndexError as error:  # "<op>: id 5 at position 1 of <argument> is ..."
+            told = str(error).partition(": ")[2].replace(" of index", "", 1)
+            raise IndexError(f"{self.name}: {told}") from None
         if self._uncopied is not None:
-            self._seen.append(SeenIds.of_copy(made[copy], self._uncopied))
+            self._seen.append(SeenIds.of_copy(made[-1], self._uncopied))
         self.plan, self.ids = made[:5], None
         return made
 
@@ -489,7 +486,9 @@ class PlannedBatch:
 
 
 class LoadedBatch(PlannedBatch):
-    """A batch of one lookup's ids, whose rows were loaded when it was planned.
+    """A batch of one lookup's ids, whose rows were loaded on the CPU when it was planned.
+
+    `brought` are the rows, field by field.
 
     Args:
         load: RowStore.load_batch, of the ids, the number of rows and the padding.
@@ -513,9 +512,7 @@ class LoadedBatch(PlannedBatch):
         self.following: Callable[[], PlannedBatch | None] = lambda: None
         self.joint = None
         self.parts = parts = BatchIds([ids], rows, device, name)
-        made = parts.plan_by(load, _COPY, -1 if padding is None else padding)
-        if len(made) == _COPY + 1:  # the status alone
-            raise parts.error(*made[_COPY].tolist()[:3])
-        self.ids, self.loaded, *self.rows = made[_COPY + 1 :]
+        made = parts.plan_by(load, -1 if padding is None else padding)
+        self.ids, self.loaded, *self.brought = made[5:-1]
         self.held = len(self.ids)
         self._changes, self._is_counted = [], True

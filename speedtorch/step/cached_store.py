@@ -59,15 +59,11 @@ class CachedStore(RowStore):
         self, names: Iterable[str], leaving: Block, ids: Tensor, rows: int, padding: int
     ) -> list[Tensor]:
         """As RowStore.load_batch."""
-        made = plan_batch(ids, rows, padding, -1)
-        plan, kept = made[:5], made[5:] or [ids]
-        status = plan[4].cpu()
-        bad, distinct = status[0], status[3]
-        if bad:
-            return [*plan, status]
+        *plan, copied = plan_batch(ids, rows, padding, -1)
+        distinct = int(plan[4][3])
         named = plan[0][:distinct]
         loaded = named if padding < 0 else plan[0][: distinct + 1]
-        return [*plan, *kept, named, loaded, *self.load(names, leaving, loaded)]
+        return [*plan, named, loaded, *self.load(names, leaving, loaded), copied]
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As RowStore.exchange_counted; before it rows may take slots of others."""

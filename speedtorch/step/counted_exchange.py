@@ -78,10 +78,12 @@ class CountedExchange(Exchange):
         )
 
     def _begun_alone(self, ids: Tensor) -> Step:
+        if self._on_gpu:
+            return super()._begun_alone(ids)
         copy, held = self._all_leaving()
         load = partial(self._store.load_batch, self.fields, held)
         batch = LoadedBatch(ids, self._named_rows, self.device, self._padding, load, self.name)
-        return self.now.after(batch, batch.ids, batch.rows, set(), is_told=False, copy=copy)
+        return self.now.after(batch, batch.ids, batch.brought, set(), is_told=False, copy=copy)
 
     def _all_leaving(self) -> tuple[Copy, Block]:
         """The rows of now that leave where others take their place, and how those are then.

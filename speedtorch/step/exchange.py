@@ -165,9 +165,11 @@ class Exchange(ABC):
         `is_told`: it was announced or planned by a loop. `prefetches`: as PendingTransfer says.
         """
 
-    @abstractmethod
     def _begun_alone(self, ids: Tensor) -> Step:
-        """The step of one lookup's ids after that of now; what raises has changed nothing."""
+        """The step of one lookup's ids after that of now; bad ids change nothing."""
+        batch = self._plan([ids])
+        batch.count()
+        return self._begun(batch, set(), is_told=False, prefetches=False)
 
     @abstractmethod
     def _extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:

@@ -165,11 +165,6 @@ class FixedExchange(Exchange):
             captured=captured,
         )
 
-    def _begun_alone(self, ids: Tensor) -> Step:
-        batch = self._plan([ids])
-        batch.count()  # bad ids change nothing
-        return self._begun(batch, set(), is_told=False, prefetches=False)
-
     def _take(self, *, stepped: bool = False) -> bool:
         """Takes the held rows to their blocks; whether they were elsewhere."""
         blocks, view, now = self._blocks, self._view, self.now

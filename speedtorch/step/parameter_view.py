@@ -154,8 +154,10 @@ class ParameterView:
 
     def note_zeros(self, gradient: Tensor | None) -> None:
         """Records that a zero_grad() has filled the gradient of the rows with zeros."""
+        are_same = self.zeros is not None and gradient is self.zeros[0]
+        self.only_shows_zeros = self.only_shows_zeros and are_same
         self.zeros = None if gradient is None else (gradient, version_of(gradient))
-        self.shows_zeros, self.only_shows_zeros = gradient is not None, False
+        self.shows_zeros = gradient is not None
 
     def make_zeros(self) -> Tensor | None:
         """The gradient to be read where the rows have none."""

@@ -124,7 +124,7 @@ class RowStore:
     def load_batch(
         self, names: Iterable[str], leaving: Block, ids: Tensor, rows: int, padding: int
     ) -> list[Tensor]:
-        """As load, of ids `[n]` that are planned first; gives what the op load_batch gives."""
+        """As load, of ids `[n]` on the CPU that are planned first; gives what the op gives."""
         homes = self.fields(names)
         with self._writing(leaving):
             return load_batch(homes, leaving.rows, leaving.ids, ids, rows, padding)

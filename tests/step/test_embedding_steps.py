@@ -610,9 +610,10 @@ def test_a_step_of_many_lookups_compares_each_with_few_others(
     assert compared < 2 * 60 * 12
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("reads", [False, True])
 def test_zeros_of_a_zero_grad_are_read_after_a_lookup_and_step_no_row(
-    reads: bool, device: str
+    reads: bool, again: bool, device: str
 ) -> None:
     embedding = speedtorch.Embedding(10, 3, device=device)
     adam = optim.Adam(embedding.parameters(), lr=0.1)
@@ -626,6 +627,8 @@ def test_zeros_of_a_zero_grad_are_read_after_a_lookup_and_step_no_row(
         gradient = embedding.weight.grad
         assert gradient is not None and gradient.shape == (10, 3)
         assert not gradient.to_dense().any()
+    if again:
+        adam.zero_grad(set_to_none=False)
     adam.step()
     assert (embedding.numpy() == before).all()
     assert embedding.weight.grad is not None  # as in torch, until it is set
