@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -549,13 +550,13 @@ class TrainedRows:
 
     def weight_gradient(self) -> Tensor | None:
         """The gradient of the weight: that of the step's rows, and zero for all others."""
-        if stepping.now is not None:
-            self._check_entered(*stepping.now)
+        if (now := stepping.now) is not None:
+            self._check_entered(*now)
         with self.turn:
             gradient, view = self.own_gradient(), self.parameter_view
-            now = self.exchange.now
-            if now.before is not None and now.before.gradient is not None:
-                gradient, now = now.before.gradient, now.before
+            step = self.exchange.now
+            if step.before is not None and step.before.gradient is not None:
+                gradient, step = step.before.gradient, step.before
             if gradient is None and (gradient := view.make_zeros()) is None:
                 self.exchange.note_zero_grad()
                 return None
@@ -581,7 +582,7 @@ class TrainedRows:
                         " speedtorch.GradScaler"
                     )
                 content = RowContent(
-                    self.exchange.ids_of(now), values, local_only=local_only, zeroed=self._zeroed
+                    self.exchange.ids_of(step), values, local_only=local_only, zeroed=self._zeroed
                 )
                 shown = SparseRows.of(self.table.whole_rows, content)
             view.note_shown(shown, gradient, values)
@@ -870,17 +871,30 @@ class Entered(Protocol):
 
 
 class Stepping(threading.local):
-    """The optimizer whose step() runs in this thread; an exception may have left it."""
+    """The optimizer whose step() runs in this thread; an exception may have left it.
 
-    now: tuple[torch.optim.Optimizer, Entered] | None = None
+    It keeps neither the optimizer nor its weights.
+    """
+
+    _now: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
     def begin(self, optimizer: torch.optim.Optimizer, entered: Entered) -> None:
         """Called before a step()."""
-        self.now = optimizer, entered
+        self._now = weakref.ref(optimizer), weakref.ref(entered)
 
     def end(self) -> None:
         """Called after it."""
-        self.now = None
+        self._now = None
+
+    @property
+    def now(self) -> tuple[torch.optim.Optimizer, Entered] | None:
+        """It, and what is known of its weights."""
+        if self._now is None:
+            return None
+        optimizer, entered = (each() for each in self._now)
+        if optimizer is None or entered is None:
+            return None
+        return optimizer, entered
 
 
 stepping = Stepping()

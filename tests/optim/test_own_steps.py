@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -269,3 +271,15 @@ def test_a_weight_is_read_by_hooks_of_other_optimizers() -> None:
         plain.grad = torch.ones(2)
         optimizer.step()
     assert [each.shape for each in read] == [(4, 2)] * 2
+
+
+def test_a_step_that_raises_keeps_neither_optimizer_nor_rows() -> None:
+    embedding = speedtorch.Embedding(4, 2)
+    adam = optim.Adam(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="attach"):
+        adam.step()
+    gone = weakref.ref(adam), weakref.ref(embedding.trained_rows)
+    del adam, embedding
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
