@@ -481,13 +481,12 @@ struct PlacedList {
   std::string name;
   Tensor ids;
   std::optional<Tensor> places;  // none: the first rows, in order
-  std::optional<Tensor> count;  // number of valid entries; none: all entries are valid
-  int64_t side_rows;            // places must be below
+  std::optional<Tensor> count;   // number of valid entries; none: all entries are valid
+  int64_t side_rows;             // places must be below
 
   PlanView view() const {
-    return {.unique = data_of(ids),
-            .order = places ? data_of(*places) : nullptr,
-            .count = ids.numel()};
+    return {
+        .unique = data_of(ids), .order = places ? data_of(*places) : nullptr, .count = ids.numel()};
   }
 };
 
@@ -659,9 +658,7 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   swap_staged(
       host, leaving, evicted, arriving, loaded,
       [&](const Tensor& side) { return rows_at(side, leaves, stream); },
-      [&](const Tensor& side, const Tensor& staged) {
-        put_rows_at(side, arrives, staged, stream);
-      },
+      [&](const Tensor& side, const Tensor& staged) { put_rows_at(side, arrives, staged, stream); },
       all);
 }
 
@@ -733,7 +730,8 @@ const Ops kOps{
     // The same of one table of which a cache on the device has some rows: hot is [rows, 2], int32,
     // the slot of each row, or -1, and how often it was loaded.
     {"exchange_cached(Tensor(a! -> *)[] host, Tensor(b! -> *)[] cache, Tensor(c!) hot, Tensor[] "
-     "leaving, Tensor evict, Tensor? evict_places, Tensor(d! -> *)[] arriving, Tensor load, Tensor? "
+     "leaving, Tensor evict, Tensor? evict_places, Tensor(d! -> *)[] arriving, Tensor load, "
+     "Tensor? "
      "load_places, Tensor? evict_count=None, Tensor? load_count=None) -> ()",
      TORCH_BOX(&exchange_cached)},
 };
