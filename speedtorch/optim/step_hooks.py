@@ -71,8 +71,12 @@ class _Known:
     def look(self, optimizer: Optimizer) -> bool:
         """Finds the weights again if its lists have become others; whether there are any."""
         if not self._is_as_before(optimizer):
-            self.places = places_of_weights(optimizer)
-            self.weights[:] = [held[place] for held, place in self.places]
+            found = [(at, at[0][at[1]]) for at in places_of_weights(optimizer)]
+            # A step in another thread may have the places of some.
+            every = zip(self.places, self.weights, strict=True)
+            found += [(at, weight) for at, weight in every if _is_lent(at, weight)]
+            self.places = [at for at, _ in found]
+            self.weights[:] = [weight for _, weight in found]
             lists = (group["params"] for group in optimizer.param_groups)
             self._lists = [(each, len(each)) for each in lists]
         return bool(self.places)
@@ -84,14 +88,21 @@ class _Known:
         for group, (held, count) in zip(groups, lists, strict=True):
             if group["params"] is not held or len(held) != count:
                 return False
-        for (held, place), weight in zip(self.places, self.weights, strict=True):
-            if held[place] is not weight or weight._rows._weight() is not weight:
+        for at, weight in zip(self.places, self.weights, strict=True):
+            is_there = at[0][at[1]] is weight or _is_lent(at, weight)
+            if not is_there or weight._rows._weight() is not weight:
                 return False
         return True
 
     def forget(self) -> None:
         """Lets the next step look at each parameter."""
         self._lists = []
+
+
+def _is_lent(at: tuple[list[Any], int], weight: RowWeight) -> bool:
+    """Whether the step's rows have the place of a weight, as within an optimizer's step."""
+    held, place = at
+    return place < len(held) and held[place] is weight._rows.parameter
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()

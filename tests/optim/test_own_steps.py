@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -283,3 +285,37 @@ def test_a_step_that_raises_keeps_neither_optimizer_nor_rows() -> None:
     del adam, embedding
     gc.collect()
     assert [each() for each in gone] == [None, None]
+
+
+def test_a_step_waits_for_that_of_another_thread_and_finds_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other thread has the places of the weights when this one looks for them."""
+    embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False)
+    sgd = optim.SGD(embedding.parameters(), lr=0.25)
+    embedding(torch.tensor([0])).sum().backward()
+    sgd.step()  # the first one tries the optimizer out
+    sgd.zero_grad()
+    within, goes_on = threading.Event(), threading.Event()
+    module, calls = importlib.import_module("torch.optim.sgd"), list[int]()
+    plain_sgd = module.sgd
+
+    def slow_sgd(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            within.set()
+            assert goes_on.wait(30)
+        plain_sgd(*args, **kwargs)
+
+    monkeypatch.setattr(module, "sgd", slow_sgd)
+    embedding(torch.tensor([1])).sum().backward()
+    thread = threading.Thread(target=sgd.step)
+    thread.start()
+    assert within.wait(30)
+    threading.Timer(0.3, goes_on.set).start()
+    sgd.step()
+    thread.join()
+    assert embedding.numpy()[:, 0].tolist() == [0.75, 0.5, 1, 1]  # both have stepped
+    embedding(torch.tensor([3])).sum().backward()
+    sgd.step()
+    assert embedding.numpy()[:, 0].tolist() == [0.75, 0.5, 1, 0.75]
