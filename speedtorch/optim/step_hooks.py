@@ -68,6 +68,10 @@ class _Known:
         self.places: list[tuple[list[Any], int]] = []
         self._lists: list[tuple[list[Any], int]] = []
 
+    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
+        """Copies and pickles of an optimizer start without it."""
+        return _Known, ()
+
     def look(self, optimizer: Optimizer) -> bool:
         """Finds the weights again if its lists have become others; whether there are any."""
         if not self._is_as_before(optimizer):
@@ -105,12 +109,16 @@ def _is_lent(at: tuple[list[Any], int], weight: RowWeight) -> bool:
     return place < len(held) and held[place] is weight._rows.parameter
 
 
-_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+_KNOWN = "_speedtorch"
+"""The attribute of an optimizer with what is known of it. A dictionary beside the optimizer would
+never release it: a step that an exception left refers to the optimizer."""
 
 
 def _known_of(optimizer: Optimizer) -> _Known:
-    if (known := _known.get(optimizer)) is None:
-        known = _known[optimizer] = _Known()
+    attributes = vars(optimizer)
+    known: _Known | None = attributes.get(_KNOWN)
+    if known is None:
+        known = attributes[_KNOWN] = _Known()
     return known
 
 
@@ -131,7 +139,7 @@ class OptimizerStep:
         self.done = False  # one assignment for all tables of the call
         self.paused = False
         self.is_idle = False
-        self._optimizer, self._is_traced = optimizer, is_traced
+        self.optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame
         self._weights, self._places = [*known.weights], known.places
         self._rows: list[TrainedRows] = [weight._rows for weight in self._weights]
@@ -146,7 +154,7 @@ class OptimizerStep:
 
         With `looks_up` a closure of the user, with lookups of the step, is still to come.
         """
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         were_checked = not looks_up and self._agree()
         # All at once: a thread that has the turn of some rows may wait for the end of this call.
         with as_plain(), Turns(*[rows.turn for rows in self._rows]):
@@ -173,10 +181,10 @@ class OptimizerStep:
     def _check(self, *, looks_up: bool) -> None:
         """Raises what keeps the optimizer from stepping the rows, within their turns."""
         for rows in self._rows:
-            _check(self._optimizer, rows, self._stateless)
+            _check(self.optimizer, rows, self._stateless)
             if not looks_up:
                 rows.exchange.check_lookups()
-        _check_capture(self._optimizer, self._rows)
+        _check_capture(self.optimizer, self._rows)
 
     def _agree(self) -> bool:
         """Lets ranks agree that all of them step, before one changes a row; whether any share rows.
@@ -270,7 +278,7 @@ class OptimizerStep:
 
     def _restore(self) -> None:
         """Gives the optimizer the weights again; can be repeated."""
-        known = self._optimizer.state
+        known = self.optimizer.state
         for rows, weight, (held, place) in self._each():
             if isinstance(state := rows.state, AttachedState):
                 state.end_step()
@@ -285,7 +293,7 @@ class _Steps(threading.local):
     """The steps that optimizers are in, or were left in by an exception, in this thread."""
 
     def __init__(self) -> None:
-        self.calls: list[OptimizerStep] = []
+        self.calls: weakref.WeakSet[OptimizerStep] = weakref.WeakSet()
         self.tried: list[Callable[..., Any]] | None = None
         """The step functions that a copy which is tried out has called."""
 
@@ -293,10 +301,18 @@ class _Steps(threading.local):
 _steps = _Steps()
 
 
+def _forget(call: OptimizerStep) -> None:
+    """The call has ended, and its optimizer's next one need not wait for it."""
+    _steps.calls.discard(call)
+    if (known := _known_of(call.optimizer)).running is call:
+        known.running = None
+
+
 @not_compiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for left in [*_steps.calls]:
-        left.leave()
+    for call in [*_steps.calls]:
+        if call.leave():
+            _forget(call)
     known = _known_of(optimizer)
     has_weights = known.look(optimizer)
     stepping.begin(optimizer, known)
@@ -344,7 +360,7 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             # A compiler breaks its graph here; it has no exceptions to restore anything after.
             call, args, kwargs = begin_outside(optimizer, args, kwargs, is_traced=True)
             result = function(optimizer, *args, **kwargs)
-            end_outside(optimizer, call)
+            end_outside(call)
             return result
         call, args, kwargs = begin(optimizer, args, kwargs)
         if call is None:
@@ -354,7 +370,7 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             call.finish()
             return result
         finally:
-            end(optimizer, call)
+            end(call)
 
     def begin(
         optimizer: Optimizer,
@@ -375,12 +391,12 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             assert frame.f_back is not None  # functions of torch's compiler stand in between
             frame = frame.f_back
         call = known.running = OptimizerStep(optimizer, known, frame, is_traced=is_traced)
-        _steps.calls.append(call)
+        _steps.calls.add(call)
         closures = [each for each in (*args[:1], kwargs.get("closure")) if callable(each)]
         try:
             call.enter(looks_up=bool(closures))
         except BaseException:
-            end(optimizer, call)
+            end(call)
             raise
         if args and callable(args[0]):
             args = (call.by_user(args[0]), *args[1:])
@@ -388,17 +404,14 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs = {**kwargs, "closure": call.by_user(closures[0])}
         return call, args, kwargs
 
-    def end(optimizer: Optimizer, call: OptimizerStep) -> None:
+    def end(call: OptimizerStep) -> None:
         call.stop()
-        if call in _steps.calls:
-            _steps.calls.remove(call)
-        if (known := _known_of(optimizer)).running is call:
-            known.running = None
+        _forget(call)
 
-    def finish(optimizer: Optimizer, call: OptimizerStep | None) -> None:
+    def finish(call: OptimizerStep | None) -> None:
         if call is not None:
             call.finish()
-            end(optimizer, call)
+            end(call)
 
     reason = "the number of the step's rows changes from step to step"
     begin_outside, end_outside = never_compiled(begin, reason), never_compiled(finish, reason)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from interrupts import Lines, source_files
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -319,3 +320,23 @@ def test_a_step_waits_for_that_of_another_thread_and_finds_its_weights(
     embedding(torch.tensor([3])).sum().backward()
     sgd.step()
     assert embedding.numpy()[:, 0].tolist() == [0.75, 0.5, 1, 0.75]
+
+
+def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows() -> None:
+    made: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+    for line in range(1, 500):
+        embedding = speedtorch.Embedding(4, 2)
+        sgd = optim.SGD(embedding.parameters())
+        for _ in range(2):  # the first step tries the optimizer out
+            sgd.step()
+            embedding(torch.tensor([1])).sum().backward()
+        with Lines(source_files("optim/step_hooks.py"), line, KeyboardInterrupt) as lines:
+            sgd.step()
+        if lines.raised is None:
+            break
+        made.append((weakref.ref(sgd), weakref.ref(embedding.trained_rows)))
+    assert 50 < line < 499
+    del sgd, embedding, lines
+    gc.collect()
+    kept = [line for line, gone in enumerate(made, 1) if any(each() for each in gone)]
+    assert not kept
