@@ -45,6 +45,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "map_memory": (c_void_p, c_size_t, c_int, POINTER(c_ulonglong)),
     "unmap_memory": (c_void_p, c_size_t, c_ulonglong),
     "pointer_kind": (c_void_p, _INT, _ADDRESS),
+    "copy_to_host": (c_void_p, c_void_p, c_size_t, c_void_p),
     "event_create": (_ADDRESS,),
     "event_record": (c_void_p, c_void_p),
     "event_query": (c_void_p,),

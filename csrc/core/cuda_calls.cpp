@@ -124,6 +124,10 @@ CudaCalls real_calls() {
       .map_memory = map_memory,
       .unmap_memory = unmap_memory,
       .pointer_kind = pointer_kind,
+      .copy_to_host = [](void* to, const void* from, size_t bytes, void* stream) -> int {
+        return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost,
+                               static_cast<cudaStream_t>(stream));
+      },
       .event_create = [](void** event) -> int {
         return cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event),
                                         cudaEventDisableTiming);

@@ -55,6 +55,8 @@ struct CudaCalls {
   int (*unmap_memory)(void* base, size_t bytes, unsigned long long memory) = no_device;
   // `on_gpu`: where kernels on the current device find the memory; null if they do not reach it.
   int (*pointer_kind)(const void* address, int* kind, void** on_gpu) = no_device;
+  // Queues the copy; `to` is pinned, or the call may wait for it.
+  int (*copy_to_host)(void* to, const void* from, size_t bytes, void* stream) = no_device;
   int (*event_create)(void** event) = no_device;
   int (*event_record)(void* event, void* stream) = no_device;
   int (*event_query)(void* event) = no_device;

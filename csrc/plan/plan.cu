@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <bit>
 #include <iterator>
 #include <utility>
 
@@ -20,6 +19,8 @@
 #include <cub/device/device_scan.cuh>
 
 #include "plan/ids.cuh"
+#include "plan/plan_entries.cuh"
+#include "plan/plan_together.h"
 
 namespace speedtorch {
 namespace {
@@ -28,14 +29,6 @@ namespace {
 constexpr int kFewThreads = 512;
 constexpr int kFewPerThread = 4;
 constexpr int64_t kFewIds = kFewThreads * kFewPerThread;
-
-// What the kernels find before the status can be written; zeros: nothing.
-struct Found {
-  int64_t bad_count;
-  int64_t bad_from_end;     // ids from the first bad one to the end of the batch
-  int64_t repeat_from_end;  // the same of the first repeated one
-  int64_t blocks_done;
-};
 
 template <typename Key>
 struct Scratch {
@@ -48,13 +41,6 @@ struct Scratch {
   void* cub;
   int64_t cub_bytes;
 };
-
-int end_bit(const PlanOf& of) {
-  return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(of.last_key()))));
-}
-
-// Whether half the bytes hold every key.
-bool has_short_keys(const PlanOf& of) { return of.last_key() <= int64_t{UINT32_MAX}; }
 
 // Marks of sorted entries, as the scan reads them: 1 where an id differs from the one before it.
 template <typename Key>
@@ -119,20 +105,6 @@ Scratch<Key> carve(void* memory, int64_t bytes, int64_t n) {
 // ------------------------------------------------------------------------------------------------
 // kernels
 
-// By one thread, of a batch whose ids have all been looked at.
-__device__ void write_status(const void* ids, bool wide, const PlanOf& of,
-                             const volatile Found& found, int64_t distinct, const PlanView& out) {
-  const int64_t n = out.count, bad = n - found.bad_from_end, repeat = n - found.repeat_from_end;
-  *out.status = {found.bad_count,
-                 bad,
-                 bad < n ? id_at(ids, wide, bad) : 0,
-                 distinct,
-                 of.rows,
-                 n,
-                 repeat,
-                 repeat < n ? id_at(ids, wide, repeat) : 0};
-}
-
 // A thread owns ids i, i + threads, ...: finds those out of range and prepares the sort.
 template <typename Key>
 __global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, PlanOf of, Key* keys,
@@ -147,40 +119,6 @@ __global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, PlanOf of
     keys[i] = static_cast<Key>(of.key_of(id));
     positions[i] = static_cast<int32_t>(i);
   }
-}
-
-// Writes what sorted entry i says of the plan. `rank` is the number of distinct ids up to it, the
-// padding's included, and `all` that of the batch. Returns whether the id stands in an entry
-// before.
-__device__ bool write_entry(int64_t i, int64_t key, int64_t position, int64_t rank, bool head,
-                            int64_t all, const PlanOf& of, const PlanView& out) {
-  const int64_t n = out.count;
-  const bool is_padding = of.padding >= 0 && key == of.rows;
-  out.order[i] = position;
-  out.inverse[position] = of.place_of(rank - 1, is_padding);
-  if (head) {
-    out.unique[rank - 1] = is_padding ? of.padding : key;
-    out.offsets[rank - 1] = i;
-  }
-  if (i >= all) {
-    out.unique[i] = -1;
-    out.offsets[i] = n;
-  }
-  return !head && !is_padding;
-}
-
-// By one thread, which has the last sorted entry: what no entry has written. Returns the number of
-// distinct ids without the padding.
-__device__ int64_t write_ends(int64_t last_key, int64_t all, const PlanOf& of,
-                              const PlanView& out) {
-  const int64_t n = out.count;
-  const bool names_padding = n > 0 && of.padding >= 0 && last_key == of.rows;
-  out.offsets[n] = n;
-  if (of.padding >= 0) {
-    if (all < n || names_padding) out.unique[n] = -1;
-    if (!names_padding) out.unique[all] = of.padding;
-  }
-  return all - names_padding;
 }
 
 // A thread owns sorted entries: writes its share of the plan. The last block writes the status.
@@ -200,12 +138,7 @@ __global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const K
       from_end = max(from_end, static_cast<unsigned long long>(n - position));
     }
   }
-  // Once for each warp, and rarely: one atomic for each repeated id took longer than the sort.
-  for (int apart = 16; apart > 0; apart /= 2) {
-    from_end = max(from_end, __shfl_xor_sync(~0u, from_end, apart));
-  }
-  auto* known = reinterpret_cast<unsigned long long*>(&found->repeat_from_end);
-  if (threadIdx.x % 32 == 0 && from_end > *known) atomicMax(known, from_end);
+  note_repeat(found, from_end);
   __threadfence();  // before this block counts as done
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -298,6 +231,7 @@ int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
 
 int64_t plan_scratch_bytes(int64_t n, const PlanOf& of) {
   if (n <= kFewIds) return 0;
+  if (can_plan_together(n)) return together_scratch_bytes(n, of);
   return has_short_keys(of) ? scratch_bytes_of<uint32_t>(n, of) : scratch_bytes_of<uint64_t>(n, of);
 }
 
@@ -331,6 +265,9 @@ int launch_plan(const void* ids, bool wide, const PlanOf& of, void* memory, int6
   if (out.count <= kFewIds) {
     plan_few_kernel<<<1, kFewThreads, 0, on>>>(ids, wide, of, end_bit(of), out);
     return cudaGetLastError();
+  }
+  if (can_plan_together(out.count)) {
+    return launch_plan_together(ids, wide, of, memory, out, stream);
   }
   return has_short_keys(of) ? plan_many<uint32_t>(ids, wide, of, memory, scratch_bytes, out, on)
                             : plan_many<uint64_t>(ids, wide, of, memory, scratch_bytes, out, on);

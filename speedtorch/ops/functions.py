@@ -339,6 +339,13 @@ exchange_cached: Callable[..., None] = _ops.exchange_cached
 """
 
 
+numbers_to_host: Callable[..., None] = _ops.numbers_to_host
+"""Queues a copy of a GPU's numbers to pinned memory of the same shape: `(numbers, host)`.
+
+The caller waits for the current stream before the memory is read or freed.
+"""
+
+
 round_rows: Callable[..., None] = _ops.round_rows
 """Rounds float32 rows to numbers that 16 bits store: `(rows, ids, key, exponent_bits, at_random)`.
 
@@ -704,7 +711,7 @@ _OF_THE_PROCESS = (
 _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
-    *("exchange_cached", "hold_rows", "clear_rows", "round_rows"),
+    *("exchange_cached", "hold_rows", "clear_rows", "round_rows", "numbers_to_host"),
 )
 
 

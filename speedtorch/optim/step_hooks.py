@@ -314,10 +314,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if call.leave():
             _forget(call)
     known = _known_of(optimizer)
-    has_weights = known.look(optimizer)
     stepping.begin(optimizer, known)
-    kind = type(optimizer)
-    if has_weights and kind not in own_steps and not is_wrapper(optimizer):
+    if type(optimizer) in own_steps or is_wrapper(optimizer):
+        return
+    if known.look(optimizer):
         find_own_step(optimizer, known.weights[0]._rows)
 
 

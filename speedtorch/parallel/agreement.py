@@ -13,7 +13,7 @@ from torch import Tensor
 from speedtorch.parallel.calls import Call
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.plan.fixed_size_batch import raises_at_once
-from speedtorch.plan.planned_batch import HostCopy
+from speedtorch.plan.host_copy import HostCopy
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.fixed_blocks import of_ranks
 from speedtorch.step.fixed_exchange import FixedExchange

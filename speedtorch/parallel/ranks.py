@@ -16,7 +16,7 @@ from torch import Tensor
 from speedtorch.memory.side_stream import SideStream
 from speedtorch.parallel.board import Board
 from speedtorch.parallel.calls import Call, Kind, differing
-from speedtorch.plan.planned_batch import HostCopy
+from speedtorch.plan.host_copy import HostCopy
 from speedtorch.torch_internals import group_like, timeout_of
 
 __all__ = ["Asked", "Ranks", "Told"]

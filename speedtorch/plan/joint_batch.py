@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops, plan_batch, table_ids
-from speedtorch.plan.planned_batch import BatchIds, HostCopy, PlannedBatch
+from speedtorch.plan.host_copy import HostCopy
+from speedtorch.plan.planned_batch import BatchIds, PlannedBatch
 from speedtorch.torch_internals import current_stream
 
 __all__ = ["JointBatch"]

@@ -7,9 +7,7 @@ which rows it has in common with that one.
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import is_
 from typing import Protocol, TypeVar
@@ -18,12 +16,12 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops, not_ids, plan_batch, sum_rows
+from speedtorch.plan.host_copy import HostCopy
 from speedtorch.torch_internals import version_of
 
 __all__ = [
     "ID_DTYPES",
     "BatchIds",
-    "HostCopy",
     "LoadedBatch",
     "PlannedBatch",
     "SeenIds",
@@ -36,54 +34,7 @@ _Made = TypeVar("_Made")
 # Places among the counts, of which those of the plan's status come first.
 _DISTINCT, _STATUS_FIELDS, _ARRIVING, _LEAVING = 3, 8, 10, 11
 
-_SOON = 1e-3  # seconds
 _KEY_IDS = 256  # at most, by which ids are told apart
-
-# Pinned memory and events of numbers that were read, by device and length: making new ones takes
-# longer than the copy.
-_unused: defaultdict[tuple[torch.device, int], list[tuple[Tensor, torch.cuda.Event]]]
-_unused = defaultdict(list)
-
-
-class HostCopy:
-    """Numbers `[n]` of a device, on their way to the CPU."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._memory = numbers
-        self._read: list[int] | None = None
-        if numbers.is_cpu:
-            return
-        try:
-            self._memory, self._event = _unused[numbers.device, numbers.shape[0]].pop()
-        except IndexError:
-            with torch.inference_mode(False):  # or it could be used there only
-                self._memory = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._memory.copy_(numbers, non_blocking=True)
-        self._device = numbers.device
-        self._event.record(torch.cuda.current_stream(self._device))
-
-    def have_come(self, seconds: float) -> bool:
-        """Waits for them, but no longer than this; whether they are there."""
-        event, begin = self._event, time.monotonic()
-        while event is not None and not event.query():  # type: ignore[no-untyped-call]
-            if (waited := time.monotonic() - begin) > seconds:
-                return False
-            if waited > _SOON:
-                time.sleep(_SOON)
-        return True
-
-    def read(self) -> list[int]:
-        """Waits for them."""
-        if self._read is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._read = self._memory.tolist()
-            if self._event is not None:  # only what has been read is for others
-                _unused[self._device, len(self._read)].append((self._memory, self._event))
-        return self._read
-
 
 ID_DTYPES = frozenset({torch.int64, torch.int32})
 
@@ -126,7 +77,7 @@ class SeenIds:
         else:
             self.values = ids.clone()
         if unread and not ids.is_inference():  # such a tensor does not count its versions
-            self._unread, self._state = ids, _states_of([ids])
+            self._unread, self._state = ids, _state_of(ids)
 
     @classmethod
     def of_copy(cls, copied: Tensor, shape: torch.Size) -> SeenIds:
@@ -154,7 +105,7 @@ class SeenIds:
     def are(self, ids: Tensor) -> bool:
         """Whether these are the ids, for certain."""
         if self._unread is not None:
-            return ids is self._unread and _states_of([ids]) == self._state
+            return ids is self._unread and _state_of(ids) == self._state
         same_kind = self._is_copy and ids.is_cpu and ids.dtype == self.values.dtype
         return same_kind and torch.equal(ids, self.values)
 
@@ -187,21 +138,21 @@ class SeenTensors:
         if any(not (unread or ids.is_cuda) or ids.is_inference() for ids in tensors):
             self._each = [SeenIds(ids, device, unread=unread or ids.is_cuda) for ids in tensors]
             return
-        self._tensors, self._states = [*tensors], _states_of(tensors)
+        self._tensors, self._states = [*tensors], [*map(_state_of, tensors)]
         self._memory = [ids.untyped_storage() for ids in tensors]
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these, as many, are the tensors, for certain."""
         if self._each:
             return all(seen.are(ids) for seen, ids in zip(self._each, tensors, strict=True))
-        return all(map(is_, self._tensors, tensors)) and _states_of(tensors) == self._states
+        if not all(map(is_, self._tensors, tensors)):
+            return False
+        return [*map(_state_of, tensors)] == self._states
 
 
-def _states_of(tensors: Sequence[Tensor]) -> list[tuple[Hashable, ...]]:
-    """What shows that tensors have changed, without reading them."""
-    return [
-        (version_of(ids), ids.data_ptr(), ids.shape, ids.stride(), ids.dtype) for ids in tensors
-    ]
+def _state_of(ids: Tensor) -> tuple[Hashable, ...]:
+    """What shows that a tensor has changed, without reading it."""
+    return version_of(ids), ids.data_ptr(), ids.shape, ids.stride(), ids.dtype
 
 
 class BatchIds:
@@ -313,7 +264,8 @@ class BatchIds:
         """
         entries = self.plan[1]
         if len(self._seen) > 1:
-            entries = entries[self._begins[part] : self._begins[part + 1]]
+            begin = self._begins[part]
+            entries = entries.narrow(0, begin, self._begins[part + 1] - begin)
         local, shape = entries if places is None else places[entries], self._seen[part].shape
         return local if local.shape == shape else local.view(shape)
 

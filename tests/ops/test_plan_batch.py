@@ -80,8 +80,51 @@ def test_a_plan_of_a_million_ids_has_them_all(device: str) -> None:
     assert torch.equal(sorted_ids[offsets[:distinct]], trained)
 
 
+def ids_of_order(name: str, count: int, rows: int) -> Tensor:
+    random = torch.Generator().manual_seed(count)
+    if name == "few distinct":
+        return rows - 1 - torch.randint(min(rows, 5), (count,), generator=random)
+    if name == "most are distinct":
+        return torch.randint(rows, (count,), generator=random)
+    ascending = torch.arange(count) * rows // count
+    return ascending if name == "ascending" else ascending.flip(0)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("name", ["few distinct", "most are distinct", "ascending", "descending"])
+@pytest.mark.parametrize("rows", [1, 2, 255, 257, 1 << 16, 10_000_000, (1 << 32) + 5])
+@pytest.mark.parametrize(
+    "count", [2047, 2048, 2049, 4096, 4097, 34_816, 131_071, 131_072, 131_073, 133_121]
+)
+def test_a_gpu_plans_as_the_cpu_does(count: int, rows: int, name: str) -> None:
+    """One block, blocks that wait for each other, and a sort of many launches."""
+    index = ids_of_order(name, count, rows)
+    for padding, capacity in ((-1, -1), (int(index[count // 2]), -1), (rows - 1, count // 3)):
+        expected = plan_batch(index, rows, padding, capacity)
+        made = plan_batch(index.to("cuda"), rows, padding, capacity)
+        for part, other in zip(made[:5], expected[:5], strict=True):
+            assert torch.equal(part.cpu(), other), (padding, capacity)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("count", [2049, 34_816, 131_073])
+def test_a_graph_plans_the_ids_of_its_replay(count: int) -> None:
+    random = torch.Generator().manual_seed(count)
+    batches = torch.randint(count, (4, count), generator=random)
+    index = batches[0].cuda()
+    graph = torch.cuda.CUDAGraph()
+    plan_batch(index, count, 3, -1)
+    with torch.cuda.graph(graph):
+        made = plan_batch(index, count, 3, -1)
+    for batch in batches:
+        index.copy_(batch)
+        graph.replay()
+        for part, other in zip(made[:5], plan_batch(batch, count, 3, -1)[:5], strict=True):
+            assert torch.equal(part.cpu(), other)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("count", [5, 5000])
+@pytest.mark.parametrize("count", [5, 5000, 140_000])
 def test_bad_ids_are_counted_and_the_first_is_named(count: int, device: str) -> None:
     index = torch.arange(count) % ROWS
     index[3], index[4] = ROWS + 2, -5

@@ -11,8 +11,9 @@ from conftest import NEEDS_GPU
 from recorded_streams import DEVICE, RecordedStreams
 from torch import Tensor
 
-from speedtorch.plan import planned_batch
-from speedtorch.plan.planned_batch import BatchIds, HostCopy, PlannedBatch
+from speedtorch.plan import host_copy
+from speedtorch.plan.host_copy import HostCopy
+from speedtorch.plan.planned_batch import BatchIds, PlannedBatch
 
 ROWS = 40
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -130,12 +131,37 @@ def test_the_host_reads_numbers_behind_their_copy(
     streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned = torch.zeros(3, dtype=torch.int64), torch.cuda.Event()
-    monkeypatch.setattr(planned_batch, "_unused", defaultdict(list, {(DEVICE, 3): [pinned]}))
+    monkeypatch.setattr(host_copy, "_unused", defaultdict(list, {(DEVICE, 3): [pinned]}))
+    monkeypatch.setattr(host_copy, "numbers_to_host", lambda numbers, host: host.copy_(numbers))
     streams.work("plan")
     copy = HostCopy(torch.tensor([4, 5, 6]).as_subclass(NumbersOfAGpu))
     streams.work("later")
     assert not copy.have_come(0) and not streams.host
     assert copy.read() == [4, 5, 6] and streams.host == {"plan"}
+
+
+def test_memory_of_unread_numbers_is_used_again_behind_their_copy(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ((torch.zeros(2, dtype=torch.int64), torch.cuda.Event()) for _ in range(2))
+    monkeypatch.setattr(host_copy, "_unused", defaultdict(list, {(DEVICE, 2): [second, first]}))
+    monkeypatch.setattr(host_copy, "_unread", defaultdict(list))
+    monkeypatch.setattr(host_copy, "numbers_to_host", lambda numbers, host: host.copy_(numbers))
+
+    def copied(*numbers: int) -> HostCopy:
+        return HostCopy(torch.tensor(numbers).as_subclass(NumbersOfAGpu))
+
+    streams.work("plan")
+    made = copied(1, 2)
+    assert made._slot is first
+    del made
+    following = copied(3, 4)
+    assert following._slot is second
+    monkeypatch.setattr(host_copy, "_unused", defaultdict(list))
+    assert host_copy._unread[DEVICE, 2] == [first]
+    assert following.read() == [3, 4]  # which waits for the GPU
+    host_copy._unused.clear()
+    assert copied(5, 6)._slot is first
 
 
 def test_a_plan_beside_the_current_stream_is_used_behind_it(streams: RecordedStreams) -> None:

@@ -1,0 +1,85 @@
+// What kernels that plan ids write once the ids are sorted, entry by entry; plan.cu and
+// plan_together.cu sort them. No torch here.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+
+#include "plan/ids.cuh"
+
+namespace speedtorch {
+
+// What the kernels find before the status can be written; zeros: nothing.
+struct Found {
+  int64_t bad_count;
+  int64_t bad_from_end;     // ids from the first bad one to the end of the batch
+  int64_t repeat_from_end;  // the same of the first repeated one
+  int64_t blocks_done;
+};
+
+inline int end_bit(const PlanOf& of) {
+  return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(of.last_key()))));
+}
+
+// Whether half the bytes hold every key.
+inline bool has_short_keys(const PlanOf& of) { return of.last_key() <= int64_t{UINT32_MAX}; }
+
+// By one thread, of a batch whose ids have all been looked at.
+__device__ inline void write_status(const void* ids, bool wide, const PlanOf& of,
+                             const volatile Found& found, int64_t distinct, const PlanView& out) {
+  const int64_t n = out.count, bad = n - found.bad_from_end, repeat = n - found.repeat_from_end;
+  *out.status = {found.bad_count,
+                 bad,
+                 bad < n ? id_at(ids, wide, bad) : 0,
+                 distinct,
+                 of.rows,
+                 n,
+                 repeat,
+                 repeat < n ? id_at(ids, wide, repeat) : 0};
+}
+
+// Writes what sorted entry i says of the plan. `rank` is the number of distinct ids up to it, the
+// padding's included, and `all` that of the batch. Returns whether the id stands in an entry
+// before.
+__device__ inline bool write_entry(int64_t i, int64_t key, int64_t position, int64_t rank, bool head,
+                            int64_t all, const PlanOf& of, const PlanView& out) {
+  const int64_t n = out.count;
+  const bool is_padding = of.padding >= 0 && key == of.rows;
+  out.order[i] = position;
+  out.inverse[position] = of.place_of(rank - 1, is_padding);
+  if (head) {
+    out.unique[rank - 1] = is_padding ? of.padding : key;
+    out.offsets[rank - 1] = i;
+  }
+  if (i >= all) {
+    out.unique[i] = -1;
+    out.offsets[i] = n;
+  }
+  return !head && !is_padding;
+}
+
+// By one thread, which has the last sorted entry: what no entry has written. Returns the number of
+// distinct ids without the padding.
+__device__ inline int64_t write_ends(int64_t last_key, int64_t all, const PlanOf& of,
+                              const PlanView& out) {
+  const int64_t n = out.count;
+  const bool names_padding = n > 0 && of.padding >= 0 && last_key == of.rows;
+  out.offsets[n] = n;
+  if (of.padding >= 0) {
+    if (all < n || names_padding) out.unique[n] = -1;
+    if (!names_padding) out.unique[all] = of.padding;
+  }
+  return all - names_padding;
+}
+
+// All lanes of a warp call this. Once for each warp, and rarely: one atomic for each repeated id took
+// longer than the sort.
+__device__ inline void note_repeat(Found* found, unsigned long long from_end) {
+  for (int apart = 16; apart > 0; apart /= 2) {
+    from_end = max(from_end, __shfl_xor_sync(~0u, from_end, apart));
+  }
+  auto* known = reinterpret_cast<unsigned long long*>(&found->repeat_from_end);
+  if (threadIdx.x % 32 == 0 && from_end > *known) atomicMax(known, from_end);
+}
+
+}  // namespace speedtorch
