@@ -192,7 +192,7 @@ class AttachedState:
         """Sets the state that complete() loads after load_state_dict has returned."""
         self.loading = loading
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, weight: RowWeight) -> None:
         """Called before a step; RuntimeError if with the settings of now it keeps other state."""
         self.complete()
         self.loading = None  # of a load_state_dict that raised
@@ -205,7 +205,7 @@ class AttachedState:
                 " to go on as before",
                 stacklevel=4,
             )
-        group, names = group_of(optimizer, self.table_rows.weight), optimizer.defaults
+        group, names = group_of(optimizer, weight), optimizer.defaults
         if not all(map(operator.is_, map(group.get, names), map(self._settings.get, names))):
             self._follow(optimizer)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
@@ -240,26 +240,28 @@ class AttachedState:
             self.probe, self.sparse = probe, probe.sparse
         self._settings = settings
 
-    def begin_step(self) -> None:
+    def begin_step(self, rows: TrainedRows, weight: RowWeight) -> None:
         """Called when the optimizer's own step function is about to run."""
-        rows, optimizer = self.table_rows, self.optimizer()
+        optimizer = self.optimizer()
         if optimizer is None or not (self._has_stepped or rows.parameter.grad is not None):
             return
         if self.names:
-            entries = optimizer.state.get(rows.weight) or {}
+            entries = optimizer.state.get(weight)
+            entries = {} if entries is None else entries
             lent = self._missing(entries) | dict(zip(self.names, self._held, strict=True))
             self._aside = {name: entries.get(name) for name in self.names}
-            optimizer.state.setdefault(rows.weight, {}).update(lent)
+            optimizer.state.setdefault(weight, {}).update(lent)
             self._is_lent = True
         self._has_stepped = True
 
-    def end_step(self) -> None:
+    def end_step(self, rows: TrainedRows, weight: RowWeight) -> None:
         """Called when it has ended: the optimizer has the state of all rows again."""
-        rows, optimizer = self.table_rows, self.optimizer()
-        if optimizer is None:
+        if not self.names or (optimizer := self.optimizer()) is None:
             return
-        entries = optimizer.state.get(rows.parameter, optimizer.state.get(rows.weight))
-        if entries is not None and any(name in entries for name in self.names):
+        entries = optimizer.state.get(rows.parameter)
+        if entries is None:
+            entries = optimizer.state.get(weight)
+        if entries is not None and not entries.keys().isdisjoint(self.names):
             self._take_step(entries)
             entries.update({name: self._of_all(rows, name) for name in self.names})
             self._keep(entries)

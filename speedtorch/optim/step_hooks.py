@@ -171,7 +171,7 @@ class OptimizerStep:
             known = optimizer.state
             for rows, weight, (held, place) in self._each():
                 if isinstance(state := rows.state, AttachedState):
-                    state.begin_step()
+                    state.begin_step(rows, weight)
                 if weight in known:  # in the same place, also after the step
                     known[rows.parameter] = known[weight]
                     if self._is_traced:  # torch's compiler reads all of the state
@@ -180,8 +180,8 @@ class OptimizerStep:
 
     def _check(self, *, looks_up: bool) -> None:
         """Raises what keeps the optimizer from stepping the rows, within their turns."""
-        for rows in self._rows:
-            _check(self.optimizer, rows, self._stateless)
+        for rows, weight in zip(self._rows, self._weights, strict=True):
+            _check(self.optimizer, rows, weight, self._stateless)
             if not looks_up:
                 rows.exchange.check_lookups()
         _check_capture(self.optimizer, self._rows)
@@ -281,7 +281,7 @@ class OptimizerStep:
         known = self.optimizer.state
         for rows, weight, (held, place) in self._each():
             if isinstance(state := rows.state, AttachedState):
-                state.end_step()
+                state.end_step(rows, weight)
             if place < len(held) and held[place] is rows.parameter:
                 held[place] = weight
             if (entries := known.get(rows.parameter)) is not None:
@@ -463,19 +463,21 @@ def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], obj
     return undo
 
 
-def _check(optimizer: Optimizer, rows: TrainedRows, known: dict[int, dict[str, Any]]) -> None:
+def _check(
+    optimizer: Optimizer, rows: TrainedRows, parameter: RowWeight, known: dict[int, dict[str, Any]]
+) -> None:
     """Raises unless the optimizer may step the rows: nothing has been stepped then.
 
     `known` are the settings with which it is known to keep nothing, by its weights' id().
     """
-    state, parameter = state_of(rows), rows.weight
+    state = state_of(rows)
     if state is not None:
         if state.optimizer() is not optimizer:
             raise ValueError(
                 f"{rows.name} is attached to another optimizer than this"
                 f" {type(optimizer).__name__}: detach that first"
             )
-        state.before_step(optimizer)
+        state.before_step(optimizer, parameter)
         return
     before, group = known.get(id(parameter)), group_of(optimizer, parameter)
     if before is not None:  # as a rule none has changed
