@@ -80,6 +80,35 @@ Tensor new_tensor(const char* op, const std::vector<int64_t>& shape, ScalarType 
       [&] { return empty_like_device(shape, dtype, on); }, on.is_cuda() ? kOutOfMemory : "");
 }
 
+std::vector<Tensor> new_lists(const char* op, const std::vector<int64_t>& lengths, const Tensor& on,
+                              bool shares_memory) {
+  std::vector<Tensor> lists;
+  if (!shares_memory) {
+    for (const int64_t size : lengths) {
+      lists.push_back(new_tensor(op, {size}, ScalarType::Long, on));
+    }
+    return lists;
+  }
+  const auto aligned = [](int64_t length) { return (length + 31) / 32 * 32; };  // to 256 bytes
+  int64_t end = 0;
+  for (const int64_t length : lengths) end += aligned(length);
+  const Tensor all = new_tensor(op, {end}, ScalarType::Long, on);
+  ask_torch(
+      op, [] { return "making views of a tensor"; },
+      [&] {
+        constexpr int64_t kStride = 1;
+        int64_t begin = 0;
+        for (const int64_t length : lengths) {
+          AtenTensorHandle made = nullptr;
+          STABLE_TORCH_ERROR_CODE_CHECK(
+              aoti_torch__reinterpret_tensor(all.get(), 1, &length, &kStride, begin, &made));
+          lists.emplace_back(made);
+          begin += aligned(length);
+        }
+      });
+  return lists;
+}
+
 Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like) {
   return ask_torch(
       op, [&] { return "allocating a pinned tensor of " + size_text(shape, like.scalar_type()); },

@@ -14,6 +14,10 @@ namespace speedtorch {
 // graph is captured.
 Tensor new_tensor(const char* op, const std::vector<int64_t>& shape, ScalarType dtype,
                   const Tensor& on);
+// int64 tensors of these lengths. If they share memory, one allocation has all of them: a view
+// costs the host less than a small tensor of a GPU. Results of an op in a graph must not.
+std::vector<Tensor> new_lists(const char* op, const std::vector<int64_t>& lengths, const Tensor& on,
+                              bool shares_memory);
 // Pinned CPU tensor of that shape with the dtype of `like`.
 Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like);
 

@@ -2,6 +2,7 @@
 // rows. Where the batch does not fit, the op records that on the device, so that nothing waits.
 // Checks and the CPU loops; GPU kernels: .cu.
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -77,11 +78,9 @@ Tensors diff(const char* op, const SortedIds& named, const SortedIds& held, int6
     held_count = checked_count(op, "held_status", held);
   }
   const int64_t named_size = fitting != nullptr ? fitting->capacity : named.size;
-  Tensors made;
-  for (size_t list = 0; list < kLists; ++list) {
-    const int64_t size = list < kNamedLists ? named_size : held.size;
-    made.push_back(new_tensor(op, {size}, ScalarType::Long, on));
-  }
+  std::vector<int64_t> sizes(kLists, held.size);
+  std::fill_n(sizes.begin(), kNamedLists, named_size);
+  const Tensors made = new_lists(op, sizes, on, fitting == nullptr);
   const IdDiff out{.load_ids = data_of(made[0]),
                    .load_places = data_of(made[1]),
                    .keep_places = data_of(made[2]),

@@ -66,10 +66,7 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
     }
   }
   all.check_memory();
-  Tensors made;
-  for (const int64_t size : {held.numel() + more.numel(), count, more.numel()}) {
-    made.push_back(new_tensor(kOp, {size}, ScalarType::Long, held));
-  }
+  Tensors made = new_lists(kOp, {held.numel() + more.numel(), count, more.numel()}, held, true);
   for (size_t k = 0; k < rows.size(); ++k) {
     std::vector<int64_t> shape = shape_of(rows[k]);
     shape[0] = count + more.numel();

@@ -102,13 +102,10 @@ void throw_not_made_by_plan_rows(const char* op, const char* list) {
 }
 
 Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, void* stream,
-                  int64_t status_fields) {
+                  int64_t status_fields, bool shares_memory) {
   const int64_t n = ids.count;
-  const int64_t lengths[kParts] = {n + (of.padding >= 0), n, n, n + 1, status_fields};
-  Tensors plan;
-  for (const int64_t length : lengths) {
-    plan.push_back(new_tensor(op, {length}, ScalarType::Long, ids.keep));
-  }
+  Tensors plan =
+      new_lists(op, {n + (of.padding >= 0), n, n, n + 1, status_fields}, ids.keep, shares_memory);
   const PlanView view = view_of(plan, n);
   if (ids.on_cpu) {
     fill_plan_on_cpu(ids, of, view);
@@ -129,10 +126,10 @@ void check_plannable(const char* op, const Tensor& index, int64_t rows) {
 }
 
 Tensors plan_index(const char* op, const Tensor& index, const PlanOf& of, void* stream,
-                   int64_t status_fields) {
+                   int64_t status_fields, bool shares_memory) {
   const Ids ids = as_ids(index);
   if (ids.on_cpu) check_ids_on_cpu(op, "index", ids, of.rows);
-  return make_plan(op, ids, of, stream, status_fields);
+  return make_plan(op, ids, of, stream, status_fields, shares_memory);
 }
 
 void check_status(const char* op, const char* name, const Tensor& status) {
@@ -229,7 +226,8 @@ Tensors plan_rows(const Tensor& index, int64_t rows) {
   all.check_memory();
   std::optional<CurrentStream> stream;
   if (!index.is_cpu()) stream.emplace(kOp, index);
-  return plan_index(kOp, index, {rows}, stream ? stream->get() : nullptr);
+  return plan_index(kOp, index, {rows}, stream ? stream->get() : nullptr, kPlanStatusFields,
+                    /*shares_memory=*/false);
 }
 
 const Ops kOps{{"plan_rows(Tensor index, int rows) -> Tensor[]", TORCH_BOX(&plan_rows)}};

@@ -24,12 +24,12 @@ using Plan = std::optional<Tensors>;
 
 // A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
 Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, void* stream,
-                  int64_t status_fields = kPlanStatusFields);
+                  int64_t status_fields = kPlanStatusFields, bool shares_memory = true);
 // What plan_rows refuses of `index` and `rows` before it reads an id.
 void check_plannable(const char* op, const Tensor& index, int64_t rows);
 // A plan of an `index` so checked, as plan_rows makes it: bad ids on the CPU are refused.
 Tensors plan_index(const char* op, const Tensor& index, const PlanOf& of, void* stream,
-                   int64_t status_fields = kPlanStatusFields);
+                   int64_t status_fields = kPlanStatusFields, bool shares_memory = true);
 // Refuses a status of neither length.
 void check_status(const char* op, const char* name, const Tensor& status);
 // Checks a plan that the user passed: number, shapes, dtypes, devices. Reads no byte of it.

@@ -26,7 +26,8 @@ inline bool has_short_keys(const PlanOf& of) { return of.last_key() <= int64_t{U
 
 // By one thread, of a batch whose ids have all been looked at.
 __device__ inline void write_status(const void* ids, bool wide, const PlanOf& of,
-                             const volatile Found& found, int64_t distinct, const PlanView& out) {
+                                    const volatile Found& found, int64_t distinct,
+                                    const PlanView& out) {
   const int64_t n = out.count, bad = n - found.bad_from_end, repeat = n - found.repeat_from_end;
   *out.status = {found.bad_count,
                  bad,
@@ -41,8 +42,8 @@ __device__ inline void write_status(const void* ids, bool wide, const PlanOf& of
 // Writes what sorted entry i says of the plan. `rank` is the number of distinct ids up to it, the
 // padding's included, and `all` that of the batch. Returns whether the id stands in an entry
 // before.
-__device__ inline bool write_entry(int64_t i, int64_t key, int64_t position, int64_t rank, bool head,
-                            int64_t all, const PlanOf& of, const PlanView& out) {
+__device__ inline bool write_entry(int64_t i, int64_t key, int64_t position, int64_t rank,
+                                   bool head, int64_t all, const PlanOf& of, const PlanView& out) {
   const int64_t n = out.count;
   const bool is_padding = of.padding >= 0 && key == of.rows;
   out.order[i] = position;
@@ -61,7 +62,7 @@ __device__ inline bool write_entry(int64_t i, int64_t key, int64_t position, int
 // By one thread, which has the last sorted entry: what no entry has written. Returns the number of
 // distinct ids without the padding.
 __device__ inline int64_t write_ends(int64_t last_key, int64_t all, const PlanOf& of,
-                              const PlanView& out) {
+                                     const PlanView& out) {
   const int64_t n = out.count;
   const bool names_padding = n > 0 && of.padding >= 0 && last_key == of.rows;
   out.offsets[n] = n;
@@ -72,8 +73,8 @@ __device__ inline int64_t write_ends(int64_t last_key, int64_t all, const PlanOf
   return all - names_padding;
 }
 
-// All lanes of a warp call this. Once for each warp, and rarely: one atomic for each repeated id took
-// longer than the sort.
+// All lanes of a warp call this. Once for each warp, and rarely: one atomic for each repeated id
+// took longer than the sort.
 __device__ inline void note_repeat(Found* found, unsigned long long from_end) {
   for (int apart = 16; apart > 0; apart /= 2) {
     from_end = max(from_end, __shfl_xor_sync(~0u, from_end, apart));

@@ -187,8 +187,8 @@ int blocks_at_once(int device) {
   const bool known =
       succeeded(cudaDeviceGetAttribute(&supported, cudaDevAttrCooperativeLaunch, device)) &&
       succeeded(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) &&
-      succeeded(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-          &each, plan_together_kernel<uint64_t>, kThreads, 0));
+      succeeded(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, plan_together_kernel<uint64_t>,
+                                                              kThreads, 0));
   return known && supported ? processors * each : 0;
 }
 
