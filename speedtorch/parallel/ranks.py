@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.parallel.board import Board
-from speedtorch.parallel.calls import Call, Kind, differing
+from speedtorch.parallel.board import WORDS, Board
+from speedtorch.parallel.calls import END, Call, differing
 from speedtorch.plan.planned_batch import HostCopy
 from speedtorch.torch_internals import group_like, timeout_of
 
-__all__ = ["Asked", "Ranks", "Told"]
+__all__ = ["LOOKUPS", "Asked", "Ranks", "Told"]
 
+LOOKUPS = WORDS - 1
+"""The most lookups that ranks compare at once; END follows the last one."""
 
 _Value = TypeVar("_Value")
 
@@ -37,13 +39,14 @@ class Asked(NamedTuple):
 
 
 class Told(NamedTuple):
-    """How many rows ranks will ask each other for, on its way to the CPU."""
+    """How many rows ranks will ask each other for at lookups, on its way to the CPU."""
 
-    name: str
-    call: Call
+    names: Sequence[str]
+    """What errors call the table of each lookup."""
+    calls: Sequence[Call]
     counts: HostCopy
-    """Those of this rank, where ranks meet beside the device; else the codes of the calls of this
-    rank and of the others, with the counts, plus one."""
+    """The numbers of this rank; behind them, unless ranks meet beside the device, the words of the
+    others."""
 
 
 class Ranks:
@@ -108,66 +111,92 @@ class Ranks:
         """Says that all ranks raise an error."""
         self.faults += 1
 
-    def tell(self, name: str, table: int, counts: Tensor) -> Told:
+    def tell(self, names: Sequence[str], calls: Sequence[Call], counts: Tensor) -> Told:
         """Tells each rank how many of its rows this rank will ask for, without waiting.
 
-        Args:
-            name: of the rows, for errors.
-            table: number of the table: the same on all ranks.
-            counts: `[size]` int64, on the device of the rows; -1 each where ids are bad.
-        """
-        call = Call(Kind.COUNTS, table)
-        if self._board is not None:
-            self.meet(name, call, counts.device)
-            return Told(name, call, HostCopy(counts))
-        told = counts + (call.code + 1)
-        others = self._exchanged(name, told, group=self._asking)
-        made = Told(name, call, HostCopy(torch.cat([told, others])))
-        if counts.is_cpu:  # they have come
-            self._counts(made)
-        return made
+        Ranks that meet beside the device tell it in ask(), where the CPU has read the counts.
 
-    def _counts(self, told: Told) -> list[int]:
+        Args:
+            names: of the rows of each lookup, for errors.
+            calls: one of Kind.COUNTS for each lookup, LOOKUPS at most.
+            counts: `[lookups, size]` int64, on the device of the rows; -1 each where ids are bad.
+        """
+        if self._board is not None:
+            return Told(names, calls, HostCopy(counts.reshape(-1)))
+        own = self._words(calls, counts.device).clone()
+        own[:, : len(calls)] += counts.t() + 1
+        others = self._exchanged(names[0], own, group=self._asking)[:, : len(calls) + 1]
+        told = Told(names, calls, HostCopy(torch.cat([counts.reshape(-1), others.reshape(-1)])))
+        if counts.is_cpu:  # they have come
+            self._counts(told)
+        return told
+
+    def _counts(self, told: Told) -> tuple[list[list[int]], list[list[int]]]:
         """For how many rows this rank asks each rank and each asks this; -1 where ids are bad.
 
-        Raises DisagreementError on all ranks unless all ask for rows of this table now.
+        One list for each lookup. Raises DisagreementError on all ranks unless all are at the same
+        lookups now.
         """
+        name, length = told.names[0], len(told.calls) * self.size
         if self._board is not None:
             own = told.counts.read()
-            given = [count + 1 for count in own]  # not negative
-            taken = self._met(told.name, self._board, told.call, given)[1]
-            return [*own, *(each - 1 for each in taken)]
-        codes = self.read(told.name, told.counts)
-        if (numbers := told.call.told(codes)) is None:
-            self._refuse_if_differing(told.name, [Call.of(code)[0] for code in codes[self.size :]])
-            raise AssertionError("ranks that differ were not told")
-        return [number - 1 for number in numbers]
+            given = [own[rank :: self.size] for rank in range(self.size)]
+            numbers = self._met(name, self._board, told.calls, given)
+        else:
+            read = self.read(name, told.counts)
+            own, words = read[:length], _divided(read[length:], len(told.calls) + 1)
+            numbers = self._compared(name, told.calls, words)
+        return _divided(own, self.size), [[each - 1 for each in some] for some in numbers]
 
-    def ask(self, told: Told, ids: Tensor) -> Asked:
-        """Asks each rank for rows: `ids` there, those of each rank after another.
+    def ask(self, told: Told, ids: Sequence[Tensor]) -> list[Asked | IndexError]:
+        """Asks each rank for rows: for each lookup `ids` there, those of each rank after another.
 
-        Raises:
-            IndexError: ids of a rank are bad; nothing was asked for.
-            RuntimeError: another rank asks for rows of another module, or none in time, or is gone.
+        An IndexError stands for a lookup whose ids are bad on some rank: nothing was asked for.
+
+        Raises RuntimeError if another rank asks for rows of other modules, or none in time, or is
+        gone.
         """
-        counts = self._counts(told)
-        got, given = counts[: self.size], counts[self.size :]
-        if bad := [rank for rank, count in enumerate(given) if count < 0]:
-            raise IndexError(
-                f"{told.name}: an id on ranks {bad} is out of range, or no integer; no row was"
-                " moved"
-            )
-        ids = ids[: sum(got)]
-        return Asked(self._exchanged(told.name, ids, given, got, group=self._asking), given, got)
+        found: list[Asked | IndexError] = []
+        for name, got, given in zip(told.names, *self._counts(told), strict=True):
+            if bad := [rank for rank, count in enumerate(given) if count < 0]:
+                found.append(
+                    IndexError(
+                        f"{name}: an id on ranks {bad} is out of range, or no integer; no row was"
+                        " moved"
+                    )
+                )
+            else:
+                found.append(Asked(ids[len(found)][: sum(got)], given, got))
+        good = [each for each in found if isinstance(each, Asked)]
+        asked = iter(self._asked(told.names[0], good))
+        return [next(asked) if isinstance(each, Asked) else each for each in found]
 
-    def meet(self, name: str, call: Call, device: torch.device) -> None:
-        """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
+    def _asked(self, name: str, lookups: Sequence[Asked]) -> list[Asked]:
+        """The ids that other ranks ask this one for, in the place of those that it asks for."""
+        if len(lookups) < 2:
+            return [
+                each._replace(ids=self._exchanged(name, *each, group=self._asking))
+                for each in lookups
+            ]
+        sent = _transposed(torch.cat([each.ids for each in lookups]), [n.got for n in lookups])
+        given = list(zip(*(each.given for each in lookups), strict=True))
+        got = zip(*(each.got for each in lookups), strict=True)
+        counts = list(map(sum, given)), list(map(sum, got))
+        every = _transposed(self._exchanged(name, sent, *counts, group=self._asking), given)
+        apart = torch.unsafe_split_with_sizes(every, [sum(each.given) for each in lookups])
+        return [each._replace(ids=ids) for each, ids in zip(lookups, apart, strict=True)]
+
+    def meet(self, name: str, calls: Sequence[Call], device: torch.device) -> None:
+        """Waits until all ranks are at the same calls, LOOKUPS at most.
+
+        Raises DisagreementError on all ranks if some are not.
+        """
         if self._board is not None:
-            self._met(name, self._board, call, [0] * self.size)
+            self._met(name, self._board, calls)
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
-            codes = HostCopy(self.calls(name, call, device))
-        self.refuse_if_differing(name, codes)
+            codes = HostCopy(self.calls(name, calls, device).reshape(-1))
+        self.refuse_if_differing(name, calls, codes)
 
     def tell_each(self, name: str, call: Call) -> list[int]:
         """What each rank tells in the place of its call's lookup; raises as meet().
@@ -175,33 +204,65 @@ class Ranks:
         Of ranks that meet beside the device.
         """
         assert self._board is not None
-        told = [call.lookup] * self.size
-        return self._met(name, self._board, call._replace(lookup=0), told)[1]
+        call, told = call._replace(lookup=0), call.lookup - 1
+        return self._met(name, self._board, [call], [[told]] * self.size)[0]
 
     def _met(
-        self, name: str, board: Board, call: Call, given: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """As Board.exchange, of ranks that are all at this call; raises as meet()."""
+        self,
+        name: str,
+        board: Board,
+        calls: Sequence[Call],
+        counts: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[int]]:
+        """As _compared(), of what each rank gives each: counts, plus one, or none."""
         self._refuse_if_lost(name)
-        if (found := board.exchange(call.code, given, self.patience)) is None:
+        codes, end = [call.code for call in calls], END.code
+        words = [[*codes, end]] * self.size
+        if counts is not None:
+            words = [[*(c + n + 1 for c, n in zip(codes, to, strict=True)), end] for to in counts]
+        if (found := board.exchange(words, self.patience)) is None:
             raise self._lose(name, "they have ended, stay away, or have lost others")
-        if found[0].count(call.code) != self.size:
-            self._refuse_if_differing(name, [Call.of(code)[0] for code in found[0]])
-        return found
+        return self._compared(name, calls, found)
 
-    def calls(self, name: str, call: Call, device: torch.device) -> Tensor:
-        """The codes of the calls that ranks are at, `[size]`, on the device; nothing waits."""
-        own = torch.full((self.size,), call.code, device=device)
-        return self._exchanged(name, own, group=self._asking)
+    def _compared(
+        self, name: str, calls: Sequence[Call], words: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """What each rank has added to the codes of its calls: a list for each call.
 
-    def refuse_if_differing(self, name: str, codes: HostCopy) -> None:
-        """Raises DisagreementError, on all ranks, unless the calls of calls() are the same."""
-        self._refuse_if_differing(name, [Call.of(code)[0] for code in self.read(name, codes)])
+        Args:
+            name: of the rows, for errors.
+            calls: of this rank.
+            words: of each rank, one more than there are calls.
 
-    def _refuse_if_differing(self, name: str, calls: list[Call]) -> None:
-        if (error := differing(name, calls, self.tables)) is not None:
-            self.count_fault()
-            raise error
+        Raises DisagreementError, on all ranks, unless all of them are at these calls.
+        """
+        numbers = []
+        for call, codes in zip((*calls, END), zip(*words, strict=True), strict=True):
+            if (added := call.told(codes)) is None:
+                self.count_fault()
+                raise differing(name, [Call.of(code) for code in codes], self.tables)
+            numbers.append(added)
+        return numbers[:-1]
+
+    def _words(self, calls: Sequence[Call], device: torch.device) -> Tensor:
+        """The codes of calls, and END, for each rank: `[size, WORDS]`, a view of one row."""
+        codes = [*(call.code for call in calls), END.code]
+        words = torch.tensor(codes + [0] * (WORDS - len(codes)))
+        if device.type == "cuda":  # for which the host would wait
+            words = words.pin_memory().to(device, non_blocking=True)
+        return words.expand(self.size, WORDS)
+
+    def calls(self, name: str, calls: Sequence[Call], device: torch.device) -> Tensor:
+        """The codes of as many calls of each rank, and the word behind them, on the device.
+
+        `[size, calls + 1]`. Nothing waits.
+        """
+        words = self._words(calls, device)
+        return self._exchanged(name, words, group=self._asking)[:, : len(calls) + 1]
+
+    def refuse_if_differing(self, name: str, calls: Sequence[Call], codes: HostCopy) -> None:
+        """Raises DisagreementError, on all ranks, unless the codes of calls() are of these."""
+        self._compared(name, calls, _divided(self.read(name, codes), len(calls) + 1))
 
     def read(self, name: str, numbers: HostCopy) -> list[int]:
         """Numbers that need the other ranks; RuntimeError if these do not come in time."""
@@ -296,6 +357,18 @@ class Ranks:
                 " docs/several_gpus.md says how one rank skips a batch. What happened first:"
                 f" {self._lost}"
             )
+
+
+def _divided(numbers: list[int], size: int) -> list[list[int]]:
+    """Numbers in parts of one size."""
+    return [numbers[begin : begin + size] for begin in range(0, len(numbers), size)]
+
+
+def _transposed(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+    """Parts of `counts[i][j]` rows, those of each i one after another: those of each j, instead."""
+    parts = torch.unsafe_split_with_sizes(rows, [count for each in counts for count in each])
+    size = len(counts[0])
+    return torch.cat([part for j in range(size) for part in parts[j::size]])
 
 
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()

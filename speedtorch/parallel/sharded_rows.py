@@ -8,8 +8,8 @@ lookup.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from speedtorch.ops.functions import rows_at
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.ranks import Asked, Ranks
-from speedtorch.parallel.requests import AnyRequest, Requests
+from speedtorch.parallel.requests import Requests
+from speedtorch.parallel.together import AnyRequest, OfTable, together
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 from speedtorch.torch_internals import (
@@ -155,6 +156,17 @@ class ShardedRows:
         every = self._ranks.tell_each(self._rows.name, call)
         return max(each >> 1 for each in every) / 1e6, all(each & 1 for each in every)
 
+    @staticmethod
+    def together(
+        lookups: Sequence[tuple[ShardedRows, Sequence[Tensor], bool]],
+    ) -> AbstractContextManager[None]:
+        """Ranks compare and ask for lookups of several tables at once, within the context.
+
+        Each has a table's rows, the ids of its lookups, and whether they are for a step. The caller
+        makes, announces or plans just these lookups within the context.
+        """
+        return together([OfTable(rows.exchange, parts, trains) for rows, parts, trains in lookups])
+
     def fail(self, *, trains: bool, announced: int = 0) -> None:
         """Raises on the other ranks, which do or announce the lookups that this rank cannot."""
         bad = torch.full((1,), self._dealt.rows)
@@ -190,8 +202,8 @@ class ShardedRows:
 
     def meet_for_all(self) -> None:
         """Raises DisagreementError on all ranks unless all are about to call full()."""
-        call = Call(Kind.FULL, self._number)
-        self._ranks.meet(self._rows.name, call, self._rows.exchange.device)
+        calls = [Call(Kind.FULL, self._number)]
+        self._ranks.meet(self._rows.name, calls, self._rows.exchange.device)
 
     def empty_for_all(self, name: str) -> Tensor:
         """Host memory for all rows of a field."""
