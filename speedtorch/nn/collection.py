@@ -24,7 +24,7 @@ from speedtorch.nn.jagged import (
 )
 from speedtorch.nn.row_module import Device, RowModule, loadable, opened
 from speedtorch.nn.row_module import Source as Saved
-from speedtorch.nn.shared_lookups import announcing, failing, together, trained
+from speedtorch.nn.shared_lookups import failing, together, trained
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.nn.table_ranges import TableIds
@@ -180,15 +180,15 @@ class TableCollection(nn.Module):
             As for Embedding.announce, with the table and the feature; nothing is announced to any
             table then.
         """
+        groups = trained(self._groups())
         try:
             named = self.ids_by_module(features)
         except Exception:
-            groups = trained(self._groups())
             with failing(groups, len(features)):
                 for group in groups[:1]:
                     group.fail(announced=len(features))
             raise
-        with announcing(named):
+        with together({group: named[group] for group in groups}):
             announcements = [group.announcement(*ids) for group, ids in named.items()]
         for announce in announcements:
             announce()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from speedtorch.nn.collection import TableCollection
 from speedtorch.nn.prefetch_pace import AT_ONCE, Pace, pace_of
 from speedtorch.nn.row_module import RowModule
-from speedtorch.nn.shared_lookups import announcing, together
+from speedtorch.nn.shared_lookups import together, trained
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.step.disagreement import DisagreementError
@@ -149,8 +149,8 @@ class _Plans:
 
 def _announce(parts: _Parts) -> None:
     """Announces the ids of a batch that was not planned, where several lookups name them."""
-    several = {module: ids for module, ids in parts.items() if len(ids) > 1}
-    with torch.enable_grad(), torch.inference_mode(False), announcing(several):
+    several = {module: parts[module] for module in trained(parts) if len(parts[module]) > 1}
+    with torch.enable_grad(), torch.inference_mode(False), together(several):
         for module, ids in several.items():
             module.announce(*ids)
 

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedtorch.nn.row_module import RowModule
 
-__all__ = ["announcing", "failing", "together", "trained"]
-
-
-class _Shared(Protocol):
-    """Lookups of rows that ranks share; ShardedRows documents the method."""
-
-    def together(
-        self, lookups: Sequence[tuple[_Shared, Sequence[Tensor], bool]]
-    ) -> AbstractContextManager[None]: ...
+__all__ = ["failing", "together", "trained"]
 
 
 def together(
@@ -29,26 +21,21 @@ def together(
 
     `trains` says whether all of them are for a step; None: as lookups are now.
     """
-    shared = []
+    shared: list[tuple[Any, Sequence[Tensor], bool]] = []
     for module, ids in parts.items():
         if module.lookups is not module.trained_rows:
-            is_grad = torch.is_grad_enabled() and module.trained_rows.parameter.requires_grad
-            lookups = cast(_Shared, module.lookups)
-            shared.append((lookups, ids, is_grad if trains is None else trains))
+            is_now = torch.is_grad_enabled() and module.trained_rows.parameter.requires_grad
+            shared.append((module.lookups.exchange, ids, is_now if trains is None else trains))
+    # Requests documents the method.
     return shared[0][0].together(shared) if len(shared) > 1 else nullcontext()
 
 
-def announcing(parts: Mapping[RowModule, Sequence[Tensor]]) -> AbstractContextManager[None]:
-    """As together(), of lookups that are announced to the modules that train their rows."""
-    return together({each: parts[each] for each in trained(parts)})
+def failing(modules: Iterable[RowModule], count: int = 1) -> AbstractContextManager[None]:
+    """As together(), of so many lookups of each module that have no ids on this rank."""
+    bad = {module: [torch.tensor([module.num_embeddings])] * count for module in modules}
+    return together(bad)
 
 
 def trained(modules: Iterable[RowModule]) -> list[RowModule]:
     """The modules that train their rows: announcing to others does nothing."""
     return [each for each in modules if each.trained_rows.parameter.requires_grad]
-
-
-def failing(modules: Sequence[RowModule], count: int = 1) -> AbstractContextManager[None]:
-    """As together(), of so many lookups of each module that have no ids on this rank."""
-    bad = {module: [torch.tensor([module.num_embeddings])] * count for module in modules}
-    return together(bad)

@@ -36,8 +36,8 @@ class Agreement:
         self._last: list[HostCopy] = []
         """What has yet to be looked at."""
         self._known: Tensor | None = None
-        self._calls: list[tuple[Call, HostCopy]] = []
-        """Of the ranks since the last lookup, not compared yet, with this rank's."""
+        self._calls: list[HostCopy] = []
+        """Of the ranks since the last lookup, not compared yet."""
 
     @property
     def compares_at_once(self) -> bool:
@@ -52,14 +52,13 @@ class Agreement:
             return None
         (call,) = calls
         codes = self._ranks.calls(name, calls, device)
-        self._calls.append((call, HostCopy(codes.reshape(-1))))
+        self._calls.append(HostCopy(codes.reshape(-1)))
         return (codes[:, 0] != call.code).any().long().view(1)
 
     def check(self) -> None:
         """As FaultAllReduce.check."""
         while self._calls:
-            call, codes = self._calls[0]
-            self._ranks.refuse_if_differing(self._exchange.name, [call], codes)
+            self._ranks.refuse_if_differing(self._exchange.name, self._calls[0], 1)
             del self._calls[0]
 
     def settle_calls(self) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from speedtorch.step.disagreement import DisagreementError
 
-__all__ = ["END", "Call", "Kind", "differing"]
+__all__ = ["END", "Call", "Kind", "are_counts", "differing"]
 
 _NUMBERED = 1 << 40  # more than any count of rows or lookups
 
@@ -55,14 +55,8 @@ class Call(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The call as an int64; 2 ** 40 - 1 may be added to a call that passes a number."""
+        """As a number that fits int64; up to 2 ** 40 - 1 may be added for COUNTS and PACE."""
         return (self.table * len(Kind) + self.kind) * _NUMBERED + self.lookup
-
-    def told(self, codes: Sequence[int]) -> list[int] | None:
-        """The numbers that were added to the code of each rank; None if a rank's call differs."""
-        own, end = self.code, _NUMBERED if self.kind in _WITH_NUMBER else 1
-        numbers = [code - own for code in codes]
-        return numbers if min(numbers) >= 0 and max(numbers) < end else None
 
     @classmethod
     def of(cls, code: int) -> Call:
@@ -91,8 +85,13 @@ class Call(NamedTuple):
 
 _WITH_NUMBER = (Kind.COUNTS, Kind.PACE)
 
-END = Call(Kind.END, 0)
-"""The call after the last call that ranks compare at once."""
+END = Call(Kind.END, 0).code
+"""The code behind those of the calls that ranks compare at once."""
+
+
+def are_counts(numbers: Sequence[int]) -> bool:
+    """Whether these may have been added to a code, less one."""
+    return min(numbers) >= -1 and max(numbers) < _NUMBERED - 1
 
 
 def differing(name: str, calls: Sequence[Call], tables: Sequence[str]) -> DisagreementError:

@@ -34,36 +34,35 @@ class CountedRound:
             request.join(self)
 
     def tell(self) -> None:
-        """Tells each rank how many rows this rank will ask for, once; nothing waits for the device.
+        """Tells each rank how many rows this rank will ask for; nothing waits for the device.
 
         Raises DisagreementError on all ranks if some of them are at other lookups.
         """
-        if self._told is not None or self.is_asked:
-            return
-        if self._ranks.meets_beside_the_device:
-            first, calls = self._requests[0], [request.call for request in self._requests]
-            self._ranks.meet(first.name, calls, first.ids.counts.device)
-        self._told = self._begun()
+        if self._told is None and not self.is_asked:
+            if self._ranks.meets_beside_the_device:
+                first, calls = self._requests[0], [request.call for request in self._requests]
+                self._ranks.meet(first.name, calls, first.ids.counts.device)
+            self._told = self._begun(self._requests)
 
-    def _begun(self) -> Told:
-        names, calls, counts = zip(
-            *((each.name, each.call, each.ids.counts) for each in self._requests), strict=True
-        )
+    def _begun(self, requests: Sequence[Request]) -> Told:
+        counts = [request.ids.counts for request in requests]
         together = counts[0].view(1, -1) if len(counts) == 1 else torch.stack(counts)
-        return self._ranks.tell(names, calls, together)
+        return self._ranks.tell(requests[0].name, [request.call for request in requests], together)
 
     def ask(self) -> None:
         """Asks the other ranks, once; each request has its answer then."""
         if self.is_asked:
             return
         self.is_asked = True
-        answers: Sequence[Asked | IndexError | RuntimeError]
+        requests, self._requests = self._requests, ()  # which have this
         try:
-            told = self._told or self._begun()
-            answers = self._ranks.ask(told, [request.ids.sent for request in self._requests])
+            told = self._told or self._begun(requests)
+            answers = self._ranks.ask(told, [request.ids.sent for request in requests])
         except RuntimeError as error:
-            answers = [error] * len(self._requests)
-        for request, answer in zip(self._requests, answers, strict=True):
+            for request in requests:
+                request.take(error)
+            return
+        for request, answer in zip(requests, answers, strict=True):
             request.take(answer)
 
 
@@ -84,8 +83,8 @@ class Request:
     in_rounds_of = CountedRound
     most_at_once = LOOKUPS
     round: CountedRound
-    _answer: Asked | IndexError | RuntimeError
-    """Of the other ranks."""
+    asked: Asked
+    _error: IndexError | RuntimeError | None = None
 
     def __init__(
         self, name: str, table: int, turn: LookupTurn, ids: ShardedIds, lookup: int
@@ -97,15 +96,17 @@ class Request:
         """Is told and asked with the other requests of a round."""
         self.round = to
 
-    def take(self, answer: Asked | IndexError | RuntimeError) -> None:
-        """Takes what the other ranks ask for, or why nothing was asked."""
-        self._answer = answer
-
-    @property
-    def asked(self) -> Asked:
-        """The rows that ranks have asked each other for."""
-        assert isinstance(self._answer, Asked)
-        return self._answer
+    def take(self, answer: Asked | list[int] | RuntimeError) -> None:
+        """Takes what ranks ask for, or the ranks whose ids are bad, or why ranks cannot ask."""
+        if isinstance(answer, Asked):
+            self.asked = answer
+        elif isinstance(answer, RuntimeError):
+            self._error = answer
+        else:
+            self._error = self.ids.out_of_range(self.name, self.turn.ids) or IndexError(
+                f"{self.name}: an id on ranks {answer} is out of range, or no integer; no row was"
+                " moved"
+            )
 
     @property
     def places(self) -> Tensor:
@@ -119,10 +120,8 @@ class Request:
     def ask(self) -> None:
         """Asks the other ranks; IndexError on all of them if an id on one of them is bad."""
         self.round.ask()
-        if isinstance(error := self._answer, IndexError):
-            raise self.ids.out_of_range(self.name, self.turn.ids) or error from None
-        if isinstance(error, RuntimeError):
-            raise error
+        if self._error is not None:
+            raise self._error
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The places, and the rows with the padding's as the last, whose number is given."""

@@ -51,14 +51,15 @@ class FixedRound:
         if self.is_asked:
             return
         self.is_asked = True
-        first, sent = self._requests[0], [request.ids.sent for request in self._requests]
-        differs = first.agreement.meet([request.call for request in self._requests])
+        requests, self._requests = self._requests, ()  # which have this
+        first, sent = requests[0], [request.ids.sent for request in requests]
+        differs = first.agreement.meet([request.call for request in requests])
         if len(sent) == 1:
             told = [self._ranks.exchanged(first.name, sent[0])]
         else:
             every = self._ranks.exchanged(first.name, torch.cat(sent, 1))
             told = [each.contiguous() for each in torch.split(every, [len(n[0]) for n in sent], 1)]
-        for request, blocks in zip(self._requests, told, strict=True):
+        for request, blocks in zip(requests, told, strict=True):
             request.take(blocks, differs)
 
     tell = ask

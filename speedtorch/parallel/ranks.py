@@ -15,8 +15,9 @@ from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
 from speedtorch.parallel.board import WORDS, Board
-from speedtorch.parallel.calls import END, Call, differing
+from speedtorch.parallel.calls import END, Call, are_counts, differing
 from speedtorch.plan.planned_batch import HostCopy
+from speedtorch.step.disagreement import DisagreementError
 from speedtorch.torch_internals import group_like, timeout_of
 
 __all__ = ["LOOKUPS", "Asked", "Ranks", "Told"]
@@ -41,9 +42,9 @@ class Asked(NamedTuple):
 class Told(NamedTuple):
     """How many rows ranks will ask each other for at lookups, on its way to the CPU."""
 
-    names: Sequence[str]
-    """What errors call the table of each lookup."""
-    calls: Sequence[Call]
+    name: str
+    codes: list[int]
+    """Of the calls of the lookups."""
     counts: HostCopy
     """The numbers of this rank; behind them, unless ranks meet beside the device, the words of the
     others."""
@@ -111,25 +112,26 @@ class Ranks:
         """Says that all ranks raise an error."""
         self.faults += 1
 
-    def tell(self, names: Sequence[str], calls: Sequence[Call], counts: Tensor) -> Told:
+    def tell(self, name: str, calls: Sequence[Call], counts: Tensor) -> Told:
         """Tells each rank how many of its rows this rank will ask for, without waiting.
 
         Ranks that meet beside the device tell it in ask(), where the CPU has read the counts.
 
         Args:
-            names: of the rows of each lookup, for errors.
+            name: of the rows, for errors.
             calls: one of Kind.COUNTS for each lookup, LOOKUPS at most.
             counts: `[lookups, size]` int64, on the device of the rows; -1 each where ids are bad.
         """
+        told, codes = counts.view(-1), [call.code for call in calls]
         if self._board is not None:
-            return Told(names, calls, HostCopy(counts.reshape(-1)))
-        own = self._words(calls, counts.device).clone()
-        own[:, : len(calls)] += counts.t() + 1
-        others = self._exchanged(names[0], own, group=self._asking)[:, : len(calls) + 1]
-        told = Told(names, calls, HostCopy(torch.cat([counts.reshape(-1), others.reshape(-1)])))
+            return Told(name, codes, HostCopy(told))
+        own = self._words(codes, counts.device).clone()
+        own[:, : len(codes)] += counts.t() + 1
+        others = self._exchanged(name, own, group=self._asking)[:, : len(codes) + 1]
+        made = Told(name, codes, HostCopy(torch.cat([told, others.reshape(-1)])))
         if counts.is_cpu:  # they have come
-            self._counts(told)
-        return told
+            self._counts(made)
+        return made
 
     def _counts(self, told: Told) -> tuple[list[list[int]], list[list[int]]]:
         """For how many rows this rank asks each rank and each asks this; -1 where ids are bad.
@@ -137,47 +139,41 @@ class Ranks:
         One list for each lookup. Raises DisagreementError on all ranks unless all are at the same
         lookups now.
         """
-        name, length = told.names[0], len(told.calls) * self.size
+        name, codes, counts = told
+        size, length = self.size, len(codes) * self.size
         if self._board is not None:
-            own = told.counts.read()
-            given = [own[rank :: self.size] for rank in range(self.size)]
-            numbers = self._met(name, self._board, told.calls, given)
+            own = counts.read()
+            apart = [zip(codes, own[rank::size], strict=True) for rank in range(size)]
+            words = [[*(code + count + 1 for code, count in each), END] for each in apart]
+            found = self._met(name, self._board, words)
         else:
-            read = self.read(name, told.counts)
-            own, words = read[:length], _divided(read[length:], len(told.calls) + 1)
-            numbers = self._compared(name, told.calls, words)
-        return _divided(own, self.size), [[each - 1 for each in some] for some in numbers]
+            own = self.read(name, counts)
+            found = _divided(own[length:], len(codes) + 1)
+        given = [[words[k] - code - 1 for words in found] for k, code in enumerate(codes)]
+        if any(words[-1] != END for words in found) or not all(map(are_counts, given)):
+            raise self._differing(name, found)
+        return _divided(own[:length], size), given
 
-    def ask(self, told: Told, ids: Sequence[Tensor]) -> list[Asked | IndexError]:
+    def ask(self, told: Told, ids: Sequence[Tensor]) -> list[Asked | list[int]]:
         """Asks each rank for rows: for each lookup `ids` there, those of each rank after another.
 
-        An IndexError stands for a lookup whose ids are bad on some rank: nothing was asked for.
+        The ranks whose ids are bad stand for a lookup of which some are: nothing was asked for.
 
         Raises RuntimeError if another rank asks for rows of other modules, or none in time, or is
         gone.
         """
-        found: list[Asked | IndexError] = []
-        for name, got, given in zip(told.names, *self._counts(told), strict=True):
-            if bad := [rank for rank, count in enumerate(given) if count < 0]:
-                found.append(
-                    IndexError(
-                        f"{name}: an id on ranks {bad} is out of range, or no integer; no row was"
-                        " moved"
-                    )
-                )
-            else:
-                found.append(Asked(ids[len(found)][: sum(got)], given, got))
-        good = [each for each in found if isinstance(each, Asked)]
-        asked = iter(self._asked(told.names[0], good))
+        found: list[Asked | list[int]] = []
+        for got, given, sent in zip(*self._counts(told), ids, strict=True):
+            bad = [rank for rank, count in enumerate(given) if count < 0]
+            found.append(bad or Asked(sent[: sum(got)], given, got))
+        asked = iter(self._asked(told.name, [each for each in found if isinstance(each, Asked)]))
         return [next(asked) if isinstance(each, Asked) else each for each in found]
 
     def _asked(self, name: str, lookups: Sequence[Asked]) -> list[Asked]:
         """The ids that other ranks ask this one for, in the place of those that it asks for."""
         if len(lookups) < 2:
-            return [
-                each._replace(ids=self._exchanged(name, *each, group=self._asking))
-                for each in lookups
-            ]
+            group = self._asking
+            return [Asked(self._exchanged(name, *n, group=group), n.given, n.got) for n in lookups]
         sent = _transposed(torch.cat([each.ids for each in lookups]), [n.got for n in lookups])
         given = list(zip(*(each.given for each in lookups), strict=True))
         got = zip(*(each.got for each in lookups), strict=True)
@@ -192,11 +188,13 @@ class Ranks:
         Raises DisagreementError on all ranks if some are not.
         """
         if self._board is not None:
-            self._met(name, self._board, calls)
+            words = [[*(call.code for call in calls), END]] * self.size
+            if (found := self._met(name, self._board, words)) != words:
+                raise self._differing(name, found)
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
             codes = HostCopy(self.calls(name, calls, device).reshape(-1))
-        self.refuse_if_differing(name, calls, codes)
+        self.refuse_if_differing(name, codes, len(calls))
 
     def tell_each(self, name: str, call: Call) -> list[int]:
         """What each rank tells in the place of its call's lookup; raises as meet().
@@ -204,50 +202,22 @@ class Ranks:
         Of ranks that meet beside the device.
         """
         assert self._board is not None
-        call, told = call._replace(lookup=0), call.lookup - 1
-        return self._met(name, self._board, [call], [[told]] * self.size)[0]
+        found = self._met(name, self._board, [[call.code, END]] * self.size)
+        told = [words[0] - call.code + call.lookup for words in found]
+        if not are_counts(told):
+            raise self._differing(name, found)
+        return told
 
-    def _met(
-        self,
-        name: str,
-        board: Board,
-        calls: Sequence[Call],
-        counts: Sequence[Sequence[int]] | None = None,
-    ) -> list[list[int]]:
-        """As _compared(), of what each rank gives each: counts, plus one, or none."""
+    def _met(self, name: str, board: Board, words: list[list[int]]) -> list[list[int]]:
+        """As Board.exchange; raises RuntimeError if some rank does not come."""
         self._refuse_if_lost(name)
-        codes, end = [call.code for call in calls], END.code
-        words = [[*codes, end]] * self.size
-        if counts is not None:
-            words = [[*(c + n + 1 for c, n in zip(codes, to, strict=True)), end] for to in counts]
         if (found := board.exchange(words, self.patience)) is None:
             raise self._lose(name, "they have ended, stay away, or have lost others")
-        return self._compared(name, calls, found)
+        return found
 
-    def _compared(
-        self, name: str, calls: Sequence[Call], words: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        """What each rank has added to the codes of its calls: a list for each call.
-
-        Args:
-            name: of the rows, for errors.
-            calls: of this rank.
-            words: of each rank, one more than there are calls.
-
-        Raises DisagreementError, on all ranks, unless all of them are at these calls.
-        """
-        numbers = []
-        for call, codes in zip((*calls, END), zip(*words, strict=True), strict=True):
-            if (added := call.told(codes)) is None:
-                self.count_fault()
-                raise differing(name, [Call.of(code) for code in codes], self.tables)
-            numbers.append(added)
-        return numbers[:-1]
-
-    def _words(self, calls: Sequence[Call], device: torch.device) -> Tensor:
-        """The codes of calls, and END, for each rank: `[size, WORDS]`, a view of one row."""
-        codes = [*(call.code for call in calls), END.code]
-        words = torch.tensor(codes + [0] * (WORDS - len(codes)))
+    def _words(self, codes: list[int], device: torch.device) -> Tensor:
+        """Codes, and END, for each rank: `[size, WORDS]`, a view of one row."""
+        words = torch.tensor([*codes, END] + [0] * (LOOKUPS - len(codes)))
         if device.type == "cuda":  # for which the host would wait
             words = words.pin_memory().to(device, non_blocking=True)
         return words.expand(self.size, WORDS)
@@ -257,12 +227,22 @@ class Ranks:
 
         `[size, calls + 1]`. Nothing waits.
         """
-        words = self._words(calls, device)
+        words = self._words([call.code for call in calls], device)
         return self._exchanged(name, words, group=self._asking)[:, : len(calls) + 1]
 
-    def refuse_if_differing(self, name: str, calls: Sequence[Call], codes: HostCopy) -> None:
-        """Raises DisagreementError, on all ranks, unless the codes of calls() are of these."""
-        self._compared(name, calls, _divided(self.read(name, codes), len(calls) + 1))
+    def refuse_if_differing(self, name: str, codes: HostCopy, count: int) -> None:
+        """Raises DisagreementError, on all ranks, unless the ranks' calls() are the same."""
+        words = _divided(self.read(name, codes), count + 1)
+        if any(each != words[self.rank] for each in words):
+            raise self._differing(name, words)
+
+    def _differing(self, name: str, words: Sequence[Sequence[int]]) -> DisagreementError:
+        """The error about the first calls that are not the same on all ranks."""
+        self.count_fault()
+        calls = list(zip(*([Call.of(word) for word in each] for each in words), strict=True))
+        # Of the same lookups one rank may be told ahead, and another one be asked.
+        first = next((each for each in calls if each.count(each[0]) < self.size), calls[0])
+        return differing(name, first, self.tables)
 
     def read(self, name: str, numbers: HostCopy) -> list[int]:
         """Numbers that need the other ranks; RuntimeError if these do not come in time."""

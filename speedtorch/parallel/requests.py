@@ -9,7 +9,9 @@ which give several lookups one tensor, as an empty one, ask as those do that giv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 from weakref import WeakMethod
 
 import torch
@@ -25,7 +27,6 @@ from speedtorch.parallel.fixed_requests import FixedRequest
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
-from speedtorch.parallel.together import AnyRequest, Together, in_rounds
 from speedtorch.plan.fixed_size_batch import BAD_IDS
 from speedtorch.step.announcements import Announced
 from speedtorch.step.exchange import Exchange
@@ -33,7 +34,9 @@ from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.step import Batch
 
-__all__ = ["PlannedRequests", "Requests"]
+__all__ = ["AnyRequest", "PlannedRequests", "Requests"]
+
+AnyRequest: TypeAlias = Request | FixedRequest
 
 
 class PlannedRequests:
@@ -378,22 +381,42 @@ class Requests:
         return self._distances
 
     @property
-    def shared_by(self) -> tuple[Ranks, Hashable]:
+    def shared_by(self) -> tuple[Ranks, torch.device]:
         """The ranks that own the rows, and where the rows of a step are."""
         return self._ranks, self._exchange.device
 
     def join(self, others: Together | None) -> None:
-        """Makes the next requests with those of other tables, or by itself."""
+        """Makes the next requests with those of other tables; None: alone."""
         self._together = others
         if others is not None:
             self._forget_after_faults()
             self._distances_there()
 
+    @staticmethod
+    @contextmanager
+    def together(lookups: _Lookups) -> Iterator[None]:
+        """Within this, tables of the same ranks make, announce or plan these lookups at once.
+
+        The caller does so with just these, for each table with all of them or none.
+        """
+        alike: dict[object, list[tuple[Requests, Sequence[Tensor], bool]]] = {}
+        for each in lookups:
+            alike.setdefault(each[0].shared_by, []).append(each)
+        try:
+            for some in alike.values():
+                joined = Together(some)
+                for table, *_ in some:
+                    table.join(joined)
+            yield
+        finally:
+            for table, *_ in lookups:
+                table.join(None)
+
     def _requests(self, parts: Sequence[Tensor], *, trains: bool = True) -> list[AnyRequest]:
         """The requests of lookups, with those of the tables of join() if there are any."""
         made = None if self._together is None else self._together.take(self)
         if made is None:
-            in_rounds(made := self.made(parts, trains=trains), self._ranks)
+            _in_rounds(made := self.made(parts, trains=trains), self._ranks)
         return made
 
     def made(self, parts: Sequence[Tensor], *, trains: bool) -> list[AnyRequest]:
@@ -415,3 +438,32 @@ class Requests:
     def _sharded(self, turn: LookupTurn, distances: Tensor, share: int) -> ShardedIds:
         ids = turn.ids.to(self._exchange.device, non_blocking=True)
         return ShardedIds(ids, self._dealt, distances, share)
+
+
+def _in_rounds(requests: Sequence[AnyRequest], ranks: Ranks) -> None:
+    """Lets the first request that is told or asked do so for all, or for as many as fit."""
+    while requests:
+        first, kind = requests[0], type(requests[0])
+        alike: Any = [each for each in requests if type(each) is kind][: first.most_at_once]
+        first.in_rounds_of(alike, ranks)
+        requests = [each for each in requests if each not in alike]
+
+
+_Lookups: TypeAlias = Sequence[tuple[Requests, Sequence[Tensor], bool]]
+"""Tables, the ids of their lookups, and whether these are for a step."""
+
+
+class Together:
+    """Lookups of several tables; the first table that makes its requests makes those of all."""
+
+    def __init__(self, lookups: _Lookups) -> None:
+        self._lookups = lookups
+        self._made: dict[Requests, list[AnyRequest]] | None = None
+
+    def take(self, table: Requests) -> list[AnyRequest] | None:
+        """The requests of a table, once."""
+        if self._made is None:
+            self._made = {each: each.made(parts, trains=to) for each, parts, to in self._lookups}
+            every = [each for made in self._made.values() for each in made]
+            _in_rounds(every, table.shared_by[0])
+        return self._made.pop(table, None)

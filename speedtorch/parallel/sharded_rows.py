@@ -8,8 +8,8 @@ lookup.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from speedtorch.ops.functions import rows_at
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.ranks import Asked, Ranks
-from speedtorch.parallel.requests import Requests
-from speedtorch.parallel.together import AnyRequest, OfTable, together
+from speedtorch.parallel.requests import AnyRequest, Requests
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 from speedtorch.torch_internals import (
@@ -155,17 +154,6 @@ class ShardedRows:
         call = Call(Kind.PACE, self._number, told)
         every = self._ranks.tell_each(self._rows.name, call)
         return max(each >> 1 for each in every) / 1e6, all(each & 1 for each in every)
-
-    @staticmethod
-    def together(
-        lookups: Sequence[tuple[ShardedRows, Sequence[Tensor], bool]],
-    ) -> AbstractContextManager[None]:
-        """Ranks compare and ask for lookups of several tables at once, within the context.
-
-        Each has a table's rows, the ids of its lookups, and whether they are for a step. The caller
-        makes, announces or plans just these lookups within the context.
-        """
-        return together([OfTable(rows.exchange, parts, trains) for rows, parts, trains in lookups])
 
     def fail(self, *, trains: bool, announced: int = 0) -> None:
         """Raises on the other ranks, which do or announce the lookups that this rank cannot."""
