@@ -307,6 +307,7 @@ class Requests:
 
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
         """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
+        self._forget_after_faults()
         self._distances_there()
         with self._planning.after_current(self._exchange.device):
             planned = PlannedRequests(self._requests(parts), after)
