@@ -422,12 +422,13 @@ class Requests:
 
     def made(self, parts: Sequence[Tensor], *, trains: bool) -> list[AnyRequest]:
         """New requests of lookups, which no rank knows yet."""
-        shares = self._shares if trains else None
+        shares, device = self._shares if trains else None, self._exchange.device
         share, distances = -1 if shares is None else shares.rows, self._distances_there()
         made: list[AnyRequest] = []
         for ids in parts:
-            turn = LookupTurn(ids, self._exchange.device)
-            sharded = self._sharded(turn, distances, share)
+            turn = LookupTurn(ids, device)
+            there = turn.ids.to(device, non_blocking=True)
+            sharded = ShardedIds(there, self._dealt, distances, share)
             first, lookup = (self._exchange.name, self._number, turn, sharded), next(self._lookups)
             if shares is None:
                 made.append(Request(*first, lookup))
@@ -435,10 +436,6 @@ class Requests:
                 assert self._none is not None and self._agreement is not None
                 made.append(FixedRequest(*first, shares, self._none, lookup, self._agreement))
         return made
-
-    def _sharded(self, turn: LookupTurn, distances: Tensor, share: int) -> ShardedIds:
-        ids = turn.ids.to(self._exchange.device, non_blocking=True)
-        return ShardedIds(ids, self._dealt, distances, share)
 
 
 def _in_rounds(requests: Sequence[AnyRequest], ranks: Ranks) -> None:
