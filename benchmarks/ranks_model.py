@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.expected_rows import Batches, expected_rows
 from benchmarks.marked_text import replaced
+from speedtorch.parallel.board import WORDS
 
 PAGE = Path(__file__).parent.parent / "docs" / "several_gpus.md"
 SENT, END_SENT = "<!-- sent -->", "<!-- /sent -->"
@@ -157,10 +158,10 @@ def sent(asked: Tensor, row_bytes: int) -> dict[str, Tensor]:
     others = 1 - torch.eye(len(asked), dtype=asked.dtype)
     rows = asked * others
     return {
-        "counts": 8 * others,  # which module, and how many rows
+        "counts": 8 * WORDS * others,  # which module, and how many rows
         "ids": 8 * rows,
         "rows": row_bytes * rows.t(),
-        "meeting": 8 * others,  # which backward
+        "meeting": 8 * WORDS * others,  # which backward
         "gradients": row_bytes * rows,
     }
 

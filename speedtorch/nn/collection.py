@@ -24,6 +24,7 @@ from speedtorch.nn.jagged import (
 )
 from speedtorch.nn.row_module import Device, RowModule, loadable, opened
 from speedtorch.nn.row_module import Source as Saved
+from speedtorch.nn.shared_lookups import failing, together, trained
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.nn.table_ranges import TableIds
@@ -131,16 +132,18 @@ class TableCollection(nn.Module):
             # so are those of one group alone.
             read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
         except Exception:
-            groups[0].fail()
+            with failing(groups):
+                groups[0].fail()
             raise
         if len(groups) > 1:
             read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
         found = []
-        for group, source, ids in zip(groups, sources, read, strict=True):
-            weights = None
-            if self._is_weighted:
-                weights = source.weights(ids.rows.device)
-            found.append((ids, group.look_up(ids, weights, pooled=self._pooled)))
+        with together({group: [ids.rows] for group, ids in zip(groups, read, strict=True)}):
+            for group, source, ids in zip(groups, sources, read, strict=True):
+                weights = None
+                if self._is_weighted:
+                    weights = source.weights(ids.rows.device)
+                found.append((ids, group.look_up(ids, weights, pooled=self._pooled)))
         return found
 
     def _recorded(self, features: torch.fx.Proxy) -> Any:
@@ -177,12 +180,17 @@ class TableCollection(nn.Module):
             As for Embedding.announce, with the table and the feature; nothing is announced to any
             table then.
         """
+        groups = trained(self._groups())
         try:
             named = self.ids_by_module(features)
         except Exception:
-            self._groups()[0].fail(announced=len(features))
+            with failing(groups, len(features)):
+                for group in groups[:1]:
+                    group.fail(announced=len(features))
             raise
-        for announce in [group.announcement(*ids) for group, ids in named.items()]:
+        with together({group: named[group] for group in groups}):
+            announcements = [group.announcement(*ids) for group, ids in named.items()]
+        for announce in announcements:
             announce()
 
     # --------------------------------------------------------------------------------------------

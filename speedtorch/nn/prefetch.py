@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from speedtorch.nn.collection import TableCollection
 from speedtorch.nn.prefetch_pace import AT_ONCE, Pace, pace_of
 from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.shared_lookups import together, trained
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.step.disagreement import DisagreementError
@@ -139,18 +140,19 @@ class _Plans:
             ids = [alone.pop(module) for module in modules]
             self._joint[exchange] = exchange.plan_ahead(ids, self._joint.get(exchange))
             last |= zip(modules, self._joint[exchange].take_apart(), strict=True)
-        for module, of_module in alone.items():
-            plan_ahead = module.lookups.exchange.plan_ahead
-            last[module] = plan_ahead(of_module, last.get(module))
+        with together(alone, trains=True):
+            for module, of_module in alone.items():
+                plan_ahead = module.lookups.exchange.plan_ahead
+                last[module] = plan_ahead(of_module, last.get(module))
         return {module: last[module] for module in parts}
 
 
 def _announce(parts: _Parts) -> None:
     """Announces the ids of a batch that was not planned, where several lookups name them."""
-    with torch.enable_grad(), torch.inference_mode(False):
-        for module, ids in parts.items():
-            if len(ids) > 1:
-                module.announce(*ids)
+    several = {module: parts[module] for module in trained(parts) if len(parts[module]) > 1}
+    with torch.enable_grad(), torch.inference_mode(False), together(several):
+        for module, ids in several.items():
+            module.announce(*ids)
 
 
 def ids_of_modules(

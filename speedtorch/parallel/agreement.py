@@ -7,6 +7,8 @@ the next lookup, where each knows what all have agreed on at the last one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,20 +39,26 @@ class Agreement:
         self._calls: list[HostCopy] = []
         """Of the ranks since the last lookup, not compared yet."""
 
-    def meet(self, call: Call) -> Tensor | None:
-        """As Requests.meet."""
+    @property
+    def compares_at_once(self) -> bool:
+        """Whether ranks compare their calls before they exchange anything."""
+        return raises_at_once(self._exchange.device) or self._ranks.meets_beside_the_device
+
+    def meet(self, calls: Sequence[Call]) -> Tensor | None:
+        """As Requests.meet; several calls only if ranks compare them at once."""
         name, device = self._exchange.name, self._exchange.device
-        if raises_at_once(device) or self._ranks.meets_beside_the_device:
-            self._ranks.meet(name, call, device)
+        if self.compares_at_once:
+            self._ranks.meet(name, calls, device)
             return None
-        codes = self._ranks.calls(name, call, device)
-        self._calls.append(HostCopy(codes))
-        return (codes != call.code).any().long().view(1)
+        (call,) = calls
+        codes = self._ranks.calls(name, calls, device)
+        self._calls.append(HostCopy(codes.reshape(-1)))
+        return (codes[:, 0] != call.code).any().long().view(1)
 
     def check(self) -> None:
         """As FaultAllReduce.check."""
         while self._calls:
-            self._ranks.refuse_if_differing(self._exchange.name, self._calls[0])
+            self._ranks.refuse_if_differing(self._exchange.name, self._calls[0], 1)
             del self._calls[0]
 
     def settle_calls(self) -> None:

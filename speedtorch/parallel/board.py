@@ -11,12 +11,16 @@ import os
 import secrets
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-__all__ = ["Board"]
+__all__ = ["WORDS", "Board"]
+
+WORDS = 32
+"""The most numbers that a rank passes to another one at once."""
 
 _TOKEN = 16
 _NUMBER = 8
@@ -28,12 +32,13 @@ _ALIVE = 0.5
 
 
 class Board:
-    """Memory that ranks share, with a number of each rank, and one that each has for each other.
+    """Memory that ranks share, with up to WORDS numbers of each rank for each rank.
 
-    A number carries which meeting it is of, modulo 4, and each rank has one row of numbers for even
-    meetings and one for odd ones: no number is overwritten while another rank may still read it,
-    and each is one aligned word, which is written and read whole. A lock on a byte of the file for
-    each rank tells whether its process lives.
+    Every number carries which meeting it belongs to, modulo 4. A rank has one row of numbers for
+    even meetings and one for odd meetings, and writes the whole row: no number is overwritten while
+    another rank may still read it, and none of an earlier meeting is taken for a number of this
+    one. A number is one aligned word, which is written and read whole. A lock on a byte of the file
+    for each rank shows whether its process lives.
 
     Args:
         file: open for reading and writing; closed with this.
@@ -45,7 +50,7 @@ class Board:
         self._file, self._rank, self._size = file, rank, size
         self._memory = mmap.mmap(file.fileno(), _TOKEN + _bytes_for(size))
         self._words = memoryview(self._memory).cast("q")[_TOKEN // _NUMBER :]
-        self._own = tuple((parity * size + rank) * (1 + size) for parity in (0, 1))
+        self._own = tuple((parity * size + rank) * size * WORDS for parity in (0, 1))
         """Where this rank's row of numbers begins, at an even and at an odd meeting."""
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
@@ -76,33 +81,32 @@ class Board:
                 return cls(file, rank, size)
         return None
 
-    def meet(self, number: int, seconds: float) -> list[int] | None:
-        """Waits for the number of each rank at this meeting, `size` of them.
+    def exchange(self, given: Sequence[Sequence[int]], seconds: float) -> list[list[int]] | None:
+        """Passes numbers to each rank and waits for as many from each rank, this one included.
 
         Args:
-            number: of this rank, from 0 to 2 ** 61 - 1.
-            seconds: to wait at most.
+            given: The numbers for each rank, from 0 to 2 ** 61 - 1: as many for each, at most
+                WORDS. A rank that passes fewer numbers than another one passes zeros after them.
+            seconds: The longest wait.
 
-        Returns None if some have not come by then, have left, or their processes have ended.
+        Returns the numbers from each rank; None if a rank has not written them by then, has left,
+        or its process has ended.
         """
-        found = self.exchange(number, [0] * self._size, seconds)
-        return None if found is None else found[0]
-
-    def exchange(
-        self, number: int, given: Sequence[int], seconds: float
-    ) -> tuple[list[int], list[int]] | None:
-        """As meet(), and each rank gives each a number of its own: also those for this rank."""
         words, size = self._words, self._size
         even, odd = (words[place] & 3 for place in self._own)
         turn = (even + 1 + (odd == (even + 1) % 4)) % 4  # after that of this rank's last word
         own = self._own[turn % 2]
-        for place, each in enumerate(given, own + 1):
-            words[place] = each << 2 | turn
-        words[own] = number << 2 | turn  # an interrupt comes before or after it
+        for rank in reversed(range(size)):  # the first word of the row, which has the turn, is last
+            row = array("q", [turn]) * WORDS
+            for place, number in enumerate(given[rank]):
+                row[place] = number << 2 | turn
+            begin = own + rank * WORDS
+            words[begin : begin + WORDS] = row
         start = looked = time.monotonic()
-        rows = range(turn % 2 * size * (1 + size), (turn % 2 + 1) * size * (1 + size), 1 + size)
-        for rank, row in enumerate(rows):
-            for place in (row, row + 1 + self._rank):
+        taken, count = [], len(given[self._rank])
+        for rank in range(size):
+            begin = ((turn % 2 * size + rank) * size + self._rank) * WORDS
+            for place in range(begin, begin + count):
                 while words[place] & 3 != turn:
                     now = time.monotonic()
                     if now - start > seconds:
@@ -113,13 +117,13 @@ class Board:
                         if not self._lives(rank) and words[place] & 3 != turn:
                             return None
                     time.sleep(0 if now - start < _SPIN else _NAP)
-        numbers, taken = ([words[row + at] >> 2 for row in rows] for at in (0, 1 + self._rank))
-        return None if _LEFT in numbers else (numbers, taken)
+            taken.append([each >> 2 for each in words[begin : begin + count].tolist()])
+        return None if any(_LEFT in each for each in taken) else taken
 
     def leave(self) -> None:
         """Leaves for good: the other ranks' meetings return None now, or as soon as they look."""
         for own in self._own:
-            for place in range(own, own + 1 + self._size):
+            for place in range(own, own + self._size * WORDS):
                 self._words[place] = _LEFT << 2 | self._words[place] & 3
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._rank)
 
@@ -136,7 +140,7 @@ class Board:
 
 def _bytes_for(size: int) -> int:
     """Of the numbers of so many ranks."""
-    return 2 * _NUMBER * size * (1 + size)
+    return 2 * _NUMBER * size * size * WORDS
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Call: which exchange of rows a rank is at, as one number that it sends before the exchange.
+"""Call: which exchange of rows a rank is at, as a number that it sends before the exchange.
 
 Ranks at different exchanges would take the rows or gradients of one for those of another, or wait
-for each other in vain. So each rank sends its Call first, and all ranks raise where two differ.
+for each other in vain. So each rank sends its calls first, and all ranks raise if two differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from speedtorch.step.disagreement import DisagreementError
 
-__all__ = ["Call", "Kind", "differing"]
+__all__ = ["END", "Call", "Kind", "are_counts", "differing"]
 
 _NUMBERED = 1 << 40  # more than any count of rows or lookups
 
@@ -40,6 +40,8 @@ class Kind(IntEnum):
     """Nothing: an optimizer has an error of its own instead."""
     PACE = 9
     """How long steps of a loop of prefetch() take."""
+    END = 10
+    """Nothing: no further call follows."""
 
 
 class Call(NamedTuple):
@@ -53,23 +55,15 @@ class Call(NamedTuple):
 
     @property
     def code(self) -> int:
-        """As a number that fits int64; up to 2 ** 40 - 1 may be added to that of Kind.COUNTS."""
+        """As a number that fits int64; up to 2 ** 40 - 1 may be added for COUNTS and PACE."""
         return (self.table * len(Kind) + self.kind) * _NUMBERED + self.lookup
 
-    def told(self, codes: Sequence[int]) -> list[int] | None:
-        """What was added to the code of each rank, if all of them are at this call."""
-        own = self.code
-        numbers = [code - own for code in codes]
-        return numbers if all(0 <= each < _NUMBERED for each in numbers) else None
-
     @classmethod
-    def of(cls, code: int) -> tuple[Call, int]:
-        """The Call of a code, and what was added to that."""
+    def of(cls, code: int) -> Call:
+        """The call of a code, without the number that was added to it."""
         place, number = divmod(code, _NUMBERED)
         table, kind = divmod(place, len(Kind))
-        if kind == Kind.COUNTS:
-            return cls(Kind.COUNTS, table), number
-        return cls(Kind(kind), table, number), 0
+        return cls(Kind(kind), table, 0 if kind in _WITH_NUMBER else number)
 
     def said(self, tables: Sequence[str]) -> str:
         """In words, with the names of the tables."""
@@ -85,16 +79,26 @@ class Call(NamedTuple):
             Kind.PACE: f"a step of prefetch() of {table} after which its pace is decided",
             Kind.STEP: f"optimizer.step() of {table}",
             Kind.NO_STEP: f"an error of their own in optimizer.step() of {table}",
+            Kind.END: "no further lookup (or its announce() or prefetch())",
         }[self.kind]
 
 
-def differing(name: str, calls: Sequence[Call], tables: Sequence[str]) -> DisagreementError | None:
-    """The error about ranks that are not all at the same exchange, if they are not."""
+_WITH_NUMBER = (Kind.COUNTS, Kind.PACE)
+
+END = Call(Kind.END, 0).code
+"""The code behind those of the calls that ranks compare at once."""
+
+
+def are_counts(numbers: Sequence[int]) -> bool:
+    """Whether these may have been added to a code, less one."""
+    return min(numbers) >= -1 and max(numbers) < _NUMBERED - 1
+
+
+def differing(name: str, calls: Sequence[Call], tables: Sequence[str]) -> DisagreementError:
+    """The error about ranks that are not all at the same exchange."""
     ranks: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)
-    if len(ranks) == 1:
-        return None
     said = "; ".join(f"ranks {at} are at {call.said(tables)}" for call, at in ranks.items())
     return DisagreementError(
         f"{name}: {said}. All ranks make the same lookups in the same order, with an empty batch"

@@ -7,91 +7,154 @@ of what is wrong with them, so that all ranks know of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops
-from speedtorch.parallel.block_cyclic import BlockCyclic
+from speedtorch.parallel.agreement import Agreement
+from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.lookup_turn import LookupTurn
-from speedtorch.parallel.ranks import Asked, Ranks
+from speedtorch.parallel.ranks import LOOKUPS, Asked, Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS, raises_at_once
 from speedtorch.step.fixed_blocks import OTHER_MODULE, of_ranks
 from speedtorch.step.trained_rows import Bags
 
-__all__ = ["FixedRequest"]
+__all__ = ["FixedRequest", "FixedRound"]
+
+
+class FixedRound:
+    """Lookups that ranks compare at once, and whose blocks of ids they exchange at once.
+
+    Args:
+        requests: Of the lookups, of one table or of several tables.
+        ranks: The ranks that own the rows.
+    """
+
+    is_asked = False
+    """Whether the blocks were exchanged, or cannot be."""
+
+    def __init__(self, requests: Sequence[FixedRequest], ranks: Ranks) -> None:
+        self._requests, self._ranks = requests, ranks
+        for request in requests:
+            request.join(self)
+
+    def ask(self) -> None:
+        """Exchanges the blocks, once; nothing waits for the device.
+
+        Raises DisagreementError on all ranks if some of them are at other lookups, unless they
+        compare later: each request knows then on the device whether they are.
+        """
+        if self.is_asked:
+            return
+        self.is_asked = True
+        requests, self._requests = self._requests, ()  # which have this
+        first, sent = requests[0], [request.ids.sent for request in requests]
+        differs = first.agreement.meet([request.call for request in requests])
+        if len(sent) == 1:
+            told = [self._ranks.exchanged(first.name, sent[0])]
+        else:
+            every = self._ranks.exchanged(first.name, torch.cat(sent, 1))
+            told = [each.contiguous() for each in torch.split(every, [len(n[0]) for n in sent], 1)]
+        for request, blocks in zip(requests, told, strict=True):
+            request.take(blocks, differs)
+
+    tell = ask
 
 
 class FixedRequest:
-    """The distinct rows of a lookup, and what ranks ask each other for: at once, as `asked`.
+    """The unique rows of a lookup, and what ranks ask each other for, as `asked`.
 
     Args:
-        name: what errors call the module.
-        turn: of the lookup.
-        ids: of the lookup, in blocks of a share.
-        shares: the blocks of rows that each rank is asked for.
-        none: the id that stands for no row in a block: one of each rank's own, never trained.
-        lookup: its number among those of the table.
-        differs: whether ranks look up different tables now, `[1]`; None: they do not.
+        name: What errors call the module.
+        table: The number of the table.
+        turn: Of the lookup.
+        ids: Of the lookup, in blocks of a share.
+        shares: The blocks of rows that each rank is asked for.
+        none: The id that stands for no row in a block: one of each rank's own, never trained.
+        lookup: Its number among the lookups of the table.
+        agreement: What the ranks that own the rows agree on.
     """
 
+    in_rounds_of = FixedRound
+    round: FixedRound
+    asked: Asked
     fault: Tensor
     """What is wrong on some rank, on the device: `[1]`; 0: nothing."""
 
     def __init__(
         self,
         name: str,
+        table: int,
         turn: LookupTurn,
         ids: ShardedIds,
         shares: FairShares,
         none: int,
-        ranks: Ranks,
         lookup: int,
-        differs: Tensor | None,
+        agreement: Agreement,
     ) -> None:
-        self.turn, self.lookup = turn, lookup
-        self._name, self._ids, self._shares = name, ids, shares
-        self._told = ranks.exchanged(name, ids.sent)
-        asked, self.fault = _ops.requested_ids(self._told, none, differs)
-        every = [shares.rows] * shares.dealt.ranks
-        self.asked = Asked(asked, every, every)
+        self.name, self.turn, self.ids, self.lookup = name, turn, ids, lookup
+        self.call, self.agreement = Call(Kind.BLOCKS, table), agreement
+        self._shares, self._none = shares, none
 
-    def ask(self, ranks: Ranks, dealt: BlockCyclic) -> None:
+    @property
+    def most_at_once(self) -> int:
+        """The most lookups of a round: blocks of other sizes are exchanged after a comparison."""
+        return LOOKUPS if self.agreement.compares_at_once else 1
+
+    def join(self, to: FixedRound) -> None:
+        """As Request.join."""
+        self.round = to
+
+    def take(self, told: Tensor, differs: Tensor | None) -> None:
+        """Takes the blocks of all ranks.
+
+        `differs`: whether ranks look up different tables now, `[1]`; None: they do not.
+        """
+        self._told = told
+        ids, self.fault = _ops.requested_ids(told, self._none, differs)
+        every = [self._shares.rows] * self._shares.dealt.ranks
+        self.asked = Asked(ids, every, every)
+
+    def ask(self) -> None:
         """As Request.ask; what is found later moves no row."""
+        self.round.ask()
         if raises_at_once(self.asked.ids.device) and (fault := int(self.fault)):
             if fault != OTHER_MODULE:
                 if (own := self.own_error()) is not None:
                     raise own
                 if bad := (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist():
                     raise IndexError(
-                        f"{self._name}: an id on ranks {bad} is out of range, or no integer; no"
+                        f"{self.name}: an id on ranks {bad} is out of range, or no integer; no"
                         " row was moved"
                     )
-            raise of_ranks(self._name, fault, "nothing has changed")
+            raise of_ranks(self.name, fault, "nothing has changed")
 
     def own_error(self) -> IndexError | RuntimeError | None:
         """The error about ids of this rank, if they are out of range or name too many rows."""
-        if (bad := self._ids.out_of_range(self._name, self.turn.ids)) is not None:
+        if (bad := self.ids.out_of_range(self.name, self.turn.ids)) is not None:
             return bad
         shares = self._shares
-        named, owner = (int(each) for each in self._ids.counts.max(0))
-        return shares.exceeded(self._name, named, owner) if named > shares.rows else None
+        named, owner = (int(each) for each in self.ids.counts.max(0))
+        return shares.exceeded(self.name, named, owner) if named > shares.rows else None
 
     @property
     def places(self) -> Tensor:
         """As Request.places."""
-        return self._ids.places
+        return self.ids.places
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
         """As Request.summed."""
         # The row behind those of all ids is zeros: the gradient of a row that is none.
-        most = self._ids.numbers.numel() + 1
-        return self._ids.summed(gradient, bags, most).index_select(0, self._ids.entries)
+        most = self.ids.numbers.numel() + 1
+        return self.ids.summed(gradient, bags, most).index_select(0, self.ids.entries)
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """As Request.with_padding."""
-        places, is_padding = self.places, self._ids.numbers == number
+        places, is_padding = self.places, self.ids.numbers == number
         row = rows[:1]
         if places.numel():
             row = rows.index_select(0, places.where(is_padding, 0).max().view(1))

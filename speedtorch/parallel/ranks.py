@@ -14,13 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.parallel.board import Board
-from speedtorch.parallel.calls import Call, Kind, differing
+from speedtorch.parallel.board import WORDS, Board
+from speedtorch.parallel.calls import END, Call, are_counts, differing
 from speedtorch.plan.host_copy import HostCopy
+from speedtorch.step.disagreement import DisagreementError
 from speedtorch.torch_internals import group_like, timeout_of
 
-__all__ = ["Asked", "Ranks", "Told"]
+__all__ = ["LOOKUPS", "Asked", "Ranks", "Told"]
 
+LOOKUPS = WORDS - 1
+"""The most lookups that ranks compare at once; END follows the last one."""
 
 _Value = TypeVar("_Value")
 
@@ -37,13 +40,14 @@ class Asked(NamedTuple):
 
 
 class Told(NamedTuple):
-    """How many rows ranks will ask each other for, on its way to the CPU."""
+    """How many rows ranks will ask each other for at lookups, on its way to the CPU."""
 
     name: str
-    call: Call
+    codes: list[int]
+    """Of the calls of the lookups."""
     counts: HostCopy
-    """Those of this rank, where ranks meet beside the device; else the codes of the calls of this
-    rank and of the others, with the counts, plus one."""
+    """The numbers of this rank; behind them, unless ranks meet beside the device, the words of the
+    others."""
 
 
 class Ranks:
@@ -108,66 +112,89 @@ class Ranks:
         """Says that all ranks raise an error."""
         self.faults += 1
 
-    def tell(self, name: str, table: int, counts: Tensor) -> Told:
+    def tell(self, name: str, calls: Sequence[Call], counts: Tensor) -> Told:
         """Tells each rank how many of its rows this rank will ask for, without waiting.
+
+        Ranks that meet beside the device tell it in ask(), where the CPU has read the counts.
 
         Args:
             name: of the rows, for errors.
-            table: number of the table: the same on all ranks.
-            counts: `[size]` int64, on the device of the rows; -1 each where ids are bad.
+            calls: one of Kind.COUNTS for each lookup, LOOKUPS at most.
+            counts: `[lookups, size]` int64, on the device of the rows; -1 each where ids are bad.
         """
-        call = Call(Kind.COUNTS, table)
+        told, codes = counts.view(-1), [call.code for call in calls]
         if self._board is not None:
-            self.meet(name, call, counts.device)
-            return Told(name, call, HostCopy(counts))
-        told = counts + (call.code + 1)
-        others = self._exchanged(name, told, group=self._asking)
-        made = Told(name, call, HostCopy(torch.cat([told, others])))
+            return Told(name, codes, HostCopy(told))
+        own = self._words(codes, counts.device).clone()
+        own[:, : len(codes)] += counts.t() + 1
+        others = self._exchanged(name, own, group=self._asking)[:, : len(codes) + 1]
+        made = Told(name, codes, HostCopy(torch.cat([told, others.reshape(-1)])))
         if counts.is_cpu:  # they have come
             self._counts(made)
         return made
 
-    def _counts(self, told: Told) -> list[int]:
+    def _counts(self, told: Told) -> tuple[list[list[int]], list[list[int]]]:
         """For how many rows this rank asks each rank and each asks this; -1 where ids are bad.
 
-        Raises DisagreementError on all ranks unless all ask for rows of this table now.
+        One list for each lookup. Raises DisagreementError on all ranks unless all are at the same
+        lookups now.
+        """
+        name, codes, counts = told
+        size, length = self.size, len(codes) * self.size
+        if self._board is not None:
+            own = counts.read()
+            apart = [zip(codes, own[rank::size], strict=True) for rank in range(size)]
+            words = [[*(code + count + 1 for code, count in each), END] for each in apart]
+            found = self._met(name, self._board, words)
+        else:
+            own = self.read(name, counts)
+            found = _divided(own[length:], len(codes) + 1)
+        given = [[words[k] - code - 1 for words in found] for k, code in enumerate(codes)]
+        if any(words[-1] != END for words in found) or not all(map(are_counts, given)):
+            raise self._differing(name, found)
+        return _divided(own[:length], size), given
+
+    def ask(self, told: Told, ids: Sequence[Tensor]) -> list[Asked | list[int]]:
+        """Asks each rank for rows: for each lookup `ids` there, those of each rank after another.
+
+        The ranks whose ids are bad stand for a lookup of which some are: nothing was asked for.
+
+        Raises RuntimeError if another rank asks for rows of other modules, or none in time, or is
+        gone.
+        """
+        found: list[Asked | list[int]] = []
+        for got, given, sent in zip(*self._counts(told), ids, strict=True):
+            bad = [rank for rank, count in enumerate(given) if count < 0]
+            found.append(bad or Asked(sent[: sum(got)], given, got))
+        asked = iter(self._asked(told.name, [each for each in found if isinstance(each, Asked)]))
+        return [next(asked) if isinstance(each, Asked) else each for each in found]
+
+    def _asked(self, name: str, lookups: Sequence[Asked]) -> list[Asked]:
+        """The ids that other ranks ask this one for, in the place of those that it asks for."""
+        if len(lookups) < 2:
+            group = self._asking
+            return [Asked(self._exchanged(name, *n, group=group), n.given, n.got) for n in lookups]
+        sent = _transposed(torch.cat([each.ids for each in lookups]), [n.got for n in lookups])
+        given = list(zip(*(each.given for each in lookups), strict=True))
+        got = zip(*(each.got for each in lookups), strict=True)
+        counts = list(map(sum, given)), list(map(sum, got))
+        every = _transposed(self._exchanged(name, sent, *counts, group=self._asking), given)
+        apart = torch.unsafe_split_with_sizes(every, [sum(each.given) for each in lookups])
+        return [each._replace(ids=ids) for each, ids in zip(lookups, apart, strict=True)]
+
+    def meet(self, name: str, calls: Sequence[Call], device: torch.device) -> None:
+        """Waits until all ranks are at the same calls, LOOKUPS at most.
+
+        Raises DisagreementError on all ranks if some are not.
         """
         if self._board is not None:
-            own = told.counts.read()
-            given = [count + 1 for count in own]  # not negative
-            taken = self._met(told.name, self._board, told.call, given)[1]
-            return [*own, *(each - 1 for each in taken)]
-        codes = self.read(told.name, told.counts)
-        if (numbers := told.call.told(codes)) is None:
-            self._refuse_if_differing(told.name, [Call.of(code)[0] for code in codes[self.size :]])
-            raise AssertionError("ranks that differ were not told")
-        return [number - 1 for number in numbers]
-
-    def ask(self, told: Told, ids: Tensor) -> Asked:
-        """Asks each rank for rows: `ids` there, those of each rank after another.
-
-        Raises:
-            IndexError: ids of a rank are bad; nothing was asked for.
-            RuntimeError: another rank asks for rows of another module, or none in time, or is gone.
-        """
-        counts = self._counts(told)
-        got, given = counts[: self.size], counts[self.size :]
-        if bad := [rank for rank, count in enumerate(given) if count < 0]:
-            raise IndexError(
-                f"{told.name}: an id on ranks {bad} is out of range, or no integer; no row was"
-                " moved"
-            )
-        ids = ids[: sum(got)]
-        return Asked(self._exchanged(told.name, ids, given, got, group=self._asking), given, got)
-
-    def meet(self, name: str, call: Call, device: torch.device) -> None:
-        """Waits until all ranks are at a call; raises DisagreementError on all if some are not."""
-        if self._board is not None:
-            self._met(name, self._board, call, [0] * self.size)
+            words = [[*(call.code for call in calls), END]] * self.size
+            if (found := self._met(name, self._board, words)) != words:
+                raise self._differing(name, found)
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
-            codes = HostCopy(self.calls(name, call, device))
-        self.refuse_if_differing(name, codes)
+            codes = HostCopy(self.calls(name, calls, device).reshape(-1))
+        self.refuse_if_differing(name, codes, len(calls))
 
     def tell_each(self, name: str, call: Call) -> list[int]:
         """What each rank tells in the place of its call's lookup; raises as meet().
@@ -175,33 +202,47 @@ class Ranks:
         Of ranks that meet beside the device.
         """
         assert self._board is not None
-        told = [call.lookup] * self.size
-        return self._met(name, self._board, call._replace(lookup=0), told)[1]
+        found = self._met(name, self._board, [[call.code, END]] * self.size)
+        told = [words[0] - call.code + call.lookup for words in found]
+        if not are_counts(told):
+            raise self._differing(name, found)
+        return told
 
-    def _met(
-        self, name: str, board: Board, call: Call, given: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """As Board.exchange, of ranks that are all at this call; raises as meet()."""
+    def _met(self, name: str, board: Board, words: list[list[int]]) -> list[list[int]]:
+        """As Board.exchange; raises RuntimeError if some rank does not come."""
         self._refuse_if_lost(name)
-        if (found := board.exchange(call.code, given, self.patience)) is None:
+        if (found := board.exchange(words, self.patience)) is None:
             raise self._lose(name, "they have ended, stay away, or have lost others")
-        if found[0].count(call.code) != self.size:
-            self._refuse_if_differing(name, [Call.of(code)[0] for code in found[0]])
         return found
 
-    def calls(self, name: str, call: Call, device: torch.device) -> Tensor:
-        """The codes of the calls that ranks are at, `[size]`, on the device; nothing waits."""
-        own = torch.full((self.size,), call.code, device=device)
-        return self._exchanged(name, own, group=self._asking)
+    def _words(self, codes: list[int], device: torch.device) -> Tensor:
+        """Codes, and END, for each rank: `[size, WORDS]`, a view of one row."""
+        words = torch.tensor([*codes, END] + [0] * (LOOKUPS - len(codes)))
+        if device.type == "cuda":  # for which the host would wait
+            words = words.pin_memory().to(device, non_blocking=True)
+        return words.expand(self.size, WORDS)
 
-    def refuse_if_differing(self, name: str, codes: HostCopy) -> None:
-        """Raises DisagreementError, on all ranks, unless the calls of calls() are the same."""
-        self._refuse_if_differing(name, [Call.of(code)[0] for code in self.read(name, codes)])
+    def calls(self, name: str, calls: Sequence[Call], device: torch.device) -> Tensor:
+        """The codes of as many calls of each rank, and the word behind them, on the device.
 
-    def _refuse_if_differing(self, name: str, calls: list[Call]) -> None:
-        if (error := differing(name, calls, self.tables)) is not None:
-            self.count_fault()
-            raise error
+        `[size, calls + 1]`. Nothing waits.
+        """
+        words = self._words([call.code for call in calls], device)
+        return self._exchanged(name, words, group=self._asking)[:, : len(calls) + 1]
+
+    def refuse_if_differing(self, name: str, codes: HostCopy, count: int) -> None:
+        """Raises DisagreementError, on all ranks, unless the ranks' calls() are the same."""
+        words = _divided(self.read(name, codes), count + 1)
+        if any(each != words[self.rank] for each in words):
+            raise self._differing(name, words)
+
+    def _differing(self, name: str, words: Sequence[Sequence[int]]) -> DisagreementError:
+        """The error about the first calls that are not the same on all ranks."""
+        self.count_fault()
+        calls = list(zip(*([Call.of(word) for word in each] for each in words), strict=True))
+        # Of the same lookups one rank may be told ahead, and another one be asked.
+        first = next((each for each in calls if each.count(each[0]) < self.size), calls[0])
+        return differing(name, first, self.tables)
 
     def read(self, name: str, numbers: HostCopy) -> list[int]:
         """Numbers that need the other ranks; RuntimeError if these do not come in time."""
@@ -296,6 +337,18 @@ class Ranks:
                 " docs/several_gpus.md says how one rank skips a batch. What happened first:"
                 f" {self._lost}"
             )
+
+
+def _divided(numbers: list[int], size: int) -> list[list[int]]:
+    """Numbers in parts of one size."""
+    return [numbers[begin : begin + size] for begin in range(0, len(numbers), size)]
+
+
+def _transposed(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+    """Parts of `counts[i][j]` rows, those of each i one after another: those of each j, instead."""
+    parts = torch.unsafe_split_with_sizes(rows, [count for each in counts for count in each])
+    size = len(counts[0])
+    return torch.cat([part for j in range(size) for part in parts[j::size]])
 
 
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()

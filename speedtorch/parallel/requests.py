@@ -9,8 +9,9 @@ which give several lookups one tensor, as an empty one, ask as those do that giv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 from weakref import WeakMethod
 
 import torch
@@ -20,10 +21,11 @@ from speedtorch.memory.side_stream import SideStream
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
+from speedtorch.parallel.counted_requests import Request
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fixed_requests import FixedRequest
 from speedtorch.parallel.lookup_turn import LookupTurn
-from speedtorch.parallel.ranks import Asked, Ranks, Told
+from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS
 from speedtorch.step.announcements import Announced
@@ -31,56 +33,8 @@ from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.step import Batch
-from speedtorch.step.trained_rows import Bags
 
-__all__ = ["PlannedRequests", "Request", "Requests"]
-
-
-class Request:
-    """The distinct rows of a lookup, and what ranks ask each other for.
-
-    How many rows there are is known at once, on the device; `asked` is known after ask(), which
-    waits for the other ranks' counts.
-
-    Args:
-        turn: of the lookup.
-        ids: of the lookup.
-        told: what the ranks have told each other.
-        lookup: its number among those of the table.
-    """
-
-    asked: Asked
-
-    def __init__(self, turn: LookupTurn, ids: ShardedIds, told: Told, lookup: int) -> None:
-        self.turn, self.lookup = turn, lookup
-        self._ids, self._told = ids, told
-
-    @property
-    def places(self) -> Tensor:
-        """Where the rows of the ids are among those that come."""
-        return self._ids.places
-
-    def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
-        """The gradient of a lookup's result, added up for each of the rows that come."""
-        return self._ids.summed(gradient, bags, sum(self.asked.got))
-
-    def ask(self, ranks: Ranks, dealt: BlockCyclic) -> None:
-        """Asks the other ranks; IndexError on all of them if an id on one of them is bad."""
-        try:
-            self.asked = ranks.ask(self._told, self._ids.sent)
-        except IndexError as error:
-            raise self._ids.out_of_range(self._told.name, self.turn.ids) or error from None
-
-    def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The places, and the rows with the padding's as the last, whose number is given."""
-        places, count = self.places, len(rows)
-        if count == 0:  # gradients of none go to their owners, too
-            return places, torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
-        unique = self._ids.unique[:count]
-        place = torch.searchsorted(unique, number).clamp_(max=count - 1)
-        is_padding = (places == place) & (unique[place] == number)
-        return places.where(~is_padding, count), torch.cat([rows, rows[place].unsqueeze(0)])
-
+__all__ = ["AnyRequest", "PlannedRequests", "Requests"]
 
 AnyRequest: TypeAlias = Request | FixedRequest
 
@@ -108,13 +62,23 @@ class PlannedRequests:
             torch.cuda.current_stream(self._until.device).wait_event(self._until)
             self._until = None
 
-    def ask(self, ranks: Ranks, dealt: BlockCyclic) -> bool:
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether ids have yet to go to the other ranks."""
+        return not all(each.round.is_asked for each in self.requests)
+
+    def tell(self) -> None:
+        """Tells the other ranks how many rows they will be asked for; see CountedRound.tell."""
+        for each in self.requests:
+            each.round.tell()
+
+    def ask(self) -> bool:
         """Asks the other ranks, once; whether their answers are good. See error, if not."""
         if not self.is_asked:
             self.is_asked = True
             try:
                 for each in self.requests:
-                    each.ask(ranks, dealt)
+                    each.ask()
             except (IndexError, RuntimeError) as error:
                 self.error = error
         return self.error is None
@@ -174,6 +138,8 @@ class Requests:
         self._distances = dealt.distances()
         self._latest: PlannedRequests | None = None
         """What was looked up last."""
+        self._together: Together | None = None
+        """The lookups of several tables that are made now, with those of this one."""
         exchange.leave_lookups_unchecked()
         exchange.agree_on_steps(WeakMethod(self.before_step))
         self._agreement: Agreement | None = None
@@ -194,7 +160,7 @@ class Requests:
         self._before_lookup()
         found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)
         if found is None:
-            request = self._request(ids, self._distances_there())
+            (request,) = self._requests([ids])
             found = PlannedRequests([request], None), request
         planned, request = found
         self._ask(planned)
@@ -237,10 +203,10 @@ class Requests:
 
         Where what is wrong with rows of a capacity is raised later, gives whether they are: `[1]`.
         """
-        call = Call(kind, self._number, lookup)
+        calls = [Call(kind, self._number, lookup)]
         if self._agreement is not None:
-            return self._agreement.meet(call)
-        self._ranks.meet(self._exchange.name, call, self._exchange.device)
+            return self._agreement.meet(calls)
+        self._ranks.meet(self._exchange.name, calls, self._exchange.device)
         return None
 
     def before_gradients(self, lookup: int) -> None:
@@ -258,7 +224,7 @@ class Requests:
         if self._ranks.meets_beside_the_device and self._ranks not in met:
             met.add(self._ranks)
             call = Call(Kind.NO_STEP if fails else Kind.STEP, self._number)
-            self._ranks.meet(self._exchange.name, call, self._exchange.device)
+            self._ranks.meet(self._exchange.name, [call], self._exchange.device)
 
     def of_no_step(self, ids: Tensor) -> AnyRequest:
         """The request of a lookup that trains nothing; of any number of rows.
@@ -268,8 +234,7 @@ class Requests:
         if self._agreement is None:
             return self.of(ids)
         self._before_lookup()
-        turn = LookupTurn(ids, self._exchange.device)
-        request = self._counted(turn, self._distances_there())
+        (request,) = self._requests([ids], trains=False)
         self._ask(PlannedRequests([request], None))
         return request
 
@@ -321,9 +286,11 @@ class Requests:
         self._forget_after_faults()
         if self._was_looked_up or self._told_in != self._exchange.batches_over:
             self._told, self._was_looked_up = [], False
-        planned = PlannedRequests(self._requests(parts, self._distances_there()), None)
+        planned = PlannedRequests(self._requests(parts), None)
         if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
             self._ask_all(planned)
+        else:
+            planned.tell()
         return planned
 
     def announce(self, announced: PlannedRequests) -> None:
@@ -340,9 +307,11 @@ class Requests:
 
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
         """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
-        distances = self._distances_there()
+        self._forget_after_faults()
+        self._distances_there()
         with self._planning.after_current(self._exchange.device):
-            planned = PlannedRequests(self._requests(parts, distances), after)
+            planned = PlannedRequests(self._requests(parts), after)
+            planned.tell()
         planned.planned_until(self._planning.end)
         if after is not None:
             self._plan(after)
@@ -353,8 +322,8 @@ class Requests:
         self._forget_after_faults()
         self._expected = batch
         if batch is not None:
-            if not batch.is_asked and self._agreement is None:  # that of a loop's last batch
-                self.meet(Kind.IDS, batch.requests[0].lookup if batch.requests else 0)
+            if batch.waits_for_ranks:  # as the last batch of a loop does
+                self.meet(Kind.IDS, batch.requests[0].lookup)
             self._plan(batch)
         self._exchange.expect(None if batch is None else batch.own)
 
@@ -375,7 +344,7 @@ class Requests:
         if batch.is_asked:
             return
         with self._planning.after_current(self._exchange.device):
-            batch.ask(self._ranks, self._dealt)
+            batch.ask()
         batch.planned_until(self._planning.end)
         if batch.error is None:
             before = None if batch.after is None else batch.after.own
@@ -400,7 +369,7 @@ class Requests:
 
     def _ask(self, planned: PlannedRequests) -> None:
         """Asks the other ranks; raises what is wrong."""
-        if not planned.ask(self._ranks, self._dealt):
+        if not planned.ask():
             assert planned.error is not None
             self._ranks.count_fault()
             raise planned.error
@@ -412,31 +381,87 @@ class Requests:
             self._distances = self._distances.to(device)
         return self._distances
 
-    def _requests(self, parts: Sequence[Tensor], distances: Tensor) -> list[AnyRequest]:
-        return [self._request(ids, distances) for ids in parts]
+    @property
+    def shared_by(self) -> tuple[Ranks, torch.device]:
+        """The ranks that own the rows, and where the rows of a step are."""
+        return self._ranks, self._exchange.device
 
-    def _request(self, ids: Tensor, distances: Tensor) -> AnyRequest:
-        turn = LookupTurn(ids, self._exchange.device)
-        if (shares := self._shares) is None:
-            return self._counted(turn, distances)
-        assert self._none is not None
-        sharded, differs = self._sharded(turn, distances, shares.rows), self.meet(Kind.BLOCKS)
-        return FixedRequest(
-            self._exchange.name,
-            turn,
-            sharded,
-            shares,
-            self._none,
-            self._ranks,
-            next(self._lookups),
-            differs,
-        )
+    def join(self, others: Together | None) -> None:
+        """Makes the next requests with those of other tables; None: alone."""
+        self._together = others
+        if others is not None:
+            self._forget_after_faults()
+            self._distances_there()
 
-    def _counted(self, turn: LookupTurn, distances: Tensor) -> Request:
-        sharded = self._sharded(turn, distances)
-        told = self._ranks.tell(self._exchange.name, self._number, sharded.counts)
-        return Request(turn, sharded, told, next(self._lookups))
+    @staticmethod
+    @contextmanager
+    def together(lookups: _Lookups) -> Iterator[None]:
+        """Within this, tables of the same ranks make, announce or plan these lookups at once.
 
-    def _sharded(self, turn: LookupTurn, distances: Tensor, share: int = -1) -> ShardedIds:
-        ids = turn.ids.to(self._exchange.device, non_blocking=True)
-        return ShardedIds(ids, self._dealt, distances, share)
+        The caller does so with just these, for each table with all of them or none.
+        """
+        alike: dict[object, list[tuple[Requests, Sequence[Tensor], bool]]] = {}
+        for each in lookups:
+            alike.setdefault(each[0].shared_by, []).append(each)
+        try:
+            for some in alike.values():
+                joined = Together(some)
+                for table, *_ in some:
+                    table.join(joined)
+            yield
+        finally:
+            for table, *_ in lookups:
+                table.join(None)
+
+    def _requests(self, parts: Sequence[Tensor], *, trains: bool = True) -> list[AnyRequest]:
+        """The requests of lookups, with those of the tables of join() if there are any."""
+        made = None if self._together is None else self._together.take(self)
+        if made is None:
+            _in_rounds(made := self.made(parts, trains=trains), self._ranks)
+        return made
+
+    def made(self, parts: Sequence[Tensor], *, trains: bool) -> list[AnyRequest]:
+        """New requests of lookups, which no rank knows yet."""
+        shares, device = self._shares if trains else None, self._exchange.device
+        share, distances = -1 if shares is None else shares.rows, self._distances_there()
+        made: list[AnyRequest] = []
+        for ids in parts:
+            turn = LookupTurn(ids, device)
+            there = turn.ids.to(device, non_blocking=True)
+            sharded = ShardedIds(there, self._dealt, distances, share)
+            first, lookup = (self._exchange.name, self._number, turn, sharded), next(self._lookups)
+            if shares is None:
+                made.append(Request(*first, lookup))
+            else:
+                assert self._none is not None and self._agreement is not None
+                made.append(FixedRequest(*first, shares, self._none, lookup, self._agreement))
+        return made
+
+
+def _in_rounds(requests: Sequence[AnyRequest], ranks: Ranks) -> None:
+    """Lets the first request that is told or asked do so for all, or for as many as fit."""
+    while requests:
+        first, kind = requests[0], type(requests[0])
+        alike: Any = [each for each in requests if type(each) is kind][: first.most_at_once]
+        first.in_rounds_of(alike, ranks)
+        requests = [each for each in requests if each not in alike]
+
+
+_Lookups: TypeAlias = Sequence[tuple[Requests, Sequence[Tensor], bool]]
+"""Tables, the ids of their lookups, and whether these are for a step."""
+
+
+class Together:
+    """Lookups of several tables; the first table that makes its requests makes those of all."""
+
+    def __init__(self, lookups: _Lookups) -> None:
+        self._lookups = lookups
+        self._made: dict[Requests, list[AnyRequest]] | None = None
+
+    def take(self, table: Requests) -> list[AnyRequest] | None:
+        """The requests of a table, once."""
+        if self._made is None:
+            self._made = {each: each.made(parts, trains=to) for each, parts, to in self._lookups}
+            every = [each for made in self._made.values() for each in made]
+            _in_rounds(every, table.shared_by[0])
+        return self._made.pop(table, None)

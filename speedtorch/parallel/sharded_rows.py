@@ -190,8 +190,8 @@ class ShardedRows:
 
     def meet_for_all(self) -> None:
         """Raises DisagreementError on all ranks unless all are about to call full()."""
-        call = Call(Kind.FULL, self._number)
-        self._ranks.meet(self._rows.name, call, self._rows.exchange.device)
+        calls = [Call(Kind.FULL, self._number)]
+        self._ranks.meet(self._rows.name, calls, self._rows.exchange.device)
 
     def empty_for_all(self, name: str) -> Tensor:
         """Host memory for all rows of a field."""

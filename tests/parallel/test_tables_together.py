@@ -1,0 +1,49 @@
+"""Tables that prefetch, announce or a collection knows together: one comparison, one exchange."""
+
+from __future__ import annotations
+
+import pytest
+from rank_processes import in_processes
+from sharded_together import (
+    check_bad_ids,
+    check_exchanges,
+    check_kinds,
+    check_no_ids,
+    check_other_tables,
+)
+
+CAPACITY = pytest.mark.parametrize("capacity", [None, 41], ids=["counted", "capacity"])
+MACHINES = pytest.mark.parametrize("on_machine", [True, False], ids=["machine", "machines"])
+
+
+@CAPACITY
+@MACHINES
+def test_ranks_compare_and_ask_once_for_all_tables(capacity: int | None, on_machine: bool) -> None:
+    in_processes(2, check_exchanges, capacity, on_machine)
+
+
+@pytest.mark.parametrize(("ranks", "on_machine"), [(2, True), (3, True), (2, False)])
+def test_tables_of_all_kinds_train_as_in_one_process(ranks: int, on_machine: bool) -> None:
+    in_processes(ranks, check_kinds, on_machine)
+
+
+@CAPACITY
+@MACHINES
+def test_bad_ids_of_one_table_raise_on_all_ranks(capacity: int | None, on_machine: bool) -> None:
+    in_processes(2, check_bad_ids, capacity, on_machine)
+
+
+@CAPACITY
+@MACHINES
+def test_a_batch_that_cannot_be_read_raises_on_all_ranks(
+    capacity: int | None, on_machine: bool
+) -> None:
+    in_processes(2, check_no_ids, capacity, on_machine)
+
+
+@CAPACITY
+@MACHINES
+def test_other_tables_on_one_rank_raise_on_all_ranks(
+    capacity: int | None, on_machine: bool
+) -> None:
+    in_processes(2, check_other_tables, capacity, on_machine)

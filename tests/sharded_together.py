@@ -1,0 +1,308 @@
+"""Tables that ranks know together: calls of tests/parallel/test_tables_together.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import paces
+import torch
+import torch.distributed as dist
+from rank_processes import own_device
+from sharded_training import (
+    CASES,
+    FITS,
+    ROWS,
+    WIDTH,
+    Case,
+    assert_own_rows,
+    batches_of,
+    ids_here,
+    loss_of,
+    module_of,
+    raises,
+)
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.parallel.board import Board
+from speedtorch.parallel.ranks import LOOKUPS, Ranks
+from speedtorch.parallel.shard import shard
+
+STEPS = 6
+Batch = dict[str, list[Tensor]]
+
+
+def of_machines(on_machine: bool) -> Any:
+    """Ranks of one machine, or of several, which share no memory."""
+    return nullcontext() if on_machine else patch.object(Ranks.of(), "_board", None)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often a rank waits in shared memory, and how many collectives it makes."""
+    seen: Counter[str] = Counter()
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen[name] += 1
+            return function(*args, **kwargs)
+
+        return noted
+
+    with (
+        patch.object(Board, "exchange", noting("waits", Board.exchange)),
+        patch.object(dist, "all_to_all_single", noting("collectives", dist.all_to_all_single)),
+        patch.object(dist, "all_reduce", noting("collectives", dist.all_reduce)),
+    ):
+        yield seen
+
+
+def collection_of(count: int, capacity: int | None = None) -> speedtorch.EmbeddingBagCollection:
+    """Tables of which each is a group of its own."""
+    torch.manual_seed(3)
+    tables = [
+        speedtorch.EmbeddingBagConfig(ROWS, WIDTH, f"t{k}", group=f"g{k}") for k in range(count)
+    ]
+    return speedtorch.EmbeddingBagCollection(tables, device=own_device(), capacity=capacity)
+
+
+def features(count: int, seed: int) -> dict[str, Tensor]:
+    """Ids of this rank."""
+    random = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    return {
+        f"t{k}": torch.randint(ROWS, (5,), generator=random).to(own_device()) for k in range(count)
+    }
+
+
+def steps_of(way: str, count: int, capacity: int | None) -> Callable[[int], None]:
+    """Makes so many steps, of so many tables."""
+    model: Any = collection_of(count, capacity)
+    if way == "prefetched tables":
+        model = nn.ModuleDict({f"t{k}": module_of(CASES["SGD"], capacity) for k in range(count)})
+    shard(model)
+    optimizer = optim.SGD(model.parameters(), lr=0.25)
+    speedtorch.attach(optimizer, model)
+
+    def of_modules(batch: dict[str, Tensor]) -> Any:
+        return {model[name]: ids for name, ids in batch.items()}
+
+    def steps(number: int) -> None:
+        batches: Iterable[Any] = [features(count, seed) for seed in range(number)]
+        if way == "prefetched":
+            batches = speedtorch.prefetch(batches, model, ids=lambda batch: batch)
+        elif way == "prefetched tables":
+            batches = speedtorch.prefetch(batches, model, ids=of_modules)
+        for batch in batches:
+            optimizer.zero_grad()
+            if way == "announced":
+                model.announce(batch)
+            if way == "prefetched tables":
+                found = torch.cat([model[name](ids) for name, ids in batch.items()])
+            else:
+                found = model(batch).values()
+            found.sum().backward()
+            optimizer.step()
+
+    return steps
+
+
+# Of each table: its rows and their gradients, and with a capacity whether its rows fit; ranks
+# compare lookups that were planned before, and backwards. Between machines that is a collective.
+EXCHANGES = {
+    "looked up": {"waits": 1, "collectives": 2},
+    "announced": {"waits": 2, "collectives": 2},
+    "prefetched": {"waits": 2, "collectives": 2},
+    "prefetched tables": {"waits": 2, "collectives": 2},
+}
+
+
+def check_exchanges(capacity: int | None, on_machine: bool) -> None:
+    """Of a further table ranks exchange rows and gradients; they compare and ask for it no more."""
+    paces.choose(paces.AHEAD)
+    with of_machines(on_machine):
+        for way, of_table in EXCHANGES.items():
+            made = []
+            for count in (2, 6):
+                steps = steps_of(way, count, capacity)
+                steps(2)
+                with counted() as few:
+                    steps(4)
+                with counted() as more:
+                    steps(7)
+                made.append({name: (more[name] - few[name]) / 3 for name in of_table})
+            agreements = 0 if capacity is None else 2 if way == "announced" else 1
+            expected = dict(of_table)
+            expected["collectives"] += agreements
+            if not on_machine:
+                expected = {"waits": 0, "collectives": sum(expected.values())}
+            further = {name: (made[1][name] - made[0][name]) / 4 for name in of_table}
+            assert further == expected, way
+
+
+KINDS: dict[str, tuple[Case, int | None]] = {
+    "rows": (replace(CASES["Adam"], uneven=True), None),
+    "bags": (replace(CASES["Adam, bags, padding"], lookups=2), None),
+    "padding": (CASES["Adam, padding"], None),
+    "blocks": (replace(CASES["Adam"], **FITS, lookups=2, uneven=True), ROWS // 2 + 1),
+    "more blocks": (replace(CASES["Adam"], capacity=ROWS, rows=2 * ROWS), ROWS),
+    "many": (replace(CASES["Adam"], lookups=LOOKUPS + 4, pairs=2), None),
+}
+
+
+def trained(model: nn.ModuleDict, ranks: list[int], way: str) -> None:
+    """Trains tables of all kinds on the batches of some ranks."""
+    optimizer = optim.Adam(model.parameters(), lr=0.25)
+    speedtorch.attach(optimizer, model)
+    of_tables = {name: batches_of(case, ranks)[:STEPS] for name, (case, _) in KINDS.items()}
+    batches: Iterable[Batch] = [
+        {name: each[step] for name, each in of_tables.items()} for step in range(STEPS)
+    ]
+    if way != "at once":
+        paces.choose({"ahead": paces.AHEAD, "in part": paces.Turning(), "as it is": None}[way])
+        batches = speedtorch.prefetch(
+            batches, model, ids=lambda batch: {model[name]: each for name, each in batch.items()}
+        )
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        if way == "at once":
+            for name, ids in batch.items():
+                model[name].announce(*ids)
+        losses = [
+            loss_of(model[name], case, step, ranks, batch[name])
+            for name, (case, _) in KINDS.items()
+        ]
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+
+
+def check_kinds(on_machine: bool) -> None:
+    """Tables with and without a capacity and of many lookups have the numbers of one process."""
+
+    def made(shared: bool) -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                name: module_of(case, most if shared else None)
+                for name, (case, most) in KINDS.items()
+            }
+        )
+
+    size = dist.get_world_size()
+    with of_machines(on_machine):
+        whole = made(False)
+        trained(whole, list(range(size)), "at once")
+        for way in ("ahead", "in part", "as it is"):
+            model = made(True)
+            shard(model, average=False)
+            trained(model, [dist.get_rank()], way)
+            for name in KINDS:
+                assert_own_rows(model[name], whole[name], f"{way}, {name}: ")
+
+
+class Tables:
+    """Tables of a collection, each a group, which have made a step."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.model = collection_of(3, capacity)
+        shard(self.model)
+        self.optimizer = optim.Adam(self.model.parameters(), lr=0.25)
+        speedtorch.attach(self.optimizer, self.model)
+        self.step(features(3, 1))
+        self.before = self.rows()
+
+    def rows(self) -> list[Tensor]:
+        self.model.flush()
+        return [group.table["weight"].clone() for group in self.model._groups()]
+
+    def step(self, batch: dict[str, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch).values().sum().backward()
+        self.optimizer.step()
+
+    def announced(self, batch: dict[str, Tensor]) -> None:
+        self.model.announce(batch)
+        self.step(batch)
+
+    def prefetched(self, batch: dict[str, Tensor]) -> None:
+        for each in speedtorch.prefetch([batch], self.model, ids=lambda batch: batch):
+            self.step(each)
+
+    def check_unchanged(self) -> None:
+        """No row has changed, and the next steps change some."""
+        assert all(map(torch.equal, self.rows(), self.before))
+        self.step(features(3, 2))
+        self.announced(features(3, 3))
+        self.prefetched(features(3, 4))
+        assert not any(map(torch.equal, self.rows(), self.before))
+
+
+def check_bad_ids(capacity: int | None, on_machine: bool) -> None:
+    """Of any table on one rank they raise on all, which name table and ranks."""
+    paces.choose(paces.AHEAD)
+    is_odd = dist.get_rank() == 1
+    with of_machines(on_machine):
+        for way in (Tables.step, Tables.announced, Tables.prefetched):
+            for bad in range(3):
+                tables, batch = Tables(capacity), features(3, 5)
+                if is_odd:
+                    batch[f"t{bad}"][1] = ROWS
+                message = rf"table 't{bad}'.* ranks \[1\] is out of range"
+                if is_odd:
+                    message = rf"feature 't{bad}': id {ROWS} at position 1 is out of range"
+                raises(IndexError, message, partial(way, tables, batch))
+                tables.check_unchanged()
+
+
+def check_no_ids(capacity: int | None, on_machine: bool) -> None:
+    """What is no batch of ids on one rank raises on all."""
+    is_odd = dist.get_rank() == 1
+    with of_machines(on_machine):
+        for way in (Tables.step, Tables.announced):
+            for frozen in (False, True):
+                tables, batch = Tables(capacity), features(3, 5)
+                tables.model._groups()[0].weight.requires_grad_(not frozen)
+                if is_odd:
+                    batch["t1"] = torch.rand(5, device=own_device())
+                kind = TypeError if is_odd else IndexError
+                message = "t1" if is_odd else r"ranks \[1\] is out of range"
+                raises(kind, message, partial(way, tables, batch))
+                tables.model._groups()[0].weight.requires_grad_(True)
+                tables.check_unchanged()
+
+
+def other_tables(tables: dict[str, Any], names: str) -> None:
+    batch = {name: ids_here(1, 2) for name in names}
+    model = nn.ModuleDict(tables)
+    loop = speedtorch.prefetch(
+        [batch] * 3, model, ids=lambda batch: {model[name]: ids for name, ids in batch.items()}
+    )
+    for each in loop:
+        for name, ids in each.items():
+            model[name](ids)
+
+
+def check_other_tables(capacity: int | None, on_machine: bool) -> None:
+    """Ranks that prefetch other tables raise, and name the first that is not the same."""
+    paces.choose(paces.AHEAD)
+    end = r"no further lookup \(or"
+    with of_machines(on_machine):
+        for names, of_odd, first, odd in (
+            ("abc", "acb", "a new lookup of 'b'", "a new lookup of 'c'"),
+            ("abc", "ab", "a new lookup of 'c'", end),
+            ("ab", "abc", end, "a new lookup of 'c'"),
+        ):
+            model = nn.ModuleDict({name: module_of(CASES["Adam"], capacity) for name in "abc"})
+            shard(model)
+            before = [each.table["weight"].clone() for each in model.values()]
+            is_odd = dist.get_rank() == 1
+            message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
+            call = partial(other_tables, dict(model.items()), of_odd if is_odd else names)
+            raises(RuntimeError, message, call)
+            other_tables(dict(model.items()), "abc")
+            after = [each.table["weight"] for each in model.values()]
+            assert all(map(torch.equal, after, before))
