@@ -19,20 +19,21 @@ from speedtorch.torch_internals import STEP_HOOKS, step_without_hooks
 __all__ = ["Counted", "PartialStep"]
 
 
+_ABSENT = object()
+
+
 class Counted(NamedTuple):
-    """What a step has changed of an optimizer itself, such as a count.
+    """A setting that a step has changed, such as a count.
 
     Attributes:
-        group: its number; None: an attribute.
-        name: in the group.
-        had: whether it was there before.
-        before: its value then.
+        place: of the settings among those of the optimizer and its groups.
+        name: of the setting.
+        before: its value before the step, or _ABSENT.
         after: its value since.
     """
 
-    group: int | None
+    place: int
     name: str
-    had: bool
     before: object
     after: object
 
@@ -82,13 +83,13 @@ class PartialStep:
             {**group, "params": of_group}
             for group, of_group in zip(optimizer.param_groups, chosen, strict=True)
         ]
-        for group, name, had, before, after in self._counted:
-            settings = made.__dict__ if group is None else made.param_groups[group]
-            if settings.get(name) is not after:  # changed by others since
+        settings = _settings_of(made)
+        for place, name, before, after in self._counted:
+            if settings[place].get(name) is not after:  # changed by others since
                 continue
-            settings[name] = before
-            if not had:
-                del settings[name]
+            settings[place][name] = before
+            if before is _ABSENT:
+                del settings[place][name]
         self._last = made
         return made
 
@@ -99,25 +100,20 @@ class PartialStep:
 
     def settle(self) -> list[Counted]:
         """Gives the optimizer what the last part has changed of it; returns these changes."""
-        if (made := self._last) is None:
+        if self._last is None:
             return []
         counted: list[Counted] = []
-        own = {n: v for n, v in made.__dict__.items() if n not in ("param_groups", *STEP_HOOKS)}
-        _assign(counted, None, self._optimizer.__dict__, own)
-        groups = zip(self._optimizer.param_groups, made.param_groups, strict=True)
-        for number, (group, changed) in enumerate(groups):
-            _assign(counted, number, group, {n: v for n, v in changed.items() if n != "params"})
+        places = zip(_settings_of(self._optimizer), _settings_of(self._last), strict=True)
+        for place, (settings, changed) in enumerate(places):
+            kept = ("params",) if place else ("param_groups", *STEP_HOOKS)
+            for name, value in changed.items():
+                before = settings.get(name, _ABSENT)
+                if name not in kept and before is not value:
+                    settings[name] = value
+                    counted.append(Counted(place, name, before, value))
         return counted
 
 
-def _assign(
-    counted: list[Counted],
-    number: int | None,
-    settings: dict[str, Any],
-    changed: Mapping[str, Any],
-) -> None:
-    for name, value in changed.items():
-        had, before = name in settings, settings.get(name)
-        if not had or before is not value:
-            settings[name] = value
-            counted.append(Counted(number, name, had, before, value))
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The attributes of an optimizer, and then its groups."""
+    return [vars(optimizer), *optimizer.param_groups]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -26,6 +25,7 @@ from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.separate_steps import check_when_given
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
+from speedtorch.layers.swap_report import StateReport
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.layers.unit_steps import (
@@ -40,7 +40,7 @@ from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import as_plain, tree_leaves
 
-__all__ = ["StateReport", "StateSwapper", "check_has_own_state"]
+__all__ = ["StateSwapper", "check_has_own_state"]
 
 _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
@@ -49,37 +49,6 @@ _AT_ONCE = 3
 """Pieces that travel: one that is stepped and leaves, and the two that come next."""
 _PIECE = 1 << 28
 """Bytes of a piece at most: the link's speed needs no larger ones, and what is left may stay."""
-
-
-@dataclass(frozen=True)
-class StateReport:
-    """Where a StateSwapper's state is, and what has travelled since it was made."""
-
-    pieces: int
-    """In which it is brought."""
-    host_bytes: int
-    """Of host memory, which is pinned if the device is a GPU."""
-    device_bytes: int
-    """Of the device that state takes now."""
-    budget_bytes: int
-    bytes_in: int
-    """Copied to the device."""
-    bytes_out: int
-    gbps_in: float | None
-    """10^9 bytes per second while copies were under way; None: there were none."""
-    gbps_out: float | None
-
-    def __str__(self) -> str:
-        def moved(count: int, gbps: float | None) -> str:
-            return text_of(count) + ("" if gbps is None else f" at {gbps:.1f} GB/s")
-
-        lines = [
-            f"host       {text_of(self.host_bytes)} in {self.pieces} pieces",
-            f"device     {text_of(self.device_bytes)} of {text_of(self.budget_bytes)}",
-            f"to device  {moved(self.bytes_in, self.gbps_in)}",
-            f"to host    {moved(self.bytes_out, self.gbps_out)}",
-        ]
-        return "\n".join(lines)
 
 
 class _Piece:

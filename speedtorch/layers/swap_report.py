@@ -1,4 +1,4 @@
-"""What a Swapper tells: what an eviction has freed, and what has travelled so far."""
+"""Reports of a Swapper and a StateSwapper: what is where, and what has been copied so far."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from speedtorch.memory.byte_count import text_of
 
-__all__ = ["Freed", "SwapReport"]
+__all__ = ["Freed", "StateReport", "SwapReport"]
 
 
 class Freed(int):
@@ -23,11 +23,8 @@ class Freed(int):
     def __new__(cls, count: int, held_by: Iterable[str] = ()) -> Freed:
         """An int with names."""
         made = super().__new__(cls, count)
-        made._name(held_by)
+        vars(made)["held_by"] = tuple(held_by)
         return made
-
-    def _name(self, held_by: Iterable[str]) -> None:
-        self.held_by = tuple(held_by)
 
     def __repr__(self) -> str:
         held = f", held by {'; '.join(self.held_by)}" if self.held_by else ""
@@ -65,9 +62,6 @@ class SwapReport:
     """Views that the program keeps of units' tensors on the device."""
 
     def __str__(self) -> str:
-        def speed(gbps: float | None) -> str:
-            return "" if gbps is None else f" at {gbps:.1f} GB/s"
-
         budget = "" if self.budget_bytes is None else f" of {text_of(self.budget_bytes)}"
         lines = [
             f"units      {len(self.resident)} of {self.units} there, {len(self.in_use)} in use",
@@ -75,8 +69,40 @@ class SwapReport:
             f"host       {text_of(self.host_bytes)}",
             f"uses       {self.hits} found their unit there, {self.misses} did not",
             f"waited     {self.seconds_waited:.3f} s",
-            f"to device  {text_of(self.bytes_in)}{speed(self.gbps_in)}",
-            f"to host    {text_of(self.bytes_out)}{speed(self.gbps_out)}",
+            f"to device  {_moved(self.bytes_in, self.gbps_in)}",
+            f"to host    {_moved(self.bytes_out, self.gbps_out)}",
             *(f"held by    {each}" for each in self.held_by),
         ]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """Where a StateSwapper's state is, and what has travelled since it was made."""
+
+    pieces: int
+    """In which it is brought."""
+    host_bytes: int
+    """Of host memory, which is pinned if the device is a GPU."""
+    device_bytes: int
+    """Of the device that state takes now."""
+    budget_bytes: int
+    bytes_in: int
+    """Copied to the device."""
+    bytes_out: int
+    gbps_in: float | None
+    """10^9 bytes per second while copies were under way; None: there were none."""
+    gbps_out: float | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"host       {text_of(self.host_bytes)} in {self.pieces} pieces",
+            f"device     {text_of(self.device_bytes)} of {text_of(self.budget_bytes)}",
+            f"to device  {_moved(self.bytes_in, self.gbps_in)}",
+            f"to host    {_moved(self.bytes_out, self.gbps_out)}",
+        ]
+        return "\n".join(lines)
+
+
+def _moved(count: int, gbps: float | None) -> str:
+    return text_of(count) + ("" if gbps is None else f" at {gbps:.1f} GB/s")
