@@ -11,7 +11,8 @@ import inspect
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def check_steps_apart(
                 _Trial(optimizer, shapes, where, args, kwargs, construct, sparse).run()
             return
         except _CannotStepError as error:
-            errors.append(error.error)
+            errors.append(error.args[0])
     raise ValueError(
         f"optimizer: {type(optimizer).__name__} cannot be tried out on {where}: a step of small"
         f" copies of its parameters fails ({errors[0]}), so that nothing shows whether it steps"
@@ -109,11 +110,17 @@ def _no_loss() -> Tensor:
 
 
 class _CannotStepError(Exception):
-    """A step of all small parameters has failed."""
+    """A step of all small parameters has failed, by an error that this has."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+
+@contextmanager
+def _errors_as(raised: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Raises another error for one of the optimizer's own, of any kind."""
+    try:
+        yield
+    except Exception as error:
+        raise_if_no_memory(error)
+        raise raised(error) from error
 
 
 def _next_random() -> tuple[float, ...]:
@@ -166,19 +173,16 @@ class _Trial:
             for number, of_group in shapes.items()
         }
         self._copies: list[tuple[Optimizer, list[nn.Parameter]]] = []
+        settings = _ON_CPU if device.type == "cpu" else _SETTINGS
         for _ in range(2):
             small = {
                 number: {place: nn.Parameter(each.clone()) for place, each in of_group.items()}
                 for number, of_group in drawn.items()
             }
-            try:
-                settings = _ON_CPU if device.type == "cpu" else _SETTINGS
+            with _errors_as(_CannotStepError):
                 made = copy_with(optimizer, small, settings, construct=construct)
                 if callable(train := getattr(made, "train", None)):  # schedule-free ones
                     train()
-            except Exception as error:  # the optimizer's own, of any kind
-                raise_if_no_memory(error)
-                raise _CannotStepError(error) from error
             parameters = [each for of_group in small.values() for each in of_group.values()]
             self._copies.append((made, parameters))
 
@@ -191,39 +195,31 @@ class _Trial:
                 if number != 2 or place or len(its) == 1:  # an expert that no token has reached
                     one.grad = self._gradient(one, scale)
                     other.grad = one.grad.clone()
-            try:
-                with kept_random(self._device):
-                    step: Any = step_without_hooks(type(together))
-                    step(together, *self._args, **self._kwargs)
-                    drawn = _next_random()
-            except Exception as error:  # the optimizer's own, of any kind
-                raise_if_no_memory(error)
-                raise _CannotStepError(error) from error
-            try:
-                with kept_random(self._device):
-                    parts = PartialStep(apart, self._args, self._kwargs)
-                    for other in theirs:
-                        if other.grad is not None:
-                            parts.step([other])
-                    parts.step(())
-                    parts.settle()
-                    is_alike = drawn == _next_random()
-            except Exception as error:
-                raise_if_no_memory(error)
-                raise self._refusal(
-                    f"a step of some of them after others fails ({type(error).__name__}: {error})"
-                ) from error
+            with _errors_as(_CannotStepError), kept_random(self._device):
+                step: Any = step_without_hooks(type(together))
+                step(together, *self._args, **self._kwargs)
+                drawn = _next_random()
+            with _errors_as(self._failed_apart), kept_random(self._device):
+                parts = PartialStep(apart, self._args, self._kwargs)
+                for other in theirs:
+                    if other.grad is not None:
+                        parts.step([other])
+                parts.step(())
+                parts.settle()
+                is_alike = drawn == _next_random()
             if not is_alike:
                 raise self._refusal("it draws random numbers for all of them at once")
-            self._compare()
+            found, others = dict(_numbers(together, its)), dict(_numbers(apart, theirs))
+            for name in dict.fromkeys((*found, *others)):
+                if not agree(found.get(name), others.get(name)):
+                    raise self._refusal(
+                        f"{name} differs if they are stepped together and one by one"
+                    )
 
-    def _compare(self) -> None:
-        (together, its), (apart, theirs) = self._copies
-        found = dict(_numbers(together, its))
-        others = dict(_numbers(apart, theirs))
-        for name in dict.fromkeys((*found, *others)):
-            if not agree(found.get(name), others.get(name)):
-                raise self._refusal(f"{name} differs if they are stepped together and one by one")
+    def _failed_apart(self, error: Exception) -> ValueError:
+        return self._refusal(
+            f"a step of some of them after others fails ({type(error).__name__}: {error})"
+        )
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(
