@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -82,11 +81,6 @@ class _Piece:
     def has_gradients(self) -> bool:
         """Whether a step would change it."""
         return any(each.grad is not None for each in self.parameters)
-
-    @property
-    def is_of_host(self) -> bool:
-        """Whether its parameters are on the host but for the step."""
-        return self._brings and self.home.type == "cpu"
 
     @property
     def offloaded_bytes(self) -> int:
@@ -277,7 +271,7 @@ class StateSwapper:
                 shared = self._arranged(optimizer, checks=False)
                 for piece in self._pieces[optimizer]:
                     members = piece.members(shared)
-                    if piece.is_of_host:
+                    if self.device is not None and piece.home.type == "cpu":
                         piece.pack.evict(members, search=False)
                         for each in piece.parameters:
                             bring_to_host(optimizer.state.get(each))
@@ -313,7 +307,7 @@ class StateSwapper:
             if self.device is not None:
                 refuse_hasty_scaler()
                 check_offloaded(each for piece in pieces for each in piece.parameters)
-            staying = self._staying(self._first_bytes(optimizer, pieces))
+            staying = self._staying(optimizer, pieces)
             self._make_room(staying)
         try:
             self._step_each(step, pieces, staying, shared)
@@ -330,14 +324,7 @@ class StateSwapper:
         staying: Collection[_Piece],
         shared: Mapping[int, int],
     ) -> None:
-        """Steps pieces one after another, each of which is brought for it.
-
-        Args:
-            step: of the optimizer.
-            pieces: of parameters that have gradients.
-            staying: those whose state stays on the device.
-            shared: how many parameters keep each tensor.
-        """
+        """Steps pieces one after another, each of which is brought for it."""
         with as_plain(), torch.no_grad():
             coming = deque(each.come(each.members(shared)) for each in pieces[:2])
         leaving: list[tuple[_Piece, Members | None]] = []
@@ -361,18 +348,11 @@ class StateSwapper:
             for each, its in leaving:
                 each.leave(its)
 
-    def _first_bytes(self, optimizer: Optimizer, pieces: Iterable[_Piece]) -> list[int]:
-        """Bytes of the state that a step is to make of each piece that has none."""
+    def _staying(self, optimizer: Optimizer, stepped: Iterable[_Piece]) -> set[_Piece]:
+        """The pieces whose state the budget has room for beside what travels, the first ones."""
         nbytes = self._first[optimizer].nbytes
-        new = [each.parameters for each in pieces if not each.pack.slab.nbytes]
-        return [sum(nbytes(each) for each in of if each.grad is not None) for of in new]
-
-    def _staying(self, first_bytes: Iterable[int]) -> set[_Piece]:
-        """The pieces whose state the budget has room for beside what travels, the first ones.
-
-        Args:
-            first_bytes: of each piece whose state is made in this step.
-        """
+        new = [each.parameters for each in stepped if not each.pack.slab.nbytes]
+        first_bytes = [sum(nbytes(each) for each in of if each.grad is not None) for of in new]
         pieces = [each for some in self._pieces.values() for each in some]
         sizes = [each.pack.slab.nbytes for each in pieces]
         every = [*(e.pack.slab.nbytes + e.offloaded_bytes for e in pieces), *first_bytes]
@@ -433,7 +413,8 @@ class StateSwapper:
             some = open_ones.get(home)
             if some is None or size[home] + nbytes > most:
                 some = open_ones[home] = []
-                new.append((some, self._steps_on(each)))
+                is_offloaded = self.device is not None and each.is_cpu
+                new.append((some, self.device if is_offloaded else home))
                 size[home] = 0
             some.append(each)
             size[home] += nbytes
@@ -449,10 +430,6 @@ class StateSwapper:
         if kept := optimizer.state.get(parameter):
             return more + sum(each.nbytes for _, each in plain_tensors("", kept))
         return more + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
-
-    def _steps_on(self, parameter: Tensor) -> torch.device:
-        """The device where it is stepped."""
-        return self.device if self.device is not None and parameter.is_cpu else parameter.device
 
 
 class _Loading:
@@ -471,18 +448,14 @@ class _Loading:
 
         Other hooks find whole tensors: ours are the last before it and the first after it.
         """
-        original = optimizer.load_state_dict
-        is_closed = False
 
-        @wraps(original)
-        def load(*args: Any, **kwargs: Any) -> None:
+        def load(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             hooks: list[RemovableHandle] = []
             before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
             try:
-                if not is_closed:  # another has wrapped it
-                    hooks.append(optimizer.register_load_state_dict_pre_hook(self._begin))
-                    after = optimizer.register_load_state_dict_post_hook(self._end, prepend=True)
-                    hooks.append(after)
+                hooks.append(optimizer.register_load_state_dict_pre_hook(self._begin))
+                after = optimizer.register_load_state_dict_post_hook(self._end, prepend=True)
+                hooks.append(after)
                 original(*args, **kwargs)
             except BaseException:
                 if self._waiting:  # some of what torch has loaded may be without elements
@@ -492,14 +465,7 @@ class _Loading:
                 for each in hooks:
                     each.remove()
 
-        put_back = replace_method(optimizer, "load_state_dict", load)
-
-        def undo() -> None:
-            nonlocal is_closed
-            is_closed = True
-            put_back()
-
-        return undo
+        return replace_method(optimizer, "load_state_dict", load)
 
     def _begin(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Takes tensors out of what is loaded."""

@@ -43,7 +43,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["Unit", "exact_device", "is_of_unit"]
+__all__ = ["Caller", "Unit", "exact_device", "is_of_unit"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
@@ -62,7 +62,7 @@ def _untracked(method: _Method) -> _Method:
 
 
 class Caller(Protocol):
-    """Brings units as the program reaches them."""
+    """Brings units as the program reaches them, and knows in which order it does."""
 
     def using(self, unit: Unit) -> AbstractContextManager[None]:
         """The unit is on the device within, for one operation of the program."""
@@ -73,19 +73,22 @@ class Caller(Protocol):
     def reaches(self, unit: Unit, *, nested: bool) -> None:
         """A backward reaches a result of a unit; `nested`: of a call within another unit's."""
 
+    def end_failed(self) -> None:
+        """Ends uses by a backward that has failed."""
+
+    def next_use(self, unit: Unit, *, state: bool) -> float:
+        """In how many calls a unit is used next, or its state; inf: unknown."""
+
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The unit of each tensor, as a weakref: it belongs to one at most."""
 
 
 def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
-    """The nodes of results that autograd has made since it was at this number.
+    """The nodes of results since a number of autograd's, and whether each is a result's last one.
 
     Of a view they are its own, and the one of its base, which is the last that a backward reaches.
     A change in place of the view, or of its base, replaces the first in the graph, not the second.
-
-    Returns:
-        Each node, and whether it is the last one of a result.
     """
     found: dict[Node, bool] = {}
     for each in results:
@@ -110,7 +113,10 @@ class Unit:
     Torch counts none of `parameter.data`: say `touch()` after such a change, unless a step of the
     optimizer follows or does it.
 
-    On a GPU bring(), load() and write_back() go beside the current stream.
+    On a GPU bring(), load() and write_back() go beside the current stream. All that moves the unit
+    raises TypeError or ValueError for a tensor that cannot be moved, MemoryError if the host has
+    too little memory for what came to it, and RuntimeError (torch.OutOfMemoryError) if the device
+    has; the unit is where it was then, or what of it was prefetched is on the device.
 
     A view of a loaded unit's tensor that you keep (`parameter.detach()`) keeps the device memory of
     the whole unit, and the values there; evict() names it. What autograd keeps has no memory while
@@ -193,20 +199,20 @@ class Unit:
         """Streams that the module ran on, and its tensors were used on, since _join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
-        self._forward_hook = ModuleHook(weak_call(self._ends))
-        self._node_hook = weak_call(self._before_backward)
+        self._forward_hook, begins, saved = (
+            ModuleHook(weak_call(each)) for each in (self._ends, self._begins, self._save)
+        )
+        self._node_hook, after_step = map(weak_call, (self._before_backward, self.note_step))
         self._check_alone()
         try:
             self.evict()
         except BaseException:
             self._disown()
             raise
-        begins, saved = (ModuleHook(weak_call(each)) for each in (self._begins, self._save))
         self._hooks += [
             module.register_forward_pre_hook(begins, prepend=True),
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
         ]
-        after_step = weak_call(self.note_step)
         self._step_hooks = [each.register_step_post_hook(after_step) for each in optimizers]
 
     @property
@@ -246,15 +252,9 @@ class Unit:
         )
 
     def bring(self, *, state: bool = True) -> None:
-        """Begins to copy the unit to the device, beside the current stream.
+        """Begins to copy the unit to the device, with the optimizer's state if that is asked for.
 
         Its tensors stay on the host until load(), which copies what has changed there meanwhile.
-
-        Args:
-            state: as of load().
-
-        Raises:
-            RuntimeError, TypeError, ValueError, MemoryError: as of load().
         """
         try:
             self._come(Pack.bring, state=state)
@@ -264,17 +264,8 @@ class Unit:
     def load(self, *, state: bool = True) -> None:
         """Brings the unit to the device, where it stays if it is there.
 
-        What the current stream gets from now on waits for it.
-
-        Args:
-            state: bring the optimizer's state as well, which a forward and a backward do not need.
-
-        Raises:
-            RuntimeError: what torch raises where the device has too little memory
-                (torch.OutOfMemoryError); the unit is where it was, or what of it was prefetched is
-                on the device.
-            TypeError, ValueError, MemoryError: as when the unit was made, for a tensor that came to
-                it since.
+        What the current stream gets from now on waits for it. A forward and a backward do not need
+        the optimizer's state.
         """
         self._come(Pack.load, state=state)
         for pack in self._packs if state else self._packs[:2]:
@@ -312,14 +303,11 @@ class Unit:
     def write_back(
         self, after: torch.cuda.Event | None = None, *, state_alone: bool = False
     ) -> None:
-        """Begins to copy what is new on the device to the host.
+        """Begins to copy what is new on the device to the host, or of the optimizer's state alone.
 
         The unit stays there. evict() then waits for these copies, and makes no others unless the
-        unit is changed meanwhile. Gradients are left to evict().
-
-        Args:
-            after: the end of its last use; None: after all that the current stream has by now.
-            state_alone: copy the optimizer's state alone.
+        unit is changed meanwhile. Gradients are left to evict(). `after` is the end of the unit's
+        last use; None: after all that the current stream has by now.
         """
         self._join_streams(after)
         (own, members), _, (of_state, state) = self._parts()
@@ -336,15 +324,7 @@ class Unit:
         """Brings the unit to the host, and what is new of it; returns the bytes of device memory.
 
         These are free then. 0 if it was on the host. Memory that views keep is not; see held_by().
-
-        Args:
-            after: as of write_back().
-            search: as of Pack.evict, of parameters and buffers.
-
-        Raises:
-            TypeError, ValueError: as when the unit was made, for a tensor that came to it since;
-                the unit is where it was.
-            MemoryError: the host has too little for what came to it since, which is where it was.
+        `after` is as of write_back(), `search` as of Pack.evict, of parameters and buffers.
         """
         self._tracker.stop()
         self.averaging.note()
@@ -377,23 +357,20 @@ class Unit:
         The unit can be used, and not be stepped.
         """
         self._tracker.stop()
-        self._join_streams(after)
-        pack, members = self._parts()[2]
-        freed = pack.evict(members, after)
+        freed = self._evict_part(2, after)
         self._is_state_new, self.made_state_bytes = False, 0
         return freed
 
     @_untracked
     def free_gradients(self, after: torch.cuda.Event | None = None) -> None:
-        """Frees the device memory of gradients if the program has dropped them all.
-
-        Args:
-            after: as of write_back().
-        """
+        """Frees the device memory of gradients if the program has dropped them all."""
         if self._gradients.slab.device_bytes and not self._found.gradients:
-            self._join_streams(after)
-            pack, members = self._parts()[1]
-            pack.evict(members, after)
+            self._evict_part(1, after)
+
+    def _evict_part(self, number: int, after: torch.cuda.Event | None) -> int:
+        self._join_streams(after)
+        pack, members = self._parts()[number]
+        return pack.evict(members, after)
 
     @property
     def state_bytes(self) -> int:
@@ -443,11 +420,8 @@ class Unit:
     @_untracked
     def missing_gradients(self) -> int:
         """Bytes of gradients that a backward may make."""
-        return sum(
-            each.nbytes
-            for each in self._parameters.values()
-            if each.requires_grad and each.grad is None
-        )
+        parameters = self._parameters.values()
+        return sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
 
     @_untracked
     def without_state(self) -> list[tuple[Optimizer, nn.Parameter]]:
@@ -584,9 +558,8 @@ class Unit:
         """
         if self.memory is None:
             return output
-        is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
-            output, "__dict__"
-        )
+        is_container = isinstance(output, Tensor | list | tuple | dict)
+        is_record = not is_container and hasattr(output, "__dict__")
         given = dict(vars(output)) if is_record else output
         may_leave = self.comes_by_itself and torch.is_grad_enabled()
         if may_leave and any(map(self._is_trained_view, tree_leaves(given))):
@@ -609,9 +582,7 @@ class Unit:
             node.register_prehook(partial(self._node_hook, self.memory, is_last, is_nested))
         return output
 
-    def _before_backward(
-        self, memory: Memory, is_last: bool, is_nested: bool, gradients: object
-    ) -> None:
+    def _before_backward(self, memory: Memory, is_last: bool, is_nested: bool, _: object) -> None:
         """A backward reaches a node of a result, and is about to make gradients."""
         self.note_use()
         if memory is Memory.DEVICE:
@@ -628,9 +599,7 @@ class Unit:
                 f" {'load' if memory is Memory.DEVICE else 'evict'}() it before the backward"
             )
 
-    def _save(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
-    ) -> None:
+    def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Gives state_dict() the tensors on the host, which stay readable when the unit leaves."""
         if self.memory is Memory.HOST:
             return

@@ -263,18 +263,10 @@ def steps_by(
     Hooks of the step are called once, before and after all of it: ours are the last of those before
     and the first of those after, which find what the step has counted.
     """
-    original = optimizer.step
-
-    closed = False
     is_tried = not needs_arguments(optimizer)  # or it has been when it was given
 
-    # A GradScaler looks at its signature, with the optimizer itself.
-    @not_compiled
-    @wraps(getattr(original, "__func__", original))
-    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal is_tried
-        if closed:  # a scheduler has wrapped it
-            return original(*args, **kwargs)
         if not is_tried:
             check_steps_apart(optimizer, device, args, kwargs)
             is_tried = True
@@ -304,29 +296,31 @@ def steps_by(
             for each in hooks:
                 each.remove()
 
-    # A method, whose function schedulers look for.
-    put_back = replace_method(optimizer, "step", MethodType(step, optimizer))
-
-    def undo() -> None:
-        nonlocal closed
-        closed = True
-        put_back()
-
-    return undo
+    return replace_method(optimizer, "step", step)
 
 
 def replace_method(
-    optimizer: Optimizer, name: str, method: Callable[..., Any]
+    optimizer: Optimizer, name: str, called: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Gives an optimizer another method; gives what puts the former one back.
+    """Lets an optimizer's method be `called(original, ...)`; gives what puts the original back.
 
-    That changes nothing where the new one has been replaced in turn, which may call it still.
+    Whatever has wrapped the method in turn calls the original from then on.
     """
-    former = getattr(optimizer, name)
-    setattr(optimizer, name, method)
+    original, is_closed = getattr(optimizer, name), False
+
+    # A GradScaler looks at its signature, with the optimizer itself.
+    @not_compiled
+    @wraps(getattr(original, "__func__", original))
+    def method(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if is_closed else called(original, *args, **kwargs)
+
+    bound = MethodType(method, optimizer)  # whose function schedulers look for
+    setattr(optimizer, name, bound)
 
     def put_back() -> None:
-        if vars(optimizer).get(name) is method:
-            setattr(optimizer, name, former)
+        nonlocal is_closed
+        is_closed = True
+        if vars(optimizer).get(name) is bound:
+            setattr(optimizer, name, original)
 
     return put_back
