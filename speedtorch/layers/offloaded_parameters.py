@@ -18,7 +18,7 @@ from torch import Tensor
 from speedtorch.layers.data_parallel import averaged_parameters
 from speedtorch.layers.slab import extent
 from speedtorch.layers.state_tensors import plain_tensors
-from speedtorch.layers.transfer_stats import Begun, TransferStats
+from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import tree_leaves
 
@@ -31,24 +31,14 @@ __all__ = [
 ]
 
 
-class _InnerCopy(NamedTuple):
-    """A plain tensor, its memory on the host, and the copy of that on the device."""
+class _Copied(NamedTuple):
+    """A plain tensor of a parameter or a gradient, its host memory, and the copy of that."""
 
+    whole: Tensor
+    is_gradient: bool
     tensor: Tensor
     home: Tensor
     copy: Tensor
-
-
-class _Copied(NamedTuple):
-    """A parameter or a gradient, and what has memory of it."""
-
-    tensor: Tensor
-    is_gradient: bool
-    inner: list[_InnerCopy]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.home.nbytes for each in self.inner)
 
 
 class OffloadedParameters:
@@ -80,13 +70,13 @@ class OffloadedParameters:
                 if each.grad is None or not each.is_cpu:
                     continue
                 for whole in (each, each.grad):
-                    inner = [
-                        _InnerCopy(tensor, home := tensor.data, _copy_of(home, self._device))
-                        for _, tensor in plain_tensors("", whole)
-                    ]
-                    copied.append(_Copied(whole, whole is not each, inner))
+                    for _, tensor in plain_tensors("", whole):
+                        home = tensor.data
+                        copy = home.to(self._device, non_blocking=True, copy=True)
+                        copied.append(_Copied(whole, whole is not each, tensor, home, copy))
         if copied:
-            self._count(begun, copied, comes=True)
+            nbytes = sum(each.home.nbytes for each in copied)
+            self._traffic.end(begun, self._coming.end, nbytes, comes=True)
         self._copied = copied
 
     def load(self) -> None:
@@ -94,9 +84,9 @@ class OffloadedParameters:
         self._coming.join()
         self._is_seen, self._is_written = True, False
         for each in self._copied:
-            for tensor, _, copy in each.inner:
-                tensor.data = copy
-            follow_inner(each.tensor)
+            each.tensor.data = each.copy
+        for each in self._copied:
+            follow_inner(each.whole)
 
     def write_back(self) -> None:
         """Begins to copy all to the host, behind a step.
@@ -108,11 +98,11 @@ class OffloadedParameters:
             with self._leaving.after_current(self._device) as stream:
                 begun = self._traffic.begin(stream)
                 for each in self._copied:
-                    for tensor, home, _ in each.inner:
-                        if not (each.is_gradient and _is_expanded(home)):
-                            # Of its data, which a step may have assigned.
-                            home.copy_(tensor.data, non_blocking=True)
-            self._count(begun, self._copied, comes=False)
+                    if not (each.is_gradient and _is_expanded(each.home)):
+                        # Of its data, which a step may have assigned.
+                        each.home.copy_(each.tensor.data, non_blocking=True)
+            nbytes = sum(each.home.nbytes for each in self._copied)
+            self._traffic.end(begun, self._leaving.end, nbytes, comes=False)
         self._is_written = True
 
     def leave(self) -> None:
@@ -125,18 +115,12 @@ class OffloadedParameters:
                 self.write_back()
             self._leaving.finish()
             for each in self._copied:
-                for tensor, home, _ in each.inner:
-                    tensor.data = home
-                follow_inner(each.tensor)
+                each.tensor.data = each.home
             for each in self._copied:
+                follow_inner(each.whole)
                 if not each.is_gradient:
-                    bring_to_host(each.tensor.grad)  # which a step may have assigned
+                    bring_to_host(each.whole.grad)  # which a step may have assigned
         self._is_seen, self._copied = False, []
-
-    def _count(self, begun: Begun, copied: Iterable[_Copied], *, comes: bool) -> None:
-        nbytes = sum(each.nbytes for each in copied)
-        end = (self._coming if comes else self._leaving).end
-        self._traffic.end(begun, end, nbytes, comes=comes)
 
 
 def offloaded_bytes(parameter: Tensor) -> int:
@@ -215,7 +199,3 @@ def follow_inner(tensor: object) -> None:
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether elements of it are one in memory, which no operation changes in place."""
     return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _copy_of(home: Tensor, device: torch.device) -> Tensor:
-    return home.to(device, non_blocking=True, copy=True)

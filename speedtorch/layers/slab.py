@@ -82,15 +82,13 @@ class _Order(NamedTuple):
     @classmethod
     def of(cls, places: Mapping[str, _Place]) -> _Order:
         """That of a slab."""
-        if any(0 in each.size for each in places.values()):
-            return cls([], [], [], [], [])
-        found = list(places.values())
+        found = [] if any(0 in each.size for each in places.values()) else list(places.items())
         return cls(
-            list(places),
-            [each.begin for each in found],
-            [each.dtype for each in found],
-            [each.size for each in found],
-            [each.stride for each in found],
+            [name for name, _ in found],
+            [each.begin for _, each in found],
+            [each.dtype for _, each in found],
+            [each.size for _, each in found],
+            [each.stride for _, each in found],
         )
 
 
@@ -343,12 +341,7 @@ class Slab:
     def fits(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether those with a place are like it, and memory is shared as in the layout.
 
-        Args:
-            tensors: by name.
-            at: where() they are.
-
-        Raises:
-            TypeError, ValueError: one of them cannot be packed, as when a slab is made.
+        Raises TypeError, ValueError if one of them cannot be packed, as when a slab is made.
         """
         for name, tensor in tensors.items():
             if at[name] is None:
@@ -436,8 +429,7 @@ class Slab:
     def empty(self, after: torch.cuda.Event | None = None) -> int:
         """Frees the device slab's memory; returns how many bytes that were.
 
-        What comes to lie there is copied after `after`; None: after all that the current stream has
-        by now.
+        `after`: as of copy_to, for what comes to lie there.
         """
         self.is_filled = False
         freed = self.device_bytes
