@@ -67,12 +67,9 @@ class Discarded:
         names: Mapping[int, str],
         users: Iterable[nn.Module | Optimizer],
     ) -> None:
-        """Notes what is about to be discarded.
+        """Notes what is about to be discarded, by id() names of tensors.
 
-        Args:
-            slots: storages that sleep.
-            names: of their tensors, by id().
-            users: whose forward or step() uses the tensors.
+        The forward or step() of `users` uses the tensors.
         """
         for slot in slots:
             for member, tensor in () if slot.is_kept else slot.living():

@@ -43,7 +43,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["Caller", "Unit", "exact_device", "is_of_unit"]
+__all__ = ["Caller", "Unit", "exact_device", "host_copy", "is_of_unit"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
@@ -770,13 +770,18 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from within_frozen(dict(module.named_buffers())).items()
 
 
+def host_copy(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor | None:
+    """What Unit.on_host() has of a tensor on the device."""
+    found = on_host.get(tensor.data_ptr())
+    is_like = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+    return found if is_like else None
+
+
 def _on_host(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor:
     """The same of Unit.on_host(); the tensor itself if that has it not."""
     if type(tensor) is Tensor and not tensor.requires_grad:
-        found = on_host.get(tensor.data_ptr())
-        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            return tensor
-        return found.detach()
+        found = host_copy(tensor, on_host)
+        return tensor if found is None else found.detach()
     if tensor.requires_grad or not wrappers_in(tensor):
         return tensor
     names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

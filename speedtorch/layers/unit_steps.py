@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from speedtorch.layers.partial_step import Counted, PartialStep
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
-from speedtorch.layers.unit import Unit, is_of_unit
+from speedtorch.layers.unit import Unit, host_copy, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
     STEP_HOOKS,
@@ -80,11 +80,7 @@ class UnitSteps:
         self._left.clear()
 
     def note_ended_backward(self, counted: Sequence[Counted]) -> None:
-        """Says that a backward has ended, in which units were stepped.
-
-        Args:
-            counted: what their steps have changed of the optimizer itself.
-        """
+        """Says that a backward has ended, whose steps of units have changed this of the optimizer."""
         self._counted = counted
         self._left = {
             id(each): (weakref.ref(each.grad), version_of(each.grad))
@@ -131,11 +127,7 @@ class UnitSteps:
             self._step(unit, step, list(unit.module.parameters()))
 
     def _check_scaler(self, *, is_asked: bool) -> None:
-        """Raises RuntimeError if gradients were not scaled back as they should.
-
-        Args:
-            is_asked: whether units are to be stepped now.
-        """
+        """Raises RuntimeError if gradients were not scaled back, as of units that are asked for."""
         stepping = stepping_grad_scaler()
         if stepping is not None and self._are_in_backward:
             raise RuntimeError(
@@ -170,16 +162,12 @@ class UnitSteps:
 
     def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Gives state_dict() what the host has, which stays readable when units leave."""
-        on_host: dict[int, torch.Tensor] = {}
+        on_host: dict[int, Tensor] = {}
         for unit in self._residency.there:
             on_host |= unit.on_host(state=True)
 
         def found(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            host = on_host.get(value.data_ptr())
-            is_like = host is not None and (host.shape, host.dtype) == (value.shape, value.dtype)
-            if host is None or not is_like:
+            if not isinstance(value, Tensor) or (host := host_copy(value, on_host)) is None:
                 return value
             # A copy: a later move writes to the host memory, and what is given may be loaded.
             shown = host.clone()
@@ -208,13 +196,13 @@ class UnitSteps:
 
 def _mapped(of_value: Callable[[Any], Any], saved: dict[str, Any]) -> dict[str, Any]:
     """A state_dict() of an optimizer with other values of parameters' state."""
-    of_parameters = {
-        number: {key: of_value(value) for key, value in of_one.items()}
-        if isinstance(of_one, dict)
-        else of_one
-        for number, of_one in saved["state"].items()
+    state = {
+        number: {key: of_value(value) for key, value in kept.items()}
+        if isinstance(kept, dict)
+        else kept
+        for number, kept in saved["state"].items()
     }
-    return {**saved, "state": of_parameters}
+    return {**saved, "state": state}
 
 
 def refuse_hasty_scaler() -> None:
