@@ -350,9 +350,9 @@ class StateSwapper:
 
     def _staying(self, optimizer: Optimizer, stepped: Iterable[_Piece]) -> set[_Piece]:
         """The pieces whose state the budget has room for beside what travels, the first ones."""
-        nbytes = self._first[optimizer].nbytes
+        of = self._first[optimizer].nbytes
         new = [each.parameters for each in stepped if not each.pack.slab.nbytes]
-        first_bytes = [sum(nbytes(each) for each in of if each.grad is not None) for of in new]
+        first_bytes = [sum(of(each) for each in some if each.grad is not None) for some in new]
         pieces = [each for some in self._pieces.values() for each in some]
         sizes = [each.pack.slab.nbytes for each in pieces]
         every = [*(e.pack.slab.nbytes + e.offloaded_bytes for e in pieces), *first_bytes]
@@ -413,8 +413,7 @@ class StateSwapper:
             some = open_ones.get(home)
             if some is None or size[home] + nbytes > most:
                 some = open_ones[home] = []
-                is_offloaded = self.device is not None and each.is_cpu
-                new.append((some, self.device if is_offloaded else home))
+                new.append((some, self.device if self.device and each.is_cpu else home))
                 size[home] = 0
             some.append(each)
             size[home] += nbytes

@@ -202,7 +202,7 @@ class Unit:
         self._forward_hook, begins, saved = (
             ModuleHook(weak_call(each)) for each in (self._ends, self._begins, self._save)
         )
-        self._node_hook, after_step = map(weak_call, (self._before_backward, self.note_step))
+        self._node_hook = weak_call(self._before_backward)
         self._check_alone()
         try:
             self.evict()
@@ -213,6 +213,7 @@ class Unit:
             module.register_forward_pre_hook(begins, prepend=True),
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
         ]
+        after_step = weak_call(self.note_step)
         self._step_hooks = [each.register_step_post_hook(after_step) for each in optimizers]
 
     @property
