@@ -49,11 +49,8 @@ class Discarded:
     """Raises RuntimeError where discarded tensors are used before they have been loaded again.
 
     A discarded tensor is loaded if it was given other memory, or has other values than those that
-    it wakes with. The first use that finds all loaded is the last one that looks.
-
-    Args:
-        device: of the tensors.
-        remedy: the end of the error's message.
+    it wakes with. The first use that finds all loaded is the last one that looks. The error's
+    message ends with the remedy.
     """
 
     def __init__(self, device: torch.device, remedy: str) -> None:

@@ -45,11 +45,8 @@ class PartialStep:
     each part alike, and is the optimizer's once by `settle`. What it changes in place (a tensor, a
     list, state of no parameter) is changed once for each part.
 
-    Args:
-        optimizer: whose step that is.
-        args: what the step is given, for each part.
-        kwargs: likewise.
-        counted: by a step of other parameters, which this one completes.
+    The step of each part is given the same arguments. What was `counted` by a step of other
+    parameters is completed by this one.
     """
 
     def __init__(

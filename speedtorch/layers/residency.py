@@ -89,8 +89,7 @@ class Residency:
         first_state: the bytes of state that a first step makes of a parameter, by optimizers.
 
     Attributes:
-        hits: uses that found their unit on the device.
-        misses: those that did not.
+        hits: uses that found their unit on the device; `misses`: those that did not.
         seconds_waited: by the host, for units to leave.
     """
 

@@ -67,13 +67,8 @@ def check_steps_apart(
 ) -> None:
     """Raises ValueError unless small copies step the same parameters together and one by one.
 
-    Optimizer, parameters and random generators are left as they are.
-
-    Args:
-        optimizer: with parameters.
-        device: where these are stepped; None: where they are.
-        args: what the step is given; a closure is not called.
-        kwargs: likewise.
+    Optimizer, parameters and random generators are left as they are. The parameters are stepped on
+    the device; None: where they are. A closure among the arguments of the step is not called.
     """
     kwargs = dict(kwargs or {})
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -194,18 +194,14 @@ class Slab:
     of the stream that brings it. What uses the device slab waits for it by `coming.join()`, what
     reads the host slab by `leaving.finish()`; `empty` frees memory behind its last use.
 
+    TypeError, ValueError as of check_packable, and MemoryError if the host has too little memory.
+
     Args:
         tensors: what is to be packed, in this order.
         device: of the device slab; "cpu" is a second host memory.
         before: a slab that fits them: what is there stays where it is, with its bytes on the host,
             and the rest comes after it. The device slab has the same storage, empty.
         traffic: counts what is copied.
-
-    Raises:
-        TypeError: one of them is a tensor of a class of its own.
-        ValueError: one of them is sparse, quantized, on the meta device, made in inference mode,
-            or a lazily conjugated view.
-        MemoryError: the host has too little memory.
     """
 
     def __init__(

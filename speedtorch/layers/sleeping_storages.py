@@ -134,11 +134,8 @@ class SleepingStorages:
     def sleep(self, slots: Sequence[Slot]) -> int:
         """Copies storages to host memory and empties them; returns the bytes that were copied.
 
-        Nothing of this part sleeps before.
-
-        Raises:
-            MemoryError, RuntimeError: the host has too little memory, or CUDA pins no more of it;
-                all is awake.
+        Nothing of this part sleeps before. All is awake after an error: the host has too little
+        memory (MemoryError), or CUDA pins no more of it (RuntimeError).
         """
         # What may not have changed goes in one piece, if it has or has not.
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
@@ -182,9 +179,7 @@ class SleepingStorages:
     def wake(self) -> int:
         """Fills the storages again that are still needed; returns the bytes that were copied.
 
-        Raises:
-            RuntimeError: what torch raises where the device has too little memory
-                (torch.OutOfMemoryError); all sleeps on.
+        All sleeps on if the device has too little memory (torch.OutOfMemoryError).
         """
         is_here, unfilled = self.memory.is_here, {id(each) for each in self._filling}
         without = [each for each in self._slots if id(each) in unfilled or not is_here(each)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.partial_step import Counted, PartialStep
 from speedtorch.layers.residency import Residency
@@ -43,10 +42,7 @@ _, _POST_HOOKS = STEP_HOOKS
 class UnitSteps:
     """Lets `optimizer.step()` step units one by one, and then what belongs to none.
 
-    Args:
-        optimizer: whose step that is, and whose state_dict() gives what the host has.
-        units: by their modules.
-        residency: brings them.
+    Its state_dict() gives what the host has.
     """
 
     def __init__(
@@ -269,20 +265,17 @@ def steps_by(
             for each in settle:
                 each()
 
-        hooks: list[RemovableHandle] = []
         try:
-            hooks.append(optimizer.register_step_pre_hook(before))
-            hooks.append(optimizer.register_step_post_hook(after))
-            vars(optimizer)[_POST_HOOKS].move_to_end(hooks[1].id, last=False)
-            return original(*args, **kwargs)
+            with ExitStack() as hooks:
+                hooks.enter_context(optimizer.register_step_pre_hook(before))
+                last = hooks.enter_context(optimizer.register_step_post_hook(after))
+                vars(optimizer)[_POST_HOOKS].move_to_end(last.id, last=False)
+                return original(*args, **kwargs)
         except BaseException:
             if stepping_grad_scaler() is not None:  # which would take them back after a step only
                 for name in LENT_BY_GRAD_SCALER:
                     vars(optimizer).pop(name, None)
             raise
-        finally:
-            for each in hooks:
-                each.remove()
 
     return replace_method(optimizer, "step", step)
 
