@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.offloaded_parameters import (
     OffloadedParameters,
     bring_to_host,
@@ -20,9 +19,9 @@ from speedtorch.layers.offloaded_parameters import (
     follow_inner,
     offloaded_bytes,
 )
+from speedtorch.layers.optimizer_trials import FirstState, check_when_given
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.separate_steps import check_when_given
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.swap_report import StateReport
 from speedtorch.layers.transfer_stats import TransferStats
@@ -39,7 +38,7 @@ from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import as_plain, tree_leaves
 
-__all__ = ["StateSwapper", "check_has_own_state"]
+__all__ = ["StateSwapper", "check_can_be_split"]
 
 _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
@@ -213,8 +212,7 @@ class StateSwapper:
             raise ValueError("device: expected one with memory, as 'cuda', got 'meta'")
         self._traffic = TransferStats()
         for each in self._optimizers:
-            check_has_own_state(each)
-            check_steps_in_pieces(each)
+            check_can_be_split(each)
         self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
         self._first = {each: FirstState(each) for each in self._optimizers}
         self._loading = {each: _Loading() for each in self._optimizers}
@@ -532,12 +530,13 @@ def _times_kept(optimizer: Optimizer) -> Counter[int]:
     return found
 
 
-def check_has_own_state(optimizer: Optimizer) -> None:
-    """Raises ValueError if a StateSwapper has the optimizer's state."""
+def check_can_be_split(optimizer: Optimizer) -> None:
+    """As check_steps_in_pieces(); ValueError if a StateSwapper has the optimizer's state."""
     if optimizer in _swapped:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} has a StateSwapper already: close() that before"
         )
+    check_steps_in_pieces(optimizer)
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from speedtorch.layers.optimizer_trials import check_steps_apart, needs_arguments
 from speedtorch.layers.partial_step import Counted, PartialStep
 from speedtorch.layers.residency import Residency
-from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
 from speedtorch.layers.unit import Unit, host_copy, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,

@@ -1,4 +1,4 @@
-"""Whether an optimizer steps each parameter by itself, found out with small copies of it.
+"""What copies of an optimizer show: whether it steps each parameter by itself, and its first state.
 
 StateSwapper and Swapper step some parameters after others. An optimizer that computes a number of
 all of them (D-Adaptation, Prodigy, a norm of all gradients) or counts its calls would train on with
@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors
-from speedtorch.optim.optimizer_copy import copy_with
+from speedtorch.optim.optimizer_copy import OptimizerCopy, copy_with
 from speedtorch.optim.probe import agree, kept_random, raise_if_no_memory
 from speedtorch.step.gradient_sums import sparse_of_all
 from speedtorch.torch_internals import as_plain, step_without_hooks
 
-__all__ = ["check_steps_apart", "check_when_given", "needs_arguments"]
+__all__ = ["FirstState", "check_steps_apart", "check_when_given", "needs_arguments"]
 
 # Of all small parameters, and those of as many dimensions in one group.
 _MOST, _MOST_ALIKE = 24, 2
@@ -249,3 +249,50 @@ def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[t
         if isinstance(value, bool | int | float | complex):
             yield name, value
         yield from plain_tensors(name, value)
+
+
+class FirstState:
+    """Finds out how much memory state takes before there is any.
+
+    A copy of the optimizer steps a parameter of the same shape and dtype on the meta device, which
+    has no memory.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
+        self._groups: dict[int, int] = {}
+        """The numbers of the groups by the ids of their parameters."""
+
+    def nbytes(self, parameter: Tensor) -> int:
+        """Bytes of state on the parameter's device; 0 where the copy needs real elements to step.
+
+        Such state counts once it has been made.
+        """
+        groups = self._optimizer.param_groups
+        if len(self._groups) != sum(len(group["params"]) for group in groups):
+            self._groups = {id(e): n for n, group in enumerate(groups) for e in group["params"]}
+        if (number := self._groups.get(id(parameter))) is None:
+            return 0
+        kind = number, parameter.shape, parameter.dtype
+        if kind not in self._known:
+            self._known[kind] = _tried(self._optimizer, parameter)
+        return self._known[kind]
+
+
+def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
+    with as_plain():  # under auto() an operation on a parameter loads its unit
+        like = torch.empty_like(parameter, device="meta", requires_grad=False)
+    # Neither variant changes what is kept; fused kernels refuse the meta device.
+    settings = {"fused": False, "foreach": False}
+    try:
+        with as_plain():
+            copy = OptimizerCopy(optimizer, parameter, like, settings, construct=False)
+        with torch.random.fork_rng(devices=()):  # the step may draw random numbers of the CPU
+            copy.step(like, sparse=False)
+    except MemoryError:
+        raise
+    except Exception:  # of any kind: the optimizer's code has met a tensor without elements
+        return 0
+    kept = [each for each in copy.state.values() if isinstance(each, Tensor)]
+    return sum(each.nbytes for each in kept if each.is_meta)
