@@ -577,9 +577,8 @@ class Unit:
         nodes = _nodes_since(begun, results)
         is_nested = bool(nodes) and self._caller is not None and self._caller.is_nested(self)
         for node, is_last in nodes.items():
-            if is_last:
-                self.has_graph = True
-                self.open_results += 1
+            self.has_graph = self.has_graph or is_last
+            self.open_results += is_last
             node.register_prehook(partial(self._node_hook, self.memory, is_last, is_nested))
         return output
 
@@ -655,11 +654,8 @@ class Unit:
         """Says that an optimizer has stepped it."""
         self._is_used = self._is_state_new = self.was_stepped = True
         self._uses += 1
-        self._stepped |= {
-            name
-            for name, each in self._parameters.items()
-            if each.requires_grad or each.grad is not None
-        }
+        named = self._parameters.items()
+        self._stepped |= {n for n, p in named if p.requires_grad or p.grad is not None}
 
     def close(self) -> None:
         """Evicts the unit; another unit may have its tensors then."""
@@ -685,7 +681,7 @@ class Unit:
                     " not be: make units of other modules and leave this one on the device, or move"
                     " all of the model between uses by TrainingState"
                 )
-            other = self._owner_of(tensor)
+            other = _owner_of(tensor)
             within = () if other is None or other is self else _of_module(other.module)
             if other is not None and (names := [its for its, e in within if e is tensor]):
                 raise ValueError(
@@ -697,13 +693,8 @@ class Unit:
     def _disown(self) -> None:
         """Lets its tensors be another's."""
         for _, tensor in _of_module(self.module):
-            if self._owner_of(tensor) is self:
+            if _owner_of(tensor) is self:
                 del _owners[tensor]
-
-    @staticmethod
-    def _owner_of(tensor: Tensor) -> Unit | None:
-        found = _owners.get(tensor)  # type: ignore[no-untyped-call]
-        return None if found is None else found()
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -761,9 +752,14 @@ def exact_device(device: torch.device | str) -> torch.device:
     return found
 
 
+def _owner_of(tensor: Tensor) -> Unit | None:
+    found = _owners.get(tensor)  # type: ignore[no-untyped-call]
+    return None if found is None else found()
+
+
 def is_of_unit(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or buffer of a unit, of any Swapper."""
-    return len(_owners) > 0 and Unit._owner_of(tensor) is not None
+    return len(_owners) > 0 and _owner_of(tensor) is not None
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
