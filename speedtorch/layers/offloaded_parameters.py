@@ -45,10 +45,6 @@ class OffloadedParameters:
     """Copies of parameters and gradients, which are seen on the device from load() to leave().
 
     On a GPU copies go beside the current stream, as those of a slab.
-
-    Args:
-        device: where the step runs; "cpu" is another part of host memory.
-        traffic: counts what is copied.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats) -> None:
@@ -136,28 +132,29 @@ def check_offloaded(parameters: Iterable[Tensor]) -> None:
     for each in parameters:
         if each.grad is None or not each.is_cpu:
             continue
-        for what, whole in (("a parameter", each), ("a gradient", each.grad)):
-            for _, tensor in plain_tensors("", whole):
-                if tensor.layout is not torch.strided or not tensor.is_cpu:
-                    raise ValueError(
-                        f"{what} of shape {list(whole.shape)} cannot come to the device for its"
-                        f" step: expected a dense tensor on the CPU, got {tensor.layout} on"
-                        f" {str(tensor.device)!r}"
-                    )
-                if whole is each and _is_expanded(tensor):
-                    raise ValueError(
-                        f"a parameter of shape {list(whole.shape)} has elements that are one in"
-                        f" memory (strides {list(tensor.stride())}), and cannot be stepped: give"
-                        " the optimizer a contiguous one"
-                    )
-                if whole is each and tensor.numel():
-                    spans.append((tensor.data_ptr(), extent(tensor), whole.shape))
-                if whole is not each and gradients.setdefault(id(tensor), each) is not each:
-                    other = gradients[id(tensor)]
+        parts = [("a parameter", each, tensor) for _, tensor in plain_tensors("", each)]
+        parts += [("a gradient", each.grad, tensor) for _, tensor in plain_tensors("", each.grad)]
+        for what, whole, tensor in parts:
+            if tensor.layout is not torch.strided or not tensor.is_cpu:
+                raise ValueError(
+                    f"{what} of shape {list(whole.shape)} cannot come to the device for its step:"
+                    f" expected a dense tensor on the CPU, got {tensor.layout} on"
+                    f" {str(tensor.device)!r}"
+                )
+            if whole is not each:
+                if (other := gradients.setdefault(id(tensor), each)) is not each:
                     raise ValueError(
                         f"parameters of shapes {list(other.shape)} and {list(each.shape)} have one"
                         " gradient tensor, which cannot come with both: give each its own"
                     )
+            elif _is_expanded(tensor):
+                raise ValueError(
+                    f"a parameter of shape {list(whole.shape)} has elements that are one in memory"
+                    f" (strides {list(tensor.stride())}), and cannot be stepped: give the optimizer"
+                    " a contiguous one"
+                )
+            elif tensor.numel():
+                spans.append((tensor.data_ptr(), extent(tensor), whole.shape))
         if id(each) in averaged:
             raise ValueError(
                 f"a parameter of shape {list(each.shape)} is in host memory and averaged by"

@@ -87,7 +87,7 @@ def check_steps_apart(
     for construct, sparse in itertools.product((False, True), (False, True)):
         try:
             with as_plain(), kept_random(where):
-                _Trial(optimizer, shapes, where, args, kwargs, construct, sparse).run()
+                _try_out(optimizer, shapes, where, args, kwargs, construct, sparse)
             return
         except _CannotStepError as error:
             errors.append(error.args[0])
@@ -123,13 +123,13 @@ def _next_random() -> tuple[float, ...]:
     return float(torch.rand((), device="cpu")), random.random(), np.random.random()  # noqa: NPY002
 
 
-_Shapes = dict[int, dict[int, tuple[tuple[int, ...], torch.dtype]]]
-"""Of small parameters, by the numbers of their groups and their places there."""
+_Small = dict[int, dict[int, Tensor]]
+"""Small parameters, by the numbers of their groups and their places there."""
 
 
-def _shapes(optimizer: Optimizer) -> _Shapes:
-    """Of a few parameters of each group, of which those that are trained come first."""
-    found: _Shapes = {}
+def _shapes(optimizer: Optimizer) -> _Small:
+    """Of a few parameters of each group, without memory; those that are trained come first."""
+    found: _Small = {}
     room = _MOST
     for number, group in enumerate(optimizer.param_groups):
         alike: Counter[int] = Counter()
@@ -142,95 +142,82 @@ def _shapes(optimizer: Optimizer) -> _Shapes:
             if len(group["params"]) <= 2 * _MOST_ALIKE or alike[each.dim()] <= _MOST_ALIKE:
                 shape = tuple(max(1, min(size, _SIZE)) for size in each.shape)
                 dtype = each.dtype if each.is_complex() else torch.float32
-                found.setdefault(number, {})[place] = shape, dtype
+                found.setdefault(number, {})[place] = torch.empty(shape, dtype=dtype, device="meta")
                 room -= 1
     return found
 
 
-class _Trial:
-    """Two copies of an optimizer, which step the same small parameters together and one by one."""
+def _try_out(
+    optimizer: Optimizer,
+    shapes: _Small,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    construct: bool,
+    sparse: bool,
+) -> None:
+    """Steps the same small parameters together and one by one, each way by a copy of an optimizer.
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        shapes: _Shapes,
-        device: torch.device,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        construct: bool,
-        sparse: bool,
-    ) -> None:
-        self._name, self._device, self._sparse = type(optimizer).__name__, device, sparse
-        self._args, self._kwargs = args, kwargs
-        self._random = torch.Generator("cpu").manual_seed(0)
-        drawn = {
-            number: {place: self._drawn(*kind) for place, kind in of_group.items()}
-            for number, of_group in shapes.items()
-        }
-        self._copies: list[tuple[Optimizer, list[nn.Parameter]]] = []
-        settings = _ON_CPU if device.type == "cpu" else _SETTINGS
-        for _ in range(2):
-            small = {
-                number: {place: nn.Parameter(each.clone()) for place, each in of_group.items()}
-                for number, of_group in drawn.items()
-            }
-            with _errors_as(_CannotStepError):
-                made = copy_with(optimizer, small, settings, construct=construct)
-                if callable(train := getattr(made, "train", None)):  # schedule-free ones
-                    train()
-            parameters = [each for of_group in small.values() for each in of_group.values()]
-            self._copies.append((made, parameters))
+    Raises ValueError where the copies differ, _CannotStepError if they cannot step.
+    """
+    numbers = torch.Generator("cpu").manual_seed(0)
 
-    def run(self) -> None:
-        """Raises ValueError where the copies differ, _CannotStepError if they cannot step."""
-        (together, its), (apart, theirs) = self._copies
-        for number, scale in enumerate(_GRADIENT_SCALES):
-            for place, (one, other) in enumerate(zip(its, theirs, strict=True)):
-                one.grad = other.grad = None
-                if number != 2 or place or len(its) == 1:  # an expert that no token has reached
-                    one.grad = self._gradient(one, scale)
-                    other.grad = one.grad.clone()
-            with _errors_as(_CannotStepError), kept_random(self._device):
-                step: Any = step_without_hooks(type(together))
-                step(together, *self._args, **self._kwargs)
-                drawn = _next_random()
-            with _errors_as(self._failed_apart), kept_random(self._device):
-                parts = PartialStep(apart, self._args, self._kwargs)
-                for other in theirs:
-                    if other.grad is not None:
-                        parts.step([other])
-                parts.step(())
-                parts.settle()
-                is_alike = drawn == _next_random()
-            if not is_alike:
-                raise self._refusal("it draws random numbers for all of them at once")
-            found, others = dict(_numbers(together, its)), dict(_numbers(apart, theirs))
-            for name in dict.fromkeys((*found, *others)):
-                if not agree(found.get(name), others.get(name)):
-                    raise self._refusal(
-                        f"{name} differs if they are stepped together and one by one"
-                    )
+    def drawn(of: Tensor) -> Tensor:
+        return torch.randn(of.shape, generator=numbers, dtype=of.dtype, device="cpu").to(device)
 
-    def _failed_apart(self, error: Exception) -> ValueError:
-        return self._refusal(
+    def refusal(why: str) -> ValueError:
+        name = type(optimizer).__name__
+        return ValueError(
+            f"optimizer: {name} does not step each parameter by itself: {why}. Use one that does,"
+            f" such as AdamW, or step {name} without a StateSwapper or Swapper"
+        )
+
+    def failed_apart(error: Exception) -> ValueError:
+        return refusal(
             f"a step of some of them after others fails ({type(error).__name__}: {error})"
         )
 
-    def _refusal(self, why: str) -> ValueError:
-        return ValueError(
-            f"optimizer: {self._name} does not step each parameter by itself: {why}. Use one that"
-            f" does, such as AdamW, or step {self._name} without a StateSwapper or Swapper"
-        )
-
-    def _drawn(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        drawn = torch.randn(shape, generator=self._random, dtype=dtype, device="cpu")
-        return drawn.to(self._device)
-
-    def _gradient(self, of: Tensor, scale: float) -> Tensor:
-        gradient = self._drawn(tuple(of.shape), of.dtype) * scale
-        if not self._sparse or not gradient.dim():
-            return gradient
-        return sparse_of_all(gradient, torch.arange(len(gradient), device=gradient.device))
+    values = {n: {place: drawn(of) for place, of in some.items()} for n, some in shapes.items()}
+    settings = _ON_CPU if device.type == "cpu" else _SETTINGS
+    copies: list[tuple[Optimizer, list[nn.Parameter]]] = []
+    for _ in range(2):
+        small = {
+            number: {place: nn.Parameter(value.clone()) for place, value in some.items()}
+            for number, some in values.items()
+        }
+        with _errors_as(_CannotStepError):
+            made = copy_with(optimizer, small, settings, construct=construct)
+            if callable(train := getattr(made, "train", None)):  # schedule-free ones
+                train()
+        copies.append((made, [param for some in small.values() for param in some.values()]))
+    (together, its), (apart, theirs) = copies
+    for number, scale in enumerate(_GRADIENT_SCALES):
+        for place, (one, other) in enumerate(zip(its, theirs, strict=True)):
+            one.grad = other.grad = None
+            if number != 2 or place or len(its) == 1:  # an expert that no token has reached
+                gradient = drawn(one) * scale
+                if sparse and gradient.dim():
+                    every_row = torch.arange(len(gradient), device=gradient.device)
+                    gradient = sparse_of_all(gradient, every_row)
+                one.grad, other.grad = gradient, gradient.clone()
+        with _errors_as(_CannotStepError), kept_random(device):
+            step: Any = step_without_hooks(type(together))
+            step(together, *args, **kwargs)
+            following = _next_random()
+        with _errors_as(failed_apart), kept_random(device):
+            parts = PartialStep(apart, args, kwargs)
+            for other in theirs:
+                if other.grad is not None:
+                    parts.step([other])
+            parts.step(())
+            parts.settle()
+            is_alike = following == _next_random()
+        if not is_alike:
+            raise refusal("it draws random numbers for all of them at once")
+        found, others = dict(_numbers(together, its)), dict(_numbers(apart, theirs))
+        for name in dict.fromkeys((*found, *others)):
+            if not agree(found.get(name), others.get(name)):
+                raise refusal(f"{name} differs if they are stepped together and one by one")
 
 
 def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Any]]:

@@ -56,7 +56,7 @@ class PartialStep:
         kwargs: Mapping[str, Any] | None = None,
         counted: Sequence[Counted] = (),
     ) -> None:
-        self._optimizer, self._args, self._kwargs = optimizer, args, kwargs or {}
+        self.optimizer, self._args, self._kwargs = optimizer, args, kwargs or {}
         self._counted = counted
         self._last: Optimizer | None = None
         self._places = {
@@ -67,7 +67,7 @@ class PartialStep:
 
     def twin(self, parameters: Collection[Tensor]) -> Optimizer:
         """The optimizer of these parameters alone."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         chosen: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         found = (self._places.get(id(each)) for each in parameters)
         for number, place in sorted(each for each in found if each is not None):
@@ -92,7 +92,7 @@ class PartialStep:
 
     def step(self, parameters: Collection[Tensor]) -> None:
         """Steps these alone."""
-        step: Any = step_without_hooks(type(self._optimizer))
+        step: Any = step_without_hooks(type(self.optimizer))
         step(self.twin(parameters), *self._args, **self._kwargs)
 
     def settle(self) -> list[Counted]:
@@ -100,7 +100,7 @@ class PartialStep:
         if self._last is None:
             return []
         counted: list[Counted] = []
-        places = zip(_settings_of(self._optimizer), _settings_of(self._last), strict=True)
+        places = zip(_settings_of(self.optimizer), _settings_of(self._last), strict=True)
         for place, (settings, changed) in enumerate(places):
             kept = ("params",) if place else ("param_groups", *STEP_HOOKS)
             for name, value in changed.items():

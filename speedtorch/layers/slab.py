@@ -252,16 +252,13 @@ class Slab:
             torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
             for begin, end in self._slots
         ]
-        self._storage: torch.UntypedStorage = (
-            _no_bytes(device) if before is None else before._storage
-        )
+        self._storage: torch.UntypedStorage = before._storage if before else _no_bytes(device)
         self.is_filled = False
         """Whether the device slab has its bytes, or is about to."""
         if device.type == "cuda":
             gone = weakref.finalize(self, _gone, self.coming, device, os.getpid())
             gone.atexit = False
-        self._host_views: dict[str, Tensor] = {}
-        self._device_views: dict[str, Tensor] = {}
+        self._views: dict[Memory, dict[str, Tensor]] = {memory: {} for memory in Memory}
         self._whole: Tensor | None = None
         """The bytes of the device slab."""
 
@@ -277,8 +274,16 @@ class Slab:
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
         """In which of the memories each is the view of that name; None: it is no such view."""
-        if (all_there := self._where_all_are(tensors)) is not None:
-            return dict.fromkeys(tensors, all_there)
+        memory, order, values = self.memory_at(tensors), self._order, tensors.values()
+        # All for one thing after another, which takes less time than one by one, and no lists of
+        # thousands of tuples, which would set off collections of cycles.
+        if (
+            memory is not None
+            and [each.dtype for each in values] == order.dtypes
+            and all(map(eq, map(_SHAPE, values), order.sizes))
+            and all(map(eq, map(_STRIDE, values), order.strides))
+        ):
+            return dict.fromkeys(tensors, memory)
         host, device = self._address, self._storage.data_ptr()
         filled = self.device_bytes  # less than all where a larger slab was made around a loaded one
         found: dict[str, Memory | None] = {}
@@ -295,22 +300,6 @@ class Slab:
                     memory = None
             found[name] = memory
         return found
-
-    def _where_all_are(self, tensors: Mapping[str, Tensor]) -> Memory | None:
-        """The memory that all places have their tensors in, which are these; None: not known.
-
-        It asks all tensors for one thing after another, which takes less time than one by one.
-        """
-        if (memory := self.memory_at(tensors)) is None:
-            return None
-        order, values = self._order, tensors.values()
-        # No lists of thousands of tuples, which would set off collections of cycles.
-        alike = (
-            [each.dtype for each in values] == order.dtypes
-            and all(map(eq, map(_SHAPE, values), order.sizes))
-            and all(map(eq, map(_STRIDE, values), order.strides))
-        )
-        return memory if alike else None
 
     def memory_at(self, tensors: Mapping[str, Tensor]) -> Memory | None:
         """The memory in which all places have the addresses of these tensors; None: not known.
@@ -355,7 +344,7 @@ class Slab:
 
     def view(self, name: str, memory: Memory) -> Tensor:
         """The tensor of that name in one of the memories; the device slab must have been made."""
-        made = self._host_views if memory is Memory.HOST else self._device_views
+        made = self._views[memory]
         if name not in made:
             place = self.places[name]
             storage, begin = self._storage, place.begin
@@ -444,7 +433,7 @@ class Slab:
     @property
     def is_held(self) -> bool:
         """Whether a graph or the program has a view of the device slab."""
-        own = len(self._device_views) + (self._whole is not None)
+        own = len(self._views[Memory.DEVICE]) + (self._whole is not None)
         return storage_uses(self._storage) > own + 1
 
     def held_by(self, members: Sequence[Tensor]) -> dict[weakref.ref[Tensor], str]:
@@ -452,7 +441,7 @@ class Slab:
 
         It looks at all objects that there are.
         """
-        own = {id(view) for view in [self._whole, *self._device_views.values(), *members]}
+        own = {id(view) for view in [self._whole, *self._views[Memory.DEVICE].values(), *members]}
         found = [
             each
             for each in gc.get_objects()
@@ -471,7 +460,7 @@ class Slab:
             # The views are used on the current stream: the memory is reused behind their last use.
             self._whole.record_stream(current_stream(self.device))
         self._storage = _no_bytes(self.device)
-        self._device_views, self._whole = {}, None
+        self._views[Memory.DEVICE], self._whole = {}, None
         self.is_filled = False
 
     def _beside(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.layers.unit_steps import (
     check_steps_in_pieces,
-    closure_done,
     refuse_hasty_scaler,
     replace_method,
     steps_by,
@@ -80,6 +80,11 @@ class _Piece:
     def has_gradients(self) -> bool:
         """Whether a step would change it."""
         return any(each.grad is not None for each in self.parameters)
+
+    @property
+    def has_several_dtypes(self) -> bool:
+        """Whether its state has."""
+        return len({each.dtype for each in self.pack.slab.places.values()}) > 1
 
     @property
     def offloaded_bytes(self) -> int:
@@ -145,6 +150,12 @@ class _Piece:
         if not isinstance(value, Tensor) or not value.is_cpu or self.pack.has_place(name, value):
             return False
         return stays_on_cpu(self._optimizer, parameter, "step", value)
+
+
+def _evicted(optimizer: Optimizer, pieces: Sequence[_Piece]) -> int:
+    """Evicts the state of pieces; gives the bytes that are free then."""
+    shared = _times_kept(optimizer) if pieces else Counter()
+    return sum(each.pack.evict(each.members(shared), search=False) for each in pieces)
 
 
 class StateSwapper:
@@ -220,7 +231,7 @@ class StateSwapper:
         try:
             _swapped.update(self._optimizers)
             for each, loading in self._loading.items():
-                self._undo.append(steps_by(each, self._step_pieces, self.device))
+                self._undo.append(steps_by(each, partial(self._step_pieces, each), self.device))
                 self._undo.append(loading.watch(each))
                 self._undo.append(each.register_state_dict_pre_hook(self._evict_mixed).remove)
             self.evict()
@@ -248,9 +259,8 @@ class StateSwapper:
         freed = 0
         with as_plain(), torch.no_grad():
             for optimizer in self._optimizers:
-                shared = self._arranged(optimizer)
-                for piece in self._pieces[optimizer]:
-                    freed += piece.pack.evict(piece.members(shared), search=False)
+                self._arranged(optimizer)
+                freed += _evicted(optimizer, self._pieces[optimizer])
         return freed
 
     def close(self) -> None:
@@ -292,13 +302,8 @@ class StateSwapper:
             gbps_out=self._traffic.gbps(comes=False),
         )
 
-    def _step_pieces(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[Any, Any, Any]:
-        """Steps all pieces, before the step of nothing; gives what that is called with."""
-        args, kwargs = closure_done(args, kwargs)
-        asked: Optimizer = args[0]
-        step = PartialStep(asked, args[1:], kwargs)
+    def _step_pieces(self, optimizer: Optimizer, step: PartialStep) -> tuple[()]:
+        """Steps all pieces, and leaves nothing."""
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
@@ -306,14 +311,18 @@ class StateSwapper:
                 refuse_hasty_scaler()
                 check_offloaded(each for piece in pieces for each in piece.parameters)
             staying = self._staying(optimizer, pieces)
-            self._make_room(staying)
+            for other, its in self._pieces.items():  # there is no room for these any more
+                going = [e for e in its if e.pack.slab.device_bytes and e not in staying]
+                _evicted(other, going)
+                for each in going:
+                    each.offloaded.leave()
         try:
             self._step_each(step, pieces, staying, shared)
         finally:
             with as_plain(), torch.no_grad():
                 for piece in pieces:
                     piece.offloaded.leave()
-        return (step.twin(()), *args[1:]), kwargs, step.settle
+        return ()
 
     def _step_each(
         self,
@@ -364,26 +373,14 @@ class StateSwapper:
                 found.add(piece)
         return found
 
-    def _make_room(self, staying: Collection[_Piece]) -> None:
-        """Evicts what has stayed so far, and for which there is no room any more."""
-        for optimizer, pieces in self._pieces.items():
-            going = [e for e in pieces if e.pack.slab.device_bytes and e not in staying]
-            if going:
-                shared = _times_kept(optimizer)
-                for each in going:
-                    each.leave(each.members(shared))
-
     def _evict_mixed(self, optimizer: Optimizer) -> None:
         """Evicts pieces of several dtypes, before state_dict(): torch.save refuses such storages.
 
         On the host each tensor has a storage of its own.
         """
         with as_plain(), torch.no_grad():
-            shared = _times_kept(optimizer)
-            for piece in self._pieces[optimizer]:
-                slab = piece.pack.slab
-                if slab.device_bytes and len({each.dtype for each in slab.places.values()}) > 1:
-                    piece.pack.evict(piece.members(shared), search=False)
+            there = [each for each in self._pieces[optimizer] if each.pack.slab.device_bytes]
+            _evicted(optimizer, [each for each in there if each.has_several_dtypes])
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor.
@@ -470,16 +467,15 @@ class _Loading:
         self._waiting.clear()
         for number in (each for group in saved["param_groups"] for each in group["params"]):
             kept = state.get(number)
-            if not isinstance(kept, dict):
-                self._waiting.append({})
-                continue
+            found = kept if isinstance(kept, dict) else {}
             waits = {
                 key: each
-                for key, each in kept.items()
+                for key, each in found.items()
                 if type(each) is Tensor and key != "step" and each.numel()
             }
             self._waiting.append(waits)
-            state[number] = {**kept, **{key: each.new_empty(0) for key, each in waits.items()}}
+            if waits:
+                state[number] = {**found, **{key: e.new_empty(0) for key, e in waits.items()}}
         return {**saved, "state": state}
 
     @torch.inference_mode(False)

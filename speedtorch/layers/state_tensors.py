@@ -35,6 +35,9 @@ StatePart: TypeAlias = Literal["weights", "gradients", "optimizer"]
 """Parameters and buffers; the gradients of parameters; what optimizers keep of each parameter."""
 PARTS: tuple[StatePart, ...] = get_args(StatePart)
 
+# Objects may have tensors of their own, as bitsandbytes' QuantState has, but for these.
+_NO_RECORDS = nn.Module, Optimizer, type, torch.dtype, torch.device
+
 
 class StateTensors(NamedTuple):
     """The plain tensors of each part, by names that stay.
@@ -121,7 +124,7 @@ def plain_tensors(
         within = value.items()
     elif isinstance(value, list | tuple | deque):
         within = enumerate(value)
-    elif hasattr(value, "__dict__") and _is_record(value):
+    elif hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS) and not callable(value):
         within = vars(value).items()
     else:
         return
@@ -165,12 +168,6 @@ def _has_memory(tensor: Tensor) -> bool:
     except RuntimeError:  # as torch says it of Tensor._make_wrapper_subclass
         return False
     return True
-
-
-def _is_record(value: Any) -> bool:
-    """Whether an object may have tensors of its own, as bitsandbytes' QuantState has."""
-    of_others = nn.Module, Optimizer, type, torch.dtype, torch.device
-    return not isinstance(value, of_others) and not callable(value)
 
 
 def stays_on_cpu(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:

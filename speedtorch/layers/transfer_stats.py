@@ -11,17 +11,11 @@ __all__ = ["Begun", "TransferStats"]
 
 _KEPT = 64  # events of so many copies, before anybody looks whether they are done
 
-
 Begun: TypeAlias = float | torch.cuda.Event
 
 
 class TransferStats:
-    """Bytes copied each way, and the seconds that the copies have taken.
-
-    Attributes:
-        bytes_in: to the device.
-        bytes_out: to the host.
-    """
+    """Bytes copied to the device (in) and to the host, and the seconds that the copies took."""
 
     def __init__(self) -> None:
         self.bytes_in = self.bytes_out = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import wraps
 from types import MethodType
@@ -30,7 +30,6 @@ from speedtorch.torch_internals import (
 __all__ = [
     "UnitSteps",
     "check_steps_in_pieces",
-    "closure_done",
     "refuse_hasty_scaler",
     "replace_method",
     "steps_by",
@@ -59,7 +58,7 @@ class UnitSteps:
         for unit in units.values():
             unit.tell_steps()
         device = next(iter(units.values())).device
-        self._undo = steps_by(optimizer, self._step_units, device)
+        self._undo = steps_by(optimizer, self._step_units, device, lambda: self._counted)
         self._saved = (
             optimizer.register_state_dict_post_hook(self._saved_state),
             optimizer.register_load_state_dict_pre_hook(self._given_state),
@@ -92,14 +91,11 @@ class UnitSteps:
         for each in self._saved:
             each.remove()
 
-    def _step_units(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Steps all units, before the step of what is left; gives what that is called with."""
-        args, kwargs = closure_done(args, kwargs)
-        asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
-        step = PartialStep(asked, args[1:], kwargs, self._counted)
+    def _step_units(self, step: PartialStep) -> Collection[Tensor]:
+        """Steps all units; gives the parameters that are left."""
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
         parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
-        for group in asked.param_groups:
+        for group in step.optimizer.param_groups:
             for each in group["params"]:
                 parts.setdefault(owners.get(id(each)), []).append(each)
         others = parts.pop(None)
@@ -109,13 +105,13 @@ class UnitSteps:
             if unit is not None and any(each.grad is not None for each in parameters)
         ]
         self._check_scaler(is_asked=bool(waiting))
-        self._check_left(others or ())
+        self._check_left(others)
         self._residency.check_room_to_step(waiting)
         with closing(self._residency.each(waiting, state=True, ahead=1)) as units:
             for unit in units:
                 self._step(unit, step, parts[unit])
         self._counted = ()
-        return (step.twin(others), *args[1:]), kwargs, step.settle
+        return others
 
     def step_unit(self, unit: Unit, step: PartialStep) -> None:
         """Steps a unit alone, without the hooks of the optimizer's step."""
@@ -225,7 +221,7 @@ def check_steps_in_pieces(optimizer: Optimizer) -> None:
             )
 
 
-def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+def _closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
     """Calls the closure of a step, and gives the arguments with one that returns its result."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):  # a step of its own may be given something else
@@ -238,11 +234,15 @@ def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], A
 
 
 def steps_by(
-    optimizer: Optimizer, units: Callable[..., Any], device: torch.device | None
+    optimizer: Optimizer,
+    parts: Callable[[PartialStep], Collection[Tensor]],
+    device: torch.device | None,
+    counted: Callable[[], Sequence[Counted]] = tuple,
 ) -> Callable[[], None]:
-    """Lets an optimizer's step() be one of units first; gives what undoes that.
+    """Lets an optimizer's step() step parts first, and then what these leave; gives what undoes it.
 
-    One that needs arguments is tried out with those of its first step, on this device.
+    One that needs arguments is tried out with those of its first step, on this device. What a step
+    of other parameters has `counted` before is completed.
 
     Hooks of the step are called once, before and after all of it: ours are the last of those before
     and the first of those after, which find what the step has counted.
@@ -257,9 +257,12 @@ def steps_by(
         settle: list[Callable[[], object]] = []
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            args, kwargs, done = units(optimizer, args, kwargs)
-            settle.append(done)
-            return args, kwargs
+            # The first argument is the optimizer, or its twin for what another Swapper leaves.
+            (asked, *given), kwargs = _closure_done(args, kwargs)
+            step = PartialStep(asked, tuple(given), kwargs, counted())
+            left = parts(step)
+            settle.append(step.settle)
+            return (step.twin(left), *given), kwargs
 
         def after(*_: Any) -> None:
             for each in settle:
