@@ -59,14 +59,7 @@ class _Call(NamedTuple):
 
 
 class AutoOffload:
-    """Brings a Swapper's units as they are called; `remove()` ends that.
-
-    Args:
-        residency: brings them.
-        units: of it.
-        steps: step each unit in backward, once its gradients are complete, which are dropped then.
-        ahead: units that are brought ahead.
-    """
+    """Brings a Swapper's units as they are called; `remove()` ends that."""
 
     def __init__(
         self,
@@ -76,7 +69,9 @@ class AutoOffload:
         *,
         ahead: int,
     ) -> None:
-        self._residency, self._units, self._steps = residency, units, steps
+        self._residency, self._units = residency, units
+        self._steps = steps
+        """Step each unit in backward, once its gradients are complete, which are dropped then."""
         self._ahead = min(ahead, len(units) - 1)
         self._parts: list[PartialStep] = []
         """The steps of the backward of now."""

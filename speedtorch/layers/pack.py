@@ -60,11 +60,8 @@ def _plain_tensors() -> AbstractContextManager[None]:
 class Pack:
     """Tensors in host memory, or on the device; on the host at first.
 
-    The caller of each move says which they are now, by names that stay.
-
-    Args:
-        device: where they are when loaded; "cpu" is another part of host memory.
-        traffic: counts what is copied.
+    The caller of each move says which they are now, by names that stay. The device "cpu" is another
+    part of host memory.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats | None = None) -> None:
@@ -261,12 +258,10 @@ class Pack:
         as well; see held_by(). TypeError, ValueError for a tensor that came and cannot be packed,
         and MemoryError if the host has too little for what came, leave all where it was.
 
-        Args:
-            members: all of them.
-            after: the end of their last use; None: after all that the current stream has by now.
-            search: look for such views if there may be some, among all objects; otherwise they have
-                no memory from now on, as what autograd has saved has none until the next load.
-            copied: what begin_back() has given.
+        The copy begins `after` the end of their last use, or after all that the current stream has
+        by now. To `search` is to look for such views among all objects if there may be some; without
+        it they have no memory from now on, as what autograd has saved has none until the next load.
+        begin_back() has given what is `copied`.
         """
         tensors, left = members.tensors, self.slab
         if not tensors and not left.device_bytes:

@@ -23,16 +23,10 @@ _ABSENT = object()
 
 
 class Counted(NamedTuple):
-    """A setting that a step has changed, such as a count.
-
-    Attributes:
-        place: of the settings among those of the optimizer and its groups.
-        name: of the setting.
-        before: its value before the step, or _ABSENT.
-        after: its value since.
-    """
+    """A setting that a step has changed, such as a count; where it was not: before _ABSENT."""
 
     place: int
+    """0: the optimizer's own; else a group's number and 1."""
     name: str
     before: object
     after: object

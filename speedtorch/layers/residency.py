@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
 from typing import Any, NamedTuple
@@ -24,18 +25,16 @@ from speedtorch.torch_internals import current_stream
 __all__ = ["Leaver", "Residency", "Use"]
 
 
+@dataclass(eq=False)
 class Use:
-    """Units that stay on the device for as long as a caller holds this.
+    """Units that stay on the device for as long as a caller holds this, with state for a step."""
 
-    Attributes:
-        trained: units of which a backward is to make gradients.
-        stepped: units that are stepped while this lets them stay.
-    """
-
-    def __init__(self, units: Iterable[Unit], *, state: bool, gradients: bool) -> None:
-        self.units, self.state = tuple(units), state
-        self.trained = set(self.units) if gradients else set()
-        self.stepped = set(self.units) if state else set()
+    units: tuple[Unit, ...]
+    state: bool
+    trained: set[Unit]
+    """Those of which a backward is to make gradients."""
+    stepped: set[Unit]
+    """Those that are stepped while this lets them stay."""
 
 
 class Need(NamedTuple):
@@ -82,11 +81,7 @@ class Residency:
     What leaves is what is used last in the order seen before, and where that is unknown, what was
     used longest ago; never what is in use.
 
-    Args:
-        device: where units are used.
-        budget: the most bytes that they take; None: as many as there are.
-        traffic: of the units.
-        first_state: the bytes of state that a first step makes of a parameter, by optimizers.
+    `first_state` are the bytes of state that a first step makes of a parameter, by optimizers.
 
     Attributes:
         hits: uses that found their unit on the device; `misses`: those that did not.
@@ -143,7 +138,8 @@ class Residency:
         self, units: Iterable[Unit], *, state: bool = False, gradients: bool = False
     ) -> Use:
         """Units do not leave, unless end_use() is called or what this returns is dropped."""
-        use = Use(units, state=state, gradients=gradients)
+        units = tuple(units)
+        use = Use(units, state, set(units if gradients else ()), set(units if state else ()))
         for other in self._uses if state else ():
             other.stepped.update(unit for unit in use.units if unit in other.units)
         self._uses.add(use)

@@ -194,14 +194,10 @@ class Slab:
     of the stream that brings it. What uses the device slab waits for it by `coming.join()`, what
     reads the host slab by `leaving.finish()`; `empty` frees memory behind its last use.
 
-    TypeError, ValueError as of check_packable, and MemoryError if the host has too little memory.
-
-    Args:
-        tensors: what is to be packed, in this order.
-        device: of the device slab; "cpu" is a second host memory.
-        before: a slab that fits them: what is there stays where it is, with its bytes on the host,
-            and the rest comes after it. The device slab has the same storage, empty.
-        traffic: counts what is copied.
+    The tensors are packed in their order. On the device "cpu" the device slab is a second host
+    memory. What is in the slab `before`, which fits them, stays where it is, with its bytes on the
+    host, and the rest comes after it; the device slab has the same storage, empty. Making one raises
+    as check_packable, and MemoryError if the host has too little memory.
     """
 
     def __init__(
@@ -371,15 +367,9 @@ class Slab:
     ) -> None:
         """Copies what has changed in the other memory, in one piece unless something is in between.
 
-        What has not changed and lies between is copied too. A device slab without memory is given
-        that, and gets all.
-
-        Args:
-            memory: that is written.
-            changed: names of tensors that must be copied.
-            settled: names of those that are current in `memory` alone, and must not be written.
-            after: what must be done before the device slab is read; None: all that the current
-                stream has by now.
+        What has not changed and lies between is copied too; what is `settled` is current in `memory`
+        alone, and not written. A device slab without memory is given that, and gets all. It is read
+        `after` an event; None: after all that the current stream has by now.
         """
         comes = memory is Memory.DEVICE
         is_new = comes and not self.is_filled

@@ -85,14 +85,7 @@ def _groups(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
 class SleepingStorages:
     """The storages of one part of a training state on one device.
 
-    Host memory is made once and used again.
-
-    Args:
-        device: where they are while they are awake; "cpu" is another part of host memory.
-        keep_addresses: whether they wake where they were.
-
-    Attributes:
-        memory: of the device.
+    Host memory is made once and used again. The device "cpu" is another part of host memory.
     """
 
     def __init__(self, device: torch.device, *, keep_addresses: bool) -> None:

@@ -38,14 +38,10 @@ def bytes_at(address: int, count: int, device: torch.device) -> Tensor:
 
 
 class _Member:
-    """A tensor that has a storage, and how it lies in it.
+    """A tensor that has a storage, and its layout there: its begin, size, stride and dtype.
 
-    Attributes:
-        ref: the tensor.
-        layout: where in the storage it begins, its size, its stride and its dtype.
-        version: on the device.
-        here: the same on the device, where its storage has no memory while it sleeps.
-        shown: where its first byte is while it sleeps.
+    `here` is the same on the device, where its storage has no memory while it sleeps, and `shown`
+    where its first byte is then. The version is that on the device.
     """
 
     __slots__ = ("here", "layout", "ref", "shown", "version")

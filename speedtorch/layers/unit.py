@@ -122,23 +122,9 @@ class Unit:
     the whole unit, and the values there; evict() names it. What autograd keeps has no memory while
     the unit is evicted: a backward raises RuntimeError then.
 
-    Args:
-        module: whose parameters and buffers these are. Of modules that share a parameter make one
-            unit (nn.ModuleList).
-        *optimizers: any of torch's that keep tensors for each parameter by itself.
-        device: where it is when loaded; "cpu" is another part of host memory.
-        name: what errors call it.
-        traffic: counts what is copied.
-        before_gradients: called with the unit where a backward reaches it and there is no Caller.
-
-    Raises:
-        TypeError: an argument is none of these; a tensor is of a class of its own, other than a
-            wrapper with `__tensor_flatten__` that is not trained; an optimizer keeps
-            tensors within lists or dicts, as LBFGS does.
-        ValueError: a parameter or buffer belongs to another unit; a tensor is sparse, quantized, on
-            the meta device or made in inference mode; the device is "meta".
-        RuntimeError: the device is a GPU, and torch finds none here.
-        MemoryError: the host has too little memory.
+    Making one raises the same errors, and ValueError for a tensor of another unit. Of modules that
+    share a parameter make one unit (nn.ModuleList). `before_gradients` is called with the unit where
+    a backward reaches it and there is no Caller.
 
     Attributes:
         open_results: results with a graph that no backward has reached.
@@ -148,14 +134,6 @@ class Unit:
         was_stepped: whether it was stepped when it was on the device last.
         made_state_bytes: of the optimizer's state that steps made on the device, as other_bytes()
             has counted it last.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> unit = Unit(layer, device="cpu", name="layer")
-        >>> unit.load()
-        >>> result = layer(torch.ones(2))
-        >>> unit.evict()  # bytes
-        512
     """
 
     def __init__(
