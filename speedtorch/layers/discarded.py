@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.module_hook import ModuleHook
 from speedtorch.layers.slot import Slot
@@ -56,7 +56,7 @@ class Discarded:
     def __init__(self, device: torch.device, remedy: str) -> None:
         self._device, self._remedy = device, remedy
         self._blank: dict[str, _Blank] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
 
     def add(
         self,
@@ -72,13 +72,13 @@ class Discarded:
             for member, tensor in () if slot.is_kept else slot.living():
                 if tensor.numel():
                     self._blank[names[id(tensor)]] = _Blank(member.ref, member.version + 1)
-        self._remove_hooks()
+        self._hooks.close()
         hook = ModuleHook(self._check)
         for each in users if self._blank else ():
             if isinstance(each, nn.Module):
-                self._hooks.append(each.register_forward_pre_hook(hook, prepend=True))
+                self._hooks.enter_context(each.register_forward_pre_hook(hook, prepend=True))
             else:
-                self._hooks.append(each.register_step_pre_hook(hook))
+                self._hooks.enter_context(each.register_step_pre_hook(hook))
 
     def _check(self, *_: object) -> None:
         """A module or an optimizer is about to use them."""
@@ -98,8 +98,4 @@ class Discarded:
                 f" in part: {self._remedy}"
             )
         self._blank.clear()
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.close()

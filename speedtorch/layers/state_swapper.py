@@ -24,8 +24,7 @@ from speedtorch.layers.optimizer_trials import FirstState, check_when_given
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
-from speedtorch.layers.swap_report import StateReport
-from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.transfer_stats import StateReport, TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.layers.unit_steps import (
     check_steps_in_pieces,
