@@ -259,9 +259,9 @@ class Pack:
         and MemoryError if the host has too little for what came, leave all where it was.
 
         The copy begins `after` the end of their last use, or after all that the current stream has
-        by now. To `search` is to look for such views among all objects if there may be some; without
-        it they have no memory from now on, as what autograd has saved has none until the next load.
-        begin_back() has given what is `copied`.
+        by now. To `search` is to look for such views among all objects if there may be some;
+        without it they have no memory from now on, as what autograd has saved has none until the
+        next load. begin_back() has given what is `copied`.
         """
         tensors, left = members.tensors, self.slab
         if not tensors and not left.device_bytes:

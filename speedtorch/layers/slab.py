@@ -196,8 +196,8 @@ class Slab:
 
     The tensors are packed in their order. On the device "cpu" the device slab is a second host
     memory. What is in the slab `before`, which fits them, stays where it is, with its bytes on the
-    host, and the rest comes after it; the device slab has the same storage, empty. Making one raises
-    as check_packable, and MemoryError if the host has too little memory.
+    host, and the rest comes after it; the device slab has the same storage, empty. Making one
+    raises as check_packable, and MemoryError if the host has too little memory.
     """
 
     def __init__(
@@ -367,9 +367,9 @@ class Slab:
     ) -> None:
         """Copies what has changed in the other memory, in one piece unless something is in between.
 
-        What has not changed and lies between is copied too; what is `settled` is current in `memory`
-        alone, and not written. A device slab without memory is given that, and gets all. It is read
-        `after` an event; None: after all that the current stream has by now.
+        What has not changed and lies between is copied too; what is `settled` is current in
+        `memory` alone, and not written. A device slab without memory is given that, and gets all.
+        It is read `after` an event; None: after all that the current stream has by now.
         """
         comes = memory is Memory.DEVICE
         is_new = comes and not self.is_filled

@@ -123,8 +123,8 @@ class Unit:
     the unit is evicted: a backward raises RuntimeError then.
 
     Making one raises the same errors, and ValueError for a tensor of another unit. Of modules that
-    share a parameter make one unit (nn.ModuleList). `before_gradients` is called with the unit where
-    a backward reaches it and there is no Caller.
+    share a parameter make one unit (nn.ModuleList). `before_gradients` is called with the unit
+    where a backward reaches it and there is no Caller.
 
     Attributes:
         open_results: results with a graph that no backward has reached.

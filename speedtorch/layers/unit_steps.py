@@ -75,7 +75,7 @@ class UnitSteps:
         self._left.clear()
 
     def note_ended_backward(self, counted: Sequence[Counted]) -> None:
-        """Says that a backward has ended, whose steps of units have changed this of the optimizer."""
+        """Says that a backward has ended, whose steps have changed this of the optimizer itself."""
         self._counted = counted
         self._left = {
             id(each): (weakref.ref(each.grad), version_of(each.grad))
