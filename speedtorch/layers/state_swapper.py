@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.offloaded_parameters import (
     OffloadedParameters,
@@ -443,20 +443,17 @@ class _Loading:
         """
 
         def load(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            hooks: list[RemovableHandle] = []
             before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
+            on_end = optimizer.register_load_state_dict_post_hook
             try:
-                hooks.append(optimizer.register_load_state_dict_pre_hook(self._begin))
-                after = optimizer.register_load_state_dict_post_hook(self._end, prepend=True)
-                hooks.append(after)
-                original(*args, **kwargs)
+                with ExitStack() as hooks:
+                    hooks.enter_context(optimizer.register_load_state_dict_pre_hook(self._begin))
+                    hooks.enter_context(on_end(self._end, prepend=True))
+                    original(*args, **kwargs)
             except BaseException:
                 if self._waiting:  # some of what torch has loaded may be without elements
                     vars(optimizer).update(before)
                 raise
-            finally:
-                for each in hooks:
-                    each.remove()
 
         return replace_method(optimizer, "load_state_dict", load)
 

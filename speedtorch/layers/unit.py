@@ -725,9 +725,8 @@ def exact_device(device: torch.device | str) -> torch.device:
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device={str(device)!r} needs a GPU, and torch finds none here")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    is_current = found.type == "cuda" and found.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else found
 
 
 def _owner_of(tensor: Tensor) -> Unit | None:
