@@ -5,10 +5,9 @@ The functions that take or return them document them.
 
 from speedtorch.info import Info
 from speedtorch.layers.auto import AutoOffload
-from speedtorch.layers.state_swapper import StateReport
 from speedtorch.layers.state_tensors import StatePart
-from speedtorch.layers.swap_report import Freed, SwapReport
 from speedtorch.layers.training_state import SleepReport
+from speedtorch.layers.transfer_stats import Freed, StateReport, SwapReport
 from speedtorch.memory.cost_model import Explanation
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.placement import MemoryKind

@@ -28,11 +28,7 @@ __all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device"]
 
 
 class Tracking(Protocol):
-    """What has the tracked tensors.
-
-    Attributes:
-        device: where they are used.
-    """
+    """What has the tracked tensors, which are used on its device."""
 
     device: torch.device
 
@@ -44,10 +40,7 @@ class Tracking(Protocol):
         """They are on the device within; what it gives maps the operation's result."""
 
     def note_access(self, *, is_counted: bool) -> None:
-        """An operation on a tensor begins, in its thread and on its stream.
-
-        `is_counted`: torch counts what the program may write by it.
-        """
+        """An operation begins on the current stream; torch counts what it may write, or not."""
 
     def note_result(self, result: Tensor) -> None:
         """An operation has given a tensor, which may share memory with a tracked one."""
@@ -57,11 +50,7 @@ class Tracking(Protocol):
 
 
 class AccessTracker:
-    """Tracks tensors until it is stopped.
-
-    Args:
-        owner: is told of operations, for as long as it is alive.
-    """
+    """Tracks tensors until it is stopped, and tells their owner for as long as that is alive."""
 
     def __init__(self, owner: Tracking) -> None:
         self.owner = weakref.ref(owner)

@@ -47,13 +47,10 @@ class _Reached(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A forward of a unit that has begun.
+    """A forward of a unit that has begun, in a thread.
 
-    Attributes:
-        use: lets its unit stay.
-        thread: which runs it.
-        depth: how many calls of the module were on that thread's stack, with this one; 0: none that
-            Python shows, as of a compiled module.
+    `depth`: how many calls of the module were on the thread's stack, with this one; 0: none that
+    Python shows, as of a compiled module.
     """
 
     use: Use
@@ -62,14 +59,7 @@ class _Call(NamedTuple):
 
 
 class AutoOffload:
-    """Brings a Swapper's units as they are called; `remove()` ends that.
-
-    Args:
-        residency: brings them.
-        units: of it.
-        steps: step each unit in backward, once its gradients are complete, which are dropped then.
-        ahead: units that are brought ahead.
-    """
+    """Brings a Swapper's units as they are called; `remove()` ends that."""
 
     def __init__(
         self,
@@ -79,7 +69,9 @@ class AutoOffload:
         *,
         ahead: int,
     ) -> None:
-        self._residency, self._units, self._steps = residency, units, steps
+        self._residency, self._units = residency, units
+        self._steps = steps
+        """Step each unit in backward, once its gradients are complete, which are dropped then."""
         self._ahead = min(ahead, len(units) - 1)
         self._parts: list[PartialStep] = []
         """The steps of the backward of now."""
@@ -92,13 +84,11 @@ class AutoOffload:
         self._order: AccessPredictor[_Reached, tuple[Unit, bool]] = AccessPredictor(self._parts_of)
         self._hooks: list[RemovableHandle] = []
         for unit in units:  # whose hooks keep this alive for as long as the model
-            begins, ends = partial(self._begins, unit), partial(self._ends, unit)
             module: nn.Module = unit.module
+            begins, ends = (ModuleHook(partial(each, unit)) for each in (self._begins, self._ends))
             self._hooks += [
-                module.register_forward_pre_hook(
-                    ModuleHook(begins), prepend=True, with_kwargs=True
-                ),
-                module.register_forward_hook(ModuleHook(ends), always_call=True),
+                module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True),
+                module.register_forward_hook(ends, always_call=True),
             ]
             unit.follow(self)
         for each in steps:
@@ -156,12 +146,8 @@ class AutoOffload:
 
     def is_nested(self, unit: Unit) -> bool:
         """See Caller."""
-        thread = threading.get_ident()
-        return any(
-            calls[-1].thread == thread
-            for other, calls in self._forward.items()
-            if other is not unit
-        )
+        thread, begun = threading.get_ident(), self._forward.items()
+        return any(calls[-1].thread == thread for other, calls in begun if other is not unit)
 
     def _enter(self, unit: Unit) -> None:
         """A call of a unit, or an operation on its tensors, begins."""
@@ -183,14 +169,6 @@ class AutoOffload:
                 del self._forward[unit]
             self._residency.end_use(use)
 
-    def _end_interrupted(self) -> None:
-        """Ends forwards that are on the stack no longer: torch calls no hook after Ctrl-C."""
-        if not self._forward:
-            return
-        under_way, thread = calls_under_way(), threading.get_ident()
-        for unit in list(self._forward):
-            self._end_calls(unit, thread, under_way[unit.module])
-
     def _end_calls(self, unit: Unit, thread: int, depth: int) -> None:
         """Ends forwards of a unit in this thread but for so many."""
         while calls := self._forward.get(unit):
@@ -209,7 +187,10 @@ class AutoOffload:
 
     def end_failed(self) -> None:
         """Forgets a backward, and forwards, that have failed."""
-        self._end_interrupted()
+        if self._forward:  # torch calls no hook after Ctrl-C
+            under_way, thread = calls_under_way(), threading.get_ident()
+            for unit in list(self._forward):
+                self._end_calls(unit, thread, under_way[unit.module])
         if current_backward() == -1 and (self._graphs or self._backward):
             self._parts.clear()
             while self._backward:
@@ -217,7 +198,8 @@ class AutoOffload:
                 unit.touch()  # since the error nothing has looked for changes of it
                 self._residency.end_use(use)
             self._graphs.clear()
-            self._forget_results()
+            for unit in self._units:
+                unit.forget_results()
 
     def reaches(self, unit: Unit, *, nested: bool) -> None:
         """See Caller."""
@@ -246,7 +228,8 @@ class AutoOffload:
         del self._graphs[-1:]
         if self._graphs:
             return
-        self._forget_results()
+        for unit in self._units:
+            unit.forget_results()
         for unit in self._units:
             self._step(unit)
         counted = [each.settle() for each in self._parts] or [[] for _ in self._steps]
@@ -263,10 +246,6 @@ class AutoOffload:
             steps.step_unit(unit, part)
         for each in unit.module.parameters():
             each.grad = None
-
-    def _forget_results(self) -> None:
-        for unit in self._units:
-            unit.forget_results()
 
     # --------------------------------------------------------------------------------------------
     # Order

@@ -83,13 +83,7 @@ class _Reach(torch.autograd.Function):
 
 
 class Averaging:
-    """What DistributedDataParallel has to be told of one unit.
-
-    Args:
-        name: what errors call the unit.
-        module: of the unit.
-        device: where the unit is when loaded.
-    """
+    """What DistributedDataParallel has to be told of one unit, which errors call by its name."""
 
     def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
         self._name, self._module, self._device = name, module, device
@@ -105,9 +99,8 @@ class Averaging:
         """Is called before the unit moves: its parameters may lose the nodes that are known."""
         if self._noted == _made.number:
             return
-        parameters = [
-            each for each in self._module.parameters() if each.is_leaf and _has_real(each)
-        ]
+        parameters = [each for each in self._module.parameters() if each.is_leaf]
+        parameters = [e for e in parameters if e.is_floating_point() or e.is_complex()]
         with as_plain(), torch.enable_grad(), torch.inference_mode(False):
             for each in parameters:
                 is_trained = each.requires_grad  # it may be again later
@@ -141,13 +134,10 @@ class Averaging:
     def check(self, *, steps: bool) -> None:
         """Is called as a use of the unit begins, perhaps in a DistributedDataParallel's forward.
 
-        Args:
-            steps: whether the unit is stepped within the backward.
-
-        Raises:
-            NotImplementedError: the unit would be stepped before its gradients are averaged; its
-                gradients are views of what is averaged, which no longer are when a move of the unit
-                has given them other memory; nodes of its parameters are looked for in the graph.
+        Raises NotImplementedError if the unit is stepped within the backward, before its gradients
+        are averaged; if its gradients are views of what is averaged, which no longer are when a
+        move of the unit has given them other memory; or if nodes of its parameters are looked for
+        in the graph.
         """
         wrapper = active_data_parallel()
         if wrapper is None or not (averaged := self._averaged_by(wrapper)):
@@ -184,13 +174,10 @@ class Averaging:
 
     def _averaged_by(self, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
         """The trained parameters that it does not ignore."""
-        known = _averaged.get(wrapper)
-        if known is None:  # its reducer keeps the parameters, and their ids
-            ignored = wrapper.parameters_to_ignore
-            named = wrapper.module.named_parameters()
-            known = frozenset(id(each) for name, each in named if name not in ignored)
-            _averaged[wrapper] = known
-        return [each for each in self._trained() if id(each) in known]
+        if wrapper not in _averaged:  # its reducer keeps the parameters, and their ids
+            ignored, named = wrapper.parameters_to_ignore, wrapper.module.named_parameters()
+            _averaged[wrapper] = frozenset(id(each) for name, each in named if name not in ignored)
+        return [each for each in self._trained() if id(each) in _averaged[wrapper]]
 
     def _join(self, wrapper: DistributedDataParallel, averaged: Iterable[nn.Parameter]) -> None:
         if wrapper not in _members:
@@ -245,14 +232,15 @@ class Averaging:
             for each, before in zip(hooks, kept, strict=True):
                 each.update(before)
 
-    def is_away(self) -> bool:
-        """Whether a trained parameter is not on the unit's device."""
-        return any(each.device != self._device for each in self._trained())
+    @property
+    def away(self) -> list[nn.Parameter]:
+        """Trained parameters that are not on the unit's device."""
+        return [each for each in self._trained() if each.device != self._device]
 
     @contextmanager
     def pretending(self) -> Iterator[None]:
         """Lets parameters that are on the host be on the device, without memory there."""
-        away = [each for each in self._trained() if each.device != self._device]
+        away = self.away
         homes = [each.data for each in away]
         try:
             for each in away:
@@ -263,20 +251,12 @@ class Averaging:
                 each.data = home
 
 
-def _has_real(parameter: Tensor) -> bool:
-    """Whether it may have a gradient."""
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
 def _begins(wrapper: nn.Module, _: object) -> None:
     """The forward of a DistributedDataParallel with units begins.
 
     In that after the first backward it places what it averages where the parameters are then, which
-    has to be the device.
-
-    Raises:
-        NotImplementedError: it would send buffers that are on the host to the other ranks, or place
-            gradients on the host.
+    has to be the device. Raises NotImplementedError if it would send buffers that are on the host
+    to the other ranks, or place gradients on the host.
     """
     assert isinstance(wrapper, DistributedDataParallel)
     if (members := _members.get(wrapper)) is None:  # a copy
@@ -290,7 +270,7 @@ def _begins(wrapper: nn.Module, _: object) -> None:
     if wrapper in _placed or not torch.is_grad_enabled():
         return
     if takes_uneven_inputs(wrapper):  # then it counts ranks before it places anything
-        if any(each.is_away() for each in members):
+        if any(each.away for each in members):
             raise NotImplementedError(
                 "DistributedDataParallel.join() places gradients where the parameters are as its"
                 " second forward begins, and some are on the host: bring all units by use() around"

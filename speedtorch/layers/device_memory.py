@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from speedtorch.layers.slot import Slot, aligned
 from speedtorch.memory.address_range import AddressRange
 from speedtorch.torch_internals import storage_id, storage_of, storage_reference
 
-__all__ = ["DeviceMemory", "KeptAddresses", "TorchMemory"]
+__all__ = ["DeviceMemory", "KeptAddresses"]
 
 # Up to here torch's allocator gives memory of segments of 2 MiB, and of no larger one.
 _SMALL = 1 << 20
@@ -25,29 +24,37 @@ _SEGMENT = 2 << 20
 _SPARE_ADDRESSES = 1 << 30
 
 
-class DeviceMemory(ABC):
-    """The device's memory of the storages of one part of a training state."""
+class DeviceMemory:
+    """Memory of torch's allocator: a storage is emptied and gets other memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # How neighbours lie in an allocation is known of torch's own allocator alone.
         self._is_known = device.type == "cpu" or torch.cuda.get_allocator_backend() == "native"
 
-    @abstractmethod
     def is_here(self, slot: Slot) -> bool:
         """Whether a storage has its memory."""
+        return slot.storage.nbytes() > 0
 
-    @abstractmethod
     def leave(self, slots: Sequence[Slot]) -> None:
         """Takes the memory from storages, whose values are lost; once more after an error."""
+        for slot in slots:
+            slot.storage.resize_(0)
 
-    @abstractmethod
     def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
         """Gives storages memory again, and yields them piece by piece as they have it.
 
-        Raises:
-            torch.OutOfMemoryError: the device has too little.
+        Raises torch.OutOfMemoryError if the device has too little.
         """
+        # Torch would copy what an error has left there, behind what the host is about to send.
+        self.leave([each for each in slots if self.is_here(each)])
+        begin = nbytes = 0
+        for number, slot in enumerate(slots, 1):
+            nbytes += aligned(slot.nbytes)
+            if nbytes >= _PIECE or number == len(slots):
+                _fill(slots[begin:number], self._device)
+                yield slots[begin:number]
+                begin, nbytes = number, 0
 
     def goes_on(self, address: int) -> bool:
         """Whether what begins there can be in one copy with what ends there."""
@@ -65,36 +72,6 @@ class DeviceMemory(ABC):
     def absent_bytes(self) -> int:
         """What torch's allocator has no memory behind, and counts all the same."""
         return 0
-
-
-class TorchMemory(DeviceMemory):
-    """That of torch's allocator: a storage is emptied and gets other memory."""
-
-    def is_here(self, slot: Slot) -> bool:
-        """Whether the storage is not empty."""
-        return slot.storage.nbytes() > 0
-
-    def leave(self, slots: Sequence[Slot]) -> None:
-        """Empties them."""
-        for slot in slots:
-            slot.storage.resize_(0)
-
-    def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
-        """Fills some, while those before are on their way."""
-        # Torch would copy what an error has left there, behind what the host is about to send.
-        self.leave([each for each in slots if self.is_here(each)])
-        for some in _pieces(slots):
-            _fill(some, self._device)
-            yield some
-
-
-def _pieces(slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
-    begin = nbytes = 0
-    for number, slot in enumerate(slots, 1):
-        nbytes += aligned(slot.nbytes)
-        if nbytes >= _PIECE or number == len(slots):
-            yield slots[begin:number]
-            begin, nbytes = number, 0
 
 
 def _fill(slots: Sequence[Slot], device: torch.device) -> None:
@@ -122,9 +99,8 @@ class KeptAddresses(DeviceMemory):
 
     def is_here(self, slot: Slot) -> bool:
         """Whether there is memory behind its addresses."""
-        if (of := self._range_of(slot)) is None:
-            return slot.storage.nbytes() > 0
-        return of.is_mapped
+        of = self._range_at(slot.storage.data_ptr())
+        return super().is_here(slot) if of is None else of.is_mapped
 
     def leave(self, slots: Sequence[Slot]) -> None:
         """Takes the memory from their ranges."""
@@ -144,18 +120,19 @@ class KeptAddresses(DeviceMemory):
 
     def goes_on(self, address: int) -> bool:
         """A range has one piece of memory."""
-        if (of := self._range_at(address)) is None:
-            return super().goes_on(address)
-        return address != of.base
+        of = self._range_at(address)
+        return super().goes_on(address) if of is None else address != of.base
 
     def place(self, slot: Slot) -> int:
         """By address, so that few copies do; those that have yet to move come last."""
-        return sys.maxsize if self._range_of(slot) is None else slot.storage.data_ptr()
+        address = slot.storage.data_ptr()
+        return sys.maxsize if self._range_at(address) is None else address
 
     def others(self, slots: Sequence[Slot]) -> list[Slot]:
         """Storages in the ranges that the training state has no more, and something else has."""
         known = {storage_id(each.storage) for each in slots}
-        self._forget_empty()
+        for empty in [each for each in self._ranges if each.nbytes == 0]:
+            del self._ranges[empty]  # torch has nothing in it any more
         here = [
             (each, ref) for each, refs in self._ranges.items() if each.is_mapped for ref in refs
         ]
@@ -172,21 +149,16 @@ class KeptAddresses(DeviceMemory):
         """The ranges' bytes while they have no memory."""
         return sum(each.nbytes for each in self._ranges if not each.is_mapped)
 
-    def _range_of(self, slot: Slot) -> AddressRange | None:
-        return self._range_at(slot.storage.data_ptr())
-
     def _ranges_of(self, slots: Sequence[Slot]) -> set[AddressRange]:
-        return {of for each in slots if (of := self._range_of(each)) is not None}
+        found = {self._range_at(each.storage.data_ptr()) for each in slots}
+        return {each for each in found if each is not None}
 
     def _range_at(self, address: int) -> AddressRange | None:
-        for each in self._ranges:
-            if each.base <= address < each.end:
-                return each
-        return None
+        return next((each for each in self._ranges if each.base <= address < each.end), None)
 
     def _move(self, slots: Sequence[Slot]) -> None:
         """Gives storages addresses without memory in a new range, if they have none in another."""
-        moving = [each for each in slots if self._range_of(each) is None]
+        moving = [each for each in slots if self._range_at(each.storage.data_ptr()) is None]
         if not moving:
             return
         nbytes = 4 * sum(aligned(each.nbytes) for each in moving) + _SPARE_ADDRESSES
@@ -196,8 +168,3 @@ class KeptAddresses(DeviceMemory):
             for each in moving:
                 each.storage.resize_(0)
             _fill(moving, self._device)
-
-    def _forget_empty(self) -> None:
-        """Lets ranges go that torch has nothing in any more."""
-        for each in [each for each in self._ranges if each.nbytes == 0]:
-            del self._ranges[each]

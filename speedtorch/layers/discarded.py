@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.module_hook import ModuleHook
 from speedtorch.layers.slot import Slot
@@ -49,17 +49,14 @@ class Discarded:
     """Raises RuntimeError where discarded tensors are used before they have been loaded again.
 
     A discarded tensor is loaded if it was given other memory, or has other values than those that
-    it wakes with. The first use that finds all loaded is the last one that looks.
-
-    Args:
-        device: of the tensors.
-        remedy: the end of the error's message.
+    it wakes with. The first use that finds all loaded is the last one that looks. The error's
+    message ends with the remedy.
     """
 
     def __init__(self, device: torch.device, remedy: str) -> None:
         self._device, self._remedy = device, remedy
         self._blank: dict[str, _Blank] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
 
     def add(
         self,
@@ -67,24 +64,21 @@ class Discarded:
         names: Mapping[int, str],
         users: Iterable[nn.Module | Optimizer],
     ) -> None:
-        """Notes what is about to be discarded.
+        """Notes what is about to be discarded, by id() names of tensors.
 
-        Args:
-            slots: storages that sleep.
-            names: of their tensors, by id().
-            users: whose forward or step() uses the tensors.
+        The forward or step() of `users` uses the tensors.
         """
         for slot in slots:
             for member, tensor in () if slot.is_kept else slot.living():
                 if tensor.numel():
                     self._blank[names[id(tensor)]] = _Blank(member.ref, member.version + 1)
-        self._remove_hooks()
+        self._hooks.close()
         hook = ModuleHook(self._check)
         for each in users if self._blank else ():
             if isinstance(each, nn.Module):
-                self._hooks.append(each.register_forward_pre_hook(hook, prepend=True))
+                self._hooks.enter_context(each.register_forward_pre_hook(hook, prepend=True))
             else:
-                self._hooks.append(each.register_step_pre_hook(hook))
+                self._hooks.enter_context(each.register_step_pre_hook(hook))
 
     def _check(self, *_: object) -> None:
         """A module or an optimizer is about to use them."""
@@ -104,8 +98,4 @@ class Discarded:
                 f" in part: {self._remedy}"
             )
         self._blank.clear()
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.close()

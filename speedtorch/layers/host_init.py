@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,29 +25,21 @@ class _OnHost(TorchFunctionMode):
         self._generators: dict[torch.Generator, torch.Generator] = {}
         """Those of the CPU that stand for those of a device."""
 
-    def _on_host(self, generator: torch.Generator) -> torch.Generator:
+    def _on_cpu(self, generator: torch.Generator) -> torch.Generator:
         """A generator of the CPU, for one of a device with the same seed at first."""
         if generator.device.type == "cpu":
             return generator
-        if generator not in self._generators:
-            made = torch.Generator().manual_seed(generator.initial_seed())
-            self._generators[generator] = made
-        return self._generators[generator]
+        made = torch.Generator().manual_seed(generator.initial_seed())
+        return self._generators.setdefault(generator, made)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.cuda:
             return args[0]
         if kwargs.get("device") is not None:
             kwargs["device"] = _on_host(kwargs["device"])
         if isinstance(given := kwargs.get("generator"), torch.Generator):
-            kwargs["generator"] = self._on_host(given)
+            kwargs["generator"] = self._on_cpu(given)
         if func is Tensor.to:
             args = (args[0], *(_on_host(each) for each in args[1:]))
         made = func(*args, **kwargs)

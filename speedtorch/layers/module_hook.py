@@ -13,11 +13,7 @@ __all__ = ["ModuleHook", "weak_call"]
 
 
 class ModuleHook:
-    """Calls a function with what torch gives a hook; a copy of it, as of its module, does nothing.
-
-    Args:
-        call: the function; None: none.
-    """
+    """Calls a function with what torch gives a hook; a copy, as of its module, does nothing."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call

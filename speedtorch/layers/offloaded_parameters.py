@@ -18,7 +18,7 @@ from torch import Tensor
 from speedtorch.layers.data_parallel import averaged_parameters
 from speedtorch.layers.slab import extent
 from speedtorch.layers.state_tensors import plain_tensors
-from speedtorch.layers.transfer_stats import Begun, TransferStats
+from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import tree_leaves
 
@@ -31,34 +31,20 @@ __all__ = [
 ]
 
 
-class _InnerCopy(NamedTuple):
-    """A plain tensor, its memory on the host, and the copy of that on the device."""
+class _Copied(NamedTuple):
+    """A plain tensor of a parameter or a gradient, its host memory, and the copy of that."""
 
+    whole: Tensor
+    is_gradient: bool
     tensor: Tensor
     home: Tensor
     copy: Tensor
-
-
-class _Copied(NamedTuple):
-    """A parameter or a gradient, and what has memory of it."""
-
-    tensor: Tensor
-    is_gradient: bool
-    inner: list[_InnerCopy]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.home.nbytes for each in self.inner)
 
 
 class OffloadedParameters:
     """Copies of parameters and gradients, which are seen on the device from load() to leave().
 
     On a GPU copies go beside the current stream, as those of a slab.
-
-    Args:
-        device: where the step runs; "cpu" is another part of host memory.
-        traffic: counts what is copied.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats) -> None:
@@ -80,13 +66,13 @@ class OffloadedParameters:
                 if each.grad is None or not each.is_cpu:
                     continue
                 for whole in (each, each.grad):
-                    inner = [
-                        _InnerCopy(tensor, home := tensor.data, _copy_of(home, self._device))
-                        for _, tensor in plain_tensors("", whole)
-                    ]
-                    copied.append(_Copied(whole, whole is not each, inner))
+                    for _, tensor in plain_tensors("", whole):
+                        home = tensor.data
+                        copy = home.to(self._device, non_blocking=True, copy=True)
+                        copied.append(_Copied(whole, whole is not each, tensor, home, copy))
         if copied:
-            self._count(begun, copied, comes=True)
+            nbytes = sum(each.home.nbytes for each in copied)
+            self._traffic.end(begun, self._coming.end, nbytes, comes=True)
         self._copied = copied
 
     def load(self) -> None:
@@ -94,9 +80,9 @@ class OffloadedParameters:
         self._coming.join()
         self._is_seen, self._is_written = True, False
         for each in self._copied:
-            for tensor, _, copy in each.inner:
-                tensor.data = copy
-            follow_inner(each.tensor)
+            each.tensor.data = each.copy
+        for each in self._copied:
+            follow_inner(each.whole)
 
     def write_back(self) -> None:
         """Begins to copy all to the host, behind a step.
@@ -108,11 +94,11 @@ class OffloadedParameters:
             with self._leaving.after_current(self._device) as stream:
                 begun = self._traffic.begin(stream)
                 for each in self._copied:
-                    for tensor, home, _ in each.inner:
-                        if not (each.is_gradient and _is_expanded(home)):
-                            # Of its data, which a step may have assigned.
-                            home.copy_(tensor.data, non_blocking=True)
-            self._count(begun, self._copied, comes=False)
+                    if not (each.is_gradient and _is_expanded(each.home)):
+                        # Of its data, which a step may have assigned.
+                        each.home.copy_(each.tensor.data, non_blocking=True)
+            nbytes = sum(each.home.nbytes for each in self._copied)
+            self._traffic.end(begun, self._leaving.end, nbytes, comes=False)
         self._is_written = True
 
     def leave(self) -> None:
@@ -125,18 +111,12 @@ class OffloadedParameters:
                 self.write_back()
             self._leaving.finish()
             for each in self._copied:
-                for tensor, home, _ in each.inner:
-                    tensor.data = home
-                follow_inner(each.tensor)
+                each.tensor.data = each.home
             for each in self._copied:
+                follow_inner(each.whole)
                 if not each.is_gradient:
-                    bring_to_host(each.tensor.grad)  # which a step may have assigned
+                    bring_to_host(each.whole.grad)  # which a step may have assigned
         self._is_seen, self._copied = False, []
-
-    def _count(self, begun: Begun, copied: Iterable[_Copied], *, comes: bool) -> None:
-        nbytes = sum(each.nbytes for each in copied)
-        end = (self._coming if comes else self._leaving).end
-        self._traffic.end(begun, end, nbytes, comes=comes)
 
 
 def offloaded_bytes(parameter: Tensor) -> int:
@@ -152,28 +132,29 @@ def check_offloaded(parameters: Iterable[Tensor]) -> None:
     for each in parameters:
         if each.grad is None or not each.is_cpu:
             continue
-        for what, whole in (("a parameter", each), ("a gradient", each.grad)):
-            for _, tensor in plain_tensors("", whole):
-                if tensor.layout is not torch.strided or not tensor.is_cpu:
-                    raise ValueError(
-                        f"{what} of shape {list(whole.shape)} cannot come to the device for its"
-                        f" step: expected a dense tensor on the CPU, got {tensor.layout} on"
-                        f" {str(tensor.device)!r}"
-                    )
-                if whole is each and _is_expanded(tensor):
-                    raise ValueError(
-                        f"a parameter of shape {list(whole.shape)} has elements that are one in"
-                        f" memory (strides {list(tensor.stride())}), and cannot be stepped: give"
-                        " the optimizer a contiguous one"
-                    )
-                if whole is each and tensor.numel():
-                    spans.append((tensor.data_ptr(), extent(tensor), whole.shape))
-                if whole is not each and gradients.setdefault(id(tensor), each) is not each:
-                    other = gradients[id(tensor)]
+        parts = [("a parameter", each, tensor) for _, tensor in plain_tensors("", each)]
+        parts += [("a gradient", each.grad, tensor) for _, tensor in plain_tensors("", each.grad)]
+        for what, whole, tensor in parts:
+            if tensor.layout is not torch.strided or not tensor.is_cpu:
+                raise ValueError(
+                    f"{what} of shape {list(whole.shape)} cannot come to the device for its step:"
+                    f" expected a dense tensor on the CPU, got {tensor.layout} on"
+                    f" {str(tensor.device)!r}"
+                )
+            if whole is not each:
+                if (other := gradients.setdefault(id(tensor), each)) is not each:
                     raise ValueError(
                         f"parameters of shapes {list(other.shape)} and {list(each.shape)} have one"
                         " gradient tensor, which cannot come with both: give each its own"
                     )
+            elif _is_expanded(tensor):
+                raise ValueError(
+                    f"a parameter of shape {list(whole.shape)} has elements that are one in memory"
+                    f" (strides {list(tensor.stride())}), and cannot be stepped: give the optimizer"
+                    " a contiguous one"
+                )
+            elif tensor.numel():
+                spans.append((tensor.data_ptr(), extent(tensor), whole.shape))
         if id(each) in averaged:
             raise ValueError(
                 f"a parameter of shape {list(each.shape)} is in host memory and averaged by"
@@ -215,7 +196,3 @@ def follow_inner(tensor: object) -> None:
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether elements of it are one in memory, which no operation changes in place."""
     return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _copy_of(home: Tensor, device: torch.device) -> Tensor:
-    return home.to(device, non_blocking=True, copy=True)

@@ -14,75 +14,48 @@ from speedtorch.torch_internals import VERSION_ASKED
 
 __all__ = ["computes", "is_counted", "is_in_place", "is_of_metadata"]
 
+
+def _named(owner: Any, names: str) -> list[Any]:
+    return [getattr(owner, name) for name in names.split()]
+
+
 # Optimizers, zero_grad() and modules call these of all tensors.
 _PROPERTIES = "dtype device grad grad_fn is_cuda is_leaf layout ndim requires_grad shape"
+_METHODS = "dim element_size is_complex is_floating_point nelement numel size"
 _GRADIENT: Any = Tensor.grad
 _METADATA = frozenset(
     [
-        *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+        *(each.__get__ for each in _named(Tensor, _PROPERTIES)),
+        *_named(Tensor, _METHODS),
         _GRADIENT.__set__,
         _GRADIENT.__delete__,
         VERSION_ASKED,
-        Tensor.dim,
-        Tensor.element_size,
-        Tensor.is_complex,
-        Tensor.is_floating_point,
-        Tensor.nelement,
-        Tensor.numel,
-        Tensor.size,
     ]
 )
 
 # What they give shares the elements, but not the count of changes.
+_SHARING = "__array__ __dlpack__ data_ptr numpy storage untyped_storage"
 _DATA: Any = Tensor.data
-_UNCOUNTED = frozenset(
-    [
-        _DATA.__get__,
-        _DATA.__set__,
-        Tensor.__array__,
-        Tensor.__dlpack__,
-        Tensor.data_ptr,
-        Tensor.numpy,
-        Tensor.storage,
-        Tensor.untyped_storage,
-    ]
-)
+_UNCOUNTED = frozenset([_DATA.__get__, _DATA.__set__, *_named(Tensor, _SHARING)])
 
 # Of a tensor as it is, wherever it is.
+_OF_A_TENSOR = "__dlpack_device__ __format__ __hash__ __len__ __repr__ __setstate__ backward detach"
+_OF_A_TENSOR += " dim_order get_device is_contiguous is_pinned is_shared register_hook"
+_OF_A_TENSOR += " register_post_accumulate_grad_hook retain_grad storage_offset storage_type stride"
+_OF_A_TENSOR += " type"
 _LOOKS = frozenset(
     [
-        Tensor.__dlpack_device__,
-        Tensor.__format__,
-        Tensor.__hash__,
-        Tensor.__len__,
-        Tensor.__repr__,
-        Tensor.__setstate__,
-        Tensor.backward,
-        Tensor.detach,
-        Tensor.dim_order,
-        Tensor.get_device,
-        Tensor.is_contiguous,
-        Tensor.is_pinned,
-        Tensor.is_shared,
-        Tensor.register_hook,
-        Tensor.register_post_accumulate_grad_hook,
-        Tensor.retain_grad,
-        Tensor.storage_offset,
-        Tensor.storage_type,
-        Tensor.stride,
-        Tensor.type,
+        *_named(Tensor, _OF_A_TENSOR),
         torch.autograd.backward,
         torch.autograd.grad,
         torch.is_same_size,
     ]
 )
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
-_COMPUTED: tuple[Any, ...] = (Tensor.H, Tensor.T, Tensor.imag, Tensor.mH, Tensor.mT, Tensor.real)
-_COMPUTING_ACCESSORS = frozenset(each.__get__ for each in _COMPUTED)
+_COMPUTING_ACCESSORS = frozenset(e.__get__ for e in _named(Tensor, "H T imag mH mT real"))
 
-_OPERATORS = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]
-_OPERATORS += ["lshift", "rshift"]
-_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())}
 
 
 def is_of_metadata(func: Any) -> bool:

@@ -39,10 +39,7 @@ _HOST_VERSIONS = 1 << 31
 class Members(NamedTuple):
     """The tensors of a pack by names that stay.
 
-    Attributes:
-        tensors: the objects.
-        written: names of those that may have changed although their versions have not, since they
-            were last copied.
+    `written`: those that may have changed although their versions have not, since they were copied.
     """
 
     tensors: dict[str, Tensor]
@@ -63,11 +60,8 @@ def _plain_tensors() -> AbstractContextManager[None]:
 class Pack:
     """Tensors in host memory, or on the device; on the host at first.
 
-    The caller of each move says which they are now, by names that stay.
-
-    Args:
-        device: where they are when loaded; "cpu" is another part of host memory.
-        traffic: counts what is copied.
+    The caller of each move says which they are now, by names that stay. The device "cpu" is another
+    part of host memory.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats | None = None) -> None:
@@ -114,10 +108,7 @@ class Pack:
         """Begins to copy the host slab to the device if these tensors seem to be all of it.
 
         Looking at each tensor lasts long where there are thousands: bring() or load() does so next,
-        and is given the answer.
-
-        Returns:
-            Whether it does. The tensors stay on the host, and the copy harms none.
+        and is told whether this has begun. The tensors stay on the host, and the copy harms none.
         """
         if self.slab.is_filled or self.slab.memory_at(tensors) is not Memory.HOST:
             return False
@@ -128,14 +119,8 @@ class Pack:
     def bring(self, members: Members, *, begun: bool = False) -> None:
         """Begins to copy all to the device, where load() finds it.
 
-        The tensors stay on the host until then. What changes there meanwhile is copied again.
-
-        Args:
-            members: all of them.
-            begun: what begin() has said.
-
-        Raises:
-            RuntimeError, TypeError, ValueError, MemoryError: as of load(); nothing has changed.
+        The tensors stay on the host until then. What changes there meanwhile is copied again. After
+        an error, as of load(), nothing has changed.
         """
         if begun or not self.slab.is_filled:
             self._filled(members, begun=begun)
@@ -143,16 +128,8 @@ class Pack:
     def load(self, members: Members, *, begun: bool = False) -> None:
         """Brings all to the device, beside the current stream, which must join `slab.coming`.
 
-        What came to them there stays where it is.
-
-        Args:
-            members: all of them.
-            begun: what begin() has said.
-
-        Raises:
-            RuntimeError: what torch raises where the device has too little memory
-                (torch.OutOfMemoryError); all is where it was.
-            TypeError, ValueError, MemoryError: as of evict(), for a tensor that came on the host.
+        What came to them there stays where it is. After an error all is where it was: of the device
+        torch's (torch.OutOfMemoryError), of a tensor that came on the host as of evict().
         """
         copied: Collection[str] = ()
         if begun or not self.slab.is_filled:
@@ -211,10 +188,7 @@ class Pack:
         return sum(each.nbytes for name, each in there.items() if name in changed)
 
     def other_bytes(self, members: Members) -> int:
-        """Bytes on the device that came to them since they were loaded.
-
-        Raises TypeError, ValueError as evict() would for one of them.
-        """
+        """Bytes on the device that came since they were loaded; raises as evict() would for one."""
         at, count = self.slab.where(members.tensors), 0
         for name, each in members.tensors.items():
             if at[name] is None and each.device == self.slab.device:
@@ -240,15 +214,8 @@ class Pack:
     ) -> Collection[str]:
         """Begins to copy to the host what is said to have changed, before each tensor is looked at.
 
-        Nothing is written that a tensor may have on the host: all have their addresses on the
-        device.
-
-        Args:
-            members: all of them.
-            after: as of Slab.copy_to.
-
-        Returns:
-            Names of what is copied, for evict(), which is called next.
+        Returns the names of that, for evict(), which is called next. Nothing is written that a
+        tensor may have on the host: all have their addresses on the device.
         """
         written = members.written
         if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
@@ -263,10 +230,6 @@ class Pack:
 
         What came to them since they were loaded is left out. As the host is told now that it has
         all, `written` is of what changes from now on.
-
-        Args:
-            members: all of them.
-            after: as of Slab.copy_to.
         """
         slab, tensors = self.slab, members.tensors
         if not slab.device_bytes:
@@ -292,18 +255,13 @@ class Pack:
         """Brings all to the host, and what is new of it; returns the device bytes that are free.
 
         0 if all was on the host. Views that Python programs keep of the device slab keep its memory
-        as well; see held_by().
+        as well; see held_by(). TypeError, ValueError for a tensor that came and cannot be packed,
+        and MemoryError if the host has too little for what came, leave all where it was.
 
-        Args:
-            members: all of them.
-            after: the end of their last use; None: after all that the current stream has by now.
-            search: look for such views if there may be some, among all objects; otherwise they have
-                no memory from now on, as what autograd has saved has none until the next load.
-            copied: what begin_back() has given.
-
-        Raises:
-            TypeError, ValueError: a tensor that came to them cannot be packed; all is where it was.
-            MemoryError: the host has too little for what came to them; all is where it was.
+        The copy begins `after` the end of their last use, or after all that the current stream has
+        by now. To `search` is to look for such views among all objects if there may be some;
+        without it they have no memory from now on, as what autograd has saved has none until the
+        next load. begin_back() has given what is `copied`.
         """
         tensors, left = members.tensors, self.slab
         if not tensors and not left.device_bytes:
@@ -323,25 +281,22 @@ class Pack:
             self._move(members, at, Memory.HOST, copied)
         self.memory = Memory.HOST
         # All tensors are on the host: they need no slab's device memory.
-        held = {}
+        slabs = dict.fromkeys((left, self.slab))
         if search and left.device_bytes and left.is_held:
             held = left.held_by(list(tensors.values()))
-        self._held |= held
-        freed = 0
-        for slab in dict.fromkeys((left, self.slab)):
+            self._held |= held
             if held:
-                slab.leave()
-            else:
-                freed += slab.empty(after)
-        return freed
+                for slab in slabs:
+                    slab.leave()
+                return 0
+        return sum([slab.empty(after) for slab in slabs])
 
     def _is_replaced(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether the place of a tensor that has come is that of another, which lives there."""
         came = [name for name, memory in at.items() if memory is None and name in self._placed]
-        former = {name: each for name in came if (each := self._placed[name]()) is not None}
+        former = [(name, each) for name in came if (each := self._placed[name]()) is not None]
         return any(
-            each is not tensors[name] and self.has_place(name, each)
-            for name, each in former.items()
+            each is not tensors[name] and self.has_place(name, each) for name, each in former
         )
 
     def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
@@ -388,8 +343,8 @@ class Pack:
         set_versions(tuple(leaving.values()), versions)
         for tensor, view in zip(leaving.values(), views, strict=True):
             tensor.data = view
-        self._placed.update((name, weakref.ref(leaving[name])) for name in elsewhere)
         for name in elsewhere:
+            self._placed[name] = weakref.ref(leaving[name])
             self._counted.pop(name, None)
 
     def _count_given(self, members: Members, at: Mapping[str, Memory | None]) -> None:

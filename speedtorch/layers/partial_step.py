@@ -19,20 +19,15 @@ from speedtorch.torch_internals import STEP_HOOKS, step_without_hooks
 __all__ = ["Counted", "PartialStep"]
 
 
+_ABSENT = object()
+
+
 class Counted(NamedTuple):
-    """What a step has changed of an optimizer itself, such as a count.
+    """A setting that a step has changed, such as a count; where it was not: before _ABSENT."""
 
-    Attributes:
-        group: its number; None: an attribute.
-        name: in the group.
-        had: whether it was there before.
-        before: its value then.
-        after: its value since.
-    """
-
-    group: int | None
+    place: int
+    """0: the optimizer's own; else a group's number and 1."""
     name: str
-    had: bool
     before: object
     after: object
 
@@ -44,11 +39,8 @@ class PartialStep:
     each part alike, and is the optimizer's once by `settle`. What it changes in place (a tensor, a
     list, state of no parameter) is changed once for each part.
 
-    Args:
-        optimizer: whose step that is.
-        args: what the step is given, for each part.
-        kwargs: likewise.
-        counted: by a step of other parameters, which this one completes.
+    The step of each part is given the same arguments. What was `counted` by a step of other
+    parameters is completed by this one.
     """
 
     def __init__(
@@ -58,7 +50,7 @@ class PartialStep:
         kwargs: Mapping[str, Any] | None = None,
         counted: Sequence[Counted] = (),
     ) -> None:
-        self._optimizer, self._args, self._kwargs = optimizer, args, kwargs or {}
+        self.optimizer, self._args, self._kwargs = optimizer, args, kwargs or {}
         self._counted = counted
         self._last: Optimizer | None = None
         self._places = {
@@ -69,7 +61,7 @@ class PartialStep:
 
     def twin(self, parameters: Collection[Tensor]) -> Optimizer:
         """The optimizer of these parameters alone."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         chosen: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         found = (self._places.get(id(each)) for each in parameters)
         for number, place in sorted(each for each in found if each is not None):
@@ -82,42 +74,37 @@ class PartialStep:
             {**group, "params": of_group}
             for group, of_group in zip(optimizer.param_groups, chosen, strict=True)
         ]
-        for group, name, had, before, after in self._counted:
-            settings = made.__dict__ if group is None else made.param_groups[group]
-            if settings.get(name) is not after:  # changed by others since
+        settings = _settings_of(made)
+        for place, name, before, after in self._counted:
+            if settings[place].get(name) is not after:  # changed by others since
                 continue
-            settings[name] = before
-            if not had:
-                del settings[name]
+            settings[place][name] = before
+            if before is _ABSENT:
+                del settings[place][name]
         self._last = made
         return made
 
     def step(self, parameters: Collection[Tensor]) -> None:
         """Steps these alone."""
-        step: Any = step_without_hooks(type(self._optimizer))
+        step: Any = step_without_hooks(type(self.optimizer))
         step(self.twin(parameters), *self._args, **self._kwargs)
 
     def settle(self) -> list[Counted]:
         """Gives the optimizer what the last part has changed of it; returns these changes."""
-        if (made := self._last) is None:
+        if self._last is None:
             return []
         counted: list[Counted] = []
-        own = {n: v for n, v in made.__dict__.items() if n not in ("param_groups", *STEP_HOOKS)}
-        _assign(counted, None, self._optimizer.__dict__, own)
-        groups = zip(self._optimizer.param_groups, made.param_groups, strict=True)
-        for number, (group, changed) in enumerate(groups):
-            _assign(counted, number, group, {n: v for n, v in changed.items() if n != "params"})
+        places = zip(_settings_of(self.optimizer), _settings_of(self._last), strict=True)
+        for place, (settings, changed) in enumerate(places):
+            kept = ("params",) if place else ("param_groups", *STEP_HOOKS)
+            for name, value in changed.items():
+                before = settings.get(name, _ABSENT)
+                if name not in kept and before is not value:
+                    settings[name] = value
+                    counted.append(Counted(place, name, before, value))
         return counted
 
 
-def _assign(
-    counted: list[Counted],
-    number: int | None,
-    settings: dict[str, Any],
-    changed: Mapping[str, Any],
-) -> None:
-    for name, value in changed.items():
-        had, before = name in settings, settings.get(name)
-        if not had or before is not value:
-            settings[name] = value
-            counted.append(Counted(number, name, had, before, value))
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The attributes of an optimizer, and then its groups."""
+    return [vars(optimizer), *optimizer.param_groups]

@@ -7,15 +7,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.layers.transfer_stats import TransferStats
-from speedtorch.layers.unit import Unit
+from speedtorch.layers.unit import Caller, Unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
@@ -23,45 +25,23 @@ from speedtorch.torch_internals import current_stream
 __all__ = ["Leaver", "Residency", "Use"]
 
 
+@dataclass(eq=False)
 class Use:
-    """Units that stay on the device for as long as a caller holds this.
+    """Units that stay on the device for as long as a caller holds this, with state for a step."""
 
-    Args:
-        units: which ones.
-        state: they are to be stepped, with their state, which a first step makes.
-        gradients: a backward is to make gradients of all of them.
-
-    Attributes:
-        trained: units of which a backward is to make gradients.
-        stepped: units that are stepped while this lets them stay.
-    """
-
-    def __init__(self, units: Iterable[Unit], *, state: bool, gradients: bool) -> None:
-        self.units, self.state = tuple(units), state
-        self.trained = set(self.units) if gradients else set()
-        self.stepped = set(self.units) if state else set()
+    units: tuple[Unit, ...]
+    state: bool
+    trained: set[Unit]
+    """Those of which a backward is to make gradients."""
+    stepped: set[Unit]
+    """Those that are stepped while this lets them stay."""
 
 
 class Need(NamedTuple):
-    """What the uses of a unit take beside its parameters and buffers.
-
-    Attributes:
-        state: of a step, with that which a first one makes.
-        gradients: that a backward is to make.
-    """
+    """Whether a unit's uses take a step's state, and gradients that a backward is to make."""
 
     state: bool
     gradients: bool
-
-
-class Calls(Protocol):
-    """Knows the calls of units, while these come by themselves."""
-
-    def end_failed(self) -> None:
-        """Ends uses by a backward that has failed."""
-
-    def next_use(self, unit: Unit, *, state: bool) -> float:
-        """In how many calls a unit is used next, or its state; inf: unknown."""
 
 
 class Leaver(NamedTuple):
@@ -71,38 +51,28 @@ class Leaver(NamedTuple):
     of_state: bool = False
 
 
+class EvictionPriority(IntEnum):
+    """What leaves at last: what has come for a use to come, and then what a step may need."""
+
+    IDLE, PREFETCHED, STATE_IN_USE = range(3)
+
+
 class Candidate(NamedTuple):
     """What may leave, and how soon it is needed.
 
     Attributes:
-        at: 0: it may leave for what is used sooner; 1: it has come for a use to come; 2: it is the
-            state of a unit in use, and a step may need it.
         use: in how many calls it is used next.
         turn: the lower leaves first of those that are used at once.
         nbytes: of device memory.
         is_used: whether its unit is.
     """
 
-    at: int
+    priority: EvictionPriority
     use: float
     turn: int
     leaver: Leaver
     nbytes: int
     is_used: bool
-
-
-class LastUse(NamedTuple):
-    """The end of a unit's last use.
-
-    Attributes:
-        end: None on the CPU.
-        stream: where that is; None on the CPU.
-        changes: the unit's count of changes then.
-    """
-
-    end: torch.cuda.Event | None
-    stream: torch.cuda.Stream | None
-    changes: int
 
 
 class Residency:
@@ -111,15 +81,10 @@ class Residency:
     What leaves is what is used last in the order seen before, and where that is unknown, what was
     used longest ago; never what is in use.
 
-    Args:
-        device: where units are used.
-        budget: the most bytes that they take; None: as many as there are.
-        traffic: of the units.
-        first_state: the bytes of state that a first step makes of a parameter, by optimizers.
+    `first_state` are the bytes of state that a first step makes of a parameter, by optimizers.
 
     Attributes:
-        hits: uses that found their unit on the device.
-        misses: those that did not.
+        hits: uses that found their unit on the device; `misses`: those that did not.
         seconds_waited: by the host, for units to leave.
     """
 
@@ -142,13 +107,13 @@ class Residency:
         """What has come and was not used yet."""
         self._going: list[Leaver] = []
         """What is being written back to leave then, the first first."""
-        self._left: dict[Unit, LastUse] = {}
-        """Of units that are not in use."""
+        self._left: dict[Unit, tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]] = {}
+        """Of units that are not in use the end and stream of the last use, and changes() then."""
         self._others: dict[Unit, int] = {}
         """Bytes that came to a unit on the device, and in a use those that are to come."""
         self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
         """Of the last uses that ended, which uses to come are expected to have."""
-        self._calls: Calls | None = None
+        self._calls: Caller | None = None
         self._turns: dict[Unit, int] = {}
         """Units that are used next, one after another, with their turns."""
         self.hits = self.misses = 0
@@ -173,7 +138,8 @@ class Residency:
         self, units: Iterable[Unit], *, state: bool = False, gradients: bool = False
     ) -> Use:
         """Units do not leave, unless end_use() is called or what this returns is dropped."""
-        use = Use(units, state=state, gradients=gradients)
+        units = tuple(units)
+        use = Use(units, state, set(units if gradients else ()), set(units if state else ()))
         for other in self._uses if state else ():
             other.stepped.update(unit for unit in use.units if unit in other.units)
         self._uses.add(use)
@@ -202,8 +168,8 @@ class Residency:
         uses = [use for use in self._uses if unit in use.units]
         for use in uses:
             use.trained.add(unit)
-        is_stepped = any(use.state for use in uses)
-        self._others[unit] = self._other_bytes(unit, Need(is_stepped, gradients=True))
+        need = Need(any(use.state for use in uses), gradients=True)
+        self._others[unit] = self._other_bytes(unit, need)
         self._makes_room(unit, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
@@ -229,15 +195,9 @@ class Residency:
     def each(
         self, units: Collection[Unit], *, state: bool, ahead: int
     ) -> Generator[Unit, None, None]:
-        """Brings units one after another, those first that are there, each while it is given.
+        """Brings units one after another, those first that are there, and the next ones meanwhile.
 
-        Args:
-            units: of those that this brings.
-            state: bring the optimizer's state as well.
-            ahead: how many of the next ones are brought meanwhile.
-
-        Yields:
-            A unit, which is in use until the next one is asked for, or this is closed.
+        A unit is in use until the next one is asked for, or this is closed.
         """
         order = sorted(units, key=lambda unit: not unit.device_bytes)
         try:
@@ -286,9 +246,9 @@ class Residency:
         self._end_failed()
         # From here on the program may queue work on the unit without being seen.
         last = self._left.pop(unit, None)
-        if last is not None and last.end is not None and last.stream is not self._stream():
+        if last is not None and last[0] is not None and last[1] is not self._stream():
             # The last use, and the copy to the device before it, were on another stream.
-            current_stream(self._device).wait_event(last.end)
+            current_stream(self._device).wait_event(last[0])
         unit.begin_use()
         if unit.has_new_tensors and sum(unit in use.units for use in self._uses) == 1:
             self.send_home(Leaver(unit))
@@ -309,7 +269,7 @@ class Residency:
         self._there[unit] = None
         self._there.move_to_end(unit)
         unit.end_use()
-        self._left[unit] = LastUse(end_of_current(self._device), self._stream(), unit.changes)
+        self._left[unit] = end_of_current(self._device), self._stream(), unit.changes
 
     def _stream(self) -> torch.cuda.Stream | None:
         return current_stream(self._device) if self._device.type == "cuda" else None
@@ -416,51 +376,47 @@ class Residency:
 
     def _candidates(self) -> list[Candidate]:
         """What could leave, in the order in which it does."""
-        found, needs = [], self._needs()
+        found, needs, first = [], self._needs(), EvictionPriority.IDLE
         for place, unit in enumerate(self._there):
-            nbytes, need = self.bytes_of(unit), needs.get(unit)
+            nbytes, is_used = self.bytes_of(unit), unit in needs
             if not nbytes:
                 continue
-            is_used = need is not None
             use = self._next_use(unit, state=False)
             use_of_state = self._next_use(unit, state=True)
             # What a step has made waits to be copied: it goes with its unit if that may leave, too.
             of_state = unit.state_bytes + (unit.made_state_bytes if is_used else 0)
-            may_split = of_state and not (need is not None and need.state)
+            may_split = of_state and not (is_used and needs[unit].state)
             if may_split and (is_used or use_of_state > use):
                 is_needed = not use_of_state or use_of_state == use == inf or unit in self._turns
-                at = 2 if is_used and is_needed else 0
+                at = EvictionPriority.STATE_IN_USE if is_used and is_needed else first
                 leaver = Leaver(unit, of_state=True)
                 found.append(Candidate(at, use_of_state, place, leaver, of_state, is_used))
                 nbytes -= of_state
             if not is_used:
                 is_due = unit in self._awaited or unit in self._turns
-                at, turn = (1, -place) if is_due else (0, place)
+                at, turn = (EvictionPriority.PREFETCHED, -place) if is_due else (first, place)
                 found.append(Candidate(at, use, turn, Leaver(unit), nbytes, is_used))
-        found.sort(key=lambda each: (each.at, -each.use, each.turn))
+        found.sort(key=lambda each: (each.priority, -each.use, each.turn))
         return found
 
     def _leaving(
         self, order: Iterable[Candidate], besides: Unit | None, *, by_force: bool = False
     ) -> dict[Leaver, int]:
-        """What may leave, and its bytes.
+        """What may leave, and its bytes; the state of `besides` may if that is in use.
 
-        Args:
-            order: of all that could.
-            besides: the unit that needs the room; if it is in use, its state may leave.
-            by_force: also what is used before that unit; at the end also what has come for a use to
-                come, and then the state of units in use that may be stepped.
+        by_force: also what is used before the unit `besides`, which needs the room; at the end also
+        what has come for a use to come, and then the state of units in use that may be stepped.
         """
         soonest = inf if besides is None else self._next_use(besides, state=False)
         return {
             each.leaver: each.nbytes
             for each in order
             if (each.is_used or each.leaver.unit is not besides)
-            and (by_force or (not each.at and (soonest == inf or each.use > soonest)))
+            and (by_force or (not each.priority and (soonest == inf or each.use > soonest)))
         }
 
     def _next_use(self, unit: Unit, *, state: bool) -> float:
-        """As Calls.next_use, after those whose turn comes before."""
+        """As Caller.next_use, after those whose turn comes before."""
         if unit in self._turns:
             return self._turns[unit] - next(iter(self._turns.values()))
         later = inf if self._calls is None else self._calls.next_use(unit, state=state)
@@ -469,9 +425,7 @@ class Residency:
     def send_home(self, leaver: Leaver, *, search: bool = False) -> int:
         """Evicts a unit, or its state alone; returns the bytes that are free then.
 
-        Args:
-            leaver: which one.
-            search: look for views of the unit; without it they are looked for if there may be some.
+        search: look for views of the unit; without it they are looked for if there may be some.
         """
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
         is_home, before = unit.is_home(state_alone=leaver.of_state), self._traffic.bytes_out
@@ -503,13 +457,13 @@ class Residency:
     def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
         """The end of its last use; None: it is in use, or was used since outside of any use."""
         last = self._left.get(unit)
-        return None if last is None or last.changes != unit.changes else last.end
+        return None if last is None or last[2] != unit.changes else last[0]
 
     def _end_failed(self) -> None:
         if self._calls is not None:
             self._calls.end_failed()
 
-    def follow(self, calls: Calls | None) -> None:
+    def follow(self, calls: Caller | None) -> None:
         """Units come by themselves, and which leaves is known from their calls; None: no longer."""
         self._calls = calls
 
@@ -520,10 +474,8 @@ class Residency:
 
     def clear(self) -> None:
         """Forgets all units, which have left."""
-        self._going.clear()
-        self._awaited.clear()
-        self._last_needs.clear()
-        for known in (self._there, self._wanted, self._left, self._others, self._turns):
+        every: tuple[Any, ...] = self._there, self._wanted, self._awaited, self._going
+        for known in (*every, self._left, self._others, self._last_needs, self._turns):
             known.clear()
 
     def _count_others(self) -> None:

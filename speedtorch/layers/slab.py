@@ -82,15 +82,13 @@ class _Order(NamedTuple):
     @classmethod
     def of(cls, places: Mapping[str, _Place]) -> _Order:
         """That of a slab."""
-        if any(0 in each.size for each in places.values()):
-            return cls([], [], [], [], [])
-        found = list(places.values())
+        found = [] if any(0 in each.size for each in places.values()) else list(places.items())
         return cls(
-            list(places),
-            [each.begin for each in found],
-            [each.dtype for each in found],
-            [each.size for each in found],
-            [each.stride for each in found],
+            [name for name, _ in found],
+            [each.begin for _, each in found],
+            [each.dtype for _, each in found],
+            [each.size for _, each in found],
+            [each.stride for _, each in found],
         )
 
 
@@ -196,18 +194,10 @@ class Slab:
     of the stream that brings it. What uses the device slab waits for it by `coming.join()`, what
     reads the host slab by `leaving.finish()`; `empty` frees memory behind its last use.
 
-    Args:
-        tensors: what is to be packed, in this order.
-        device: of the device slab; "cpu" is a second host memory.
-        before: a slab that fits them: what is there stays where it is, with its bytes on the host,
-            and the rest comes after it. The device slab has the same storage, empty.
-        traffic: counts what is copied.
-
-    Raises:
-        TypeError: one of them is a tensor of a class of its own.
-        ValueError: one of them is sparse, quantized, on the meta device, made in inference mode,
-            or a lazily conjugated view.
-        MemoryError: the host has too little memory.
+    The tensors are packed in their order. On the device "cpu" the device slab is a second host
+    memory. What is in the slab `before`, which fits them, stays where it is, with its bytes on the
+    host, and the rest comes after it; the device slab has the same storage, empty. Making one
+    raises as check_packable, and MemoryError if the host has too little memory.
     """
 
     def __init__(
@@ -258,16 +248,13 @@ class Slab:
             torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
             for begin, end in self._slots
         ]
-        self._storage: torch.UntypedStorage = (
-            _no_bytes(device) if before is None else before._storage
-        )
+        self._storage: torch.UntypedStorage = before._storage if before else _no_bytes(device)
         self.is_filled = False
         """Whether the device slab has its bytes, or is about to."""
         if device.type == "cuda":
             gone = weakref.finalize(self, _gone, self.coming, device, os.getpid())
             gone.atexit = False
-        self._host_views: dict[str, Tensor] = {}
-        self._device_views: dict[str, Tensor] = {}
+        self._views: dict[Memory, dict[str, Tensor]] = {memory: {} for memory in Memory}
         self._whole: Tensor | None = None
         """The bytes of the device slab."""
 
@@ -283,8 +270,16 @@ class Slab:
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
         """In which of the memories each is the view of that name; None: it is no such view."""
-        if (all_there := self._where_all_are(tensors)) is not None:
-            return dict.fromkeys(tensors, all_there)
+        memory, order, values = self.memory_at(tensors), self._order, tensors.values()
+        # All for one thing after another, which takes less time than one by one, and no lists of
+        # thousands of tuples, which would set off collections of cycles.
+        if (
+            memory is not None
+            and [each.dtype for each in values] == order.dtypes
+            and all(map(eq, map(_SHAPE, values), order.sizes))
+            and all(map(eq, map(_STRIDE, values), order.strides))
+        ):
+            return dict.fromkeys(tensors, memory)
         host, device = self._address, self._storage.data_ptr()
         filled = self.device_bytes  # less than all where a larger slab was made around a loaded one
         found: dict[str, Memory | None] = {}
@@ -301,22 +296,6 @@ class Slab:
                     memory = None
             found[name] = memory
         return found
-
-    def _where_all_are(self, tensors: Mapping[str, Tensor]) -> Memory | None:
-        """The memory that all places have their tensors in, which are these; None: not known.
-
-        It asks all tensors for one thing after another, which takes less time than one by one.
-        """
-        if (memory := self.memory_at(tensors)) is None:
-            return None
-        order, values = self._order, tensors.values()
-        # No lists of thousands of tuples, which would set off collections of cycles.
-        alike = (
-            [each.dtype for each in values] == order.dtypes
-            and all(map(eq, map(_SHAPE, values), order.sizes))
-            and all(map(eq, map(_STRIDE, values), order.strides))
-        )
-        return memory if alike else None
 
     def memory_at(self, tensors: Mapping[str, Tensor]) -> Memory | None:
         """The memory in which all places have the addresses of these tensors; None: not known.
@@ -343,12 +322,7 @@ class Slab:
     def fits(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether those with a place are like it, and memory is shared as in the layout.
 
-        Args:
-            tensors: by name.
-            at: where() they are.
-
-        Raises:
-            TypeError, ValueError: one of them cannot be packed, as when a slab is made.
+        Raises TypeError, ValueError if one of them cannot be packed, as when a slab is made.
         """
         for name, tensor in tensors.items():
             if at[name] is None:
@@ -366,7 +340,7 @@ class Slab:
 
     def view(self, name: str, memory: Memory) -> Tensor:
         """The tensor of that name in one of the memories; the device slab must have been made."""
-        made = self._host_views if memory is Memory.HOST else self._device_views
+        made = self._views[memory]
         if name not in made:
             place = self.places[name]
             storage, begin = self._storage, place.begin
@@ -393,15 +367,9 @@ class Slab:
     ) -> None:
         """Copies what has changed in the other memory, in one piece unless something is in between.
 
-        What has not changed and lies between is copied too. A device slab without memory is given
-        that, and gets all.
-
-        Args:
-            memory: that is written.
-            changed: names of tensors that must be copied.
-            settled: names of those that are current in `memory` alone, and must not be written.
-            after: what must be done before the device slab is read; None: all that the current
-                stream has by now.
+        What has not changed and lies between is copied too; what is `settled` is current in
+        `memory` alone, and not written. A device slab without memory is given that, and gets all.
+        It is read `after` an event; None: after all that the current stream has by now.
         """
         comes = memory is Memory.DEVICE
         is_new = comes and not self.is_filled
@@ -436,8 +404,7 @@ class Slab:
     def empty(self, after: torch.cuda.Event | None = None) -> int:
         """Frees the device slab's memory; returns how many bytes that were.
 
-        What comes to lie there is copied after `after`; None: after all that the current stream has
-        by now.
+        `after`: as of copy_to, for what comes to lie there.
         """
         self.is_filled = False
         freed = self.device_bytes
@@ -456,7 +423,7 @@ class Slab:
     @property
     def is_held(self) -> bool:
         """Whether a graph or the program has a view of the device slab."""
-        own = len(self._device_views) + (self._whole is not None)
+        own = len(self._views[Memory.DEVICE]) + (self._whole is not None)
         return storage_uses(self._storage) > own + 1
 
     def held_by(self, members: Sequence[Tensor]) -> dict[weakref.ref[Tensor], str]:
@@ -464,7 +431,7 @@ class Slab:
 
         It looks at all objects that there are.
         """
-        own = {id(view) for view in [self._whole, *self._device_views.values(), *members]}
+        own = {id(view) for view in [self._whole, *self._views[Memory.DEVICE].values(), *members]}
         found = [
             each
             for each in gc.get_objects()
@@ -483,7 +450,7 @@ class Slab:
             # The views are used on the current stream: the memory is reused behind their last use.
             self._whole.record_stream(current_stream(self.device))
         self._storage = _no_bytes(self.device)
-        self._device_views, self._whole = {}, None
+        self._views[Memory.DEVICE], self._whole = {}, None
         self.is_filled = False
 
     def _beside(

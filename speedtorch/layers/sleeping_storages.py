@@ -17,14 +17,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses, TorchMemory
+from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses
 from speedtorch.layers.discarded import BLANK
-from speedtorch.layers.fingerprints import fingerprint
 from speedtorch.layers.host_slab import cut
 from speedtorch.layers.slot import Slot, bytes_at, fall_asleep, wake_up, waking
 from speedtorch.memory import host_memory
@@ -32,11 +30,14 @@ from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import storage_at
 
-__all__ = ["SleepingStorages", "times_moved"]
+__all__ = ["SleepingStorages", "fingerprint", "times_moved"]
 
 # Storages that are fingerprinted together: one by one small ones would take longer than to copy.
 _GROUP = 1 << 25
-
+# Of Weyl's sequence, which splitmix64 takes; as a signed number of 64 bits.
+_GOLDEN = -0x61C8864680B583EB
+# Words that are mixed at once.
+_CHUNK = 1 << 22
 
 _moved = 0
 
@@ -67,13 +68,6 @@ class _Known:
         )
 
 
-class _Shown(NamedTuple):
-    """What the tensors of a storage are shown while they sleep, and for which layout."""
-
-    layout: tuple[object, ...]
-    views: Sequence[Tensor]
-
-
 def _groups(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
     """Small storages together."""
     group: list[Slot] = []
@@ -91,17 +85,12 @@ def _groups(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
 class SleepingStorages:
     """The storages of one part of a training state on one device.
 
-    Host memory is made once and used again.
-
-    Args:
-        device: where they are while they are awake; "cpu" is another part of host memory.
-        keep_addresses: whether they wake where they were.
+    Host memory is made once and used again. The device "cpu" is another part of host memory.
     """
 
     def __init__(self, device: torch.device, *, keep_addresses: bool) -> None:
         self._device = device
-        of = KeptAddresses if keep_addresses else TorchMemory
-        self._memory: DeviceMemory = of(device)
+        self.memory = (KeptAddresses if keep_addresses else DeviceMemory)(device)
         self._host = self._host_bytes(0)
         self._copies = SharedSideStream("training state")
         self._slots: list[Slot] = []
@@ -110,8 +99,8 @@ class SleepingStorages:
         """What has memory again, but not yet its values."""
         self._known: dict[int, _Known] = {}
         """What the host's bytes are, by place."""
-        self._shown: dict[int, _Shown] = {}
-        """What tensors are shown while they sleep, by place."""
+        self._shown: dict[int, tuple[tuple[object, ...], Sequence[Tensor]]] = {}
+        """By place the layout of tensors, and what they are shown while they sleep."""
 
     @property
     def host_nbytes(self) -> int:
@@ -136,28 +125,16 @@ class SleepingStorages:
     @property
     def is_half_way(self) -> bool:
         """Whether an error has left some of it awake."""
-        return any(map(self._memory.is_here, self._slots))
-
-    @property
-    def absent_bytes(self) -> int:
-        """What torch's allocator has no memory behind, and counts all the same."""
-        return self._memory.absent_bytes
-
-    def others(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Storages that lose their memory with these, too, and are not of the training state."""
-        return self._memory.others(slots)
+        return any(map(self.memory.is_here, self._slots))
 
     def sleep(self, slots: Sequence[Slot]) -> int:
         """Copies storages to host memory and empties them; returns the bytes that were copied.
 
-        Nothing of this part sleeps before.
-
-        Raises:
-            MemoryError, RuntimeError: the host has too little memory, or CUDA pins no more of it;
-                all is awake.
+        Nothing of this part sleeps before. All is awake after an error: the host has too little
+        memory (MemoryError), or CUDA pins no more of it (RuntimeError).
         """
         # What may not have changed goes in one piece, if it has or has not.
-        slots = sorted(slots, key=lambda each: (not each.is_frozen, self._memory.place(each)))
+        slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
         end = 0
         for slot in slots:
             end = slot.take_place(end)
@@ -165,8 +142,11 @@ class SleepingStorages:
             self.release()
             self._host = self._host_bytes(end)
         kept = [each for each in slots if each.is_kept]
-        seldom_written = [each for each in kept if each.is_frozen]
-        perhaps = [each for each in _groups(seldom_written) if self._may_have(each)]
+        perhaps = [
+            group
+            for group in _groups(each for each in kept if each.is_frozen)
+            if (known := self._known.get(group[0].begin)) is not None and known.is_of(group)
+        ]
         # What is about to be overwritten is not known any more, also if an error ends this.
         self._forget_but({each[0].begin for each in perhaps})
         looked_at = {id(slot) for each in perhaps for slot in each}
@@ -179,14 +159,14 @@ class SleepingStorages:
         self._copy(changed, comes=False)
         self._shown = {slot.begin: self._asleep(slot) for slot in slots if slot.is_kept}
         asleep = [
-            self._shown[slot.begin].views if slot.is_kept else slot.asleep(None) for slot in slots
+            self._shown[slot.begin][1] if slot.is_kept else slot.asleep(None) for slot in slots
         ]
         self._wait()
         self._slots = slots
         _count_move()
         try:
             fall_asleep(slots, asleep)
-            self._memory.leave(slots)
+            self.memory.leave(slots)
         except BaseException:
             self.wake()
             raise
@@ -195,17 +175,15 @@ class SleepingStorages:
     def wake(self) -> int:
         """Fills the storages again that are still needed; returns the bytes that were copied.
 
-        Raises:
-            RuntimeError: what torch raises where the device has too little memory
-                (torch.OutOfMemoryError); all sleeps on.
+        All sleeps on if the device has too little memory (torch.OutOfMemoryError).
         """
-        is_here, unfilled = self._memory.is_here, {id(each) for each in self._filling}
+        is_here, unfilled = self.memory.is_here, {id(each) for each in self._filling}
         without = [each for each in self._slots if id(each) in unfilled or not is_here(each)]
         empty = [each for each in without if each.is_needed]
         seldom_written: list[Slot] = []
         try:
             self._filling = empty  # also where an error ends what undoes this
-            for some in self._memory.come(empty):
+            for some in self.memory.come(empty):
                 here = [each for each in some if each.is_kept]
                 self._copy(here, comes=True)
                 if frozen := [each for each in here if each.is_frozen]:
@@ -220,7 +198,7 @@ class SleepingStorages:
             self._wait()  # or another thread would see memory that has nothing yet
         except BaseException:
             self._wait()
-            self._memory.leave(empty)
+            self.memory.leave(empty)
             raise
         self._filling = []
         _count_move()
@@ -246,29 +224,19 @@ class SleepingStorages:
         memory: HostMemoryKind = "registered" if self._device.type == "cuda" else "plain"
         return host_memory.empty(count, dtype=torch.uint8, memory=memory)
 
-    def _asleep(self, slot: Slot) -> _Shown:
-        layout = slot.layout()
-        shown = self._shown.get(slot.begin)
-        if shown is not None and shown.layout == layout:
+    def _asleep(self, slot: Slot) -> tuple[tuple[object, ...], Sequence[Tensor]]:
+        layout, shown = slot.layout(), self._shown.get(slot.begin)
+        if shown is not None and shown[0] == layout:
             return shown
-        return _Shown(layout, slot.asleep(self._host_storage(slot)))
-
-    def _host_storage(self, slot: Slot) -> torch.UntypedStorage:
-        """A slot's bytes of host memory, as a storage of the device."""
-        address = self._host.data_ptr() + slot.begin
-        made = storage_at(address, self._device, slot.nbytes)
-        vars(made)["host"] = self._host  # torch keeps the object as long as the memory is used
-        return made
+        # The slot's bytes of host memory, as a storage of the device.
+        storage = storage_at(self._host.data_ptr() + slot.begin, self._device, slot.nbytes)
+        vars(storage)["host"] = self._host  # torch keeps the object as long as the memory is used
+        return layout, slot.asleep(storage)
 
     def _known_of(self, group: Sequence[Slot]) -> _Known:
         parts = [bytes_at(address, count, self._device) for address, _, count in self._runs(group)]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
         return _Known([(each.members[0].ref, each.nbytes) for each in group], fingerprint(values))
-
-    def _may_have(self, group: Sequence[Slot]) -> bool:
-        """Whether the host has had the bytes of storages that are seldom written."""
-        known = self._known.get(group[0].begin)
-        return known is not None and known.is_of(group)
 
     def _forget_but(self, begins: Collection[int]) -> None:
         """Keeps what is known of these places of host memory, and of no other."""
@@ -310,7 +278,7 @@ class SleepingStorages:
         for slot in slots:
             at = slot.storage.data_ptr()
             is_next = at - address == slot.begin - begin and slot.begin == end
-            if not (is_next and self._memory.goes_on(at)):
+            if not (is_next and self.memory.goes_on(at)):
                 if count:
                     yield address, begin, count
                 address, begin = at, slot.begin
@@ -319,3 +287,26 @@ class SleepingStorages:
             end = slot.end if on_gpu else slot.begin + slot.nbytes
         if count:
             yield address, begin, count
+
+
+def fingerprint(values: Tensor) -> Tensor:
+    """A number that other bytes have, too, with a probability of 2^-64 or so.
+
+    It is the sum of all words, each mixed with its place as by splitmix64.
+    """
+    end = len(values) // 8 * 8
+    words = values[:end].view(torch.int64)
+    parts = [*torch.split(words, _CHUNK)] + ([values[end:].long()] if end < len(values) else [])
+    # Not kept: these are as many bytes as the longest part.
+    places = torch.arange(max(map(len, parts)), device=values.device) * _GOLDEN
+    return torch.stack([_mixed(part, number, places) for number, part in enumerate(parts)]).sum()
+
+
+def _mixed(words: Tensor, number: int, places: Tensor) -> Tensor:
+    mixed = words + places[: len(words)]
+    mixed += number * 0x632BE59BD9B4E019
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> 31
+    return mixed.sum()

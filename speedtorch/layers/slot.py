@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +38,10 @@ def bytes_at(address: int, count: int, device: torch.device) -> Tensor:
 
 
 class _Member:
-    """A tensor that has a storage, and how it lies in it.
+    """A tensor that has a storage, and its layout there: its begin, size, stride and dtype.
 
-    Attributes:
-        ref: the tensor.
-        layout: where in the storage it begins, its size, its stride and its dtype.
-        version: on the device.
-        here: the same on the device, where its storage has no memory while it sleeps.
-        shown: where its first byte is while it sleeps.
+    `here` is the same on the device, where its storage has no memory while it sleeps, and `shown`
+    where its first byte is then. The version is that on the device.
     """
 
     __slots__ = ("here", "layout", "ref", "shown", "version")
@@ -115,10 +110,6 @@ class Slot:
         """Its bytes, and how its tensors lie in them."""
         return self.nbytes, *[each.layout for each in self.members]
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device, in this storage."""
-        return storage_id(tensor.untyped_storage()) == storage_id(self.storage)
-
     def bytes(self) -> Tensor:
         """Its bytes on the device."""
         return bytes_at(self.storage.data_ptr(), self.nbytes, self.storage.device)
@@ -133,9 +124,8 @@ class Slot:
     @property
     def is_needed(self) -> bool:
         """Whether a tensor sleeps still, or something else has the storage, as a view does."""
-        for member in self.members:
-            if (tensor := member.ref()) is not None and self.sleeps(member, tensor):
-                return True
+        if any(self.sleeps(member, tensor) for member, tensor in self.living()):
+            return True
         return storage_uses(self.storage) > 1 + len(self.members)
 
     def sleeps(self, member: _Member, tensor: Tensor) -> bool:
@@ -149,7 +139,8 @@ def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> Non
         (member, tensor, view)
         for slot, its_views in zip(slots, views, strict=True)
         for member, view in zip(slot.members, its_views, strict=True)
-        if (tensor := member.ref()) is not None and slot.has(tensor)
+        if (tensor := member.ref()) is not None
+        and storage_id(tensor.untyped_storage()) == storage_id(slot.storage)
     ]
     versions = tuple([_ASLEEP + member.version for member, _, _ in falling])
     set_versions(tuple([tensor for _, tensor, _ in falling]), versions)
@@ -158,26 +149,15 @@ def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> Non
         tensor.data = view
 
 
-class Waking(NamedTuple):
-    """A tensor that wakes.
+def waking(slots: Iterable[Slot]) -> list[tuple[Tensor, int, Tensor | None]]:
+    """The tensors of storages that sleep, or have the version of one that does.
 
-    Attributes:
-        version: that it has then.
-        here: what it is then; None: as it is now, with other memory than it slept in.
+    With each is the version that it wakes with, and what it is then; None: as it is now, with other
+    memory than it slept in.
     """
-
-    tensor: Tensor
-    version: int
-    here: Tensor | None
-
-
-def waking(slots: Iterable[Slot]) -> list[Waking]:
-    """The tensors of storages that sleep, or have the version of one that does."""
     found = []
     for slot in slots:
-        for member in slot.members:
-            if (tensor := member.ref()) is None:
-                continue
+        for member, tensor in slot.living():
             now, version, here = version_of(tensor), member.version, None
             if slot.sleeps(member, tensor):
                 here = member.here
@@ -187,11 +167,11 @@ def waking(slots: Iterable[Slot]) -> list[Waking]:
                 continue
             else:  # it never slept, or has been given other memory
                 is_same = member.shown < 0 and now == _ASLEEP + version
-            found.append(Waking(tensor, version if is_same else version + 1, here))
+            found.append((tensor, version if is_same else version + 1, here))
     return found
 
 
-def wake_up(tensors: Sequence[Waking]) -> None:
+def wake_up(tensors: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
     """Lets them be what they were."""
     versions = tuple([version for _, version, _ in tensors])
     set_versions(tuple([tensor for tensor, _, _ in tensors]), versions)

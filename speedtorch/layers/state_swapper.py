@@ -5,16 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.offloaded_parameters import (
     OffloadedParameters,
     bring_to_host,
@@ -22,15 +20,14 @@ from speedtorch.layers.offloaded_parameters import (
     follow_inner,
     offloaded_bytes,
 )
+from speedtorch.layers.optimizer_trials import FirstState, check_when_given
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.separate_steps import check_when_given
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
-from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.transfer_stats import StateReport, TransferStats
 from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.layers.unit_steps import (
     check_steps_in_pieces,
-    closure_done,
     refuse_hasty_scaler,
     replace_method,
     steps_by,
@@ -40,7 +37,7 @@ from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import as_plain, tree_leaves
 
-__all__ = ["StateReport", "StateSwapper", "check_has_own_state"]
+__all__ = ["StateSwapper", "check_can_be_split"]
 
 _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
@@ -49,37 +46,6 @@ _AT_ONCE = 3
 """Pieces that travel: one that is stepped and leaves, and the two that come next."""
 _PIECE = 1 << 28
 """Bytes of a piece at most: the link's speed needs no larger ones, and what is left may stay."""
-
-
-@dataclass(frozen=True)
-class StateReport:
-    """Where a StateSwapper's state is, and what has travelled since it was made."""
-
-    pieces: int
-    """In which it is brought."""
-    host_bytes: int
-    """Of host memory, which is pinned if the device is a GPU."""
-    device_bytes: int
-    """Of the device that state takes now."""
-    budget_bytes: int
-    bytes_in: int
-    """Copied to the device."""
-    bytes_out: int
-    gbps_in: float | None
-    """10^9 bytes per second while copies were under way; None: there were none."""
-    gbps_out: float | None
-
-    def __str__(self) -> str:
-        def moved(count: int, gbps: float | None) -> str:
-            return text_of(count) + ("" if gbps is None else f" at {gbps:.1f} GB/s")
-
-        lines = [
-            f"host       {text_of(self.host_bytes)} in {self.pieces} pieces",
-            f"device     {text_of(self.device_bytes)} of {text_of(self.budget_bytes)}",
-            f"to device  {moved(self.bytes_in, self.gbps_in)}",
-            f"to host    {moved(self.bytes_out, self.gbps_out)}",
-        ]
-        return "\n".join(lines)
 
 
 class _Piece:
@@ -115,9 +81,9 @@ class _Piece:
         return any(each.grad is not None for each in self.parameters)
 
     @property
-    def is_of_host(self) -> bool:
-        """Whether its parameters are on the host but for the step."""
-        return self._brings and self.home.type == "cpu"
+    def has_several_dtypes(self) -> bool:
+        """Whether its state has."""
+        return len({each.dtype for each in self.pack.slab.places.values()}) > 1
 
     @property
     def offloaded_bytes(self) -> int:
@@ -185,6 +151,12 @@ class _Piece:
         return stays_on_cpu(self._optimizer, parameter, "step", value)
 
 
+def _evicted(optimizer: Optimizer, pieces: Sequence[_Piece]) -> int:
+    """Evicts the state of pieces; gives the bytes that are free then."""
+    shared = _times_kept(optimizer) if pieces else Counter()
+    return sum(each.pack.evict(each.members(shared), search=False) for each in pieces)
+
+
 class StateSwapper:
     """Keeps the state of optimizers in host memory, and brings it piece by piece in their steps.
 
@@ -250,8 +222,7 @@ class StateSwapper:
             raise ValueError("device: expected one with memory, as 'cuda', got 'meta'")
         self._traffic = TransferStats()
         for each in self._optimizers:
-            check_has_own_state(each)
-            check_steps_in_pieces(each)
+            check_can_be_split(each)
         self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
         self._first = {each: FirstState(each) for each in self._optimizers}
         self._loading = {each: _Loading() for each in self._optimizers}
@@ -259,7 +230,7 @@ class StateSwapper:
         try:
             _swapped.update(self._optimizers)
             for each, loading in self._loading.items():
-                self._undo.append(steps_by(each, self._step_pieces, self.device))
+                self._undo.append(steps_by(each, partial(self._step_pieces, each), self.device))
                 self._undo.append(loading.watch(each))
                 self._undo.append(each.register_state_dict_pre_hook(self._evict_mixed).remove)
             self.evict()
@@ -287,9 +258,8 @@ class StateSwapper:
         freed = 0
         with as_plain(), torch.no_grad():
             for optimizer in self._optimizers:
-                shared = self._arranged(optimizer)
-                for piece in self._pieces[optimizer]:
-                    freed += piece.pack.evict(piece.members(shared), search=False)
+                self._arranged(optimizer)
+                freed += _evicted(optimizer, self._pieces[optimizer])
         return freed
 
     def close(self) -> None:
@@ -308,7 +278,7 @@ class StateSwapper:
                 shared = self._arranged(optimizer, checks=False)
                 for piece in self._pieces[optimizer]:
                     members = piece.members(shared)
-                    if piece.is_of_host:
+                    if self.device is not None and piece.home.type == "cpu":
                         piece.pack.evict(members, search=False)
                         for each in piece.parameters:
                             bring_to_host(optimizer.state.get(each))
@@ -331,28 +301,27 @@ class StateSwapper:
             gbps_out=self._traffic.gbps(comes=False),
         )
 
-    def _step_pieces(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[Any, Any, Any]:
-        """Steps all pieces, before the step of nothing; gives what that is called with."""
-        args, kwargs = closure_done(args, kwargs)
-        asked: Optimizer = args[0]
-        step = PartialStep(asked, args[1:], kwargs)
+    def _step_pieces(self, optimizer: Optimizer, step: PartialStep) -> tuple[()]:
+        """Steps all pieces, and leaves nothing."""
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
             if self.device is not None:
                 refuse_hasty_scaler()
                 check_offloaded(each for piece in pieces for each in piece.parameters)
-            staying = self._staying(self._first_bytes(optimizer, pieces))
-            self._make_room(staying)
+            staying = self._staying(optimizer, pieces)
+            for other, its in self._pieces.items():  # there is no room for these any more
+                going = [e for e in its if e.pack.slab.device_bytes and e not in staying]
+                _evicted(other, going)
+                for each in going:
+                    each.offloaded.leave()
         try:
             self._step_each(step, pieces, staying, shared)
         finally:
             with as_plain(), torch.no_grad():
                 for piece in pieces:
                     piece.offloaded.leave()
-        return (step.twin(()), *args[1:]), kwargs, step.settle
+        return ()
 
     def _step_each(
         self,
@@ -361,14 +330,7 @@ class StateSwapper:
         staying: Collection[_Piece],
         shared: Mapping[int, int],
     ) -> None:
-        """Steps pieces one after another, each of which is brought for it.
-
-        Args:
-            step: of the optimizer.
-            pieces: of parameters that have gradients.
-            staying: those whose state stays on the device.
-            shared: how many parameters keep each tensor.
-        """
+        """Steps pieces one after another, each of which is brought for it."""
         with as_plain(), torch.no_grad():
             coming = deque(each.come(each.members(shared)) for each in pieces[:2])
         leaving: list[tuple[_Piece, Members | None]] = []
@@ -392,18 +354,11 @@ class StateSwapper:
             for each, its in leaving:
                 each.leave(its)
 
-    def _first_bytes(self, optimizer: Optimizer, pieces: Iterable[_Piece]) -> list[int]:
-        """Bytes of the state that a step is to make of each piece that has none."""
-        nbytes = self._first[optimizer].nbytes
-        new = [each.parameters for each in pieces if not each.pack.slab.nbytes]
-        return [sum(nbytes(each) for each in of if each.grad is not None) for of in new]
-
-    def _staying(self, first_bytes: Iterable[int]) -> set[_Piece]:
-        """The pieces whose state the budget has room for beside what travels, the first ones.
-
-        Args:
-            first_bytes: of each piece whose state is made in this step.
-        """
+    def _staying(self, optimizer: Optimizer, stepped: Iterable[_Piece]) -> set[_Piece]:
+        """The pieces whose state the budget has room for beside what travels, the first ones."""
+        of = self._first[optimizer].nbytes
+        new = [each.parameters for each in stepped if not each.pack.slab.nbytes]
+        first_bytes = [sum(of(each) for each in some if each.grad is not None) for some in new]
         pieces = [each for some in self._pieces.values() for each in some]
         sizes = [each.pack.slab.nbytes for each in pieces]
         every = [*(e.pack.slab.nbytes + e.offloaded_bytes for e in pieces), *first_bytes]
@@ -417,26 +372,14 @@ class StateSwapper:
                 found.add(piece)
         return found
 
-    def _make_room(self, staying: Collection[_Piece]) -> None:
-        """Evicts what has stayed so far, and for which there is no room any more."""
-        for optimizer, pieces in self._pieces.items():
-            going = [e for e in pieces if e.pack.slab.device_bytes and e not in staying]
-            if going:
-                shared = _times_kept(optimizer)
-                for each in going:
-                    each.leave(each.members(shared))
-
     def _evict_mixed(self, optimizer: Optimizer) -> None:
         """Evicts pieces of several dtypes, before state_dict(): torch.save refuses such storages.
 
         On the host each tensor has a storage of its own.
         """
         with as_plain(), torch.no_grad():
-            shared = _times_kept(optimizer)
-            for piece in self._pieces[optimizer]:
-                slab = piece.pack.slab
-                if slab.device_bytes and len({each.dtype for each in slab.places.values()}) > 1:
-                    piece.pack.evict(piece.members(shared), search=False)
+            there = [each for each in self._pieces[optimizer] if each.pack.slab.device_bytes]
+            _evicted(optimizer, [each for each in there if each.has_several_dtypes])
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor.
@@ -464,7 +407,7 @@ class StateSwapper:
             some = open_ones.get(home)
             if some is None or size[home] + nbytes > most:
                 some = open_ones[home] = []
-                new.append((some, self._steps_on(each)))
+                new.append((some, self.device if self.device and each.is_cpu else home))
                 size[home] = 0
             some.append(each)
             size[home] += nbytes
@@ -480,10 +423,6 @@ class StateSwapper:
         if kept := optimizer.state.get(parameter):
             return more + sum(each.nbytes for _, each in plain_tensors("", kept))
         return more + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
-
-    def _steps_on(self, parameter: Tensor) -> torch.device:
-        """The device where it is stepped."""
-        return self.device if self.device is not None and parameter.is_cpu else parameter.device
 
 
 class _Loading:
@@ -502,35 +441,21 @@ class _Loading:
 
         Other hooks find whole tensors: ours are the last before it and the first after it.
         """
-        original = optimizer.load_state_dict
-        is_closed = False
 
-        @wraps(original)
-        def load(*args: Any, **kwargs: Any) -> None:
-            hooks: list[RemovableHandle] = []
+        def load(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
+            on_end = optimizer.register_load_state_dict_post_hook
             try:
-                if not is_closed:  # another has wrapped it
-                    hooks.append(optimizer.register_load_state_dict_pre_hook(self._begin))
-                    after = optimizer.register_load_state_dict_post_hook(self._end, prepend=True)
-                    hooks.append(after)
-                original(*args, **kwargs)
+                with ExitStack() as hooks:
+                    hooks.enter_context(optimizer.register_load_state_dict_pre_hook(self._begin))
+                    hooks.enter_context(on_end(self._end, prepend=True))
+                    original(*args, **kwargs)
             except BaseException:
                 if self._waiting:  # some of what torch has loaded may be without elements
                     vars(optimizer).update(before)
                 raise
-            finally:
-                for each in hooks:
-                    each.remove()
 
-        put_back = replace_method(optimizer, "load_state_dict", load)
-
-        def undo() -> None:
-            nonlocal is_closed
-            is_closed = True
-            put_back()
-
-        return undo
+        return replace_method(optimizer, "load_state_dict", load)
 
     def _begin(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Takes tensors out of what is loaded."""
@@ -538,16 +463,15 @@ class _Loading:
         self._waiting.clear()
         for number in (each for group in saved["param_groups"] for each in group["params"]):
             kept = state.get(number)
-            if not isinstance(kept, dict):
-                self._waiting.append({})
-                continue
+            found = kept if isinstance(kept, dict) else {}
             waits = {
                 key: each
-                for key, each in kept.items()
+                for key, each in found.items()
                 if type(each) is Tensor and key != "step" and each.numel()
             }
             self._waiting.append(waits)
-            state[number] = {**kept, **{key: each.new_empty(0) for key, each in waits.items()}}
+            if waits:
+                state[number] = {**found, **{key: e.new_empty(0) for key, e in waits.items()}}
         return {**saved, "state": state}
 
     @torch.inference_mode(False)
@@ -598,12 +522,13 @@ def _times_kept(optimizer: Optimizer) -> Counter[int]:
     return found
 
 
-def check_has_own_state(optimizer: Optimizer) -> None:
-    """Raises ValueError if a StateSwapper has the optimizer's state."""
+def check_can_be_split(optimizer: Optimizer) -> None:
+    """As check_steps_in_pieces(); ValueError if a StateSwapper has the optimizer's state."""
     if optimizer in _swapped:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} has a StateSwapper already: close() that before"
         )
+    check_steps_in_pieces(optimizer)
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:

@@ -8,7 +8,7 @@ memory, and the tensors among its attributes (bitsandbytes, MaskedTensor).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -35,6 +35,9 @@ StatePart: TypeAlias = Literal["weights", "gradients", "optimizer"]
 """Parameters and buffers; the gradients of parameters; what optimizers keep of each parameter."""
 PARTS: tuple[StatePart, ...] = get_args(StatePart)
 
+# Objects may have tensors of their own, as bitsandbytes' QuantState has, but for these.
+_NO_RECORDS = nn.Module, Optimizer, type, torch.dtype, torch.device
+
 
 class StateTensors(NamedTuple):
     """The plain tensors of each part, by names that stay.
@@ -52,9 +55,8 @@ class StateTensors(NamedTuple):
 
 def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTensors:
     """Finds them; the rows of an Embedding and their state are left out."""
-    found: dict[StatePart, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "optimizer": {}}
-    frozen: set[str] = set()
-    unsaved: set[str] = set()
+    found = StateTensors({part: {} for part in PARTS}, set(), set())
+    weights, gradients, kept_by_optimizers = found.of.values()
     parts = [(part, unsaved_buffers_of(part)) for part in module.modules()]
     without_copy = {id(buffers_of(part).get(name)) for part, names in parts for name in names}
     parameters = list(module.named_parameters())
@@ -64,26 +66,25 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
         if id(each) in rows:
             continue
         names[id(each)] = name
-        own = _added(found["weights"], name, each)
+        own = _added(weights, name, each)
         if not each.requires_grad:
-            frozen.update(own)
+            found.frozen.update(own)
         if id(each) in without_copy:
-            unsaved.update(own)
+            found.unsaved.update(own)
         if each.is_leaf and each.grad is not None:
-            _added(found["gradients"], f"the gradient of {name}", each.grad)
+            _added(gradients, f"the gradient of {name}", each.grad)
     for part in module.modules():
         for shard, data in fully_sharded(part):
-            own = _added(found["weights"], f"what FSDP2 reads of {names.get(id(shard))}", data)
+            own = _added(weights, f"what FSDP2 reads of {names.get(id(shard))}", data)
             if not shard.requires_grad:
-                frozen.update(own)
+                found.frozen.update(own)
     for number, optimizer in enumerate(optimizers):
         which = f" ({number})" if number else ""
         for place, (of, kept) in enumerate(optimizer.state.items()):
-            if id(of) in rows:
-                continue
-            name = names.get(id(of), f"parameter {place}") + which
-            _added(found["optimizer"], f"state of {name}", kept)
-    return StateTensors(found, frozen, unsaved)
+            if id(of) not in rows:
+                name = names.get(id(of), f"parameter {place}") + which
+                _added(kept_by_optimizers, f"state of {name}", kept)
+    return found
 
 
 def _added(found: dict[str, Tensor], name: str, value: Any) -> list[str]:
@@ -107,30 +108,29 @@ def plain_tensors(
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, RowWeight):  # whose table has the elements
         return
+    within: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
-        seen.add(id(value))
         if is_plain_tensor(value):
             yield name, value
         elif hasattr(value, "__tensor_flatten__"):
-            for each in value.__tensor_flatten__()[0]:
-                inner = getattr(value, each)
-                if isinstance(inner, Tensor):  # and no DeviceMesh, which has tensors of its own
-                    yield from plain_tensors(f"{name}.{each}", inner, seen)
+            inner = ((each, getattr(value, each)) for each in value.__tensor_flatten__()[0])
+            # No DeviceMesh, which has tensors of its own.
+            within = [(key, each) for key, each in inner if isinstance(each, Tensor)]
         elif not is_lazy(value):
             if _has_memory(value):
                 yield name, value
-            yield from plain_tensors(name, vars(value), seen)
+            within = vars(value).items()
     elif isinstance(value, Mapping):
-        seen.add(id(value))
-        for key, each in value.items():
-            yield from plain_tensors(f"{name}.{key}", each, seen)
+        within = value.items()
     elif isinstance(value, list | tuple | deque):
-        seen.add(id(value))
-        for number, each in enumerate(value):
-            yield from plain_tensors(f"{name}.{number}", each, seen)
-    elif hasattr(value, "__dict__") and _is_record(value):
-        seen.add(id(value))
-        yield from plain_tensors(name, vars(value), seen)
+        within = enumerate(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS) and not callable(value):
+        within = vars(value).items()
+    else:
+        return
+    seen.add(id(value))
+    for key, each in within:
+        yield from plain_tensors(f"{name}.{key}", each, seen)
 
 
 def wrappers_in(tensor: object) -> list[Tensor]:
@@ -168,12 +168,6 @@ def _has_memory(tensor: Tensor) -> bool:
     except RuntimeError:  # as torch says it of Tensor._make_wrapper_subclass
         return False
     return True
-
-
-def _is_record(value: Any) -> bool:
-    """Whether an object may have tensors of its own, as bitsandbytes' QuantState has."""
-    of_others = nn.Module, Optimizer, type, torch.dtype, torch.device
-    return not isinstance(value, of_others) and not callable(value)
 
 
 def stays_on_cpu(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:

@@ -11,15 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.auto import AutoOffload
-from speedtorch.layers.first_state import FirstState
 from speedtorch.layers.module_hook import weak_call
+from speedtorch.layers.optimizer_trials import FirstState, check_when_given
 from speedtorch.layers.residency import Leaver, Residency
-from speedtorch.layers.separate_steps import check_when_given
-from speedtorch.layers.state_swapper import check_has_own_state
-from speedtorch.layers.swap_report import Freed, SwapReport
-from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.state_swapper import check_can_be_split
+from speedtorch.layers.transfer_stats import Freed, SwapReport, TransferStats
 from speedtorch.layers.unit import Unit, exact_device
-from speedtorch.layers.unit_steps import UnitSteps, check_steps_in_pieces
+from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 
@@ -89,8 +87,7 @@ class Swapper:
         self.optimizer = self._given if len(self._given) > 1 else next(iter(self._given), None)
         stepped = optimizers_within(self._given)
         for each in stepped:
-            check_has_own_state(each)
-            check_steps_in_pieces(each)
+            check_can_be_split(each)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)

@@ -24,17 +24,12 @@ __all__ = ["TensorIndex"]
 class TensorIndex:
     """The tensors by name, as they are when it is made.
 
-    Args:
-        module: whose parameters, buffers and gradients these are.
-        optimizers: whose state of the parameters.
-        is_of_state: says of an optimizer, a parameter's name, the parameter, a key and a value of
-            its state whether the value moves with the module. The name tells optimizers apart.
+    `is_of_state` says of an optimizer, a parameter's name, the parameter, a key and a value of its
+    state whether the value moves with the module. The name tells optimizers apart.
 
     Attributes:
         own: parameters and buffers, those that are not trained first; of wrappers that are not, as
             quantized weights, the tensors within.
-        parameters: the parameters.
-        buffers: the buffers among its own.
         wrappers: which are there by their tensors alone.
         state: what optimizers keep of each parameter.
     """

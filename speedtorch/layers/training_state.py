@@ -328,7 +328,7 @@ class TrainingState:
                     slots[part].append(slot)
                 is_kept = not is_lost or name in found.unsaved
                 slot.add(each, is_kept=is_kept, is_frozen=name in found.frozen)
-        more = {part: self._parts[part].others(some) for part, some in slots.items()}
+        more = {part: self._parts[part].memory.others(some) for part, some in slots.items()}
         for part, others in more.items():
             if any(storage_id(each.storage) in stay for each in others):
                 raise ValueError(
@@ -353,7 +353,7 @@ class TrainingState:
     def _reserved_bytes(self) -> int:
         if self.device.type != "cuda":
             return 0
-        absent = sum(each.absent_bytes for each in self._parts.values())
+        absent = sum(each.memory.absent_bytes for each in self._parts.values())
         return torch.cuda.memory_reserved(self.device) - absent
 
     def _synchronize(self) -> None:

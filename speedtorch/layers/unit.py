@@ -43,7 +43,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["Unit", "exact_device", "is_of_unit"]
+__all__ = ["Caller", "Unit", "exact_device", "host_copy", "is_of_unit"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
@@ -62,7 +62,7 @@ def _untracked(method: _Method) -> _Method:
 
 
 class Caller(Protocol):
-    """Brings units as the program reaches them."""
+    """Brings units as the program reaches them, and knows in which order it does."""
 
     def using(self, unit: Unit) -> AbstractContextManager[None]:
         """The unit is on the device within, for one operation of the program."""
@@ -73,19 +73,22 @@ class Caller(Protocol):
     def reaches(self, unit: Unit, *, nested: bool) -> None:
         """A backward reaches a result of a unit; `nested`: of a call within another unit's."""
 
+    def end_failed(self) -> None:
+        """Ends uses by a backward that has failed."""
+
+    def next_use(self, unit: Unit, *, state: bool) -> float:
+        """In how many calls a unit is used next, or its state; inf: unknown."""
+
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The unit of each tensor, as a weakref: it belongs to one at most."""
 
 
 def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
-    """The nodes of results that autograd has made since it was at this number.
+    """The nodes of results since a number of autograd's, and whether each is a result's last one.
 
     Of a view they are its own, and the one of its base, which is the last that a backward reaches.
     A change in place of the view, or of its base, replaces the first in the graph, not the second.
-
-    Returns:
-        Each node, and whether it is the last one of a result.
     """
     found: dict[Node, bool] = {}
     for each in results:
@@ -110,29 +113,18 @@ class Unit:
     Torch counts none of `parameter.data`: say `touch()` after such a change, unless a step of the
     optimizer follows or does it.
 
-    On a GPU bring(), load() and write_back() go beside the current stream.
+    On a GPU bring(), load() and write_back() go beside the current stream. All that moves the unit
+    raises TypeError or ValueError for a tensor that cannot be moved, MemoryError if the host has
+    too little memory for what came to it, and RuntimeError (torch.OutOfMemoryError) if the device
+    has; the unit is where it was then, or what of it was prefetched is on the device.
 
     A view of a loaded unit's tensor that you keep (`parameter.detach()`) keeps the device memory of
     the whole unit, and the values there; evict() names it. What autograd keeps has no memory while
     the unit is evicted: a backward raises RuntimeError then.
 
-    Args:
-        module: whose parameters and buffers these are. Of modules that share a parameter make one
-            unit (nn.ModuleList).
-        *optimizers: any of torch's that keep tensors for each parameter by itself.
-        device: where it is when loaded; "cpu" is another part of host memory.
-        name: what errors call it.
-        traffic: counts what is copied.
-        before_gradients: called with the unit where a backward reaches it and there is no Caller.
-
-    Raises:
-        TypeError: an argument is none of these; a tensor is of a class of its own, other than a
-            wrapper with `__tensor_flatten__` that is not trained; an optimizer keeps
-            tensors within lists or dicts, as LBFGS does.
-        ValueError: a parameter or buffer belongs to another unit; a tensor is sparse, quantized, on
-            the meta device or made in inference mode; the device is "meta".
-        RuntimeError: the device is a GPU, and torch finds none here.
-        MemoryError: the host has too little memory.
+    Making one raises the same errors, and ValueError for a tensor of another unit. Of modules that
+    share a parameter make one unit (nn.ModuleList). `before_gradients` is called with the unit
+    where a backward reaches it and there is no Caller.
 
     Attributes:
         open_results: results with a graph that no backward has reached.
@@ -142,14 +134,6 @@ class Unit:
         was_stepped: whether it was stepped when it was on the device last.
         made_state_bytes: of the optimizer's state that steps made on the device, as other_bytes()
             has counted it last.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> unit = Unit(layer, device="cpu", name="layer")
-        >>> unit.load()
-        >>> result = layer(torch.ones(2))
-        >>> unit.evict()  # bytes
-        512
     """
 
     def __init__(
@@ -193,7 +177,9 @@ class Unit:
         """Streams that the module ran on, and its tensors were used on, since _join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
-        self._forward_hook = ModuleHook(weak_call(self._ends))
+        self._forward_hook, begins, saved = (
+            ModuleHook(weak_call(each)) for each in (self._ends, self._begins, self._save)
+        )
         self._node_hook = weak_call(self._before_backward)
         self._check_alone()
         try:
@@ -201,7 +187,6 @@ class Unit:
         except BaseException:
             self._disown()
             raise
-        begins, saved = (ModuleHook(weak_call(each)) for each in (self._begins, self._save))
         self._hooks += [
             module.register_forward_pre_hook(begins, prepend=True),
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
@@ -246,15 +231,9 @@ class Unit:
         )
 
     def bring(self, *, state: bool = True) -> None:
-        """Begins to copy the unit to the device, beside the current stream.
+        """Begins to copy the unit to the device, with the optimizer's state if that is asked for.
 
         Its tensors stay on the host until load(), which copies what has changed there meanwhile.
-
-        Args:
-            state: as of load().
-
-        Raises:
-            RuntimeError, TypeError, ValueError, MemoryError: as of load().
         """
         try:
             self._come(Pack.bring, state=state)
@@ -264,17 +243,8 @@ class Unit:
     def load(self, *, state: bool = True) -> None:
         """Brings the unit to the device, where it stays if it is there.
 
-        What the current stream gets from now on waits for it.
-
-        Args:
-            state: bring the optimizer's state as well, which a forward and a backward do not need.
-
-        Raises:
-            RuntimeError: what torch raises where the device has too little memory
-                (torch.OutOfMemoryError); the unit is where it was, or what of it was prefetched is
-                on the device.
-            TypeError, ValueError, MemoryError: as when the unit was made, for a tensor that came to
-                it since.
+        What the current stream gets from now on waits for it. A forward and a backward do not need
+        the optimizer's state.
         """
         self._come(Pack.load, state=state)
         for pack in self._packs if state else self._packs[:2]:
@@ -312,14 +282,11 @@ class Unit:
     def write_back(
         self, after: torch.cuda.Event | None = None, *, state_alone: bool = False
     ) -> None:
-        """Begins to copy what is new on the device to the host.
+        """Begins to copy what is new on the device to the host, or of the optimizer's state alone.
 
         The unit stays there. evict() then waits for these copies, and makes no others unless the
-        unit is changed meanwhile. Gradients are left to evict().
-
-        Args:
-            after: the end of its last use; None: after all that the current stream has by now.
-            state_alone: copy the optimizer's state alone.
+        unit is changed meanwhile. Gradients are left to evict(). `after` is the end of the unit's
+        last use; None: after all that the current stream has by now.
         """
         self._join_streams(after)
         (own, members), _, (of_state, state) = self._parts()
@@ -336,15 +303,7 @@ class Unit:
         """Brings the unit to the host, and what is new of it; returns the bytes of device memory.
 
         These are free then. 0 if it was on the host. Memory that views keep is not; see held_by().
-
-        Args:
-            after: as of write_back().
-            search: as of Pack.evict, of parameters and buffers.
-
-        Raises:
-            TypeError, ValueError: as when the unit was made, for a tensor that came to it since;
-                the unit is where it was.
-            MemoryError: the host has too little for what came to it since, which is where it was.
+        `after` is as of write_back(), `search` as of Pack.evict, of parameters and buffers.
         """
         self._tracker.stop()
         self.averaging.note()
@@ -377,23 +336,20 @@ class Unit:
         The unit can be used, and not be stepped.
         """
         self._tracker.stop()
-        self._join_streams(after)
-        pack, members = self._parts()[2]
-        freed = pack.evict(members, after)
+        freed = self._evict_part(2, after)
         self._is_state_new, self.made_state_bytes = False, 0
         return freed
 
     @_untracked
     def free_gradients(self, after: torch.cuda.Event | None = None) -> None:
-        """Frees the device memory of gradients if the program has dropped them all.
-
-        Args:
-            after: as of write_back().
-        """
+        """Frees the device memory of gradients if the program has dropped them all."""
         if self._gradients.slab.device_bytes and not self._found.gradients:
-            self._join_streams(after)
-            pack, members = self._parts()[1]
-            pack.evict(members, after)
+            self._evict_part(1, after)
+
+    def _evict_part(self, number: int, after: torch.cuda.Event | None) -> int:
+        self._join_streams(after)
+        pack, members = self._parts()[number]
+        return pack.evict(members, after)
 
     @property
     def state_bytes(self) -> int:
@@ -443,11 +399,8 @@ class Unit:
     @_untracked
     def missing_gradients(self) -> int:
         """Bytes of gradients that a backward may make."""
-        return sum(
-            each.nbytes
-            for each in self._parameters.values()
-            if each.requires_grad and each.grad is None
-        )
+        parameters = self._parameters.values()
+        return sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
 
     @_untracked
     def without_state(self) -> list[tuple[Optimizer, nn.Parameter]]:
@@ -584,9 +537,8 @@ class Unit:
         """
         if self.memory is None:
             return output
-        is_record = not isinstance(output, Tensor | list | tuple | dict) and hasattr(
-            output, "__dict__"
-        )
+        is_container = isinstance(output, Tensor | list | tuple | dict)
+        is_record = not is_container and hasattr(output, "__dict__")
         given = dict(vars(output)) if is_record else output
         may_leave = self.comes_by_itself and torch.is_grad_enabled()
         if may_leave and any(map(self._is_trained_view, tree_leaves(given))):
@@ -603,15 +555,12 @@ class Unit:
         nodes = _nodes_since(begun, results)
         is_nested = bool(nodes) and self._caller is not None and self._caller.is_nested(self)
         for node, is_last in nodes.items():
-            if is_last:
-                self.has_graph = True
-                self.open_results += 1
+            self.has_graph = self.has_graph or is_last
+            self.open_results += is_last
             node.register_prehook(partial(self._node_hook, self.memory, is_last, is_nested))
         return output
 
-    def _before_backward(
-        self, memory: Memory, is_last: bool, is_nested: bool, gradients: object
-    ) -> None:
+    def _before_backward(self, memory: Memory, is_last: bool, is_nested: bool, _: object) -> None:
         """A backward reaches a node of a result, and is about to make gradients."""
         self.note_use()
         if memory is Memory.DEVICE:
@@ -628,9 +577,7 @@ class Unit:
                 f" {'load' if memory is Memory.DEVICE else 'evict'}() it before the backward"
             )
 
-    def _save(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
-    ) -> None:
+    def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Gives state_dict() the tensors on the host, which stay readable when the unit leaves."""
         if self.memory is Memory.HOST:
             return
@@ -685,11 +632,8 @@ class Unit:
         """Says that an optimizer has stepped it."""
         self._is_used = self._is_state_new = self.was_stepped = True
         self._uses += 1
-        self._stepped |= {
-            name
-            for name, each in self._parameters.items()
-            if each.requires_grad or each.grad is not None
-        }
+        named = self._parameters.items()
+        self._stepped |= {n for n, p in named if p.requires_grad or p.grad is not None}
 
     def close(self) -> None:
         """Evicts the unit; another unit may have its tensors then."""
@@ -715,7 +659,7 @@ class Unit:
                     " not be: make units of other modules and leave this one on the device, or move"
                     " all of the model between uses by TrainingState"
                 )
-            other = self._owner_of(tensor)
+            other = _owner_of(tensor)
             within = () if other is None or other is self else _of_module(other.module)
             if other is not None and (names := [its for its, e in within if e is tensor]):
                 raise ValueError(
@@ -727,13 +671,8 @@ class Unit:
     def _disown(self) -> None:
         """Lets its tensors be another's."""
         for _, tensor in _of_module(self.module):
-            if self._owner_of(tensor) is self:
+            if _owner_of(tensor) is self:
                 del _owners[tensor]
-
-    @staticmethod
-    def _owner_of(tensor: Tensor) -> Unit | None:
-        found = _owners.get(tensor)  # type: ignore[no-untyped-call]
-        return None if found is None else found()
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -786,14 +725,18 @@ def exact_device(device: torch.device | str) -> torch.device:
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device={str(device)!r} needs a GPU, and torch finds none here")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    is_current = found.type == "cuda" and found.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else found
+
+
+def _owner_of(tensor: Tensor) -> Unit | None:
+    found = _owners.get(tensor)  # type: ignore[no-untyped-call]
+    return None if found is None else found()
 
 
 def is_of_unit(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or buffer of a unit, of any Swapper."""
-    return len(_owners) > 0 and Unit._owner_of(tensor) is not None
+    return len(_owners) > 0 and _owner_of(tensor) is not None
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -801,13 +744,18 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from within_frozen(dict(module.named_buffers())).items()
 
 
+def host_copy(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor | None:
+    """What Unit.on_host() has of a tensor on the device."""
+    found = on_host.get(tensor.data_ptr())
+    is_like = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+    return found if is_like else None
+
+
 def _on_host(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor:
     """The same of Unit.on_host(); the tensor itself if that has it not."""
     if type(tensor) is Tensor and not tensor.requires_grad:
-        found = on_host.get(tensor.data_ptr())
-        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            return tensor
-        return found.detach()
+        found = host_copy(tensor, on_host)
+        return tensor if found is None else found.detach()
     if tensor.requires_grad or not wrappers_in(tensor):
         return tensor
     names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

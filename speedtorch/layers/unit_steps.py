@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from speedtorch.layers.optimizer_trials import check_steps_apart, needs_arguments
 from speedtorch.layers.partial_step import Counted, PartialStep
 from speedtorch.layers.residency import Residency
-from speedtorch.layers.separate_steps import check_steps_apart, needs_arguments
-from speedtorch.layers.unit import Unit, is_of_unit
+from speedtorch.layers.unit import Unit, host_copy, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
     STEP_HOOKS,
@@ -31,7 +30,6 @@ from speedtorch.torch_internals import (
 __all__ = [
     "UnitSteps",
     "check_steps_in_pieces",
-    "closure_done",
     "refuse_hasty_scaler",
     "replace_method",
     "steps_by",
@@ -43,10 +41,7 @@ _, _POST_HOOKS = STEP_HOOKS
 class UnitSteps:
     """Lets `optimizer.step()` step units one by one, and then what belongs to none.
 
-    Args:
-        optimizer: whose step that is, and whose state_dict() gives what the host has.
-        units: by their modules.
-        residency: brings them.
+    Its state_dict() gives what the host has.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class UnitSteps:
         for unit in units.values():
             unit.tell_steps()
         device = next(iter(units.values())).device
-        self._undo = steps_by(optimizer, self._step_units, device)
+        self._undo = steps_by(optimizer, self._step_units, device, lambda: self._counted)
         self._saved = (
             optimizer.register_state_dict_post_hook(self._saved_state),
             optimizer.register_load_state_dict_pre_hook(self._given_state),
@@ -80,11 +75,7 @@ class UnitSteps:
         self._left.clear()
 
     def note_ended_backward(self, counted: Sequence[Counted]) -> None:
-        """Says that a backward has ended, in which units were stepped.
-
-        Args:
-            counted: what their steps have changed of the optimizer itself.
-        """
+        """Says that a backward has ended, whose steps have changed this of the optimizer itself."""
         self._counted = counted
         self._left = {
             id(each): (weakref.ref(each.grad), version_of(each.grad))
@@ -100,14 +91,11 @@ class UnitSteps:
         for each in self._saved:
             each.remove()
 
-    def _step_units(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Steps all units, before the step of what is left; gives what that is called with."""
-        args, kwargs = closure_done(args, kwargs)
-        asked: Optimizer = args[0]  # the optimizer, or its twin for what another Swapper leaves
-        step = PartialStep(asked, args[1:], kwargs, self._counted)
+    def _step_units(self, step: PartialStep) -> Collection[Tensor]:
+        """Steps all units; gives the parameters that are left."""
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
         parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
-        for group in asked.param_groups:
+        for group in step.optimizer.param_groups:
             for each in group["params"]:
                 parts.setdefault(owners.get(id(each)), []).append(each)
         others = parts.pop(None)
@@ -117,13 +105,13 @@ class UnitSteps:
             if unit is not None and any(each.grad is not None for each in parameters)
         ]
         self._check_scaler(is_asked=bool(waiting))
-        self._check_left(others or ())
+        self._check_left(others)
         self._residency.check_room_to_step(waiting)
         with closing(self._residency.each(waiting, state=True, ahead=1)) as units:
             for unit in units:
                 self._step(unit, step, parts[unit])
         self._counted = ()
-        return (step.twin(others), *args[1:]), kwargs, step.settle
+        return others
 
     def step_unit(self, unit: Unit, step: PartialStep) -> None:
         """Steps a unit alone, without the hooks of the optimizer's step."""
@@ -131,11 +119,7 @@ class UnitSteps:
             self._step(unit, step, list(unit.module.parameters()))
 
     def _check_scaler(self, *, is_asked: bool) -> None:
-        """Raises RuntimeError if gradients were not scaled back as they should.
-
-        Args:
-            is_asked: whether units are to be stepped now.
-        """
+        """Raises RuntimeError if gradients were not scaled back, as of units that are asked for."""
         stepping = stepping_grad_scaler()
         if stepping is not None and self._are_in_backward:
             raise RuntimeError(
@@ -170,16 +154,12 @@ class UnitSteps:
 
     def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Gives state_dict() what the host has, which stays readable when units leave."""
-        on_host: dict[int, torch.Tensor] = {}
+        on_host: dict[int, Tensor] = {}
         for unit in self._residency.there:
             on_host |= unit.on_host(state=True)
 
         def found(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            host = on_host.get(value.data_ptr())
-            is_like = host is not None and (host.shape, host.dtype) == (value.shape, value.dtype)
-            if host is None or not is_like:
+            if not isinstance(value, Tensor) or (host := host_copy(value, on_host)) is None:
                 return value
             # A copy: a later move writes to the host memory, and what is given may be loaded.
             shown = host.clone()
@@ -208,13 +188,13 @@ class UnitSteps:
 
 def _mapped(of_value: Callable[[Any], Any], saved: dict[str, Any]) -> dict[str, Any]:
     """A state_dict() of an optimizer with other values of parameters' state."""
-    of_parameters = {
-        number: {key: of_value(value) for key, value in of_one.items()}
-        if isinstance(of_one, dict)
-        else of_one
-        for number, of_one in saved["state"].items()
+    state = {
+        number: {key: of_value(value) for key, value in kept.items()}
+        if isinstance(kept, dict)
+        else kept
+        for number, kept in saved["state"].items()
     }
-    return {**saved, "state": of_parameters}
+    return {**saved, "state": state}
 
 
 def refuse_hasty_scaler() -> None:
@@ -241,7 +221,7 @@ def check_steps_in_pieces(optimizer: Optimizer) -> None:
             )
 
 
-def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+def _closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
     """Calls the closure of a step, and gives the arguments with one that returns its result."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):  # a step of its own may be given something else
@@ -254,79 +234,77 @@ def closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], A
 
 
 def steps_by(
-    optimizer: Optimizer, units: Callable[..., Any], device: torch.device | None
+    optimizer: Optimizer,
+    parts: Callable[[PartialStep], Collection[Tensor]],
+    device: torch.device | None,
+    counted: Callable[[], Sequence[Counted]] = tuple,
 ) -> Callable[[], None]:
-    """Lets an optimizer's step() be one of units first; gives what undoes that.
+    """Lets an optimizer's step() step parts first, and then what these leave; gives what undoes it.
 
-    One that needs arguments is tried out with those of its first step, on this device.
+    One that needs arguments is tried out with those of its first step, on this device. What a step
+    of other parameters has `counted` before is completed.
 
     Hooks of the step are called once, before and after all of it: ours are the last of those before
     and the first of those after, which find what the step has counted.
     """
-    original = optimizer.step
-
-    closed = False
     is_tried = not needs_arguments(optimizer)  # or it has been when it was given
 
-    # A GradScaler looks at its signature, with the optimizer itself.
-    @not_compiled
-    @wraps(getattr(original, "__func__", original))
-    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal is_tried
-        if closed:  # a scheduler has wrapped it
-            return original(*args, **kwargs)
         if not is_tried:
             check_steps_apart(optimizer, device, args, kwargs)
             is_tried = True
         settle: list[Callable[[], object]] = []
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            args, kwargs, done = units(optimizer, args, kwargs)
-            settle.append(done)
-            return args, kwargs
+            # The first argument is the optimizer, or its twin for what another Swapper leaves.
+            (asked, *given), kwargs = _closure_done(args, kwargs)
+            step = PartialStep(asked, tuple(given), kwargs, counted())
+            left = parts(step)
+            settle.append(step.settle)
+            return (step.twin(left), *given), kwargs
 
         def after(*_: Any) -> None:
             for each in settle:
                 each()
 
-        hooks: list[RemovableHandle] = []
         try:
-            hooks.append(optimizer.register_step_pre_hook(before))
-            hooks.append(optimizer.register_step_post_hook(after))
-            vars(optimizer)[_POST_HOOKS].move_to_end(hooks[1].id, last=False)
-            return original(*args, **kwargs)
+            with ExitStack() as hooks:
+                hooks.enter_context(optimizer.register_step_pre_hook(before))
+                last = hooks.enter_context(optimizer.register_step_post_hook(after))
+                vars(optimizer)[_POST_HOOKS].move_to_end(last.id, last=False)
+                return original(*args, **kwargs)
         except BaseException:
             if stepping_grad_scaler() is not None:  # which would take them back after a step only
                 for name in LENT_BY_GRAD_SCALER:
                     vars(optimizer).pop(name, None)
             raise
-        finally:
-            for each in hooks:
-                each.remove()
 
-    # A method, whose function schedulers look for.
-    put_back = replace_method(optimizer, "step", MethodType(step, optimizer))
-
-    def undo() -> None:
-        nonlocal closed
-        closed = True
-        put_back()
-
-    return undo
+    return replace_method(optimizer, "step", step)
 
 
 def replace_method(
-    optimizer: Optimizer, name: str, method: Callable[..., Any]
+    optimizer: Optimizer, name: str, called: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Gives an optimizer another method; gives what puts the former one back.
+    """Lets an optimizer's method be `called(original, ...)`; gives what puts the original back.
 
-    That changes nothing where the new one has been replaced in turn, which may call it still.
+    Whatever has wrapped the method in turn calls the original from then on.
     """
-    former = getattr(optimizer, name)
-    setattr(optimizer, name, method)
+    original, is_closed = getattr(optimizer, name), False
+
+    # A GradScaler looks at its signature, with the optimizer itself.
+    @not_compiled
+    @wraps(getattr(original, "__func__", original))
+    def method(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if is_closed else called(original, *args, **kwargs)
+
+    bound = MethodType(method, optimizer)  # whose function schedulers look for
+    setattr(optimizer, name, bound)
 
     def put_back() -> None:
-        if vars(optimizer).get(name) is method:
-            setattr(optimizer, name, former)
+        nonlocal is_closed
+        is_closed = True
+        if vars(optimizer).get(name) is bound:
+            setattr(optimizer, name, original)
 
     return put_back

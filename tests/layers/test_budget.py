@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from unit_models import assert_equal, tensors_of
 
 from speedtorch.layers import Swapper
-from speedtorch.layers.first_state import FirstState
+from speedtorch.layers.optimizer_trials import FirstState
 from speedtorch.layers.partial_step import PartialStep
 
 WIDTH = 64

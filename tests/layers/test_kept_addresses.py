@@ -178,7 +178,7 @@ def test_gradients_that_come_and_go_leave_nothing() -> None:
         reserved.append(state.sleep().reserved_bytes)
         state.wake()
     assert reserved[-1] <= reserved[1]
-    assert len(state._parts["gradients"]._memory._ranges) <= 2  # type: ignore[attr-defined]
+    assert len(state._parts["gradients"].memory._ranges) <= 2  # type: ignore[attr-defined]
 
 
 @NEEDS_GPU
@@ -404,7 +404,7 @@ def test_a_second_error_while_a_wake_is_undone_loses_nothing(
     of = trained.state._parts["weights"]
     with monkeypatch.context() as patch:
         patch.setattr(of, "_copy", fails)
-        patch.setattr(of._memory, "leave", fails)
+        patch.setattr(of.memory, "leave", fails)
         with pytest.raises(KeyboardInterrupt):
             trained.state.wake()
     assert_equal(trained.tensors(), expected)
@@ -422,7 +422,7 @@ def test_all_sleeps_on_where_there_is_too_little_memory(
         pass
     expected = copies(trained.tensors())
     trained.state.sleep()
-    (full,) = trained.state._parts[part]._memory._ranges  # type: ignore[attr-defined]
+    (full,) = trained.state._parts[part].memory._ranges  # type: ignore[attr-defined]
 
     def fails() -> None:
         raise torch.OutOfMemoryError
@@ -491,7 +491,7 @@ def test_a_range_has_room_for_segments_of_torchs_allocator() -> None:
     state = TrainingState(model, keep_addresses=True)
     with state.asleep():
         pass
-    (made,) = state._parts["weights"]._memory._ranges  # type: ignore[attr-defined]
+    (made,) = state._parts["weights"].memory._ranges  # type: ignore[attr-defined]
     assert made.reserved >= 20 * MIB
 
 

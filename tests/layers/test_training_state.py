@@ -24,7 +24,7 @@ from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 
 import speedtorch
 from speedtorch.layers import TrainingState, device_memory, sleeping_storages
-from speedtorch.layers.fingerprints import fingerprint
+from speedtorch.layers.sleeping_storages import fingerprint
 from speedtorch.layers.state_tensors import PARTS, StatePart
 from speedtorch.nn.graphed import graphed
 

@@ -1,0 +1,285 @@
+"""What copies of an optimizer show: whether it steps each parameter by itself, and its first state.
+
+StateSwapper and Swapper step some parameters after others. An optimizer that computes a number of
+all of them (D-Adaptation, Prodigy, a norm of all gradients) or counts its calls would train on with
+other numbers, and without an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.optim.optimizer_copy import OptimizerCopy, copy_with
+from speedtorch.optim.probe import agree, kept_random, raise_if_no_memory
+from speedtorch.step.gradient_sums import sparse_of_all
+from speedtorch.torch_internals import as_plain, step_without_hooks
+
+__all__ = ["FirstState", "check_steps_apart", "check_when_given", "needs_arguments"]
+
+# Of all small parameters, and those of as many dimensions in one group.
+_MOST, _MOST_ALIKE = 24, 2
+_SIZE = 6
+"""Of each dimension at most."""
+# Clipping by a norm shows where gradients are large. RAdam changes its formula at the sixth step.
+_GRADIENT_SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1.0, 1e4, 1.0, 0.1, 1.0)
+# A warm-up often starts at 0, which would hide every difference.
+_SETTINGS = {"lr": 0.01}
+# Torch's capturable steps need a GPU, where the parameters may go later.
+_ON_CPU = {**_SETTINGS, "capturable": False}
+
+
+def needs_arguments(optimizer: Optimizer) -> bool:
+    """Whether its step() must be given something besides a closure."""
+    _, *others = inspect.signature(type(optimizer).step).parameters.values()
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return any(
+        each.default is inspect.Parameter.empty
+        and each.kind not in variadic
+        and each.name != "closure"
+        for each in others
+    )
+
+
+def check_when_given(optimizer: Optimizer, device: torch.device | None) -> None:
+    """As check_steps_apart, but waits for the first step if step() needs arguments."""
+    if not needs_arguments(optimizer):
+        check_steps_apart(optimizer, device)
+
+
+def check_steps_apart(
+    optimizer: Optimizer,
+    device: torch.device | None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises ValueError unless small copies step the same parameters together and one by one.
+
+    Optimizer, parameters and random generators are left as they are. The parameters are stepped on
+    the device; None: where they are. A closure among the arguments of the step is not called.
+    """
+    kwargs = dict(kwargs or {})
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if args and callable(args[0]):
+        args = (_no_loss, *args[1:])
+    elif callable(kwargs.get("closure")) or (
+        not args and closure is not None and closure.default is inspect.Parameter.empty
+    ):
+        kwargs["closure"] = _no_loss
+    if not (shapes := _shapes(optimizer)):
+        return
+    where = device or next(iter(optimizer.param_groups[min(shapes)]["params"])).device
+    if where.type == "meta":
+        return
+    errors: list[Exception] = []
+    for construct, sparse in itertools.product((False, True), (False, True)):
+        try:
+            with as_plain(), kept_random(where):
+                _try_out(optimizer, shapes, where, args, kwargs, construct, sparse)
+            return
+        except _CannotStepError as error:
+            errors.append(error.args[0])
+    raise ValueError(
+        f"optimizer: {type(optimizer).__name__} cannot be tried out on {where}: a step of small"
+        f" copies of its parameters fails ({errors[0]}), so that nothing shows whether it steps"
+        " each parameter by itself; move the parameters to the device where it can step them, or"
+        " step it without a StateSwapper or Swapper"
+    ) from errors[0]
+
+
+def _no_loss() -> Tensor:
+    """In place of a closure."""
+    return torch.ones(())
+
+
+class _CannotStepError(Exception):
+    """A step of all small parameters has failed, by an error that this has."""
+
+
+@contextmanager
+def _errors_as(raised: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Raises another error for one of the optimizer's own, of any kind."""
+    try:
+        yield
+    except Exception as error:
+        raise_if_no_memory(error)
+        raise raised(error) from error
+
+
+def _next_random() -> tuple[float, ...]:
+    """Of the generators of the process, which tell whether as many have been drawn."""
+    return float(torch.rand((), device="cpu")), random.random(), np.random.random()  # noqa: NPY002
+
+
+_Small = dict[int, dict[int, Tensor]]
+"""Small parameters, by the numbers of their groups and their places there."""
+
+
+def _shapes(optimizer: Optimizer) -> _Small:
+    """Of a few parameters of each group, without memory; those that are trained come first."""
+    found: _Small = {}
+    room = _MOST
+    for number, group in enumerate(optimizer.param_groups):
+        alike: Counter[int] = Counter()
+        trained = [each for each in group["params"] if each.requires_grad] or group["params"]
+        chosen = {id(each) for each in trained}
+        for place, each in enumerate(group["params"]):
+            if not room or id(each) not in chosen:
+                continue
+            alike[each.dim()] += 1
+            if len(group["params"]) <= 2 * _MOST_ALIKE or alike[each.dim()] <= _MOST_ALIKE:
+                shape = tuple(max(1, min(size, _SIZE)) for size in each.shape)
+                dtype = each.dtype if each.is_complex() else torch.float32
+                found.setdefault(number, {})[place] = torch.empty(shape, dtype=dtype, device="meta")
+                room -= 1
+    return found
+
+
+def _try_out(
+    optimizer: Optimizer,
+    shapes: _Small,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    construct: bool,
+    sparse: bool,
+) -> None:
+    """Steps the same small parameters together and one by one, each way by a copy of an optimizer.
+
+    Raises ValueError where the copies differ, _CannotStepError if they cannot step.
+    """
+    numbers = torch.Generator("cpu").manual_seed(0)
+
+    def drawn(of: Tensor) -> Tensor:
+        return torch.randn(of.shape, generator=numbers, dtype=of.dtype, device="cpu").to(device)
+
+    def refusal(why: str) -> ValueError:
+        name = type(optimizer).__name__
+        return ValueError(
+            f"optimizer: {name} does not step each parameter by itself: {why}. Use one that does,"
+            f" such as AdamW, or step {name} without a StateSwapper or Swapper"
+        )
+
+    def failed_apart(error: Exception) -> ValueError:
+        return refusal(
+            f"a step of some of them after others fails ({type(error).__name__}: {error})"
+        )
+
+    values = {n: {place: drawn(of) for place, of in some.items()} for n, some in shapes.items()}
+    settings = _ON_CPU if device.type == "cpu" else _SETTINGS
+    copies: list[tuple[Optimizer, list[nn.Parameter]]] = []
+    for _ in range(2):
+        small = {
+            number: {place: nn.Parameter(value.clone()) for place, value in some.items()}
+            for number, some in values.items()
+        }
+        with _errors_as(_CannotStepError):
+            made = copy_with(optimizer, small, settings, construct=construct)
+            if callable(train := getattr(made, "train", None)):  # schedule-free ones
+                train()
+        copies.append((made, [param for some in small.values() for param in some.values()]))
+    (together, its), (apart, theirs) = copies
+    for number, scale in enumerate(_GRADIENT_SCALES):
+        for place, (one, other) in enumerate(zip(its, theirs, strict=True)):
+            one.grad = other.grad = None
+            if number != 2 or place or len(its) == 1:  # an expert that no token has reached
+                gradient = drawn(one) * scale
+                if sparse and gradient.dim():
+                    every_row = torch.arange(len(gradient), device=gradient.device)
+                    gradient = sparse_of_all(gradient, every_row)
+                one.grad, other.grad = gradient, gradient.clone()
+        with _errors_as(_CannotStepError), kept_random(device):
+            step: Any = step_without_hooks(type(together))
+            step(together, *args, **kwargs)
+            following = _next_random()
+        with _errors_as(failed_apart), kept_random(device):
+            parts = PartialStep(apart, args, kwargs)
+            for other in theirs:
+                if other.grad is not None:
+                    parts.step([other])
+            parts.step(())
+            parts.settle()
+            is_alike = following == _next_random()
+        if not is_alike:
+            raise refusal("it draws random numbers for all of them at once")
+        found, others = dict(_numbers(together, its)), dict(_numbers(apart, theirs))
+        for name in dict.fromkeys((*found, *others)):
+            if not agree(found.get(name), others.get(name)):
+                raise refusal(f"{name} differs if they are stepped together and one by one")
+
+
+def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Any]]:
+    """Parameters, and the tensors and numbers of their state and of groups, by name."""
+    places: list[tuple[str, Any]] = []
+    for number, each in enumerate(parameters):
+        places += [(f"parameter {number}", each)]
+        kept: Mapping[Any, Any] = optimizer.state.get(each) or {}
+        places += [(f"state {key!r} of parameter {number}", value) for key, value in kept.items()]
+    for number, group in enumerate(optimizer.param_groups):
+        rest = {name: value for name, value in group.items() if name != "params"}
+        places += [(f"{name!r} of group {number}", value) for name, value in rest.items()]
+    states: Mapping[Any, Any] = optimizer.state
+    places += [(f"state {key!r}", states[key]) for key in states if isinstance(key, str)]
+    for name, value in places:
+        if isinstance(value, bool | int | float | complex):
+            yield name, value
+        yield from plain_tensors(name, value)
+
+
+class FirstState:
+    """Finds out how much memory state takes before there is any.
+
+    A copy of the optimizer steps a parameter of the same shape and dtype on the meta device, which
+    has no memory.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
+        self._groups: dict[int, int] = {}
+        """The numbers of the groups by the ids of their parameters."""
+
+    def nbytes(self, parameter: Tensor) -> int:
+        """Bytes of state on the parameter's device; 0 where the copy needs real elements to step.
+
+        Such state counts once it has been made.
+        """
+        groups = self._optimizer.param_groups
+        if len(self._groups) != sum(len(group["params"]) for group in groups):
+            self._groups = {id(e): n for n, group in enumerate(groups) for e in group["params"]}
+        if (number := self._groups.get(id(parameter))) is None:
+            return 0
+        kind = number, parameter.shape, parameter.dtype
+        if kind not in self._known:
+            self._known[kind] = _tried(self._optimizer, parameter)
+        return self._known[kind]
+
+
+def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
+    with as_plain():  # under auto() an operation on a parameter loads its unit
+        like = torch.empty_like(parameter, device="meta", requires_grad=False)
+    # Neither variant changes what is kept; fused kernels refuse the meta device.
+    settings = {"fused": False, "foreach": False}
+    try:
+        with as_plain():
+            copy = OptimizerCopy(optimizer, parameter, like, settings, construct=False)
+        with torch.random.fork_rng(devices=()):  # the step may draw random numbers of the CPU
+            copy.step(like, sparse=False)
+    except MemoryError:
+        raise
+    except Exception:  # of any kind: the optimizer's code has met a tensor without elements
+        return 0
+    kept = [each for each in copy.state.values() if isinstance(each, Tensor)]
+    return sum(each.nbytes for each in kept if each.is_meta)
