@@ -91,6 +91,7 @@ def made(*, attached: bool) -> tuple[Any, Any]:
         optimizer.step()
         optimizer.zero_grad()
         (module[0](IDS).sum() * factor).backward()
+        module.optimizer = optimizer  # which would be collected at another moment on each rank
         pair.append(module)
     return pair[0], pair[1]
 
