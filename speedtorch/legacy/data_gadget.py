@@ -227,8 +227,7 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
         self._copy_in(content["weight"])
 
 
-@families.of_family(families.host_or_variable)
-class DataGadget(_CupyGadget):
+class DataGadget(_CupyGadget, place=families.host_or_variable):
     """Holds data of any number of dimensions and brings rows of it to the GPU.
 
     After SpeedTorch's class of 2019. The rows are the gadget's own: arrays and tensors are copied
@@ -269,23 +268,19 @@ class DataGadget(_CupyGadget):
         self._stored = Stored(table, {"weight": rows})
 
 
-@families.of_family(families.with_variable)
-class GPUPytorchDataGadget(_TorchGadget):
+class GPUPytorchDataGadget(_TorchGadget, place=families.with_variable):
     """DataGadget with the rows on the GPU, if there is one, and torch's files."""
 
 
-@families.of_family(families.in_host_memory)
-class CPUPytorchDataGadget(_TorchGadget):
+class CPUPytorchDataGadget(_TorchGadget, place=families.in_host_memory):
     """DataGadget with the rows in host memory, and torch's files."""
 
 
-@families.of_family(families.of_kind)
-class PytorchDataGadget(_TorchGadget):
+class PytorchDataGadget(_TorchGadget, place=families.of_kind):
     """DataGadget with the rows where deviceType and pinType say, and torch's files."""
 
 
-@families.of_family(partial(families.in_file, ""))
-class DataGadgetMM(MappedFiles, _CupyGadget):
+class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")):
     """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file.
 
     The file must not be shortened while the gadget lives, by this process or another: there is

@@ -158,8 +158,7 @@ class ModelSwitcher(BatchExchange, OneField):
         self._before = None
 
 
-@families.of_family(families.host_or_variable, datatype="float32")
-class ModelFactory(CupyFiles, ModelSwitcher):
+class ModelFactory(CupyFiles, ModelSwitcher, place=families.host_or_variable, datatype="float32"):
     """Keeps all rows of a variable; the model holds and trains those of one batch.
 
     After SpeedTorch's class of 2019, without CuPy, duplicates that get lost, and synchronisation.
@@ -190,21 +189,19 @@ class ModelFactory(CupyFiles, ModelSwitcher):
     """
 
 
-@families.of_family(families.with_variable)
-class GPUPytorchModelFactory(TorchFiles, ModelSwitcher):
+class GPUPytorchModelFactory(TorchFiles, ModelSwitcher, place=families.with_variable):
     """ModelFactory with the table on the variable's device, and torch's files."""
 
 
-@families.of_family(families.in_host_memory)
-class CPUPytorchModelFactory(TorchFiles, ModelSwitcher):
+class CPUPytorchModelFactory(TorchFiles, ModelSwitcher, place=families.in_host_memory):
     """ModelFactory with the table in host memory, and torch's files."""
 
 
-@families.of_family(families.of_kind)
-class PytorchModelFactory(TorchFiles, ModelSwitcher):
+class PytorchModelFactory(TorchFiles, ModelSwitcher, place=families.of_kind):
     """ModelFactory with the table where deviceType and pinType say, and torch's files."""
 
 
-@families.of_family(families.in_file, diskname="variable", datatype="float32")
-class ModelFactoryMM(MappedFiles, ModelSwitcher):
+class ModelFactoryMM(
+    MappedFiles, ModelSwitcher, place=families.in_file, diskname="variable", datatype="float32"
+):
     """ModelFactory with the table in a memory-mapped file, `<diskname><number>.memmap`."""

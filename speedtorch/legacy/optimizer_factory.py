@@ -191,8 +191,9 @@ def _find_parameter(model: nn.Module, variable_name: str) -> Tensor:
     )
 
 
-@families.of_family(families.host_or_variable, dtype="float32")
-class OptimizerFactory(CupyFiles, OptimizerSwitcher):
+class OptimizerFactory(
+    CupyFiles, OptimizerSwitcher, place=families.host_or_variable, dtype="float32"
+):
     """Keeps the optimizer's state of all rows; the optimizer holds that of one batch.
 
     After SpeedTorch's class of 2019. Any optimizer works that treats rows separately, also those
@@ -226,27 +227,22 @@ class OptimizerFactory(CupyFiles, OptimizerSwitcher):
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
 
-    @property
-    def CUPYcorpi(self) -> list[Tensor]:
-        """The state of all rows, in the order of optVarList."""
-        return list(self._rows().values())
+    CUPYcorpi = property(OptimizerSwitcher._listed_variable)
 
 
-@families.of_family(families.with_variable)
-class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
+class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.with_variable):
     """OptimizerFactory with the table on the variable's device, and torch's files."""
 
 
-@families.of_family(families.in_host_memory)
-class CPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
+class CPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.in_host_memory):
     """OptimizerFactory with the table in host memory, and torch's files."""
 
 
-@families.of_family(families.of_kind)
-class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
+class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.of_kind):
     """OptimizerFactory with the table where deviceType and pinType say, and torch's files."""
 
 
-@families.of_family(partial(families.in_file, ""), dtype="float32")
-class OptimizerFactoryMM(MappedFiles, OptimizerSwitcher):
+class OptimizerFactoryMM(
+    MappedFiles, OptimizerSwitcher, place=partial(families.in_file, ""), dtype="float32"
+):
     """OptimizerFactory with the table in a memory-mapped file, `<variable><optimizer>...`."""

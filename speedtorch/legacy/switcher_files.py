@@ -23,17 +23,14 @@ __all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_tensors"
 class CupyFiles(Switcher):
     """Files of the families that were CuPy's: .npy and .safetensors, never pickle."""
 
-    @property
-    def CUPYcorpus(self) -> Any:
-        """The rows themselves, as getCupyVar gives them."""
-        return self._variable()
-
     def getCupyVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name.
 
         `cupy.asarray` takes those on a GPU without a copy; CuPy is not needed for anything here.
         """
         return self._variable()
+
+    CUPYcorpus = property(getCupyVar)
 
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
         """Saves all rows to `*.npy` or `*.safetensors`; the old file stays until the new is whole.
@@ -69,27 +66,23 @@ class CupyFiles(Switcher):
 
 
 class MappedFiles(CupyFiles):
-    """Files of the families whose table is a memory-mapped file."""
+    """Files of the families whose table is a memory-mapped file.
 
-    @property
-    def CUPYmemmap(self) -> Any:
-        """The mapped rows; a list of them in the order of an OptimizerFactory's optVarList."""
-        return self._listed_variable()
+    CUPYmemmap has the mapped rows, in a list in the order of an OptimizerFactory's optVarList.
+    """
 
-    def getCupyMM(self) -> Any:
-        """The mapped rows: a torch tensor `[rows, ...]`, or a dict of them by state name."""
-        return self._variable()
+    CUPYmemmap = property(Switcher._listed_variable)
+    getCupyMM = CupyFiles.getCupyVar
 
 
 class TorchFiles(Switcher):
-    """Files of the families that were torch's."""
+    """Files of the families that were torch's.
 
-    @property
-    def pytorchGPUVar(self) -> Any:
-        """The rows themselves; a list of them in the order of an OptimizerFactory's optVarList."""
-        return self._listed_variable()
+    pytorchGPUVar has the rows themselves, in a list in the order of an OptimizerFactory's
+    optVarList.
+    """
 
-    pytorchCPUVar = pytorchGPUVar
+    pytorchGPUVar = pytorchCPUVar = property(Switcher._listed_variable)
 
     def getTorchVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name."""
