@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from speedtorch.files.system_calls import (
     about,
     calls,
-    open_folder,
+    opened_folder,
     reserve,
     share_lock,
     sync_folder,
@@ -34,7 +34,11 @@ from speedtorch.files.system_calls import (
     write_all,
 )
 
-__all__ = ["NewFile", "replace_files", "switch_folder"]
+__all__ = ["TOKEN", "NewFile", "new_token", "rename_folder", "replace_files", "swept_folder"]
+__all__ += ["switch_folder"]
+
+TOKEN = r"\d+-[0-9a-f]{8}"
+"""What new_token() gives."""
 
 # Hidden names add 27 bytes at most; file systems take 255 bytes, some 143.
 _LONGEST_BASE = 100
@@ -148,13 +152,13 @@ def replace_files(
         if several and (os.path.islink(target) or os.path.dirname(target) != folder):
             text = "several files that switch together share one folder and are no symbolic links"
             raise ValueError(f"{target}: {text}; choose another name")
-    token = f"{os.getpid()}-{secrets.token_hex(4)}"
-    partial = _hidden(whole if several else targets[0], f"{token}.partial")
+    partial = _hidden(whole if several else targets[0], f"{new_token()}.partial")
     _complete_earlier(whole)
+    names = "|".join(re.escape(_base(os.path.basename(each))) for each in [whole, *targets])
     with ExitStack() as stack:
-        descriptor = open_folder(folder)
-        stack.callback(calls.close, descriptor)
-        _sweep(folder, descriptor, [whole, *targets])
+        descriptor = stack.enter_context(
+            swept_folder(folder, re.compile(rf"\.({names})\.{TOKEN}\.partial"))
+        )
         if several:
             stack.callback(_complete, whole)  # also where Ctrl-C comes after the switch
             stack.callback(_remove_folder, partial)
@@ -170,7 +174,9 @@ def replace_files(
             file.finish()
         if several:
             _sync_partial(partial, descriptor)
-            _switch(partial, whole)
+            while not rename_folder(partial, switch_folder(whole)):
+                _complete_earlier(whole)
+            _complete(whole)
         else:
             calls.rename(partial, files[0].path)
             sync_folder(folder, descriptor)
@@ -200,27 +206,23 @@ def _base(name: str) -> str:
 
 def _sync_partial(partial: str, parent: int) -> None:
     """Brings the names in a new folder to the disk, with the permissions of its parent."""
-    descriptor = open_folder(partial)
-    try:
+    with opened_folder(partial) as descriptor:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode) | os.fstat(parent).st_mode & 0o777
         with suppress(OSError):  # File systems without modes.
             calls.chmod(descriptor, mode)
         with where_supported(), about(partial):
             calls.fsync(descriptor)
-    finally:
-        calls.close(descriptor)
 
 
-def _switch(partial: str, whole: str) -> None:
-    while True:
-        _complete_earlier(whole)
-        try:
-            calls.rename(partial, switch_folder(whole))
-            break
-        except OSError as error:  # Another process has switched meanwhile.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    _complete(whole)
+def rename_folder(source: str, target: str, *errors: int) -> bool:
+    """Renames a folder; False if another one, which is not empty, has the name, or for `errors`."""
+    try:
+        calls.rename(source, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, *errors):
+            raise
+        return False
+    return True
 
 
 def _complete_earlier(whole: str) -> None:
@@ -237,8 +239,7 @@ def _complete(whole: str) -> None:
         except FileNotFoundError:
             return
         stack.callback(calls.close, source)
-        target = open_folder(folder)
-        stack.callback(calls.close, target)
+        target = stack.enter_context(opened_folder(folder))
         # After a power loss no file may have its name unless all have switched.
         sync_folder(folder, target)
         text = f"the new files are whole, in {place}: loading and the next save find them there"
@@ -269,18 +270,28 @@ def _remove_folder(folder: str) -> None:
             raise
 
 
-def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
-    """Removes what killed processes left of files so named, unless someone writes here now."""
-    any_name = "|".join(re.escape(_base(os.path.basename(target))) for target in targets)
-    left = re.compile(rf"\.({any_name})\.\d+-[0-9a-f]{{8}}\.partial")
-    # File systems without locks cannot tell: what is left stays.
-    with where_supported(errno.EBADF, errno.ENOLCK):
-        # Where they are in use, or another user's, saving works all the same.
-        with suppress(BlockingIOError, PermissionError):
-            calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for entry in filter(left.fullmatch, os.listdir(folder)):
-                if os.path.isdir(path := os.path.join(folder, entry)):
-                    shutil.rmtree(path)
-                else:
-                    calls.unlink(path)
-        share_lock(descriptor)  # Held until the files have switched.
+def new_token() -> str:
+    """A part of a hidden name that no other process and no other save has."""
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
+    """Opens a folder for new entries, and removes what killed processes left under hidden names.
+
+    Nothing is removed while another process writes to the folder, which holds a lock, as this
+    process does until the end of the block.
+    """
+    with opened_folder(folder) as descriptor:
+        # File systems without locks cannot tell: what is left stays.
+        with where_supported(errno.EBADF, errno.ENOLCK):
+            # Where they are in use, or another user's, saving works all the same.
+            with suppress(BlockingIOError, PermissionError):
+                calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for entry in filter(hidden.fullmatch, os.listdir(folder)):
+                    if os.path.isdir(path := os.path.join(folder, entry)):
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        calls.unlink(path)
+            share_lock(descriptor)  # Held until the new entries have their names.
+        yield descriptor

@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "open_to_map",
     "open_to_read",
     "open_with_status",
+    "opened_folder",
     "reserve",
     "share_lock",
     "sync_folder",
@@ -149,6 +150,16 @@ def open_folder(folder: str) -> int:
         raise FileNotFoundError(errno.ENOENT, text, folder) from error
 
 
+@contextmanager
+def opened_folder(folder: str) -> Iterator[int]:
+    """As open_folder(), and closes it."""
+    descriptor = open_folder(folder)
+    try:
+        yield descriptor
+    finally:
+        calls.close(descriptor)
+
+
 def share_lock(descriptor: int) -> None:
     """Keeps other processes from sweeping a folder while it is open here.
 
@@ -240,9 +251,7 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)
-    with ExitStack() as stack:
-        parent = open_folder(folder)
-        stack.callback(calls.close, parent)
+    with opened_folder(folder) as parent:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = calls.open(name, flags, 0o666)
