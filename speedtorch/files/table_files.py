@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import math
+import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
@@ -35,7 +36,6 @@ __all__ = [
 FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": npy_format}
 
 _Opened = tuple[str, Read, os.stat_result]
-_Open = Callable[[str], AbstractContextManager[tuple[Read, os.stat_result]]]
 
 # Large enough for the disk's full speed; small beside any table.
 _BLOCK_BYTES = 4 << 20
@@ -141,14 +141,14 @@ def _write(
 def open_fields(
     path: str | os.PathLike[str],
     names: Collection[str] | None = None,
-    opened: _Open = open_with_status,
+    mapped: dict[str, mmap.mmap] | None = None,
     field: str | None = None,
 ) -> Iterator[dict[str, StoredField]]:
     """Opens the fields of a saved table, "weight" first; nothing is read yet but the headers.
 
     With `names` those files alone are opened that have these fields, where each has its own.
-    `opened` opens a file, as open_with_status does. With `field` this one alone is given, as
-    "weight", whatever the others are.
+    Files are mapped as well, into `mapped`. With `field` this one alone is given, as "weight",
+    whatever the others are.
     ValueError for another ending, a header that does not fit its file, or fields whose numbers of
     rows differ.
     """
@@ -156,7 +156,7 @@ def open_fields(
     file_format = _format_of(name)
     stored: dict[str, StoredField] = {}
     with ExitStack() as stack:
-        files = _open_files(name, lambda: file_format.files_to_read(name, names), opened, stack)
+        files = _open_files(name, lambda: file_format.files_to_read(name, names), mapped, stack)
         for before, (target, read, status) in files.items():
             with about(target):
                 for after, array in file_format.read_arrays(read, status.st_size).items():
@@ -181,13 +181,16 @@ def open_fields(
 
 
 def _open_files(
-    path: str, find: Callable[[], dict[str, list[str]]], opened: _Open, stack: ExitStack
+    path: str,
+    find: Callable[[], dict[str, list[str]]],
+    mapped: dict[str, mmap.mmap] | None,
+    stack: ExitStack,
 ) -> dict[str, _Opened]:
     """Opens files by what find() says: all of one save, also while other saves end."""
     for _ in range(_TRIES):
         with ExitStack() as tried:
             places = find()
-            files = {name: _open_first(each, opened, tried) for name, each in places.items()}
+            files = {name: _open_first(each, mapped, tried) for name, each in places.items()}
             # What is still there now was there when the last one was opened: no other file has the
             # number of an open one.
             if find() == places and all(
@@ -199,8 +202,10 @@ def _open_files(
     raise OSError(errno.EBUSY, f"other saves have replaced it at each of {_TRIES:,} tries", path)
 
 
-def _open_first(places: Sequence[str], opened: _Open, stack: ExitStack) -> _Opened:
-    return _first(places, lambda path: (path, *stack.enter_context(opened(path))))
+def _open_first(
+    places: Sequence[str], mapped: dict[str, mmap.mmap] | None, stack: ExitStack
+) -> _Opened:
+    return _first(places, lambda path: (path, *stack.enter_context(open_with_status(path, mapped))))
 
 
 def _first(places: Sequence[str], act: Callable[[str], _Result]) -> _Result:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from speedtorch.files.system_calls import open_to_read
+from speedtorch.files.system_calls import read_file
 from speedtorch.memory import host_memory
 from speedtorch.memory.cost_model import forced_path, use_costs
 from speedtorch.ops.functions import _ops, pinned_gather, pinned_scatter
@@ -166,12 +166,7 @@ def _kept_costs(gpu: str) -> list[float] | None:
     if (path := cache_file(gpu)) is None:
         return None
     try:
-        with open_to_read(path) as (read, size):  # which may hold anything, and be no file at all
-            if size > _MOST_FILE_BYTES:
-                raise ValueError(f"{size:,} bytes; figures take {_MOST_FILE_BYTES:,} at most")
-            text = bytearray(size)
-            read(memoryview(text), 0)
-        figures = json.loads(text)
+        figures = json.loads(read_file(path, _MOST_FILE_BYTES))  # which may hold anything
         if figures["version"] != VERSION:
             return None
         if figures["gpu"] != gpu:

@@ -7,12 +7,10 @@ import mmap
 import os
 import warnings
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from speedtorch.files.system_calls import open_to_map
 from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.memory import host_memory
 from speedtorch.memory.placement import MemoryKind, Placement, check_size
@@ -53,8 +51,7 @@ class MappedPlacement(Placement):
         self.path = os.path.abspath(source)
         mapped: dict[str, mmap.mmap] = {}
         try:
-            opened = partial(open_to_map, mapped=mapped)
-            with open_fields(source, opened=opened, field=field) as stored:
+            with open_fields(source, mapped=mapped, field=field) as stored:
                 _check_alignment(stored)
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:

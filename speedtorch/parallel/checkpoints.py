@@ -41,9 +41,9 @@ from speedtorch.parallel.deltas import (
     are_same,
     changed_rows,
     delta,
-    is_in_table,
     joined,
     moments_of,
+    place_of,
     remember,
     write_changes,
 )
@@ -167,7 +167,8 @@ def save(
         >>> saved.generation, others
         (2, {'step': 20})
     """
-    return _begun(os.fsdecode(path), keep, base, parts, progress=progress).finish()
+    finish, _ = _begun(os.fsdecode(path), keep, base, parts, progress=progress)
+    return finish()
 
 
 def async_save(
@@ -212,8 +213,8 @@ def async_save(
     """
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
     folder = os.path.abspath(os.fsdecode(path))  # the program may change its folder meanwhile
-    begun = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
-    return begin_saving(folder, begun.finish, begun.rest)
+    rest = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
+    return begin_saving(folder, *rest)
 
 
 _OPTIONS = {
@@ -245,31 +246,6 @@ def _check_names(parts: Mapping[str, Any]) -> None:
         raise TypeError(f"save: {name!r} is no name of a part: {remedy}; nothing was saved")
 
 
-@dataclass
-class _Begun:
-    """A save of which what remains may be done in another thread.
-
-    Attributes:
-        writing: What is written.
-        rest: Undoes it, unless it has ended.
-        begin: When it began, in seconds.
-        waited: How long the call took, of one that goes on beside training.
-    """
-
-    writing: _Writing
-    rest: ExitStack
-    begin: float
-    waited: float | None
-
-    def finish(self) -> Saved:
-        """Writes what remains, and switches."""
-        with self.rest:
-            number, nbytes = self.writing.finish()
-        seconds = time.perf_counter() - self.begin
-        place = path_of(self.writing.folder, number)
-        return Saved(place, number, nbytes, seconds, self.writing.change.base, self.waited)
-
-
 def _begun(
     folder: str,
     keep: int,
@@ -279,8 +255,11 @@ def _begun(
     progress: bool | None,
     beside: bool = False,
     max_bytes: int | None = None,
-) -> _Begun:
-    """Begins a save; of one that goes on `beside` training all is written, or copied, after it."""
+) -> tuple[Callable[[], Saved], ExitStack]:
+    """Begins a save; gives what writes the rest and switches, and what undoes it until then.
+
+    A save `beside` training needs the parts no more: all is written or copied.
+    """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
     _check_names(parts)
@@ -308,25 +287,26 @@ def _begun(
         if beside and isinstance(ranks, Ranks):
             writing.go_beside(ranks.patience)
         rest = stack.pop_all()
-    return _Begun(writing, rest, begin, time.perf_counter() - begin if beside else None)
+    waited = time.perf_counter() - begin if beside else None
+
+    def finish() -> Saved:
+        with rest:
+            number, nbytes = writing.finish()
+        seconds = time.perf_counter() - begin
+        return Saved(path_of(folder, number), number, nbytes, seconds, writing.change.base, waited)
+
+    return finish, rest
 
 
 class _Change(NamedTuple):
-    """What is written.
+    """What is written: by the first rank, and by all ranks together."""
 
-    Attributes:
-        against: The generation that it goes on from, if it does.
-        own: What one process writes, the first one of ranks.
-        shared: What ranks write together.
-    """
-
-    against: SavedGeneration | None
+    against: SavedGeneration | None  # the base
     own: Delta[Tensor | SomeRows]
     shared: Delta[JoinedRows]
 
     @property
     def base(self) -> int | None:
-        """The number of that generation."""
         return None if self.against is None else self.against.number
 
 
@@ -373,10 +353,6 @@ class _Writing:
         change: What is written.
         values: The parts as JSON.
         stack: Is closed once it is written, or has failed.
-
-    Attributes:
-        change, folder: As given.
-        jobs: What this rank writes: its rows in each file of all ranks, and files of its own.
     """
 
     def __init__(
@@ -387,13 +363,14 @@ class _Writing:
         values: Mapping[str, Any],
         stack: ExitStack,
     ) -> None:
-        self.change, self.folder = change, folder
+        self.change, self._folder = change, folder
         self._ranks, self._values, self._stack = ranks, values, stack
         self._switching = stack.enter_context(ExitStack())
         self._files = [
             JoinedFile(f"rows-{at:05d}.safetensors", each)
             for at, each in enumerate(_shards(change.shared.tensors), 1)
         ]
+        # This rank's rows in each file of all ranks, and its own files.
         self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
         self.jobs += _shards(change.own.tensors)
         self._generation: Generation | None = None
@@ -406,11 +383,11 @@ class _Writing:
         _, own, shared = self.change
 
         def make() -> Generation:
-            needed = partial(base_of, self.folder)
-            new = new_generation(self.folder, keep, needed, self.change.base)
+            needed = partial(base_of, self._folder)
+            new = new_generation(self._folder, keep, needed, self.change.base)
             self._generation = self._switching.enter_context(new)
             every = (*own.tensors.values(), *shared.tensors.values())
-            _check_room(self.folder, sum(each.nbytes for each in every))
+            _check_room(self._folder, sum(each.nbytes for each in every))
             for each in self._files:
                 each.make(self._generation.folder)
             return self._generation
@@ -479,22 +456,36 @@ class _Writing:
             if at < 0:
                 self._files[at].write(self._partial, job)
             else:
-                name = f"tensors-{at + 1:05d}.safetensors"
-                self._entries.append(_write_shard(self._partial, name, job, told))
+                name, digests = f"tensors-{at + 1:05d}.safetensors", list[int]()
+                with replace_files([os.path.join(self._partial, name)]) as (file,):
+                    write_safetensors(file, job, digests, told)
+                self._entries.append({"name": name, "bytes": file.count, "crc32": digests})
 
     def _switch(self) -> tuple[int, int, str]:
         """Puts the generation in its place; gives its number, all bytes, and its digest."""
         assert self._generation is not None
         against, own, shared = self.change
         with self._switching.pop_all():
-            ids_of = {**own.ids_of, **shared.ids_of}
-            written = _write_manifest(self._partial, self._entries, self._values, against, ids_of)
-            if against is not None and against.number not in generations_of(self.folder):
+            content = {"version": VERSION, "files": self._entries, "parts": self._values}
+            if against is not None:
+                base = {"generation": against.number, "sha256": against.digest}
+                base["rows"] = {**own.ids_of, **shared.ids_of}
+                content |= {"version": VERSION_OF_DELTA, "base": base}
+            text = json.dumps({"format": FORMAT, **content}, separators=(",", ":")).encode()
+            self._write_small("manifest.json", text)
+            self._write_small("manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
+            if against is not None and against.number not in generations_of(self._folder):
                 raise RuntimeError(
                     f"save: generation {against.number}, the base, was removed meanwhile: save"
                     " without it"
                 )
-        return self._generation.number, written.nbytes, written.digest
+        nbytes = sum(int(each["bytes"]) for each in self._entries) + len(text)
+        return self._generation.number, nbytes, hashlib.sha256(text).hexdigest()
+
+    def _write_small(self, name: str, data: bytes) -> None:
+        with replace_files([os.path.join(self._partial, name)]) as (file,):
+            file.reserve(len(data))
+            file.write(data)
 
 
 def load(
@@ -549,7 +540,11 @@ def load(
     """
     folder = os.fsdecode(path)
     wait_for(folder)
-    is_shared = dist.is_available() and dist.is_initialized() and any(map(_shares, parts.values()))
+    is_shared = (
+        dist.is_available()
+        and dist.is_initialized()
+        and any(shares_rows(each) for part in parts.values() for each in _objects(part))
+    )
     ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
     ready: list[_Ready] = []
     damaged: dict[int, str] = {}
@@ -597,19 +592,12 @@ def load(
 
 
 class _Ready(NamedTuple):
-    """A load that every check has passed.
-
-    Attributes:
-        opened: The generation.
-        patches: Rows of tables, with the ids and rows that are written to them.
-        states: Each object, and what it loads, in this order.
-        others: The values of the rest.
-    """
+    """A load that every check has passed."""
 
     opened: SavedGeneration
-    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]
-    states: list[tuple[Any, Any]]
-    others: dict[str, Any]
+    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]  # rows of tables: new ids and rows
+    states: list[tuple[Any, Any]]  # each object, and what it loads, in this order
+    others: dict[str, Any]  # the values of the rest
 
 
 def _prepared(
@@ -626,13 +614,13 @@ def _prepared(
     saved = opened.manifest["parts"]
     if missing := [name for name in parts if name not in saved]:
         raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
-    changes = None if since is None else opened.changed_since(since)
+    changes = ({} if since is None else opened.changed_since(since)) or {}
     states: dict[str, Any] = {}
     patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
     for name, part in parts.items():
         live = _fields_in_place(opened, name, part) if changes else {}
-        kept = {key: each for key, each in live.items() if key in (changes or {})}
-        patches += [(each, (changes or {})[key]) for key, each in kept.items()]
+        kept = {key: each for key, each in live.items() if key in changes}
+        patches += [(each, changes[key]) for key, each in kept.items()]
         states[name] = opened.value(name, kept, copies=_copies(part))
     others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
     pairs: list[tuple[str, Any, Any]] = []
@@ -673,14 +661,13 @@ def _loaded(ready: _Ready, parts: Mapping[str, Any]) -> dict[str, Any]:
     return ready.others
 
 
-def _shares(part: Any) -> bool:
-    return any(map(shares_rows, part if isinstance(part, list | tuple) else [part]))
+def _objects(part: Any) -> Sequence[Any]:
+    return part if isinstance(part, list | tuple) else [part]
 
 
 def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str, Tensor]:
     """The fields of tables that a part and a generation have, by their keys there."""
-    several = part if isinstance(part, list | tuple) else [part]
-    if not all(isinstance(each, nn.Module | Optimizer) for each in several):
+    if _copies(part):
         return {}
     tensors = _Tensors()
     with as_plain(), torch.no_grad(), given_in_place():
@@ -688,14 +675,13 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
     return {
         key: each
         for key, each in {**tensors.by_key, **tensors.shared}.items()
-        if is_in_table(each) and opened.has(key, each)
+        if place_of(each) and opened.has(key, each)
     }
 
 
 def _copies(part: Any) -> bool:
     """Whether what loads a part may keep the tensors that it is given."""
-    several = part if isinstance(part, list | tuple) else [part]
-    return not all(isinstance(each, nn.Module | Optimizer) for each in several)
+    return not all(isinstance(each, nn.Module | Optimizer) for each in _objects(part))
 
 
 def _check_number(what: str, given: object) -> None:
@@ -740,7 +726,7 @@ def _state_of(part: Any) -> Any:
 
 
 def _check_loads(name: str, part: Any) -> None:
-    for each in part if isinstance(part, list | tuple) else [part]:
+    for each in _objects(part):
         if not hasattr(each, "load_state_dict"):
             raise TypeError(
                 f"{name}: expected what has a load_state_dict(), got {type(each).__name__}; values"
@@ -836,49 +822,3 @@ def _check_room(folder: str, nbytes: int) -> None:
     if status.f_blocks and nbytes > free:
         text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
         raise OSError(errno.ENOSPC, text, folder)
-
-
-def _write(folder: str, name: str, data: bytes) -> None:
-    with replace_files([os.path.join(folder, name)]) as (file,):
-        file.reserve(len(data))
-        file.write(data)
-
-
-class _Manifest(NamedTuple):
-    """What tells all of a generation."""
-
-    nbytes: int
-    """Of all files."""
-    digest: str
-
-
-def _write_manifest(
-    folder: str,
-    files: Sequence[Mapping[str, Any]],
-    values: Mapping[str, Any],
-    base: SavedGeneration | None,
-    ids_of: Mapping[str, str],
-) -> _Manifest:
-    """Writes what tells all."""
-    manifest = {"format": FORMAT, "version": VERSION, "files": files, "parts": values}
-    if base is not None:
-        against = {"generation": base.number, "sha256": base.digest, "rows": dict(ids_of)}
-        manifest |= {"version": VERSION_OF_DELTA, "base": against}
-    text = json.dumps(manifest, separators=(",", ":")).encode()
-    _write(folder, "manifest.json", text)
-    _write(folder, "manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
-    nbytes = sum(int(each["bytes"]) for each in files) + len(text)
-    return _Manifest(nbytes, hashlib.sha256(text).hexdigest())
-
-
-def _write_shard(
-    folder: str,
-    name: str,
-    tensors: Mapping[str, Tensor | SomeRows],
-    told: Callable[[int], object],
-) -> dict[str, Any]:
-    """Writes a file, and gives its entry of the manifest."""
-    digests: list[int] = []
-    with replace_files([os.path.join(folder, name)]) as (file,):
-        write_safetensors(file, tensors, digests, told)
-    return {"name": name, "bytes": file.count, "crc32": digests}

@@ -25,9 +25,9 @@ __all__ = [
     "are_same",
     "changed_rows",
     "delta",
-    "is_in_table",
     "joined",
     "moments_of",
+    "place_of",
     "remember",
     "write_changes",
 ]
@@ -45,20 +45,13 @@ _MOST_KNOWN = 10_000  # of a table, as runs of months save often
 
 
 class _Place(NamedTuple):
-    """Where rows of a tensor are in a table.
-
-    Attributes:
-        table, field: Of the rows.
-        before: Rows of the field that come before `rows`.
-        rows: In the table's memory.
-        blocks: Which of the tensor's rows are here, and where in `rows`.
-    """
+    """Where rows of a tensor are in a table."""
 
     table: HostTable
     field: str
-    before: int
-    rows: Tensor
-    blocks: _Ranges
+    before: int  # rows of the field before `rows`
+    rows: Tensor  # in the table's memory
+    blocks: _Ranges  # which of the tensor's rows are here, and where in `rows`
 
     @property
     def first(self) -> int:
@@ -72,30 +65,19 @@ Moments = list[tuple[str, _Place, int]]
 
 @dataclass(frozen=True)
 class Changed(Generic[_Written]):
-    """Rows of a tensor that have changed.
+    """Rows of a tensor that have changed, and their ids in it."""
 
-    Attributes:
-        group: The same for tensors of the same ids.
-        rows: The rows.
-        ids: Their ids in the tensor.
-    """
-
-    group: Hashable
+    group: Hashable  # the same for tensors of the same ids
     rows: _Written
     ids: _Written
 
 
 @dataclass(frozen=True)
 class Delta(Generic[_Written]):
-    """What is written against a generation.
+    """What is written against a generation."""
 
-    Attributes:
-        tensors: By their keys, of some of them the rows that have changed.
-        ids_of: By the key of such a field: that of the ids of its rows.
-    """
-
-    tensors: dict[str, _Written]
-    ids_of: dict[str, str]
+    tensors: dict[str, _Written]  # by their keys; of some of them the changed rows
+    ids_of: dict[str, str]  # by the key of such a field: that of the ids of its rows
 
 
 def delta(
@@ -128,7 +110,7 @@ def changed_rows(
             nothing = torch.empty(0, dtype=torch.int64, device="cpu")
             yield key, Changed("", SomeRows(tensor.field, nothing), nothing)
             continue
-        if (place := _place_of(tensor)) is None:
+        if (place := place_of(tensor)) is None:
             continue
         table = place.table
         moment = _known.get(table, {}).get((base.digest, key, place.field, place.first))
@@ -177,7 +159,7 @@ def joined(
 
 def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
     """Begins a new moment of the tables that note their changes, for all fields among these."""
-    found = [(key, _place_of(tensor)) for key, tensor in tensors.items()]
+    found = [(key, place_of(tensor)) for key, tensor in tensors.items()]
     noted = [(key, each) for key, each in found if each and each.table.changes]
     begun = {table: table.track_changes() for table in {each.table for _, each in noted}}
     return [(key, each, begun[each.table]) for key, each in noted]
@@ -193,14 +175,9 @@ def remember(digest: str, moments: Moments) -> None:
             of_table.pop(oldest, None)
 
 
-def is_in_table(tensor: Tensor) -> bool:
-    """Whether it is rows of a table."""
-    return _place_of(tensor) is not None
-
-
 def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Writes rows by their ids, those that are here, to a tensor that is rows of a table."""
-    place = _place_of(tensor)
+    place = place_of(tensor)
     assert place is not None
     for ids, rows in changes:
         is_here, at = _across(ids, place.blocks)
@@ -210,7 +187,7 @@ def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> N
 
 def are_same(tensor: Tensor, stored: Tensor) -> bool:
     """Whether rows that note their changes, those that are here, have the same bytes."""
-    place = _place_of(tensor)
+    place = place_of(tensor)
     if place is None or place.table.changes is None:
         return False
     place.table.settle()
@@ -220,7 +197,8 @@ def are_same(tensor: Tensor, stored: Tensor) -> bool:
     )
 
 
-def _place_of(tensor: Tensor) -> _Place | None:
+def place_of(tensor: Tensor) -> _Place | None:
+    """Where rows of a table are in it; None for other tensors."""
     rows = tensor.field if isinstance(tensor, SharedRows) else tensor
     if (found := field_rows(rows)) is None:
         return None

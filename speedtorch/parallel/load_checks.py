@@ -46,22 +46,15 @@ def check_loads(name: str, part: Any, state: Any) -> bool:
         ValueError: The state has another form, or is that of another optimizer.
         RuntimeError: It is that of another module.
     """
-    if isinstance(part, nn.Module):
-        return _check_module(name, part, _mapping(name, part, state))
-    if isinstance(part, Optimizer):
-        return _check_optimizer(name, part, _mapping(name, part, state))
-    if not isinstance(state, Mapping) and isinstance(part.state_dict(), Mapping):
-        _mapping(name, part, state)
-    return False
-
-
-def _mapping(name: str, part: Any, state: Any) -> Mapping[Any, Any]:
-    if not isinstance(state, Mapping):
+    is_known = isinstance(part, nn.Module | Optimizer)
+    if not isinstance(state, Mapping) and (is_known or isinstance(part.state_dict(), Mapping)):
         raise ValueError(
             f"{name}: a {type(part).__name__} loads a dict, and a {type(state).__name__} was saved:"
             f" give what was saved under this name; {_UNCHANGED}"
         )
-    return state
+    if isinstance(part, nn.Module):
+        return _check_module(name, part, state)
+    return isinstance(part, Optimizer) and _check_optimizer(name, part, state)
 
 
 def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> bool:
@@ -121,14 +114,12 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
         if saved is not None:
             saved.check_loads(optimizer, state)
         if type(optimizer).__module__.startswith("torch.optim."):
-            _check_shapes(optimizer, groups, entries)
+            if type(optimizer).__name__ not in _SHAPED_OTHERWISE:
+                _check_shapes(optimizer, groups, entries)
             _try(optimizer, groups, entries)
     except Exception as error:
-        text = (
-            f"it has no {error}"
-            if isinstance(error, KeyError)
-            else str(error).removesuffix("; nothing was loaded")
-        )
+        no_key = f"it has no {error}" if isinstance(error, KeyError) else ""
+        text = no_key or str(error).removesuffix("; nothing was loaded")
         raise ValueError(
             f"{name}: {type(optimizer).__name__} does not take what was saved: {text}; {_UNCHANGED}"
         ) from error
@@ -137,8 +128,6 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
 
 def _check_shapes(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
     """Raises ValueError for state of other shapes than the parameters, as torch does not."""
-    if type(optimizer).__name__ in _SHAPED_OTHERWISE:
-        return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
@@ -153,10 +142,8 @@ def _check_shapes(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any])
 def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
     """Loads a state, without the elements of its tensors, into a shallow copy."""
     made = object.__new__(type(optimizer))
-    hooks: dict[str, Any] = {
-        name: OrderedDict() for name, each in vars(optimizer).items() if "_hooks" in name
-    }
-    vars(made).update({**vars(optimizer), **hooks})
+    hooks = {name: OrderedDict[Any, Any]() for name in vars(optimizer) if "_hooks" in name}
+    vars(made).update(vars(optimizer) | hooks)
     vars(made).pop("load_state_dict", None)
     empty = {
         number: {key: _without_elements(value) for key, value in each.items()}
