@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.memory import host_memory
-from speedtorch.memory.placement import MemoryKind, Placement, check_size
+from speedtorch.memory.placement import Placement, check_size
 from speedtorch.ops.functions import wait_for_rows
 
 __all__ = ["MappedPlacement", "NotMapped"]
@@ -69,11 +69,6 @@ class MappedPlacement(Placement):
             data = whole[each.path][each.offset : each.offset + each.nbytes]
             rows = data.view(each.dtype).view(each.shape)
             self.fields[name] = host_memory.keep_pinned(rows, whole[each.path])
-
-    @property
-    def memory_beside(self) -> MemoryKind:
-        """See Placement: a file has one table."""
-        return "auto"
 
     def check(self) -> None:
         """Raises ValueError if a file was cut: reading its bytes would end the process."""

@@ -81,11 +81,7 @@ class Placement:
     reason: str = ""
     writable: bool = True
     is_in_place: bool = False
-
-    @property
-    def memory_beside(self) -> MemoryKind:
-        """What kind of memory tables take that are made beside this one."""
-        return self.memory
+    memory_beside: MemoryKind = "auto"
 
     def check(self) -> None:
         """Raises what makes the bytes unusable by now."""
@@ -137,6 +133,7 @@ class HostPlacement(Placement):
             calibrate_once(count)
         self.data = host_memory.empty(count, dtype=torch.uint8, memory=kind)
         self.memory = cast(MemoryKind, host_memory.memory_kind(self.data))
+        self.memory_beside = self.memory
         self.is_in_place = self.memory in ("managed", "registered")
 
     def check(self) -> None:
@@ -151,7 +148,7 @@ class HostPlacement(Placement):
 class GpuPlacement(Placement):
     """Zeros on a GPU."""
 
-    memory = "cuda"
+    memory = memory_beside = "cuda"
 
     def __init__(self, count: int, device: _Device) -> None:
         if not torch.cuda.is_available():
@@ -170,11 +167,6 @@ class FilePlacement(Placement):
     """Zeros in a new file, mapped to be written."""
 
     memory = "file"
-
-    @property
-    def memory_beside(self) -> MemoryKind:
-        """See Placement: a file has one table."""
-        return "auto"
 
     def __init__(self, count: int, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
@@ -200,11 +192,7 @@ class FilePlacement(Placement):
 
 
 class SharedPlacement(Placement):
-    """Memory that several processes have; each registers it for its own GPU.
-
-    Args:
-        shared: The memory.
-    """
+    """Memory that several processes have; each registers it for its own GPU."""
 
     memory = "shared"
 
@@ -215,20 +203,9 @@ class SharedPlacement(Placement):
         self.is_in_place = host_memory.memory_kind(self.data) == "registered"
 
     @classmethod
-    def of_zeros(cls, count: int, fields: int) -> SharedPlacement:
-        """New memory for so many fields, which share() of the table lets other processes open."""
-        calibrate_once(count)
-        return cls(SharedMemory.made(count, fields))
-
-    @classmethod
     def opened(cls, handle: SharedMemoryHandle) -> SharedPlacement:
         """The memory of a handle."""
-        return cls(SharedMemory.opened(handle))
-
-    @property
-    def memory_beside(self) -> MemoryKind:
-        """See Placement: what a module makes beside the table is its process's own."""
-        return "auto"
+        return cls(SharedMemory(handle.open(), handle.address.count))
 
     @property
     def shared(self) -> SharedMemory:
@@ -277,5 +254,6 @@ def made_placement(
     if kind == "cuda":
         return GpuPlacement(count, device)
     if kind == "shared":
-        return SharedPlacement.of_zeros(count, fields)
+        calibrate_once(count)
+        return SharedPlacement(SharedMemory.made(count, fields))
     return HostPlacement(count, cast(host_memory.HostMemoryKind, kind))

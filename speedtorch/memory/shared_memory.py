@@ -47,18 +47,13 @@ _FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-5, 1e-3
 class _Address:
     """Where a descriptor of the memory is, and what tells whether it is still the same."""
 
-    boot: str
-    """The machine, and its last start."""
-    namespace: str
-    """In which process numbers are counted."""
+    boot: str  # the machine, and its last start
+    namespace: str  # in which process numbers are counted
     process: int
-    started: int
-    """When the process started, in clock ticks since the boot."""
+    started: int  # when the process started, in clock ticks since the boot
     descriptor: int
-    file: tuple[int, int]
-    """Device and inode of the memory."""
-    count: int
-    """Bytes of data."""
+    file: tuple[int, int]  # device and inode of the memory
+    count: int  # bytes of data
 
 
 class _Descriptor(io.FileIO):
@@ -76,7 +71,7 @@ class _Descriptor(io.FileIO):
     @property
     def file(self) -> tuple[int, int]:
         """Device and inode of the memory."""
-        return _identity(os.fstat(self.fileno()))
+        return _identity(self.fileno())
 
 
 _writers: WeakValueDictionary[tuple[int, int, tuple[int, int]], _Descriptor] = WeakValueDictionary()
@@ -132,7 +127,7 @@ class SharedMemoryHandle:
         path = f"/proc/{address.process}/fd/{address.descriptor}"
         try:
             # Asked first: by now the number may be that of a socket, or of another's file.
-            if _identity(os.stat(path)) == address.file:
+            if _identity(path) == address.file:
                 descriptor = _Descriptor(path, "r+")
                 if descriptor.file == address.file:
                     return descriptor
@@ -201,11 +196,6 @@ class SharedMemory:
             raise MemoryError(
                 f"shared memory: the system gave less than {size:,} bytes: {error}"
             ) from error
-
-    @classmethod
-    def opened(cls, handle: SharedMemoryHandle) -> SharedMemory:
-        """The memory of a handle; raises what SharedMemoryHandle.open does."""
-        return cls(handle.open(), handle.address.count)
 
     def handle(self) -> SharedMemoryHandle:
         """What opens the memory in another process."""
@@ -375,8 +365,9 @@ def _new_file() -> _Descriptor:
         return _Descriptor(os.memfd_create("speedtorch", flags), "r+")
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    """Device and inode of a file."""
+def _identity(file: str | int) -> tuple[int, int]:
+    """Device and inode of a file, by its path or descriptor."""
+    status = os.stat(file)
     return status.st_dev, status.st_ino
 
 

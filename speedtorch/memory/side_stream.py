@@ -96,17 +96,12 @@ class SideStream:
         self, device: torch.device
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
         """What is queued within begins when the current stream has done what it has by now."""
-        return self._after(device, None)
+        return nullcontext() if device.type != "cuda" else _Turn(self, device, None)
 
     def after(
         self, device: torch.device, *ends: torch.cuda.Event | None
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
         """What is queued within begins after these events, whatever the current stream does."""
-        return self._after(device, ends)
-
-    def _after(
-        self, device: torch.device, ends: Sequence[torch.cuda.Event | None] | None
-    ) -> AbstractContextManager[torch.cuda.Stream | None]:
         return nullcontext() if device.type != "cuda" else _Turn(self, device, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
