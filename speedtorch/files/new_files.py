@@ -90,19 +90,20 @@ class NewFile:
         with where_supported():
             reserve(self._descriptor, count, self.path)
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Appends all of `data`."""
+    def write(self, data: bytes | memoryview) -> int:
+        """Appends all of `data`, and returns how many bytes these are."""
         with about(self.path):
             write_all(self._descriptor, data)
-            self.count += memoryview(data).nbytes
-            self._write_back()
+            self.count += (count := memoryview(data).nbytes)
+            begin, end = self._written_back, self.count - self.count % _WRITEBACK_BYTES
+            if begin < end:
+                self._written_back = end
+                with where_supported():
+                    calls.start_writeback(self._descriptor, begin, end - begin)
+        return count
 
-    def _write_back(self) -> None:
-        begin, end = self._written_back, self.count - self.count % _WRITEBACK_BYTES
-        if begin < end:
-            self._written_back = end
-            with where_supported():
-                calls.start_writeback(self._descriptor, begin, end - begin)
+    def flush(self) -> None:
+        """For torch.save; nothing waits: write() writes at once."""
 
     def finish(self) -> None:
         """Brings every byte to the disk and closes the file."""
@@ -243,20 +244,14 @@ def _complete(whole: str) -> None:
         # After a power loss no file may have its name unless all have switched.
         sync_folder(folder, target)
         text = f"the new files are whole, in {place}: loading and the next save find them there"
-        with about(whole, text):
-            for name in _names(source):
+        with about(whole, text), suppress(FileNotFoundError):  # It may be removed by now.
+            for name in os.listdir(source):
                 # This is the folder that was opened, also if another one has its name by now.
                 with suppress(FileNotFoundError):  # Another process has moved it.
                     calls.move(name, source, target)
         sync_folder(place, source)
         sync_folder(folder, target)
         _remove_folder(place)
-
-
-def _names(folder: int) -> list[str]:
-    with suppress(FileNotFoundError):  # It has been removed since it was opened.
-        return os.listdir(folder)
-    return []
 
 
 def _remove_folder(folder: str) -> None:

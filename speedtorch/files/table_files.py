@@ -46,21 +46,6 @@ _TRIES = 1000
 _Result = TypeVar("_Result")
 
 
-def _blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Consecutive bytes, uint8 `[rows, bytes]`, in the file's order, _BLOCK_BYTES at most.
-
-    Each comes with a contiguous buffer on the CPU, which is the next one's, too.
-    """
-    rows = byte_rows(field)
-    count, row_bytes = rows.shape
-    buffer = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")
-    rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
-    for row in range(0, count, rows_per_block):
-        for column in range(0, row_bytes, _BLOCK_BYTES):
-            block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
-            yield block, buffer[: block.numel()].view(block.shape)
-
-
 @dataclass(slots=True)
 class StoredField(StoredArray):
     """A field `[rows, ...]` in an open file."""
@@ -76,12 +61,18 @@ class StoredField(StoredArray):
 
     def read_into(self, field: Tensor) -> None:
         """Reads all rows into a field of this shape and dtype, of any row stride."""
-        offset = self.offset
-        for block, buffer in _blocks_of_bytes(field):
-            with about(self.path, "the table holds old and new rows now; load it again"):
-                self.read(buffer.view(-1).numpy().data, offset)
-            block.copy_(buffer)
-            offset += buffer.numel()
+        offset, rows = self.offset, byte_rows(field)
+        count, row_bytes = rows.shape
+        whole = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")
+        rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
+        for row in range(0, count, rows_per_block):
+            for column in range(0, row_bytes, _BLOCK_BYTES):
+                block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
+                buffer = whole[: block.numel()]
+                with about(self.path, "the table holds old and new rows now; load it again"):
+                    self.read(buffer.numpy().data, offset)
+                block.copy_(buffer.view(block.shape))
+                offset += buffer.numel()
 
 
 def _format_of(path: str) -> FileFormat:

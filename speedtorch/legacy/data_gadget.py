@@ -62,11 +62,9 @@ class GadgetSwitcher(OneField):
 
     def gadgetInit(self) -> None:
         """Reads the rows into the gadget's own memory; called at first use if not before."""
-        if self._stored is not None:
-            return
-        if self.fileName is not None:
+        if self._stored is None and self.fileName is not None:
             self._read_file(self.fileName)
-        elif self._data is not None:
+        elif self._stored is None and self._data is not None:
             self._copy_in(self._data)
             self._data = None  # so that the rows are not held twice
 
@@ -89,8 +87,7 @@ class GadgetSwitcher(OneField):
         return Stored(table, {"weight": table["weight"]})
 
     def _rows(self) -> dict[str, Tensor]:
-        if self._stored is None:
-            self.gadgetInit()
+        self.gadgetInit()
         return super()._rows()
 
     def getData(self, indexes: Index, retrievedNegIndexes: Indexes | None = None) -> Tensor:

@@ -135,23 +135,19 @@ class ModelSwitcher(BatchExchange, OneField):
     def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
         if not self.sumDuplicates:
             return rows
-        return {"weight": self._added(fields["weight"], index, rows["weight"], plan)}
-
-    def _added(self, field: Tensor, index: Tensor, rows: Tensor, plan: Plan | None) -> Tensor:
-        """What each id's row is after all of its changes, at the last place of the id.
-
-        Writing these can be repeated, adding to the table could not.
-        """
-        if self._before is None or self._before.shape != rows.shape:
+        # Each id's row after all of its changes, at the last place of the id: writing these can be
+        # repeated, adding to the table could not.
+        weight = rows["weight"]
+        if self._before is None or self._before.shape != weight.shape:
             raise RuntimeError(
                 "afterOptimizerStep with sumDuplicates needs a beforeForwardPass with the same ids"
                 " just before the step"
             )
-        result = gathered(field, index, rows.device, plan)
+        result = gathered(fields["weight"], index, weight.device, plan)
         _, inverse, order, offsets, _ = plan or plan_rows(index, self.total_classes)
         last = pinned_gather(order, pinned_gather(offsets, inverse + 1) - 1)
-        pinned_scatter(result, last, rows - self._before, accumulate=True)
-        return result
+        pinned_scatter(result, last, weight - self._before, accumulate=True)
+        return {"weight": result}
 
     def _write(self, index: Tensor, rows: Rows, plan: Plan | None) -> None:
         super()._write(index, rows, plan)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtorch.files.new_files import NewFile, replace_files
+from speedtorch.files.new_files import replace_files
 from speedtorch.files.table_files import FORMATS, open_fields, save_fields
 from speedtorch.legacy.families import Fields
 from speedtorch.legacy.switcher import Switcher
@@ -98,7 +98,7 @@ class TorchFiles(Switcher):
         content = {name: _alone(field) for name, field in self._to_save().items()}
         with replace_files([saveFileName]) as (file,):
             whole = content["weight"] if set(content) == {"weight"} else content
-            torch.save(whole, _Sink(file))  # type: ignore[arg-type]
+            torch.save(whole, file)  # type: ignore[arg-type]
 
     def loadTorch(self, loadFileName: str | os.PathLike[str]) -> None:
         """Loads all rows with torch.load(weights_only=True).
@@ -133,16 +133,15 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         ) from error
     if isinstance(content, Tensor):
         content = {"weight": content}
-    if not isinstance(content, dict) or not all(map(_is_rows, content.values())):
+    if not isinstance(content, dict) or not all(
+        isinstance(each, Tensor) and each.layout == torch.strided and each.dim() > 0
+        for each in content.values()
+    ):
         raise ValueError(
             f"{name} holds a {type(content).__name__}; expected what saveTorch writes, a dense"
             " tensor of at least one dimension or a dict of such tensors"
         )
     return content
-
-
-def _is_rows(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
 
 
 def _check_layout(path: str, has: Fields, wanted: Fields) -> None:
@@ -153,20 +152,6 @@ def _check_layout(path: str, has: Fields, wanted: Fields) -> None:
 def _listed(layout: Fields) -> str:
     named = [f"{name} {list(shape)} {str(dtype)[6:]}" for name, (shape, dtype) in layout.items()]
     return ", ".join(sorted(named)) or "nothing"
-
-
-class _Sink:
-    """A NewFile as torch.save wants it."""
-
-    def __init__(self, file: NewFile) -> None:
-        self._file = file
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._file.write(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing waits: NewFile writes at once and syncs when it is finished."""
 
 
 def _alone(field: Tensor) -> Tensor:
