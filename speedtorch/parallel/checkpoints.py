@@ -36,7 +36,6 @@ from speedtorch.parallel.background_saves import copies, fitting, wait_for
 from speedtorch.parallel.deltas import (
     IDS,
     Changed,
-    Delta,
     Moments,
     are_same,
     changed_rows,
@@ -299,11 +298,12 @@ def _begun(
 
 
 class _Change(NamedTuple):
-    """What is written: by the first rank, and by all ranks together."""
+    """What is written, by keys: by one process, the first rank, and by all ranks together."""
 
     against: SavedGeneration | None  # the base
-    own: Delta[Tensor | SomeRows]
-    shared: Delta[JoinedRows]
+    own: dict[str, Tensor | SomeRows]
+    shared: dict[str, JoinedRows]
+    ids_of: dict[str, str]  # by the key of changed rows: that of their ids
 
     @property
     def base(self) -> int | None:
@@ -315,7 +315,7 @@ def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -
 
     def whole() -> _Change:
         shared = {key: JoinedRows.of(each) for key, each in tensors.shared.items()}
-        return _Change(None, Delta(dict(tensors.by_key), {}), Delta(shared, {}))
+        return _Change(None, {**tensors.by_key}, shared, {})
 
     if base is None:
         return whole()
@@ -336,9 +336,10 @@ def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -
     of_ranks, (names, *_) = zip(*every, strict=True)
     together = dict(joined(tensors.shared, changed, of_ranks, ranks.rank))
     rest = {k: JoinedRows.of(each) for k, each in tensors.shared.items() if k not in together}
-    of_all = delta(rest, together, taken={*tensors.shared, *names})
+    shared, ids_of = delta(rest, together, taken={*tensors.shared, *names})
     alone = {key: each for key, each in changed.items() if key in tensors.by_key}
-    return _Change(opened[0], delta(tensors.by_key, alone, taken=of_all.tensors), of_all)
+    own, own_ids_of = delta(tensors.by_key, alone, taken=shared)
+    return _Change(opened[0], own, shared, own_ids_of | ids_of)
 
 
 class _Writing:
@@ -368,11 +369,11 @@ class _Writing:
         self._switching = stack.enter_context(ExitStack())
         self._files = [
             JoinedFile(f"rows-{at:05d}.safetensors", each)
-            for at, each in enumerate(_shards(change.shared.tensors), 1)
+            for at, each in enumerate(_shards(change.shared), 1)
         ]
         # This rank's rows in each file of all ranks, and its own files.
         self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
-        self.jobs += _shards(change.own.tensors)
+        self.jobs += _shards(change.own)
         self._generation: Generation | None = None
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
@@ -380,13 +381,12 @@ class _Writing:
 
     def make(self, keep: int) -> None:
         """Makes the folder, and the files of all ranks in it."""
-        _, own, shared = self.change
 
         def make() -> Generation:
             needed = partial(base_of, self._folder)
             new = new_generation(self._folder, keep, needed, self.change.base)
             self._generation = self._switching.enter_context(new)
-            every = (*own.tensors.values(), *shared.tensors.values())
+            every = (*self.change.own.values(), *self.change.shared.values())
             _check_room(self._folder, sum(each.nbytes for each in every))
             for each in self._files:
                 each.make(self._generation.folder)
@@ -464,12 +464,12 @@ class _Writing:
     def _switch(self) -> tuple[int, int, str]:
         """Puts the generation in its place; gives its number, all bytes, and its digest."""
         assert self._generation is not None
-        against, own, shared = self.change
+        against = self.change.against
         with self._switching.pop_all():
             content = {"version": VERSION, "files": self._entries, "parts": self._values}
             if against is not None:
                 base = {"generation": against.number, "sha256": against.digest}
-                base["rows"] = {**own.ids_of, **shared.ids_of}
+                base["rows"] = self.change.ids_of
                 content |= {"version": VERSION_OF_DELTA, "base": base}
             text = json.dumps({"format": FORMAT, **content}, separators=(",", ":")).encode()
             self._write_small("manifest.json", text)

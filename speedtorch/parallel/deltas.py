@@ -20,7 +20,6 @@ from speedtorch.table.shared_rows import SharedRows
 __all__ = [
     "IDS",
     "Changed",
-    "Delta",
     "Moments",
     "are_same",
     "changed_rows",
@@ -72,20 +71,16 @@ class Changed(Generic[_Written]):
     ids: _Written
 
 
-@dataclass(frozen=True)
-class Delta(Generic[_Written]):
-    """What is written against a generation."""
-
-    tensors: dict[str, _Written]  # by their keys; of some of them the changed rows
-    ids_of: dict[str, str]  # by the key of such a field: that of the ids of its rows
-
-
 def delta(
     tensors: Mapping[str, _Written],
     changed: Mapping[str, Changed[_Written]],
     taken: Collection[str],
-) -> Delta[_Written]:
-    """Puts changed rows in the place of all; ids get names that no tensor has, nor are `taken`."""
+) -> tuple[dict[str, _Written], dict[str, str]]:
+    """What is written of tensors, by their keys: of some only changed rows, and the ids of these.
+
+    Returns the keys of the ids by the keys of the rows, too. No tensor has them, nor are they
+    `taken`.
+    """
     made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
     for key, each in changed.items():
         if each.group not in names:
@@ -93,7 +88,7 @@ def delta(
             names[each.group] = next(e for e in found if e not in made and e not in taken)
             made[names[each.group]] = each.ids
         made[key], ids_of[key] = each.rows, names[each.group]
-    return Delta(made, ids_of)
+    return made, ids_of
 
 
 def changed_rows(
