@@ -31,21 +31,9 @@ from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described
 from speedtorch.files.table_files import write_safetensors
 from speedtorch.memory.byte_count import bytes_of, text_of
-from speedtorch.parallel.background_saves import begin as begin_saving
+from speedtorch.parallel import background_saves, deltas
 from speedtorch.parallel.background_saves import copies, fitting, wait_for
-from speedtorch.parallel.deltas import (
-    IDS,
-    Changed,
-    Moments,
-    are_same,
-    changed_rows,
-    delta,
-    joined,
-    moments_of,
-    place_of,
-    remember,
-    write_changes,
-)
+from speedtorch.parallel.deltas import remember
 from speedtorch.parallel.load_checks import check_loads, shares_rows
 from speedtorch.parallel.load_ranks import LoadRanks
 from speedtorch.parallel.machine import this_machine
@@ -213,7 +201,7 @@ def async_save(
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
     folder = os.path.abspath(os.fsdecode(path))  # the program may change its folder meanwhile
     rest = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
-    return begin_saving(folder, *rest)
+    return background_saves.begin(folder, *rest)
 
 
 _OPTIONS = {
@@ -320,25 +308,25 @@ def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -
     if base is None:
         return whole()
     opened: list[SavedGeneration] = []
-    changed: dict[str, Changed[Tensor | SomeRows]] = {}
+    changed: dict[str, deltas.Changed[Tensor | SomeRows]] = {}
 
     def look() -> tuple[dict[str, tuple[Hashable, int]], list[str]] | None:
         opened.append(SavedGeneration.opened(folder, _chosen(folder, base)))
         if len(opened[0].chain) > LONGEST_CHAIN:
             return None
-        changed.update(changed_rows(opened[0], {**tensors.by_key, **tensors.shared}))
+        changed.update(deltas.changed_rows(opened[0], {**tensors.by_key, **tensors.shared}))
         counts = {key: (each.group, each.ids.shape[0]) for key, each in changed.items()}
-        return counts, [key for key in tensors.by_key if key.startswith(IDS)]
+        return counts, [key for key in tensors.by_key if key.startswith(deltas.IDS)]
 
     every = [each for each in agreed(ranks, look) if each is not None]
     if len(every) < ranks.size:
         return whole()
     of_ranks, (names, *_) = zip(*every, strict=True)
-    together = dict(joined(tensors.shared, changed, of_ranks, ranks.rank))
+    together = dict(deltas.joined(tensors.shared, changed, of_ranks, ranks.rank))
     rest = {k: JoinedRows.of(each) for k, each in tensors.shared.items() if k not in together}
-    shared, ids_of = delta(rest, together, taken={*tensors.shared, *names})
+    shared, ids_of = deltas.delta(rest, together, taken={*tensors.shared, *names})
     alone = {key: each for key, each in changed.items() if key in tensors.by_key}
-    own, own_ids_of = delta(tensors.by_key, alone, taken=shared)
+    own, own_ids_of = deltas.delta(tensors.by_key, alone, taken=shared)
     return _Change(opened[0], own, shared, own_ids_of | ids_of)
 
 
@@ -377,7 +365,7 @@ class _Writing:
         self._generation: Generation | None = None
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
-        self._moments: Moments = []
+        self._moments: deltas.Moments = []
 
     def make(self, keep: int) -> None:
         """Makes the folder, and the files of all ranks in it."""
@@ -402,7 +390,7 @@ class _Writing:
         total = sum(each.nbytes for job in now for each in job.values())
 
         def begin() -> None:
-            self._moments = moments_of({**tensors.by_key, **tensors.shared})
+            self._moments = deltas.moments_of({**tensors.by_key, **tensors.shared})
             with progress_bar(total, progress, unit="B") as bar:
                 self._write(now, 0, bar.update)
             self._copies = copies(self.jobs[first:])
@@ -646,7 +634,7 @@ def _loaded(ready: _Ready, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Fills parts, and gives the values of the rest."""
     opened = ready.opened
     for tensor, rows in ready.patches:
-        write_changes(tensor, rows)
+        deltas.write_changes(tensor, rows)
     for each, state in ready.states:
         each.load_state_dict(state)
         if isinstance(each, Optimizer):
@@ -656,8 +644,10 @@ def _loaded(ready: _Ready, parts: Mapping[str, Any]) -> dict[str, Any]:
         for name, part in parts.items():
             fields |= _fields_in_place(opened, name, part)
         # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
-        same = {key: each for key, each in fields.items() if are_same(each, opened.tensor(key))}
-        remember(opened.digest, moments_of(same))
+        same = {
+            key: each for key, each in fields.items() if deltas.are_same(each, opened.tensor(key))
+        }
+        remember(opened.digest, deltas.moments_of(same))
     return ready.others
 
 
@@ -675,7 +665,7 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
     return {
         key: each
         for key, each in {**tensors.by_key, **tensors.shared}.items()
-        if place_of(each) and opened.has(key, each)
+        if deltas.place_of(each) and opened.has(key, each)
     }
 
 
