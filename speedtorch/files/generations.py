@@ -57,15 +57,10 @@ def generations_of(folder: str) -> list[int]:
 
 @dataclass
 class Generation:
-    """One in the making.
+    """One in the making."""
 
-    Attributes:
-        number: Its number, which is certain once it is there.
-        folder: Where its files are written.
-    """
-
-    number: int
-    folder: str
+    number: int  # certain once it is there
+    folder: str  # where its files are written
 
     @property
     def meeting(self) -> str:

@@ -52,10 +52,7 @@ class NewFile:
     """A file in the making, whose place another one may have now.
 
     Ctrl-C may come between any call on the disk and the note of it in here, so what has happened
-    already is asked of the disk.
-
-    Attributes:
-        count: Bytes that were written.
+    already is asked of the disk. `count` bytes were written.
     """
 
     def __init__(self, path: str, partial: str) -> None:
@@ -258,10 +255,8 @@ def _remove_folder(folder: str) -> None:
     """Removes a folder if it is there and empty."""
     try:
         calls.remove_folder(folder)
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
             raise
 
 

@@ -53,10 +53,8 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
         return ["tensor", keep(name, value)]
     if kind is bytes:
         return ["bytes", value.hex()]
-    if kind is torch.dtype:
-        return ["dtype", str(value)]
-    if kind is torch.device:
-        return ["device", str(value)]
+    if kind in (torch.dtype, torch.device):
+        return [kind.__name__, str(value)]
     if isinstance(value, np.generic) and _has_plain_type(value.dtype):
         return ["number", value.dtype.str, value.tobytes().hex()]
     if kind in (np.ndarray, np.memmap) and _has_plain_type(value.dtype):
@@ -107,10 +105,8 @@ def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
     if word in ("list", "tuple", "size"):
         made = [within(each) for each in rest]
         return made if word == "list" else (tuple(made) if word == "tuple" else torch.Size(made))
-    if word == "dict":
-        return dict(_pairs(rest, within))
-    if word == "counter":  # of milestones of schedulers
-        return Counter(dict(_pairs(rest, within)))
+    if word in ("dict", "counter"):  # Counter: milestones of schedulers
+        return (dict if word == "dict" else Counter)(dict(_pairs(rest, within)))
     if word == "ordered" and rest:
         entries: Any = OrderedDict(_pairs(rest[1:], within))
         if (metadata := within(rest[0])) is not None:

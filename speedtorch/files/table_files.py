@@ -93,8 +93,9 @@ def save_fields(
     with about(name):  # of a folder that is gone
         _refuse_own([name], mapped)
     files = _format_of(name).files_to_write(name, fields)
-    _refuse_own([target for target, _, _ in files], mapped)
-    with replace_files([target for target, _, _ in files], name) as new_files:
+    targets = [target for target, _, _ in files]
+    _refuse_own(targets, mapped)
+    with replace_files(targets, name) as new_files:
         for file, (_, header, parts) in zip(new_files, files, strict=True):
             _write(file, header, parts)
 

@@ -149,8 +149,7 @@ def load_costs_with_first_gpu() -> None:
 
 def load_costs() -> bool:
     """Goes by the figures of this machine and its GPU, and says if there are any; never fails."""
-    costs = _kept_costs(_gpu())
-    if costs is not None:
+    if (costs := _kept_costs(_gpu())) is not None:
         _use(costs)
     return costs is not None
 

@@ -6,12 +6,11 @@ import errno
 import mmap
 import os
 import warnings
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from speedtorch.files.table_files import StoredField, open_fields
+from speedtorch.files.table_files import open_fields
 from speedtorch.memory import host_memory
 from speedtorch.memory.placement import Placement, check_size
 from speedtorch.ops.functions import wait_for_rows
@@ -52,7 +51,13 @@ class MappedPlacement(Placement):
         mapped: dict[str, mmap.mmap] = {}
         try:
             with open_fields(source, mapped=mapped, field=field) as stored:
-                _check_alignment(stored)
+                for name, each in stored.items():
+                    if each.nbytes and each.offset % each.dtype.itemsize:
+                        raise NotMapped(
+                            f"field {name!r} begins at byte {each.offset:,} of {each.path}, which"
+                            f" is no multiple of the {each.dtype.itemsize} bytes of {each.dtype};"
+                            " save() the table once, and open that file"
+                        )
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
@@ -78,16 +83,6 @@ class MappedPlacement(Placement):
     def flush(self) -> None:
         """Waits for the GPU alone: there is nothing to lose, and a file that was cut is closed."""
         wait_for_rows(None)
-
-
-def _check_alignment(stored: Mapping[str, StoredField]) -> None:
-    for name, each in stored.items():
-        if each.nbytes and each.offset % each.dtype.itemsize:
-            raise NotMapped(
-                f"field {name!r} begins at byte {each.offset:,} of {each.path}, which is no"
-                f" multiple of the {each.dtype.itemsize} bytes of {each.dtype}; save() the table"
-                " once, and open that file"
-            )
 
 
 def _bytes_of(file: mmap.mmap) -> Tensor:

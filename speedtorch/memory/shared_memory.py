@@ -164,7 +164,13 @@ class SharedMemory:
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
             if new_bytes:
-                _take(descriptor.fileno(), new_bytes)
+                os.fchmod(descriptor.fileno(), 0o600)
+                with near_gpu():
+                    for offset in range(0, new_bytes, _RESERVED_AT_ONCE):
+                        count_at_once = min(_RESERVED_AT_ONCE, new_bytes - offset)
+                        calls.reserve(descriptor.fileno(), offset, count_at_once)
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             if count:
                 self.data = torch.frombuffer(
                     calls.map(descriptor.fileno(), count), dtype=torch.uint8
@@ -222,11 +228,8 @@ class SharedMemory:
 
         Returns whether the field began with this value, or with values that were loaded.
         """
-        with (
-            nullcontext(self._descriptor)
-            if self._is_mine()
-            else self._locked(fcntl.LOCK_EX) as descriptor
-        ):
+        lock = nullcontext(self._descriptor) if self._is_mine() else self._locked(fcntl.LOCK_EX)
+        with lock as descriptor:
             if (mark := self._read_word(1 + field)) == 0:
                 fill()
                 self._write_word(descriptor, 1 + field, mark := _mark_of(value))
@@ -369,16 +372,6 @@ def _identity(file: str | int) -> tuple[int, int]:
     """Device and inode of a file, by its path or descriptor."""
     status = os.stat(file)
     return status.st_dev, status.st_ino
-
-
-def _take(descriptor: int, size: int) -> None:
-    """Takes memory for a new file, whose size is the same from then on."""
-    os.fchmod(descriptor, 0o600)
-    with near_gpu():
-        for offset in range(0, size, _RESERVED_AT_ONCE):
-            calls.reserve(descriptor, offset, min(_RESERVED_AT_ONCE, size - offset))
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 
 def _boot() -> str:
