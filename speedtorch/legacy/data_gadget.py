@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -69,22 +69,21 @@ class GadgetSwitcher(OneField):
             self._data = None  # so that the rows are not held twice
 
     def _copy_in(self, data: Tensor) -> None:
-        made = self._new(tuple(data.shape), data.dtype)
-        made.fields["weight"].copy_(data)
-        self._stored = made
+        self._fill(data.shape, data.dtype, lambda rows: rows.copy_(data))
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:
             chosen = _choose(stored, self._field)
-            made = self._new(chosen.shape, chosen.dtype)
-            chosen.read_into(made.fields["weight"])
-        self._stored = made
+            self._fill(chosen.shape, chosen.dtype, chosen.read_into)
 
-    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
-        """A table for new rows; the gadget takes it once they are all there."""
-        fields = {"weight": (shape[1:], dtype)}
+    def _fill(
+        self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], object]
+    ) -> None:
+        """Makes a table, which replaces the old one once it is filled."""
+        fields = {"weight": (tuple(shape[1:]), dtype)}
         table = self._place.make_table(shape[0], fields, families.default_device())
-        return Stored(table, {"weight": table["weight"]})
+        fill(table["weight"])
+        self._stored = Stored(table, {"weight": table["weight"]})
 
     def _rows(self) -> dict[str, Tensor]:
         self.gadgetInit()

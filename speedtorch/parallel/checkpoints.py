@@ -534,7 +534,7 @@ def load(
         and any(shares_rows(each) for part in parts.values() for each in _objects(part))
     )
     ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
-    ready: list[_Ready] = []
+    ready: list[Callable[[], dict[str, Any]]] = []
     damaged: dict[int, str] = {}
 
     def prepare() -> tuple[str | None, list[tuple[int, str]]]:
@@ -572,20 +572,11 @@ def load(
         for each in found:
             damaged.update(each)
         if None not in digests and len(set(digests)) == 1:
-            return _loaded(ready[0], parts)
+            return ready[0]()
     raise RuntimeError(
         f"load: {folder!r} has had another last generation at each of {_TRIES} looks, or is not the"
         " same folder on all ranks: name a generation="
     )
-
-
-class _Ready(NamedTuple):
-    """A load that every check has passed."""
-
-    opened: SavedGeneration
-    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]  # rows of tables: new ids and rows
-    states: list[tuple[Any, Any]]  # each object, and what it loads, in this order
-    others: dict[str, Any]  # the values of the rest
 
 
 def _prepared(
@@ -595,8 +586,8 @@ def _prepared(
     since: int | None,
     verify: bool,
     progress: bool | None,
-) -> _Ready:
-    """Reads and checks all that is loaded; changes nothing."""
+) -> Callable[[], dict[str, Any]]:
+    """Reads and checks all that is loaded; what it returns fills parts, and gives the rest."""
     if verify:
         opened.verify(progress)
     saved = opened.manifest["parts"]
@@ -627,28 +618,26 @@ def _prepared(
         fill_shards(*each)
     # What may still raise loads first, while the other objects are unchanged.
     order = sorted(range(len(pairs)), key=known.__getitem__)
-    return _Ready(opened, patches, [pairs[at][1:] for at in order], others)
 
+    def fill() -> dict[str, Any]:
+        for tensor, rows in patches:
+            deltas.write_changes(tensor, rows)
+        for part, state in [pairs[at][1:] for at in order]:
+            part.load_state_dict(state)
+            if isinstance(part, Optimizer):
+                opened.let_go(part)
+        if any_notes_changes():
+            # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
+            same = {
+                key: each
+                for name, part in parts.items()
+                for key, each in _fields_in_place(opened, name, part).items()
+                if deltas.are_same(each, opened.tensor(key))
+            }
+            remember(opened.digest, deltas.moments_of(same))
+        return others
 
-def _loaded(ready: _Ready, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills parts, and gives the values of the rest."""
-    opened = ready.opened
-    for tensor, rows in ready.patches:
-        deltas.write_changes(tensor, rows)
-    for each, state in ready.states:
-        each.load_state_dict(state)
-        if isinstance(each, Optimizer):
-            opened.let_go(each)
-    if any_notes_changes():
-        fields: dict[str, Tensor] = {}
-        for name, part in parts.items():
-            fields |= _fields_in_place(opened, name, part)
-        # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
-        same = {
-            key: each for key, each in fields.items() if deltas.are_same(each, opened.tensor(key))
-        }
-        remember(opened.digest, deltas.moments_of(same))
-    return ready.others
+    return fill
 
 
 def _objects(part: Any) -> Sequence[Any]:
@@ -681,20 +670,16 @@ def _check_number(what: str, given: object) -> None:
 
 def _chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
     there = generations_of(folder)
-    if not there:
-        raise FileNotFoundError(
-            errno.ENOENT, "there is no generation of a checkpoint in this folder", folder
-        )
-    if generation is None:
-        if whole := [each for each in there if each not in damaged]:
-            return whole[-1]
-        texts = "; ".join(dict.fromkeys(damaged.values()))
-        raise ValueError(f"load: {folder!r} has no whole generation, but {there}: {texts}")
-    if generation not in there:
-        raise FileNotFoundError(
-            errno.ENOENT, f"there is no generation {generation}, but {there}", folder
-        )
-    return generation
+    if generation in there:
+        return generation
+    if not there or generation is not None:
+        text = "there is no generation of a checkpoint in this folder"
+        text = f"there is no generation {generation}, but {there}" if there else text
+        raise FileNotFoundError(errno.ENOENT, text, folder)
+    if whole := [each for each in there if each not in damaged]:
+        return whole[-1]
+    texts = "; ".join(dict.fromkeys(damaged.values()))
+    raise ValueError(f"load: {folder!r} has no whole generation, but {there}: {texts}")
 
 
 def _warn_of(damaged: Mapping[int, str], number: int) -> None:
