@@ -114,7 +114,14 @@ def new_generation(
         bases[made.number] = base
         numbers = generations_of(folder)
         bases |= {each: base_of(each) for each in numbers if each not in bases}
-        _remove(folder, _unneeded(numbers, keep, bases), token)
+        for number in _unneeded(numbers, keep, bases):
+            hidden = os.path.join(folder, f".generation-{number}.{token}.old")
+            with suppress(FileNotFoundError):  # another process has done so
+                calls.rename(path_of(folder, number), hidden)  # at once no generation any more
+                if os.path.islink(hidden):  # to another disk
+                    calls.unlink(hidden)
+                else:
+                    shutil.rmtree(hidden)
 
 
 def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) -> list[int]:
@@ -126,15 +133,3 @@ def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) ->
             needed.add(at)
             at = bases.get(at)
     return [each for each in reversed(numbers) if each not in needed]
-
-
-def _remove(folder: str, numbers: list[int], token: str) -> None:
-    """Removes generations; each is no longer one at once."""
-    for number in numbers:
-        hidden = os.path.join(folder, f".generation-{number}.{token}.old")
-        with suppress(FileNotFoundError):  # another process has done so
-            calls.rename(path_of(folder, number), hidden)
-            if os.path.islink(hidden):  # to another disk
-                calls.unlink(hidden)
-            else:
-                shutil.rmtree(hidden)

@@ -171,7 +171,12 @@ def replace_files(
         for file in files:
             file.finish()
         if several:
-            _sync_partial(partial, descriptor)
+            with opened_folder(partial) as inner:
+                mode = stat.S_IMODE(os.fstat(inner).st_mode) | os.fstat(descriptor).st_mode & 0o777
+                with suppress(OSError):  # File systems without modes.
+                    calls.chmod(inner, mode)
+                with where_supported(), about(partial):
+                    calls.fsync(inner)
             while not rename_folder(partial, switch_folder(whole)):
                 _complete_earlier(whole)
             _complete(whole)
@@ -200,16 +205,6 @@ def _base(name: str) -> str:
     """A name, or what stands for a long one in hidden names, which are longer."""
     data = os.fsencode(name)
     return name if len(data) <= _LONGEST_BASE else hashlib.sha256(data).hexdigest()[:32]
-
-
-def _sync_partial(partial: str, parent: int) -> None:
-    """Brings the names in a new folder to the disk, with the permissions of its parent."""
-    with opened_folder(partial) as descriptor:
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode) | os.fstat(parent).st_mode & 0o777
-        with suppress(OSError):  # File systems without modes.
-            calls.chmod(descriptor, mode)
-        with where_supported(), about(partial):
-            calls.fsync(descriptor)
 
 
 def rename_folder(source: str, target: str, *errors: int) -> bool:

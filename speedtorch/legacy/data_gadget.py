@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -154,7 +154,11 @@ class GadgetSwitcher(OneField):
             put_parts(field, indexes, rows.to(field.dtype))
             return
         shape = (*ids.shape, *field.shape[1:])
-        if not _repeats_to(rows.shape, shape):
+        try:
+            repeats = np.broadcast_shapes(tuple(rows.shape), shape) == shape
+        except ValueError:
+            repeats = False
+        if not repeats:
             raise ValueError(
                 f"insertData got {list(rows.shape)} for {ids.numel()} ids; rows here are"
                 f" {list(field.shape[1:])}"
@@ -173,14 +177,6 @@ def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
     # A copy only of what torch cannot share: read-only arrays and backward strides.
     shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
     return torch.from_numpy(array if shared else array.copy())
-
-
-def _repeats_to(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether NumPy repeats values of one shape to fill another."""
-    try:
-        return np.broadcast_shapes(tuple(shape), tuple(wanted)) == tuple(wanted)
-    except ValueError:
-        return False
 
 
 def _choose(stored: Mapping[str, _Field], field: str | None) -> _Field:

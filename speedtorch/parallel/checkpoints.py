@@ -375,7 +375,10 @@ class _Writing:
             new = new_generation(self._folder, keep, needed, self.change.base)
             self._generation = self._switching.enter_context(new)
             every = (*self.change.own.values(), *self.change.shared.values())
-            _check_room(self._folder, sum(each.nbytes for each in every))
+            nbytes, status = sum(each.nbytes for each in every), os.statvfs(self._folder)
+            if status.f_blocks and nbytes > (free := status.f_bavail * status.f_frsize):
+                text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
+                raise OSError(errno.ENOSPC, text, self._folder)
             for each in self._files:
                 each.make(self._generation.folder)
             return self._generation
@@ -784,16 +787,3 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     is_in_rows = tensor.dim() > 0 and tensor.numel() > 0 and tensor[0].is_contiguous()
     return tensor if is_in_rows else tensor.contiguous()
-
-
-# ------------------------------------------------------------------------------------------------
-# Files
-
-
-def _check_room(folder: str, nbytes: int) -> None:
-    """Raises OSError unless the disk has room for so many bytes more."""
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if status.f_blocks and nbytes > free:
-        text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
-        raise OSError(errno.ENOSPC, text, folder)

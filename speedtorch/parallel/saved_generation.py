@@ -88,7 +88,22 @@ class SavedGeneration:
 
     def _open_files(self) -> None:
         with self._damage("manifest.json"):
-            self.manifest = self._manifest()
+            text = read_file(os.path.join(self.path, "manifest.json"), _LARGEST_MANIFEST)
+            digest = read_file(os.path.join(self.path, "manifest.crc32"), _LARGEST_MANIFEST)
+            if f"{zlib.crc32(text):08x}\n".encode() != digest:
+                raise ValueError("its bytes are not those that were written")
+            content = json.loads(text)
+            version = VERSION_OF_DELTA if "base" in content else VERSION
+            if content["format"] != FORMAT or content["version"] != version:
+                raise ValueError(f"expected {FORMAT!r}, version {version}")
+            self.digest = hashlib.sha256(text).hexdigest()
+            if not isinstance(content["parts"], dict):
+                raise ValueError("its parts have no names")
+            for each in content["files"]:
+                numbers = [each["bytes"], *each["crc32"]]
+                if not all(type(number) is int and number >= 0 for number in numbers):
+                    raise ValueError("it has bytes or digests that are no numbers")
+            self.manifest = dict(content)
             for each in self.manifest["files"]:
                 name = each["name"]
                 is_name = os.path.basename(name) == name and name.endswith(".safetensors")
@@ -115,24 +130,6 @@ class SavedGeneration:
         except OSError as error:
             with about(error.filename or path, others):
                 raise error
-
-    def _manifest(self) -> dict[str, Any]:
-        text = read_file(os.path.join(self.path, "manifest.json"), _LARGEST_MANIFEST)
-        digest = read_file(os.path.join(self.path, "manifest.crc32"), _LARGEST_MANIFEST)
-        if f"{zlib.crc32(text):08x}\n".encode() != digest:
-            raise ValueError("its bytes are not those that were written")
-        content = json.loads(text)
-        version = VERSION_OF_DELTA if "base" in content else VERSION
-        if content["format"] != FORMAT or content["version"] != version:
-            raise ValueError(f"expected {FORMAT!r}, version {version}")
-        self.digest = hashlib.sha256(text).hexdigest()
-        if not isinstance(content["parts"], dict):
-            raise ValueError("its parts have no names")
-        for each in content["files"]:
-            numbers = [each["bytes"], *each["crc32"]]
-            if not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError("it has bytes or digests that are no numbers")
-        return dict(content)
 
     def _open_base(self) -> SavedGeneration:
         with self._damage("manifest.json"):
