@@ -30,13 +30,11 @@ class MappedPlacement(Placement):
 
     Where there is a GPU the files are registered for it, read-only and in place, which reads them
     whole. What does not work there is the `reason`.
+    `fields` are in the files' memory: writing to them ends the process.
 
     Args:
         source: What HostTable.save was given, or a file like it.
         field: The one that is used, as "weight"; None: all of them.
-
-    Attributes:
-        fields: Name to `[rows, ...]`, in the file's memory; writing to them ends the process.
 
     Raises:
         NotMapped: The file system cannot map them, or a field is not aligned.
@@ -64,7 +62,13 @@ class MappedPlacement(Placement):
             raise NotMapped(f"the file system does not map it: {error.strerror}") from error
         # Others were opened before another save replaced them.
         self._files = {path: mapped[path] for path in {each.path for each in stored.values()}}
-        whole = {path: _bytes_of(file) for path, file in self._files.items()}
+        with warnings.catch_warnings():
+            # Tables give such tensors out as ReadOnlyRows alone.
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            whole = {
+                path: torch.frombuffer(file, dtype=torch.uint8)
+                for path, file in self._files.items()
+            }
         reasons = [host_memory.pin_if_possible(each) for each in whole.values()]
         self.reason = next(filter(None, reasons), "")
         kinds = {host_memory.memory_kind(each) for each in whole.values()}
@@ -83,11 +87,3 @@ class MappedPlacement(Placement):
     def flush(self) -> None:
         """Waits for the GPU alone: there is nothing to lose, and a file that was cut is closed."""
         wait_for_rows(None)
-
-
-def _bytes_of(file: mmap.mmap) -> Tensor:
-    """A mapped file as uint8 `[size]`."""
-    with warnings.catch_warnings():
-        # Tables give such tensors out as ReadOnlyRows alone.
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.frombuffer(file, dtype=torch.uint8)

@@ -114,11 +114,7 @@ class Placement:
 
     @property
     def shared(self) -> SharedMemory:
-        """The memory that processes share.
-
-        Raises:
-            ValueError: This process alone has it.
-        """
+        """The memory that processes share; ValueError if this process alone has it."""
         raise ValueError(
             f"this table's memory is {self.memory!r}, which one process alone can use: make the"
             " table with memory='shared'"

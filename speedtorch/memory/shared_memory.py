@@ -147,15 +147,12 @@ def _received(address: _Address, sent: Any) -> SharedMemoryHandle:
 class SharedMemory:
     """Zeros that several processes read and write at the same place.
 
-    The memory goes with the last process, tensor and handle that has it.
+    The memory goes with the last process, tensor and handle that has it. `data` is uint8 `[count]`.
 
     Args:
         descriptor: Of the memory, which is sealed; closed with this, also where this raises.
         count: Bytes of data.
         new_bytes: All bytes of memory that is new, which is taken and sealed now.
-
-    Attributes:
-        data: uint8 `[count]`.
     """
 
     def __init__(self, descriptor: _Descriptor, count: int, new_bytes: int = 0) -> None:
@@ -183,9 +180,7 @@ class SharedMemory:
     def made(cls, count: int, fields: int) -> SharedMemory:
         """New memory of a table with so many fields, all of it taken now.
 
-        Raises:
-            MemoryError: The machine has too little; nothing was taken.
-            RuntimeError: The system has no such memory.
+        Raises MemoryError if the machine has too little, RuntimeError if it has no such memory.
         """
         size = _in_pages(_in_pages(count) + _WORD_BYTES * (1 + fields))
         if host_memory.is_checked() and size > (available := host_memory.available_bytes()):

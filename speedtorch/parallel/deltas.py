@@ -127,13 +127,9 @@ def joined(
     every: Sequence[Mapping[str, tuple[Hashable, int]]],
     rank: int,
 ) -> Iterator[tuple[str, Changed[JoinedRows]]]:
-    """What ranks write together of tensors whose changes all of them know; gives their keys.
+    """What ranks write together of `shared` tensors whose changes all know; gives their keys.
 
-    Args:
-        shared: Those of all ranks.
-        own: What this rank knows.
-        every: Of each rank the groups, and how many rows have changed there.
-        rank: This one.
+    `own` is what this rank knows; `every` has each rank's groups and numbers of changed rows.
     """
     for key, each in shared.items():
         of_ranks = [known[key] for known in every if key in known]

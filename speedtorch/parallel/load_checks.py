@@ -114,8 +114,6 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
         if saved is not None:
             saved.check_loads(optimizer, state)
         if type(optimizer).__module__.startswith("torch.optim."):
-            if type(optimizer).__name__ not in _SHAPED_OTHERWISE:
-                _check_shapes(optimizer, groups, entries)
             _try(optimizer, groups, entries)
     except Exception as error:
         no_key = f"it has no {error}" if isinstance(error, KeyError) else ""
@@ -126,21 +124,22 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
     return True
 
 
-def _check_shapes(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
-    """Raises ValueError for state of other shapes than the parameters, as torch does not."""
+def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
+    """Loads a state, without the elements of its tensors, into a shallow copy.
+
+    Raises ValueError for state of other shapes than the parameters, too, as torch does not.
+    """
+    is_shaped_alike = type(optimizer).__name__ not in _SHAPED_OTHERWISE
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         for key, value in entries.get(number, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            is_tensor = isinstance(value, Tensor) and value.dim() > 0
+            if is_tensor and value.shape != parameter.shape and is_shaped_alike:
                 raise ValueError(
                     f"the state {key!r} of parameter {number} has the shape {tuple(value.shape)},"
                     f" and the parameter {tuple(parameter.shape)}"
                 )
-
-
-def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
-    """Loads a state, without the elements of its tensors, into a shallow copy."""
     made = object.__new__(type(optimizer))
     hooks = {name: OrderedDict[Any, Any]() for name in vars(optimizer) if "_hooks" in name}
     vars(made).update(vars(optimizer) | hooks)

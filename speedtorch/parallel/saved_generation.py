@@ -99,13 +99,11 @@ class SavedGeneration:
             self.digest = hashlib.sha256(text).hexdigest()
             if not isinstance(content["parts"], dict):
                 raise ValueError("its parts have no names")
-            for each in content["files"]:
-                numbers = [each["bytes"], *each["crc32"]]
-                if not all(type(number) is int and number >= 0 for number in numbers):
-                    raise ValueError("it has bytes or digests that are no numbers")
             self.manifest = dict(content)
             for each in self.manifest["files"]:
-                name = each["name"]
+                name, numbers = each["name"], [each["bytes"], *each["crc32"]]
+                if not all(type(number) is int and number >= 0 for number in numbers):
+                    raise ValueError("it has bytes or digests that are no numbers")
                 is_name = os.path.basename(name) == name and name.endswith(".safetensors")
                 if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
                     raise ValueError(f"it names the file {name[:300]!r}")

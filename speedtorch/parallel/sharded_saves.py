@@ -137,18 +137,13 @@ def _writer_of_runs(descriptor: int, runs: Mapping[int, int]) -> Callable[[memor
 
 
 class JoinedFile:
-    """A file of rows that ranks write together.
-
-    Attributes:
-        name: Of the file.
-        nbytes: Of all of it.
-        own: The rows that this rank writes, by the bytes at which they begin.
-    """
+    """A file of rows that ranks write together."""
 
     def __init__(self, name: str, tensors: Mapping[str, JoinedRows]) -> None:
         self.name = name
         self._header = safetensors_header({k: (e.shape, e.dtype) for k, e in tensors.items()})
         self.own: dict[int, Tensor | SomeRows] = {}
+        """The rows that this rank writes, by the bytes at which they begin."""
         self.nbytes = len(self._header)
         for key in in_file_order({key: each.dtype for key, each in tensors.items()}):
             each = tensors[key]
