@@ -82,6 +82,7 @@ class Placement:
     writable: bool = True
     is_in_place: bool = False
     memory_beside: MemoryKind = "auto"
+    _shared: SharedMemory | None = None
 
     def check(self) -> None:
         """Raises what makes the bytes unusable by now."""
@@ -106,19 +107,25 @@ class Placement:
 
         Returns False if another process has filled it with another value.
         """
+        if self._shared is not None:
+            return self._shared.begin(field, value, fill)
         fill()
         return True
 
     def note_given(self, field: int) -> None:
         """Says that a field has values which begin() of another process is not to replace."""
+        if self._shared is not None:
+            self._shared.note_given(field)
 
     @property
     def shared(self) -> SharedMemory:
         """The memory that processes share; ValueError if this process alone has it."""
-        raise ValueError(
-            f"this table's memory is {self.memory!r}, which one process alone can use: make the"
-            " table with memory='shared'"
-        )
+        if self._shared is None:
+            raise ValueError(
+                f"this table's memory is {self.memory!r}, which one process alone can use: make the"
+                " table with memory='shared'"
+            )
+        return self._shared
 
 
 class HostPlacement(Placement):
@@ -203,23 +210,10 @@ class SharedPlacement(Placement):
         """The memory of a handle."""
         return cls(SharedMemory(handle.open(), handle.address.count))
 
-    @property
-    def shared(self) -> SharedMemory:
-        """See Placement."""
-        return self._shared
-
-    def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
-        """See Placement."""
-        return self._shared.begin(field, value, fill)
-
-    def note_given(self, field: int) -> None:
-        """See Placement."""
-        self._shared.note_given(field)
-
     def release(self) -> None:
         """See Placement; other processes keep the memory."""
         host_memory.release(self.data)
-        self._shared.close()
+        self.shared.close()
 
 
 def check_size(path: str, size: int, needed: int) -> None:

@@ -334,14 +334,8 @@ class _Writing:
     """A generation that is written, by one process or by ranks together.
 
     Each method is called by all ranks, in the order in which they stand here. An error of one rank
-    raises on all of them, and the generations of before stay.
-
-    Args:
-        ranks: Those that write.
-        folder: Of the generations.
-        change: What is written.
-        values: The parts as JSON.
-        stack: Is closed once it is written, or has failed.
+    raises on all of them, and the generations of before stay. Its caller closes `stack` once it is
+    written, or has failed.
     """
 
     def __init__(

@@ -46,16 +46,13 @@ class DamagedError(ValueError):
 class SavedGeneration:
     """A generation to read.
 
-    Attributes:
-        number, path: Of it.
-        digest: Of its manifest, and so of all that it has.
-        base: That which it was written against, if it has only the changed rows of some tables.
-        ids_of: By the key of such a field: that of the ids of its rows.
+    If it has only the changed rows of some fields, it was written against its `base`, and `ids_of`
+    has by such a field's key that of the ids of its rows.
     """
 
     def __init__(self, folder: str, number: int, later: int | None = None) -> None:
         self.number, self.path = number, path_of(folder, number)
-        self.digest = ""
+        self.digest = ""  # of its manifest, and so of all that it has
         self.base: SavedGeneration | None = None
         self.ids_of: dict[str, str] = {}
         self._folder, self._later = folder, later
