@@ -130,12 +130,7 @@ def write_blocks(
 ) -> None:
     """Writes a header, and then the bytes of fields that are contiguous within a row.
 
-    Args:
-        write: Writes bytes, one block after another.
-        header: What it begins with.
-        fields: What follows, in this order.
-        digests: Takes the digests of all chunks.
-        told: Is called with each number of bytes that was written.
+    `digests` takes the digests of all chunks; `told` is called with each number of written bytes.
     """
     nbytes = len(header) + sum(each.nbytes for each in fields)
     if not nbytes:

@@ -23,18 +23,10 @@ _LONG_BITS = 2048  # Python may refuse to turn ints of 640 digits into text: lon
 
 
 def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: int = 0) -> Any:
-    """What JSON can hold of a value.
+    """What JSON can hold of a value, which errors call `name`; the types are in save()'s docstring.
 
-    Args:
-        name: What errors call it.
-        value: None, bools, ints, floats, strings, bytes, tensors, dtypes, sizes, devices, NumPy's
-            numbers and arrays, and dicts, lists and tuples of them.
-        keep: Keeps a tensor of that name, and gives the name under which it is found again.
-        depth: How many dicts, lists and tuples the value is within.
-
-    Raises:
-        TypeError: There is something else within; the error names it.
-        ValueError: It is nested too deeply, or within itself.
+    `keep` keeps a tensor of a name, and gives the name under which it is found again. Raises
+    TypeError for another type within, ValueError if it is nested too deeply, or within itself.
     """
     if depth > _DEEPEST:
         raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")

@@ -58,7 +58,15 @@ class OptimizerSwitcher(BatchExchange):
         self.variable_name = variable_name
         name = f"{variable_name}{type(given_optimizer).__name__}"
         self._place = replace(self._place, diskname=name)  # where the place is a file
-        self._found = _find_parameter(model, variable_name)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        found = [n for n in (f"{variable_name}.weight", variable_name) if n in parameters]
+        if not found:
+            valid = ", ".join(sorted(each.removesuffix(".weight") for each in parameters))
+            raise ValueError(
+                f"variable_name={variable_name!r} is no variable of {type(model).__name__}; it has:"
+                f" {valid}"
+            )
+        self._found: Tensor = parameters[found[0]]
         shape = row_shape(embed_dimension, "embed_dimension")
         rows_dtype = families.as_dtype(dtype, "dtype")
         check_rows(self._found, shape, rows_dtype, repr(variable_name), "dtype")
@@ -177,18 +185,6 @@ class OptimizerSwitcher(BatchExchange):
                 is_tensor = isinstance(value, Tensor)
                 scalars[name] = first.to(value.device, copy=True) if is_tensor else first.item()
         self._hold(scalars)
-
-
-def _find_parameter(model: nn.Module, variable_name: str) -> Tensor:
-    """The parameter of that name, with or without `.weight` at its end."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in (f"{variable_name}.weight", variable_name):
-        if name in parameters:
-            return parameters[name]
-    valid = ", ".join(sorted(name.removesuffix(".weight") for name in parameters))
-    raise ValueError(
-        f"variable_name={variable_name!r} is no variable of {type(model).__name__}; it has: {valid}"
-    )
 
 
 class OptimizerFactory(

@@ -304,9 +304,7 @@ class SharedMemory:
     def read_consistently(self, read: Callable[[], _Result], timeout_s: float) -> _Result:
         """The result of a call of read() while which no writer but this thread was at work.
 
-        Raises:
-            TimeoutError: There was none in so many seconds.
-            RuntimeError: A writer ended while it wrote.
+        Raises TimeoutError if there was none in time, RuntimeError if a writer ended half-way.
         """
         if self._is_mine():
             return read()

@@ -80,10 +80,7 @@ class SideStream:
     Each stream of the caller has side streams of its own. Memory that is allocated on a side stream
     is used there and on the caller's stream only, and each turn waits for that stream: torch may
     allocate the memory again as soon as it is freed. Work of two callers' streams never meets.
-
-    Args:
-        purpose: its name.
-        is_timed: whether `end` records the time.
+    `is_timed` says whether `end` records the time.
     """
 
     def __init__(self, purpose: str, *, is_timed: bool = False) -> None:

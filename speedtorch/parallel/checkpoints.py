@@ -539,8 +539,12 @@ def load(
         for what, given in (("generation", generation), ("since", since)):
             if given is not None:
                 _check_number(what, given)
-        for name, each in parts.items():
-            _check_loads(name, each)
+        for name, part in parts.items():
+            if wrong := [each for each in _objects(part) if not hasattr(each, "load_state_dict")]:
+                raise TypeError(
+                    f"{name}: expected what has a load_state_dict(), got {type(wrong[0]).__name__};"
+                    " values are in what load() returns"
+                )
         while True:
             number = _chosen(folder, generation, damaged)
             try:
@@ -695,15 +699,6 @@ def _state_of(part: Any) -> Any:
     if isinstance(part, list | tuple) and part and all(hasattr(e, "state_dict") for e in part):
         return [each.state_dict() for each in part]
     return part.state_dict() if hasattr(part, "state_dict") else part
-
-
-def _check_loads(name: str, part: Any) -> None:
-    for each in _objects(part):
-        if not hasattr(each, "load_state_dict"):
-            raise TypeError(
-                f"{name}: expected what has a load_state_dict(), got {type(each).__name__}; values"
-                " are in what load() returns"
-            )
 
 
 class _Tensors:
