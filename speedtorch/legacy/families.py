@@ -34,10 +34,8 @@ Datatype = str | torch.dtype | npt.DTypeLike
 class TablePlace:
     """A place for tables that are made later."""
 
-    memory: str
-    """One of HostTable's kinds, or "variable": the device of the variable that a table serves."""
-    diskname: str = ""
-    """For "file", how the names of the files start."""
+    memory: str  # one of HostTable's kinds, or "variable": the device of the table's variable
+    diskname: str = ""  # for "file", how the names of the files start
 
     def make_table(self, rows: int, fields: Fields, device: torch.device) -> HostTable:
         """A table of zeros, for a variable on `device`.

@@ -72,25 +72,15 @@ def takes_host_memory(kind: MemoryKind) -> bool:
 
 
 class Placement:
-    """Bytes of a table, in one kind of memory; each kind is a subclass.
+    """Bytes of a table, in one kind of memory; each kind is a subclass."""
 
-    Attributes:
-        data: The bytes, uint8 `[count]`; "mapped" fields have none in common.
-        memory: The kind of memory, never "auto".
-        path: The file of the bytes, if there is one.
-        reason: Why the memory is not what was asked for, or reached more slowly; often "".
-        writable: Whether rows may be written.
-        is_in_place: Whether kernels of a GPU read the rows where they are, in host memory.
-        memory_beside: What kind of memory tables take that are made beside this one.
-    """
-
-    data: Tensor
-    memory: MemoryKind
-    path: str | None = None
-    reason: str = ""
-    writable: bool = True
-    is_in_place: bool = False
-    memory_beside: MemoryKind = "auto"
+    data: Tensor  # the bytes, uint8 `[count]`; "mapped" fields have none in common
+    memory: MemoryKind  # never "auto"
+    path: str | None = None  # the file of the bytes, if there is one
+    reason: str = ""  # why the memory is not what was asked for, or reached more slowly
+    writable: bool = True  # whether rows may be written
+    is_in_place: bool = False  # whether kernels of a GPU read the rows where they are
+    memory_beside: MemoryKind = "auto"  # what tables take that are made beside this one
     _shared: SharedMemory | None = None
 
     def check(self) -> None:

@@ -85,8 +85,7 @@ class SideStream:
 
     def __init__(self, purpose: str, *, is_timed: bool = False) -> None:
         self._purpose, self._is_timed = purpose, is_timed
-        self._last: torch.cuda.Stream | None = None
-        """The stream of the last work."""
+        self._last: torch.cuda.Stream | None = None  # the stream of the last work
         self.end: torch.cuda.Event | None = None
 
     def after_current(
@@ -166,8 +165,7 @@ class MemoryStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._stream: torch.cuda.Stream | None = None
-        self.has_changed = False
-        """Whether there has been more than one stream."""
+        self.has_changed = False  # whether there has been more than one stream
 
     def follow(self, held: Callable[[], Iterable[Tensor]]) -> None:
         """Orders the current stream behind the last, and records it for all that is held."""

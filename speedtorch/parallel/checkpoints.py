@@ -706,8 +706,7 @@ class _Tensors:
 
     def __init__(self) -> None:
         self.by_key: dict[str, Tensor] = {}
-        self.shared: dict[str, SharedRows] = {}
-        """Those of which other ranks have rows, too."""
+        self.shared: dict[str, SharedRows] = {}  # of which other ranks have rows, too
         self._keys: dict[tuple[Any, ...], str] = {}
 
     def keep(self, name: str, tensor: Tensor) -> str:
