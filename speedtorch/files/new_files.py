@@ -270,7 +270,7 @@ def swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
     with opened_folder(folder) as descriptor:
         # File systems without locks cannot tell: what is left stays.
         with where_supported(errno.EBADF, errno.ENOLCK):
-            # Where they are in use, another user's, or removed meanwhile, saving works all the same.
+            # Where they are in use, another user's or gone by now, saving works all the same.
             with suppress(BlockingIOError, PermissionError, FileNotFoundError):
                 calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for entry in filter(hidden.fullmatch, os.listdir(folder)):

@@ -200,8 +200,8 @@ def async_save(
     """
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
     folder = os.path.abspath(os.fsdecode(path))  # the program may change its folder meanwhile
-    rest = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
-    return background_saves.begin(folder, *rest)
+    begun = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
+    return background_saves.begin(folder, *begun)
 
 
 _OPTIONS = {
