@@ -1,7 +1,4 @@
-"""Fields of a table to files and back, in blocks: a table of any size takes 32 MiB more.
-
-A field may be strided (one of several in a record), on the CPU or on a GPU; its rows move as bytes.
-"""
+"""Fields of a table (see field_blocks.py) to files and back; a table of any size takes 32 MiB."""
 
 from __future__ import annotations
 

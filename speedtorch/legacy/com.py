@@ -55,7 +55,10 @@ class COM(CupyFiles, CountSwitcher, place=families.host_or_variable, datatype="i
         [0, 0, 1]
     """
 
-    CUPYCom = CupyFiles.CUPYcorpus
+    @property
+    def CUPYCom(self) -> torch.Tensor:
+        """The counts themselves, as getCupyVar returns them."""
+        return self._variable()
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Makes the table `[total_classes, total_classes]`, all zeros.

@@ -223,7 +223,10 @@ class OptimizerFactory(
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
 
-    CUPYcorpi = property(OptimizerSwitcher._listed_variable)
+    @property
+    def CUPYcorpi(self) -> list[Tensor]:
+        """The state of all rows, in the order of optVarList."""
+        return list(self._rows().values())
 
 
 class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.with_variable):

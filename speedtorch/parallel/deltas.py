@@ -76,10 +76,9 @@ def delta(
     changed: Mapping[str, Changed[_Written]],
     taken: Collection[str],
 ) -> tuple[dict[str, _Written], dict[str, str]]:
-    """What is written of tensors, by their keys: of some only changed rows, and the ids of these.
+    """Tensors by key, of some only changed rows and their ids; and the ids' keys by the rows' keys.
 
-    Returns the keys of the ids by the keys of the rows, too. No tensor has them, nor are they
-    `taken`.
+    The ids' keys are new ones, which are not `taken`.
     """
     made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
     for key, each in changed.items():

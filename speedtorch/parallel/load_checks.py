@@ -144,14 +144,13 @@ def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
     hooks = {name: OrderedDict[Any, Any]() for name in vars(optimizer) if "_hooks" in name}
     vars(made).update(vars(optimizer) | hooks)
     vars(made).pop("load_state_dict", None)
+
+    def without_elements(value: Any) -> Any:
+        is_array = isinstance(value, Tensor) and value.dim() > 0
+        return torch.empty(0, dtype=value.dtype, device="cpu") if is_array else value
+
     empty = {
-        number: {key: _without_elements(value) for key, value in each.items()}
+        number: {key: without_elements(value) for key, value in each.items()}
         for number, each in entries.items()
     }
     made.load_state_dict({"state": empty, "param_groups": groups})
-
-
-def _without_elements(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim():
-        return torch.empty(0, dtype=value.dtype, device="cpu")
-    return value
