@@ -31,6 +31,8 @@ _BLOCKS = 8  # in memory: several threads prepare as many bytes as one writes
 _COMPARED_BYTES = 1 << 20  # by each thread at once
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
+_Piece: TypeAlias = tuple[Tensor, int, _Bytes]
+"""Rows, from which of their bytes on they are copied, and the memory for them."""
 
 
 def byte_rows(field: Tensor) -> Tensor:
@@ -51,25 +53,20 @@ def have_same_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
     The GPU is done with them.
     """
-    # Each thread takes the next part.
-    parts = iter([part for each in pairs for part in _parts(*map(byte_rows, each))])
+    parts: list[tuple[Tensor, Tensor]] = []
+    for rows, others in (map(byte_rows, each) for each in pairs):
+        count = max(1, _COMPARED_BYTES // rows.shape[1])
+        parts += zip(torch.split(rows, count), torch.split(others, count), strict=True)
+    rest = iter(parts)  # each thread takes the next part
 
     def same() -> bool:
         return all(
-            np.array_equal(rows[some].cpu().numpy(), others[some].cpu().numpy())
-            for rows, others, some in parts
+            np.array_equal(rows.cpu().numpy(), others.cpu().numpy()) for rows, others in rest
         )
 
     with threads(MOST_THREADS) as pool:
         found = [pool.begin(same) for _ in range(MOST_THREADS)]
         return all(pool.result(each) for each in found)
-
-
-def _parts(rows: Tensor, others: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """Which rows are compared at once."""
-    count = max(1, _COMPARED_BYTES // rows.shape[1])
-    for begin in range(0, len(rows), count):
-        yield rows, others, slice(begin, begin + count)
 
 
 @dataclass(frozen=True)
@@ -105,31 +102,23 @@ class SomeRows:
         return byte_rows(self.at(self.ids[first:end])), begin - first * row_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of a block: bytes of rows from one of them on, and the memory for them."""
-
-    rows: Tensor
-    begin: int
-    to: _Bytes
-
-    def gather(self) -> None:
-        """Copies them in this thread alone, as other blocks have the other cores."""
-        rows, row_bytes, at = self.rows, self.rows.shape[1], 0
-        while at < len(self.to):
-            row, column = divmod(self.begin + at, row_bytes)
-            count = min(len(self.to) - at, row_bytes - column)
-            whole = (len(self.to) - at) // row_bytes
-            if column == 0 and whole:
-                count, part = whole * row_bytes, rows[row : row + whole]
-            else:
-                part = rows[row : row + 1, column : column + count]
-            to = self.to[at : at + count].reshape(part.shape)
-            if part.is_cpu:
-                np.copyto(to, part.numpy())
-            else:
-                torch.from_numpy(to).copy_(part)
-            at += count
+def _gather(rows: Tensor, begin: int, to: _Bytes) -> None:
+    """Copies bytes of rows, from `begin` on, in this thread alone: others have the other cores."""
+    row_bytes, at = rows.shape[1], 0
+    while at < len(to):
+        row, column = divmod(begin + at, row_bytes)
+        count = min(len(to) - at, row_bytes - column)
+        whole = (len(to) - at) // row_bytes
+        if column == 0 and whole:
+            count, part = whole * row_bytes, rows[row : row + whole]
+        else:
+            part = rows[row : row + 1, column : column + count]
+        target = to[at : at + count].reshape(part.shape)
+        if part.is_cpu:
+            np.copyto(target, part.numpy())
+        else:
+            torch.from_numpy(target).copy_(part)
+        at += count
 
 
 def write_blocks(
@@ -141,12 +130,7 @@ def write_blocks(
 ) -> None:
     """Writes a header, and then the bytes of fields that are contiguous within a row.
 
-    Args:
-        write: Writes bytes, one block after another.
-        header: What it begins with.
-        fields: What follows, in this order.
-        digests: Takes the digests of all chunks.
-        told: Is called with each number of bytes that was written.
+    `digests` takes the digests of all chunks; `told` is called with each number of written bytes.
     """
     nbytes = len(header) + sum(each.nbytes for each in fields)
     if not nbytes:
@@ -194,15 +178,12 @@ def _blocks(
         while begin < field.nbytes:
             buffer = buffers[number % len(buffers)]
             count = min(field.nbytes - begin, len(buffer) - filled)
-            to = buffer[filled : filled + count]
-            if isinstance(rows, SomeRows):
-                piece = _Piece(*rows.part(begin, count), to)
-            else:
-                piece = _Piece(rows, begin, to)
-            if piece.rows.is_cpu:
+            part = rows.part(begin, count) if isinstance(rows, SomeRows) else (rows, begin)
+            piece = (*part, buffer[filled : filled + count])
+            if part[0].is_cpu:
                 pieces.append(piece)
             else:  # on the stream of this thread
-                piece.gather()
+                _gather(*piece)
             begin, filled = begin + count, filled + count
             if filled == len(buffer):
                 yield buffer, pieces
@@ -214,6 +195,6 @@ def _blocks(
 def _prepare(block: _Bytes, pieces: Sequence[_Piece], digested: bool) -> list[int]:
     """Gathers a block, and gives the digests of its chunks."""
     for each in pieces:
-        each.gather()
+        _gather(*each)
     chunks = range(0, len(block), CHUNK_BYTES) if digested else ()
     return [zlib.crc32(block[at : at + CHUNK_BYTES].data) for at in chunks]

@@ -8,27 +8,20 @@ is open, and is looked for again where it is not.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from speedtorch.files.system_calls import (
-    calls,
-    open_folder,
-    share_lock,
-    sync_folder,
-    where_supported,
-)
+from speedtorch.files.new_files import TOKEN, new_token, rename_folder, swept_folder
+from speedtorch.files.system_calls import calls, opened_folder, sync_folder
 
 __all__ = ["Generation", "generations_of", "new_generation", "path_of"]
 
 _NAME = re.compile(r"generation-([0-9]{8,})")
-_HIDDEN = re.compile(r"\.generation-\d+\.\d+-[0-9a-f]{8}\.(partial|old|ranks)")
+_HIDDEN = re.compile(rf"\.generation-\d+\.{TOKEN}\.(partial|old|ranks)")
 
 
 def path_of(folder: str, number: int) -> str:
@@ -64,24 +57,23 @@ def generations_of(folder: str) -> list[int]:
 
 @dataclass
 class Generation:
-    """One in the making.
+    """One in the making."""
 
-    Attributes:
-        number: Its number, which is certain once it is there.
-        folder: Where its files are written.
-    """
-
-    number: int
-    folder: str
+    number: int  # certain once it is there
+    folder: str  # where its files are written
 
     @property
     def meeting(self) -> str:
         """A folder beside it for ranks that write it together; what is left is removed as well."""
         return f"{self.folder.removesuffix('partial')}ranks"
 
-    def take_next(self, taken: int) -> None:
-        """Takes the first number after one that is taken, and after its own."""
-        self.number = max(self.number, taken) + 1
+    def switch(self, folder: str) -> None:
+        """Renames it to the first free number after all others."""
+        # Other processes may have saved meanwhile. A number before theirs would be removed.
+        self.number = max(generations_of(folder), default=0) + 1
+        # What has the name may be no folder.
+        while not rename_folder(self.folder, path_of(folder, self.number), errno.ENOTDIR):
+            self.number = max([self.number, *generations_of(folder)]) + 1
 
 
 @contextmanager
@@ -103,32 +95,18 @@ def new_generation(
     generations_of(folder)  # or it is no folder
     os.makedirs(folder, exist_ok=True)
     folder = os.path.realpath(folder)
-    token = f"{os.getpid()}-{secrets.token_hex(4)}"
-    descriptor = open_folder(folder)
-    try:
-        _sweep(folder, descriptor)
+    token = new_token()
+    with swept_folder(folder, _HIDDEN) as descriptor:
         number = max(generations_of(folder), default=0) + 1
         partial = os.path.join(folder, f".generation-{number}.{token}.partial")
         made = Generation(number, partial)
         try:
             calls.make_folder(partial)
             yield made
-            inner = open_folder(partial)
-            try:
+            with opened_folder(partial) as inner:
                 calls.fsync(inner)
-            finally:
-                calls.close(inner)
             bases = {each: base_of(each) for each in generations_of(folder)}
-            # Other processes may have saved meanwhile. A number before theirs would be removed.
-            made.number = 0
-            while True:
-                made.take_next(max(generations_of(folder), default=0))
-                try:
-                    calls.rename(partial, path_of(folder, made.number))
-                    break
-                except OSError as error:  # a folder that is not empty, or what is no folder
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                        raise
+            made.switch(folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -136,9 +114,14 @@ def new_generation(
         bases[made.number] = base
         numbers = generations_of(folder)
         bases |= {each: base_of(each) for each in numbers if each not in bases}
-        _remove(folder, _unneeded(numbers, keep, bases), token)
-    finally:
-        calls.close(descriptor)
+        for number in _unneeded(numbers, keep, bases):
+            hidden = os.path.join(folder, f".generation-{number}.{token}.old")
+            with suppress(FileNotFoundError):  # another process has done so
+                calls.rename(path_of(folder, number), hidden)  # at once no generation any more
+                if os.path.islink(hidden):  # to another disk
+                    calls.unlink(hidden)
+                else:
+                    shutil.rmtree(hidden)
 
 
 def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) -> list[int]:
@@ -150,25 +133,3 @@ def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) ->
             needed.add(at)
             at = bases.get(at)
     return [each for each in reversed(numbers) if each not in needed]
-
-
-def _remove(folder: str, numbers: list[int], token: str) -> None:
-    """Removes generations; each is no longer one at once."""
-    for number in numbers:
-        hidden = os.path.join(folder, f".generation-{number}.{token}.old")
-        with suppress(FileNotFoundError):  # another process has done so
-            calls.rename(path_of(folder, number), hidden)
-            if os.path.islink(hidden):  # to another disk
-                calls.unlink(hidden)
-            else:
-                shutil.rmtree(hidden)
-
-
-def _sweep(folder: str, descriptor: int) -> None:
-    # File systems without locks cannot tell: what is left stays.
-    with where_supported(errno.EBADF, errno.ENOLCK):
-        with suppress(BlockingIOError):
-            calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for each in filter(_HIDDEN.fullmatch, os.listdir(folder)):
-                shutil.rmtree(os.path.join(folder, each), ignore_errors=True)
-        share_lock(descriptor)  # held until it has switched

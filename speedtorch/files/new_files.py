@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from speedtorch.files.system_calls import (
     about,
     calls,
-    open_folder,
+    opened_folder,
     reserve,
     share_lock,
     sync_folder,
@@ -34,7 +34,11 @@ from speedtorch.files.system_calls import (
     write_all,
 )
 
-__all__ = ["NewFile", "replace_files", "switch_folder"]
+__all__ = ["TOKEN", "NewFile", "new_token", "rename_folder", "replace_files", "swept_folder"]
+__all__ += ["switch_folder"]
+
+TOKEN = r"\d+-[0-9a-f]{8}"
+"""What new_token() gives."""
 
 # Hidden names add 27 bytes at most; file systems take 255 bytes, some 143.
 _LONGEST_BASE = 100
@@ -48,10 +52,7 @@ class NewFile:
     """A file in the making, whose place another one may have now.
 
     Ctrl-C may come between any call on the disk and the note of it in here, so what has happened
-    already is asked of the disk.
-
-    Attributes:
-        count: Bytes that were written.
+    already is asked of the disk. `count` bytes were written.
     """
 
     def __init__(self, path: str, partial: str) -> None:
@@ -86,19 +87,20 @@ class NewFile:
         with where_supported():
             reserve(self._descriptor, count, self.path)
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Appends all of `data`."""
+    def write(self, data: bytes | memoryview) -> int:
+        """Appends all of `data`, and returns how many bytes these are."""
         with about(self.path):
             write_all(self._descriptor, data)
-            self.count += memoryview(data).nbytes
-            self._write_back()
+            self.count += (count := memoryview(data).nbytes)
+            begin, end = self._written_back, self.count - self.count % _WRITEBACK_BYTES
+            if begin < end:
+                self._written_back = end
+                with where_supported():
+                    calls.start_writeback(self._descriptor, begin, end - begin)
+        return count
 
-    def _write_back(self) -> None:
-        begin, end = self._written_back, self.count - self.count % _WRITEBACK_BYTES
-        if begin < end:
-            self._written_back = end
-            with where_supported():
-                calls.start_writeback(self._descriptor, begin, end - begin)
+    def flush(self) -> None:
+        """For torch.save; nothing waits: write() writes at once."""
 
     def finish(self) -> None:
         """Brings every byte to the disk and closes the file."""
@@ -148,13 +150,13 @@ def replace_files(
         if several and (os.path.islink(target) or os.path.dirname(target) != folder):
             text = "several files that switch together share one folder and are no symbolic links"
             raise ValueError(f"{target}: {text}; choose another name")
-    token = f"{os.getpid()}-{secrets.token_hex(4)}"
-    partial = _hidden(whole if several else targets[0], f"{token}.partial")
+    partial = _hidden(whole if several else targets[0], f"{new_token()}.partial")
     _complete_earlier(whole)
+    names = "|".join(re.escape(_base(os.path.basename(each))) for each in [whole, *targets])
     with ExitStack() as stack:
-        descriptor = open_folder(folder)
-        stack.callback(calls.close, descriptor)
-        _sweep(folder, descriptor, [whole, *targets])
+        descriptor = stack.enter_context(
+            swept_folder(folder, re.compile(rf"\.({names})\.{TOKEN}\.partial"))
+        )
         if several:
             stack.callback(_complete, whole)  # also where Ctrl-C comes after the switch
             stack.callback(_remove_folder, partial)
@@ -169,8 +171,15 @@ def replace_files(
         for file in files:
             file.finish()
         if several:
-            _sync_partial(partial, descriptor)
-            _switch(partial, whole)
+            with opened_folder(partial) as inner:
+                mode = stat.S_IMODE(os.fstat(inner).st_mode) | os.fstat(descriptor).st_mode & 0o777
+                with suppress(OSError):  # File systems without modes.
+                    calls.chmod(inner, mode)
+                with where_supported(), about(partial):
+                    calls.fsync(inner)
+            while not rename_folder(partial, switch_folder(whole)):
+                _complete_earlier(whole)
+            _complete(whole)
         else:
             calls.rename(partial, files[0].path)
             sync_folder(folder, descriptor)
@@ -198,29 +207,15 @@ def _base(name: str) -> str:
     return name if len(data) <= _LONGEST_BASE else hashlib.sha256(data).hexdigest()[:32]
 
 
-def _sync_partial(partial: str, parent: int) -> None:
-    """Brings the names in a new folder to the disk, with the permissions of its parent."""
-    descriptor = open_folder(partial)
+def rename_folder(source: str, target: str, *errors: int) -> bool:
+    """Renames a folder; False if another one, which is not empty, has the name, or for `errors`."""
     try:
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode) | os.fstat(parent).st_mode & 0o777
-        with suppress(OSError):  # File systems without modes.
-            calls.chmod(descriptor, mode)
-        with where_supported(), about(partial):
-            calls.fsync(descriptor)
-    finally:
-        calls.close(descriptor)
-
-
-def _switch(partial: str, whole: str) -> None:
-    while True:
-        _complete_earlier(whole)
-        try:
-            calls.rename(partial, switch_folder(whole))
-            break
-        except OSError as error:  # Another process has switched meanwhile.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    _complete(whole)
+        calls.rename(source, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, *errors):
+            raise
+        return False
+    return True
 
 
 def _complete_earlier(whole: str) -> None:
@@ -237,13 +232,12 @@ def _complete(whole: str) -> None:
         except FileNotFoundError:
             return
         stack.callback(calls.close, source)
-        target = open_folder(folder)
-        stack.callback(calls.close, target)
+        target = stack.enter_context(opened_folder(folder))
         # After a power loss no file may have its name unless all have switched.
         sync_folder(folder, target)
         text = f"the new files are whole, in {place}: loading and the next save find them there"
-        with about(whole, text):
-            for name in _names(source):
+        with about(whole, text), suppress(FileNotFoundError):  # It may be removed by now.
+            for name in os.listdir(source):
                 # This is the folder that was opened, also if another one has its name by now.
                 with suppress(FileNotFoundError):  # Another process has moved it.
                     calls.move(name, source, target)
@@ -252,35 +246,37 @@ def _complete(whole: str) -> None:
         _remove_folder(place)
 
 
-def _names(folder: int) -> list[str]:
-    with suppress(FileNotFoundError):  # It has been removed since it was opened.
-        return os.listdir(folder)
-    return []
-
-
 def _remove_folder(folder: str) -> None:
     """Removes a folder if it is there and empty."""
     try:
         calls.remove_folder(folder)
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
             raise
 
 
-def _sweep(folder: str, descriptor: int, targets: Sequence[str]) -> None:
-    """Removes what killed processes left of files so named, unless someone writes here now."""
-    any_name = "|".join(re.escape(_base(os.path.basename(target))) for target in targets)
-    left = re.compile(rf"\.({any_name})\.\d+-[0-9a-f]{{8}}\.partial")
-    # File systems without locks cannot tell: what is left stays.
-    with where_supported(errno.EBADF, errno.ENOLCK):
-        # Where they are in use, or another user's, saving works all the same.
-        with suppress(BlockingIOError, PermissionError):
-            calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for entry in filter(left.fullmatch, os.listdir(folder)):
-                if os.path.isdir(path := os.path.join(folder, entry)):
-                    shutil.rmtree(path)
-                else:
-                    calls.unlink(path)
-        share_lock(descriptor)  # Held until the files have switched.
+def new_token() -> str:
+    """A part of a hidden name that no other process and no other save has."""
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
+    """Opens a folder for new entries, and removes what killed processes left under hidden names.
+
+    Nothing is removed while another process writes to the folder, which holds a lock, as this
+    process does until the end of the block.
+    """
+    with opened_folder(folder) as descriptor:
+        # File systems without locks cannot tell: what is left stays.
+        with where_supported(errno.EBADF, errno.ENOLCK):
+            # Where they are in use, another user's or gone by now, saving works all the same.
+            with suppress(BlockingIOError, PermissionError, FileNotFoundError):
+                calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for entry in filter(hidden.fullmatch, os.listdir(folder)):
+                    if os.path.isdir(path := os.path.join(folder, entry)):
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        calls.unlink(path)
+            share_lock(descriptor)  # Held until the new entries have their names.
+        yield descriptor

@@ -20,11 +20,8 @@ __all__ = ["files_to_read", "files_to_write", "read_arrays"]
 
 # Of files to write: a table with a thousand fields needs 0.1 MB.
 LARGEST_HEADER = 1 << 20
-LARGEST_READ_HEADER = 100_000_000
-"""The limit of the format."""
-
-RESERVED = "__metadata__"
-"""The name of what a header says of the file, which no array has."""
+LARGEST_READ_HEADER = 100_000_000  # the limit of the format
+RESERVED = "__metadata__"  # the name of what a header says of the file, which no array has
 
 DTYPES = {
     "BOOL": torch.bool,

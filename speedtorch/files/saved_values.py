@@ -22,25 +22,18 @@ _DEEPEST = 100
 _LONG_BITS = 2048  # Python may refuse to turn ints of 640 digits into text: longer ones are hex
 
 
-def described(name: str, value: Any, keep: Callable[[str, Tensor], str]) -> Any:
-    """What JSON can hold of a value.
+def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: int = 0) -> Any:
+    """What JSON can hold of a value, which errors call `name`; the types are in save()'s docstring.
 
-    Args:
-        name: What errors call it.
-        value: None, bools, ints, floats, strings, bytes, tensors, dtypes, sizes, devices, NumPy's
-            numbers and arrays, and dicts, lists and tuples of them.
-        keep: Keeps a tensor of that name, and gives the name under which it is found again.
-
-    Raises:
-        TypeError: There is something else within; the error names it.
-        ValueError: It is nested too deeply, or within itself.
+    `keep` keeps a tensor of a name, and gives the name under which it is found again. Raises
+    TypeError for another type within, ValueError if it is nested too deeply, or within itself.
     """
-    return _described(name, value, keep, 0)
-
-
-def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: int) -> Any:
     if depth > _DEEPEST:
         raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")
+
+    def inner(place: str, each: Any) -> Any:
+        return described(name + place, each, keep, depth + 1)
+
     kind = type(value)
     if kind is int and value.bit_length() > _LONG_BITS:
         return ["int", hex(value)]
@@ -52,19 +45,15 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
         return ["tensor", keep(name, value)]
     if kind is bytes:
         return ["bytes", value.hex()]
-    if kind is torch.dtype:
-        return ["dtype", str(value)]
-    if kind is torch.device:
-        return ["device", str(value)]
+    if kind in (torch.dtype, torch.device):
+        return [kind.__name__, str(value)]
     if isinstance(value, np.generic) and _has_plain_type(value.dtype):
         return ["number", value.dtype.str, value.tobytes().hex()]
     if kind in (np.ndarray, np.memmap) and _has_plain_type(value.dtype):
         data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
         return ["array", value.dtype.str, [*value.shape], keep(name, data)]
     if kind in (list, tuple, torch.Size):
-        within = [
-            _described(f"{name}[{at}]", each, keep, depth + 1) for at, each in enumerate(value)
-        ]
+        within = [inner(f"[{at}]", each) for at, each in enumerate(value)]
         return ["size" if kind is torch.Size else kind.__name__, *within]
     if isinstance(value, Mapping) and kind in (dict, Counter, OrderedDict):
         entries = []
@@ -74,12 +63,11 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
                     f"{name}: has the key {key!r}, a {type(key).__name__}; expected strings and"
                     " numbers"
                 )
-            of_key = _described(f"{name}'s key", key, keep, depth + 1)
-            entries.append([of_key, _described(f"{name}[{key!r}]", each, keep, depth + 1)])
+            entries.append([inner("'s key", key), inner(f"[{key!r}]", each)])
         if kind is not OrderedDict:
             return [kind.__name__.lower(), *entries]
         metadata = getattr(value, "_metadata", None)  # of a module's state_dict
-        return ["ordered", _described(f"{name}'s metadata", metadata, keep, depth + 1), *entries]
+        return ["ordered", inner("'s metadata", metadata), *entries]
     remedy = "what has a state_dict() by itself, or save that object's state_dict()"
     if isinstance(value, np.generic | np.ndarray):
         remedy = "a plain array of numbers, such as np.asarray(array, dtype=np.float32)"
@@ -90,15 +78,11 @@ def _described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth:
     )
 
 
-def restored(value: Any, found: Callable[[str], Tensor]) -> Any:
+def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
     """The value of what `described` has given; `found` gives tensors by their names.
 
     Raises ValueError, KeyError for what it has not given.
     """
-    return _restored(value, found, 0)
-
-
-def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
     if depth > 2 * _DEEPEST:
         raise ValueError("it is nested too deeply")
     if value is None or type(value) in (bool, int, float, str):
@@ -108,15 +92,13 @@ def _restored(value: Any, found: Callable[[str], Tensor], depth: int) -> Any:
     word, *rest = value
 
     def within(each: Any) -> Any:
-        return _restored(each, found, depth + 1)
+        return restored(each, found, depth + 1)
 
     if word in ("list", "tuple", "size"):
         made = [within(each) for each in rest]
         return made if word == "list" else (tuple(made) if word == "tuple" else torch.Size(made))
-    if word == "dict":
-        return dict(_pairs(rest, within))
-    if word == "counter":  # of milestones of schedulers
-        return Counter(dict(_pairs(rest, within)))
+    if word in ("dict", "counter"):  # Counter: milestones of schedulers
+        return (dict if word == "dict" else Counter)(dict(_pairs(rest, within)))
     if word == "ordered" and rest:
         entries: Any = OrderedDict(_pairs(rest[1:], within))
         if (metadata := within(rest[0])) is not None:

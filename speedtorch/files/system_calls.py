@@ -14,8 +14,9 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ __all__ = [
     "calls",
     "map_new_file",
     "open_folder",
-    "open_to_map",
     "open_to_read",
     "open_with_status",
+    "opened_folder",
+    "read_file",
     "reserve",
     "share_lock",
     "sync_folder",
@@ -37,19 +39,13 @@ __all__ = [
 ]
 
 
-def _map_copy(descriptor: int, count: int) -> mmap.mmap:
-    """Maps a file so that what is written to the memory is not written to the file."""
-    return mmap.mmap(descriptor, count, access=mmap.ACCESS_COPY)
+_map_copy = partial(mmap.mmap, access=mmap.ACCESS_COPY)  # writes to the memory change no file
+_map_to_read = partial(mmap.mmap, access=mmap.ACCESS_READ)
 
 
 def _move(name: str, source: int, target: int) -> None:
     """Moves a file from one open folder to another, in the place of the one of this name there."""
     os.replace(name, name, src_dir_fd=source, dst_dir_fd=target)
-
-
-def _map_to_read(descriptor: int, count: int) -> mmap.mmap:
-    """Maps a file read-only, over the page cache that all processes share."""
-    return mmap.mmap(descriptor, count, access=mmap.ACCESS_READ)
 
 
 def _start_writeback(descriptor: int, begin: int, count: int) -> None:
@@ -149,6 +145,16 @@ def open_folder(folder: str) -> int:
         raise FileNotFoundError(errno.ENOENT, text, folder) from error
 
 
+@contextmanager
+def opened_folder(folder: str) -> Iterator[int]:
+    """As open_folder(), and closes it."""
+    descriptor = open_folder(folder)
+    try:
+        yield descriptor
+    finally:
+        calls.close(descriptor)
+
+
 def share_lock(descriptor: int) -> None:
     """Keeps other processes from sweeping a folder while it is open here.
 
@@ -178,40 +184,28 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., N
 
     ValueError where it is no regular file, or ends before a view is full.
     """
-    with _opened(path) as (_, read, status):
+    with open_with_status(path) as (read, status):
         yield read, status.st_size
+
+
+def read_file(path: str | os.PathLike[str], limit: int) -> bytearray:
+    """All bytes of a regular file; ValueError if it has more than `limit`."""
+    with open_to_read(path) as (read, size):
+        if size > limit:
+            raise ValueError(f"it has {size:,} bytes, and the limit is {limit:,}")
+        read(memoryview(data := bytearray(size)), 0)
+    return data
 
 
 @contextmanager
 def open_with_status(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str], mapped: MutableMapping[str, mmap.mmap] | None = None
 ) -> Iterator[tuple[Callable[..., None], os.stat_result]]:
-    """As open_to_read(), with all that the file system tells of the file."""
-    with _opened(path) as (_, read, status):
-        yield read, status
+    """As open_to_read(), with all that the file system tells of the file.
 
-
-@contextmanager
-def open_to_map(
-    path: str | os.PathLike[str], mapped: MutableMapping[str, mmap.mmap]
-) -> Iterator[tuple[Callable[..., None], os.stat_result]]:
-    """As open_with_status; the file that is read, whole and read-only, is `mapped[path]` as well.
-
-    OSError where the file system cannot map it. `mapped[path].size()` is the file's size later.
+    With `mapped` the file is mapped as well, whole and read-only, as `mapped[path]`; OSError if the
+    file system cannot map it. `mapped[path].size()` is the file's size later.
     """
-    with _opened(path) as (descriptor, read, status):
-        if size := status.st_size:  # an empty file cannot be mapped
-            name = os.fspath(path)
-            with about(name):
-                mapped[name] = calls.map_to_read(descriptor, size)
-        yield read, status
-
-
-@contextmanager
-def _opened(
-    path: str | os.PathLike[str],
-) -> Iterator[tuple[int, Callable[..., None], os.stat_result]]:
-    """A regular file's descriptor, a function that reads from it exactly, and its status."""
     name = os.fspath(path)
     # Opening a named pipe must not wait for its writer.
     descriptor = calls.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -227,7 +221,10 @@ def _opened(
                         raise ValueError(f"ends at byte {offset:,}; it was cut off")
                     view, offset = view[count:], offset + count
 
-        yield descriptor, read, status
+        if mapped is not None and status.st_size:  # an empty file cannot be mapped
+            with about(name):
+                mapped[name] = calls.map_to_read(descriptor, status.st_size)
+        yield read, status
     finally:
         calls.close(descriptor)
 
@@ -240,9 +237,7 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)
-    with ExitStack() as stack:
-        parent = open_folder(folder)
-        stack.callback(calls.close, parent)
+    with opened_folder(folder) as parent:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = calls.open(name, flags, 0o666)

@@ -1,15 +1,13 @@
-"""Fields of a table to files and back, in blocks: a table of any size takes 32 MiB more.
-
-A field may be strided (one of several in a record), on the CPU or on a GPU; its rows move as bytes.
-"""
+"""Fields of a table (see field_blocks.py) to files and back; a table of any size takes 32 MiB."""
 
 from __future__ import annotations
 
 import errno
 import math
+import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
@@ -35,7 +33,6 @@ __all__ = [
 FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": npy_format}
 
 _Opened = tuple[str, Read, os.stat_result]
-_Open = Callable[[str], AbstractContextManager[tuple[Read, os.stat_result]]]
 
 # Large enough for the disk's full speed; small beside any table.
 _BLOCK_BYTES = 4 << 20
@@ -44,21 +41,6 @@ _BLOCK_BYTES = 4 << 20
 _TRIES = 1000
 
 _Result = TypeVar("_Result")
-
-
-def _blocks_of_bytes(field: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Consecutive bytes, uint8 `[rows, bytes]`, in the file's order, _BLOCK_BYTES at most.
-
-    Each comes with a contiguous buffer on the CPU, which is the next one's, too.
-    """
-    rows = byte_rows(field)
-    count, row_bytes = rows.shape
-    buffer = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")
-    rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
-    for row in range(0, count, rows_per_block):
-        for column in range(0, row_bytes, _BLOCK_BYTES):
-            block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
-            yield block, buffer[: block.numel()].view(block.shape)
 
 
 @dataclass(slots=True)
@@ -76,12 +58,18 @@ class StoredField(StoredArray):
 
     def read_into(self, field: Tensor) -> None:
         """Reads all rows into a field of this shape and dtype, of any row stride."""
-        offset = self.offset
-        for block, buffer in _blocks_of_bytes(field):
-            with about(self.path, "the table holds old and new rows now; load it again"):
-                self.read(buffer.view(-1).numpy().data, offset)
-            block.copy_(buffer)
-            offset += buffer.numel()
+        offset, rows = self.offset, byte_rows(field)
+        count, row_bytes = rows.shape
+        whole = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")
+        rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
+        for row in range(0, count, rows_per_block):
+            for column in range(0, row_bytes, _BLOCK_BYTES):
+                block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
+                buffer = whole[: block.numel()]
+                with about(self.path, "the table holds old and new rows now; load it again"):
+                    self.read(buffer.numpy().data, offset)
+                block.copy_(buffer.view(block.shape))
+                offset += buffer.numel()
 
 
 def _format_of(path: str) -> FileFormat:
@@ -102,8 +90,9 @@ def save_fields(
     with about(name):  # of a folder that is gone
         _refuse_own([name], mapped)
     files = _format_of(name).files_to_write(name, fields)
-    _refuse_own([target for target, _, _ in files], mapped)
-    with replace_files([target for target, _, _ in files], name) as new_files:
+    targets = [target for target, _, _ in files]
+    _refuse_own(targets, mapped)
+    with replace_files(targets, name) as new_files:
         for file, (_, header, parts) in zip(new_files, files, strict=True):
             _write(file, header, parts)
 
@@ -141,14 +130,14 @@ def _write(
 def open_fields(
     path: str | os.PathLike[str],
     names: Collection[str] | None = None,
-    opened: _Open = open_with_status,
+    mapped: dict[str, mmap.mmap] | None = None,
     field: str | None = None,
 ) -> Iterator[dict[str, StoredField]]:
     """Opens the fields of a saved table, "weight" first; nothing is read yet but the headers.
 
     With `names` those files alone are opened that have these fields, where each has its own.
-    `opened` opens a file, as open_with_status does. With `field` this one alone is given, as
-    "weight", whatever the others are.
+    Files are mapped as well, into `mapped`. With `field` this one alone is given, as "weight",
+    whatever the others are.
     ValueError for another ending, a header that does not fit its file, or fields whose numbers of
     rows differ.
     """
@@ -156,7 +145,7 @@ def open_fields(
     file_format = _format_of(name)
     stored: dict[str, StoredField] = {}
     with ExitStack() as stack:
-        files = _open_files(name, lambda: file_format.files_to_read(name, names), opened, stack)
+        files = _open_files(name, lambda: file_format.files_to_read(name, names), mapped, stack)
         for before, (target, read, status) in files.items():
             with about(target):
                 for after, array in file_format.read_arrays(read, status.st_size).items():
@@ -181,13 +170,16 @@ def open_fields(
 
 
 def _open_files(
-    path: str, find: Callable[[], dict[str, list[str]]], opened: _Open, stack: ExitStack
+    path: str,
+    find: Callable[[], dict[str, list[str]]],
+    mapped: dict[str, mmap.mmap] | None,
+    stack: ExitStack,
 ) -> dict[str, _Opened]:
     """Opens files by what find() says: all of one save, also while other saves end."""
     for _ in range(_TRIES):
         with ExitStack() as tried:
             places = find()
-            files = {name: _open_first(each, opened, tried) for name, each in places.items()}
+            files = {name: _open_first(each, mapped, tried) for name, each in places.items()}
             # What is still there now was there when the last one was opened: no other file has the
             # number of an open one.
             if find() == places and all(
@@ -199,8 +191,10 @@ def _open_files(
     raise OSError(errno.EBUSY, f"other saves have replaced it at each of {_TRIES:,} tries", path)
 
 
-def _open_first(places: Sequence[str], opened: _Open, stack: ExitStack) -> _Opened:
-    return _first(places, lambda path: (path, *stack.enter_context(opened(path))))
+def _open_first(
+    places: Sequence[str], mapped: dict[str, mmap.mmap] | None, stack: ExitStack
+) -> _Opened:
+    return _first(places, lambda path: (path, *stack.enter_context(open_with_status(path, mapped))))
 
 
 def _first(places: Sequence[str], act: Callable[[str], _Result]) -> _Result:

@@ -36,8 +36,7 @@ class CountSwitcher(OneField):
         return super()._to_load()
 
 
-@families.of_family(families.host_or_variable, datatype="int32")
-class COM(CupyFiles, CountSwitcher):
+class COM(CupyFiles, CountSwitcher, place=families.host_or_variable, datatype="int32"):
     """Counts of pairs of classes.
 
     After SpeedTorch's class of 2019, whose dtype was uint32, which torch does not add.
@@ -58,7 +57,7 @@ class COM(CupyFiles, CountSwitcher):
 
     @property
     def CUPYCom(self) -> torch.Tensor:
-        """The counts themselves, as getCupyVar gives them."""
+        """The counts themselves, as getCupyVar returns them."""
         return self._variable()
 
     def comInit(self, CPUPinn: bool = False) -> None:
@@ -70,23 +69,19 @@ class COM(CupyFiles, CountSwitcher):
         self._init(families.host_or_variable(True) if CPUPinn else self._place)
 
 
-@families.of_family(families.with_variable)
-class GPUPytorchCOM(TorchFiles, CountSwitcher):
+class GPUPytorchCOM(TorchFiles, CountSwitcher, place=families.with_variable):
     """COM with the table on the GPU, if there is one, and torch's files."""
 
 
-@families.of_family(families.in_host_memory)
-class CPUPytorchCOM(TorchFiles, CountSwitcher):
+class CPUPytorchCOM(TorchFiles, CountSwitcher, place=families.in_host_memory):
     """COM with the table in host memory, and torch's files."""
 
 
-@families.of_family(families.of_kind)
-class PytorchCOM(TorchFiles, CountSwitcher):
+class PytorchCOM(TorchFiles, CountSwitcher, place=families.of_kind):
     """COM with the table where deviceType and pinType say, and torch's files."""
 
 
-@families.of_family(families.in_file, diskname="COM", datatype="int32")
-class COMMM(MappedFiles, CountSwitcher):
+class COMMM(MappedFiles, CountSwitcher, place=families.in_file, diskname="COM", datatype="int32"):
     """COM with the table in a memory-mapped file, `<diskname><number>.memmap`."""
 
     def comInit(self, CPUPinn: bool = False) -> None:

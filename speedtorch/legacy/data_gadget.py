@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -62,35 +62,31 @@ class GadgetSwitcher(OneField):
 
     def gadgetInit(self) -> None:
         """Reads the rows into the gadget's own memory; called at first use if not before."""
-        if self._stored is not None:
-            return
-        if self.fileName is not None:
+        if self._stored is None and self.fileName is not None:
             self._read_file(self.fileName)
-        elif self._data is not None:
+        elif self._stored is None and self._data is not None:
             self._copy_in(self._data)
             self._data = None  # so that the rows are not held twice
 
     def _copy_in(self, data: Tensor) -> None:
-        made = self._new(tuple(data.shape), data.dtype)
-        made.fields["weight"].copy_(data)
-        self._stored = made
+        self._fill(data.shape, data.dtype, lambda rows: rows.copy_(data))
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:
             chosen = _choose(stored, self._field)
-            made = self._new(chosen.shape, chosen.dtype)
-            chosen.read_into(made.fields["weight"])
-        self._stored = made
+            self._fill(chosen.shape, chosen.dtype, chosen.read_into)
 
-    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
-        """A table for new rows; the gadget takes it once they are all there."""
-        fields = {"weight": (shape[1:], dtype)}
+    def _fill(
+        self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], object]
+    ) -> None:
+        """Makes a table, which replaces the old one once it is filled."""
+        fields = {"weight": (tuple(shape[1:]), dtype)}
         table = self._place.make_table(shape[0], fields, families.default_device())
-        return Stored(table, {"weight": table["weight"]})
+        fill(table["weight"])
+        self._stored = Stored(table, {"weight": table["weight"]})
 
     def _rows(self) -> dict[str, Tensor]:
-        if self._stored is None:
-            self.gadgetInit()
+        self.gadgetInit()
         return super()._rows()
 
     def getData(self, indexes: Index, retrievedNegIndexes: Indexes | None = None) -> Tensor:
@@ -158,7 +154,11 @@ class GadgetSwitcher(OneField):
             put_parts(field, indexes, rows.to(field.dtype))
             return
         shape = (*ids.shape, *field.shape[1:])
-        if not _repeats_to(rows.shape, shape):
+        try:
+            repeats = np.broadcast_shapes(tuple(rows.shape), shape) == shape
+        except ValueError:
+            repeats = False
+        if not repeats:
             raise ValueError(
                 f"insertData got {list(rows.shape)} for {ids.numel()} ids; rows here are"
                 f" {list(field.shape[1:])}"
@@ -177,14 +177,6 @@ def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
     # A copy only of what torch cannot share: read-only arrays and backward strides.
     shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
     return torch.from_numpy(array if shared else array.copy())
-
-
-def _repeats_to(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether NumPy repeats values of one shape to fill another."""
-    try:
-        return np.broadcast_shapes(tuple(shape), tuple(wanted)) == tuple(wanted)
-    except ValueError:
-        return False
 
 
 def _choose(stored: Mapping[str, _Field], field: str | None) -> _Field:
@@ -227,8 +219,7 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
         self._copy_in(content["weight"])
 
 
-@families.of_family(families.host_or_variable)
-class DataGadget(_CupyGadget):
+class DataGadget(_CupyGadget, place=families.host_or_variable):
     """Holds data of any number of dimensions and brings rows of it to the GPU.
 
     After SpeedTorch's class of 2019. The rows are the gadget's own: arrays and tensors are copied
@@ -269,23 +260,19 @@ class DataGadget(_CupyGadget):
         self._stored = Stored(table, {"weight": rows})
 
 
-@families.of_family(families.with_variable)
-class GPUPytorchDataGadget(_TorchGadget):
+class GPUPytorchDataGadget(_TorchGadget, place=families.with_variable):
     """DataGadget with the rows on the GPU, if there is one, and torch's files."""
 
 
-@families.of_family(families.in_host_memory)
-class CPUPytorchDataGadget(_TorchGadget):
+class CPUPytorchDataGadget(_TorchGadget, place=families.in_host_memory):
     """DataGadget with the rows in host memory, and torch's files."""
 
 
-@families.of_family(families.of_kind)
-class PytorchDataGadget(_TorchGadget):
+class PytorchDataGadget(_TorchGadget, place=families.of_kind):
     """DataGadget with the rows where deviceType and pinType say, and torch's files."""
 
 
-@families.of_family(partial(families.in_file, ""))
-class DataGadgetMM(MappedFiles, _CupyGadget):
+class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")):
     """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file.
 
     The file must not be shortened while the gadget lives, by this process or another: there is

@@ -17,15 +17,13 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from speedtorch.table.host_table import HostTable
-
-_Class = TypeVar("_Class", bound=type)
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of rows, or of whole fields, by name."""
@@ -36,10 +34,8 @@ Datatype = str | torch.dtype | npt.DTypeLike
 class TablePlace:
     """A place for tables that are made later."""
 
-    memory: str
-    """One of HostTable's kinds, or "variable": the device of the variable that a table serves."""
-    diskname: str = ""
-    """For "file", how the names of the files start."""
+    memory: str  # one of HostTable's kinds, or "variable": the device of the table's variable
+    diskname: str = ""  # for "file", how the names of the files start
 
     def make_table(self, rows: int, fields: Fields, device: torch.device) -> HostTable:
         """A table of zeros, for a variable on `device`.
@@ -57,51 +53,41 @@ class TablePlace:
         return HostTable.from_fields(rows, fields, **settings)
 
 
-def of_family(place: Callable[..., TablePlace], **defaults: Any) -> Callable[[_Class], _Class]:
-    """Gives a class the constructor of its family.
+def constructor(
+    start: Callable[..., None], place: Callable[..., TablePlace], defaults: Mapping[str, Any]
+) -> Callable[..., None]:
+    """The constructor of a class: it takes the arguments of `start`, and of `place` for the table.
 
-    It takes what the class's method `_start` takes, and what `place` takes, which makes the place:
-    `diskname` before the first argument that may be left out, the others after the last that goes
-    by position. `defaults` are of arguments, where the family has its own.
+    `diskname` is before the first argument with a default, the others after the last positional
+    one. `defaults` are the family's own.
     """
+    of_self, *own = inspect.signature(start).parameters.values()
+    of_place = inspect.signature(place).parameters
 
-    def decorate(made: _Class) -> _Class:
-        known: Any = made
-        start = known._start
-        every, of_place = (
-            [
-                each.replace(default=defaults.get(each.name, each.default))
-                for each in inspect.signature(function).parameters.values()
-            ]
-            for function in (start, place)
-        )
-        of_self = every.pop(0).replace(kind=inspect.Parameter.POSITIONAL_ONLY)
-        for each in of_place:
-            first = each.name == "diskname"
-            behind = (
-                one.default is not one.empty if first else one.kind is one.KEYWORD_ONLY
-                for one in every
-            )
-            every.insert([*behind, True].index(True), each)
-        signature = inspect.Signature(every)
-        names = [each.name for each in of_place]
+    def order(each: inspect.Parameter) -> int:
+        if each.name in of_place:
+            return 1 if each.name == "diskname" else 3
+        return 4 if each.kind is each.KEYWORD_ONLY else 0 if each.default is each.empty else 2
 
-        def constructor(self: Any, *args: Any, **settings: Any) -> None:
-            try:
-                given = signature.bind(*args, **settings)
-            except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}; it takes {signature}") from None
-            given.apply_defaults()
-            self._place = place(**{name: given.arguments.pop(name) for name in names})
-            start(self, **given.arguments)
+    every = [
+        each.replace(default=defaults.get(each.name, each.default))
+        for each in sorted((*own, *of_place.values()), key=order)
+    ]
+    signature = inspect.Signature(every)
 
-        told: Any = constructor
-        told.__name__, told.__doc__ = "__init__", "See the class."
-        told.__signature__ = signature.replace(parameters=[of_self, *every])
-        known.__init__ = told
-        return made
+    def __init__(self: Any, *args: Any, **settings: Any) -> None:
+        """See the class."""
+        try:
+            given = signature.bind(*args, **settings)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}; it takes {signature}") from None
+        given.apply_defaults()
+        self._place = place(**{name: given.arguments.pop(name) for name in of_place})
+        start(self, **given.arguments)
 
-    return decorate
+    of_self = of_self.replace(kind=of_self.POSITIONAL_ONLY)
+    vars(__init__)["__signature__"] = signature.replace(parameters=[of_self, *every])
+    return __init__
 
 
 def with_variable() -> TablePlace:

@@ -135,31 +135,26 @@ class ModelSwitcher(BatchExchange, OneField):
     def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
         if not self.sumDuplicates:
             return rows
-        return {"weight": self._added(fields["weight"], index, rows["weight"], plan)}
-
-    def _added(self, field: Tensor, index: Tensor, rows: Tensor, plan: Plan | None) -> Tensor:
-        """What each id's row is after all of its changes, at the last place of the id.
-
-        Writing these can be repeated, adding to the table could not.
-        """
-        if self._before is None or self._before.shape != rows.shape:
+        # Each id's row after all of its changes, at the last place of the id: writing these can be
+        # repeated, adding to the table could not.
+        weight = rows["weight"]
+        if self._before is None or self._before.shape != weight.shape:
             raise RuntimeError(
                 "afterOptimizerStep with sumDuplicates needs a beforeForwardPass with the same ids"
                 " just before the step"
             )
-        result = gathered(field, index, rows.device, plan)
+        result = gathered(fields["weight"], index, weight.device, plan)
         _, inverse, order, offsets, _ = plan or plan_rows(index, self.total_classes)
         last = pinned_gather(order, pinned_gather(offsets, inverse + 1) - 1)
-        pinned_scatter(result, last, rows - self._before, accumulate=True)
-        return result
+        pinned_scatter(result, last, weight - self._before, accumulate=True)
+        return {"weight": result}
 
     def _write(self, index: Tensor, rows: Rows, plan: Plan | None) -> None:
         super()._write(index, rows, plan)
         self._before = None
 
 
-@families.of_family(families.host_or_variable, datatype="float32")
-class ModelFactory(CupyFiles, ModelSwitcher):
+class ModelFactory(CupyFiles, ModelSwitcher, place=families.host_or_variable, datatype="float32"):
     """Keeps all rows of a variable; the model holds and trains those of one batch.
 
     After SpeedTorch's class of 2019, without CuPy, duplicates that get lost, and synchronisation.
@@ -190,21 +185,19 @@ class ModelFactory(CupyFiles, ModelSwitcher):
     """
 
 
-@families.of_family(families.with_variable)
-class GPUPytorchModelFactory(TorchFiles, ModelSwitcher):
+class GPUPytorchModelFactory(TorchFiles, ModelSwitcher, place=families.with_variable):
     """ModelFactory with the table on the variable's device, and torch's files."""
 
 
-@families.of_family(families.in_host_memory)
-class CPUPytorchModelFactory(TorchFiles, ModelSwitcher):
+class CPUPytorchModelFactory(TorchFiles, ModelSwitcher, place=families.in_host_memory):
     """ModelFactory with the table in host memory, and torch's files."""
 
 
-@families.of_family(families.of_kind)
-class PytorchModelFactory(TorchFiles, ModelSwitcher):
+class PytorchModelFactory(TorchFiles, ModelSwitcher, place=families.of_kind):
     """ModelFactory with the table where deviceType and pinType say, and torch's files."""
 
 
-@families.of_family(families.in_file, diskname="variable", datatype="float32")
-class ModelFactoryMM(MappedFiles, ModelSwitcher):
+class ModelFactoryMM(
+    MappedFiles, ModelSwitcher, place=families.in_file, diskname="variable", datatype="float32"
+):
     """ModelFactory with the table in a memory-mapped file, `<diskname><number>.memmap`."""

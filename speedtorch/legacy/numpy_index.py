@@ -37,8 +37,10 @@ def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
     if isinstance(index, slice):
         chosen = range(rows)[index]
         return torch.from_numpy(np.arange(chosen.start, chosen.stop, chosen.step))
-    mask = _mask(index)
-    if mask is not None:
+    mask = index if isinstance(index, Tensor) else None
+    if mask is None and (array := np.asarray(index)).dtype.kind == "b":
+        mask = torch.from_numpy(array.copy())
+    if mask is not None and mask.dtype == torch.bool:
         if mask.dim() == 1 and len(mask) != rows:
             raise IndexError(f"indexes: the mask has {len(mask)} entries for {rows} rows")
         return mask.nonzero().flatten() if mask.dim() == 1 else None
@@ -48,13 +50,6 @@ def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
         ids = ids.long()
         ids = torch.where((ids < 0) & (ids >= -rows), ids + rows, ids)
     return ids.view(shape)
-
-
-def _mask(index: Indexes) -> Tensor | None:
-    if isinstance(index, Tensor):
-        return index if index.dtype == torch.bool else None
-    array = np.asarray(index)
-    return torch.from_numpy(array.copy()) if array.dtype.kind == "b" else None
 
 
 def parts_of(data: Tensor, index: Index) -> Tensor:

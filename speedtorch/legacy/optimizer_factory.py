@@ -58,7 +58,15 @@ class OptimizerSwitcher(BatchExchange):
         self.variable_name = variable_name
         name = f"{variable_name}{type(given_optimizer).__name__}"
         self._place = replace(self._place, diskname=name)  # where the place is a file
-        self._found = _find_parameter(model, variable_name)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        found = [n for n in (f"{variable_name}.weight", variable_name) if n in parameters]
+        if not found:
+            valid = ", ".join(sorted(each.removesuffix(".weight") for each in parameters))
+            raise ValueError(
+                f"variable_name={variable_name!r} is no variable of {type(model).__name__}; it has:"
+                f" {valid}"
+            )
+        self._found: Tensor = parameters[found[0]]
         shape = row_shape(embed_dimension, "embed_dimension")
         rows_dtype = families.as_dtype(dtype, "dtype")
         check_rows(self._found, shape, rows_dtype, repr(variable_name), "dtype")
@@ -179,20 +187,9 @@ class OptimizerSwitcher(BatchExchange):
         self._hold(scalars)
 
 
-def _find_parameter(model: nn.Module, variable_name: str) -> Tensor:
-    """The parameter of that name, with or without `.weight` at its end."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in (f"{variable_name}.weight", variable_name):
-        if name in parameters:
-            return parameters[name]
-    valid = ", ".join(sorted(name.removesuffix(".weight") for name in parameters))
-    raise ValueError(
-        f"variable_name={variable_name!r} is no variable of {type(model).__name__}; it has: {valid}"
-    )
-
-
-@families.of_family(families.host_or_variable, dtype="float32")
-class OptimizerFactory(CupyFiles, OptimizerSwitcher):
+class OptimizerFactory(
+    CupyFiles, OptimizerSwitcher, place=families.host_or_variable, dtype="float32"
+):
     """Keeps the optimizer's state of all rows; the optimizer holds that of one batch.
 
     After SpeedTorch's class of 2019. Any optimizer works that treats rows separately, also those
@@ -232,21 +229,19 @@ class OptimizerFactory(CupyFiles, OptimizerSwitcher):
         return list(self._rows().values())
 
 
-@families.of_family(families.with_variable)
-class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
+class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.with_variable):
     """OptimizerFactory with the table on the variable's device, and torch's files."""
 
 
-@families.of_family(families.in_host_memory)
-class CPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
+class CPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.in_host_memory):
     """OptimizerFactory with the table in host memory, and torch's files."""
 
 
-@families.of_family(families.of_kind)
-class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher):
+class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.of_kind):
     """OptimizerFactory with the table where deviceType and pinType say, and torch's files."""
 
 
-@families.of_family(partial(families.in_file, ""), dtype="float32")
-class OptimizerFactoryMM(MappedFiles, OptimizerSwitcher):
+class OptimizerFactoryMM(
+    MappedFiles, OptimizerSwitcher, place=partial(families.in_file, ""), dtype="float32"
+):
     """OptimizerFactory with the table in a memory-mapped file, `<variable><optimizer>...`."""

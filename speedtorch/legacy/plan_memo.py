@@ -57,8 +57,7 @@ class _Batch:
     `steps` keeps of each, has come to another batch, which may lie in the same tensors.
     """
 
-    place: tuple[torch.device, int | None, bool]
-    """Device, stream, and whether the ids are unread."""
+    place: tuple[torch.device, int | None, bool]  # device, stream, whether the ids are unread
     seen: list[SeenIds]
     index: Tensor
     plan: Plan

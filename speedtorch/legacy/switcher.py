@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.legacy.families import Fields, TablePlace
+from speedtorch.legacy.families import Fields, TablePlace, constructor
 from speedtorch.legacy.plan_memo import Plan
 from speedtorch.ops.functions import pinned_gather, synchronize
 from speedtorch.table.host_table import HostTable
@@ -30,13 +30,24 @@ class Stored(NamedTuple):
 
 
 class Switcher:
-    """A set of fields, all with one row per class."""
+    """A set of fields, all with one row per class.
+
+    A subclass with a `place`, one of the functions of families.py, gets a constructor with the
+    arguments of its method `_start` and of the function; further keywords are defaults.
+    """
 
     total_classes: int
     _place: TablePlace
     _how_to_start = ""  # which methods make the table
     _stored: Stored | None = None
     _unfinished: Callable[[], object] | None = None
+
+    def __init_subclass__(
+        cls, place: Callable[..., TablePlace] | None = None, **defaults: Any
+    ) -> None:
+        if place is not None:
+            made: Any = cls
+            made.__init__ = constructor(made._start, place, defaults)
 
     @property
     def table(self) -> HostTable:
@@ -105,7 +116,8 @@ class Switcher:
 
     def _listed_variable(self) -> Tensor | list[Tensor]:
         """The variable as the attributes of 2019 have it."""
-        return list(self._rows().values())
+        variable = self._variable()
+        return variable if isinstance(variable, Tensor) else list(variable.values())
 
     # What switcher_files.py needs to know.
 
@@ -141,9 +153,6 @@ class OneField(Switcher):
 
     def _variable(self) -> Tensor:
         return self._rows()["weight"]
-
-    def _listed_variable(self) -> Tensor:
-        return self._variable()
 
 
 def gathered(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtorch.files.new_files import NewFile, replace_files
+from speedtorch.files.new_files import replace_files
 from speedtorch.files.table_files import FORMATS, open_fields, save_fields
 from speedtorch.legacy.families import Fields
 from speedtorch.legacy.switcher import Switcher
@@ -23,17 +23,14 @@ __all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_tensors"
 class CupyFiles(Switcher):
     """Files of the families that were CuPy's: .npy and .safetensors, never pickle."""
 
-    @property
-    def CUPYcorpus(self) -> Any:
-        """The rows themselves, as getCupyVar gives them."""
-        return self._variable()
-
     def getCupyVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name.
 
         `cupy.asarray` takes those on a GPU without a copy; CuPy is not needed for anything here.
         """
         return self._variable()
+
+    CUPYcorpus = property(getCupyVar)
 
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
         """Saves all rows to `*.npy` or `*.safetensors`; the old file stays until the new is whole.
@@ -69,27 +66,23 @@ class CupyFiles(Switcher):
 
 
 class MappedFiles(CupyFiles):
-    """Files of the families whose table is a memory-mapped file."""
+    """Files of the families whose table is a memory-mapped file.
 
-    @property
-    def CUPYmemmap(self) -> Any:
-        """The mapped rows; a list of them in the order of an OptimizerFactory's optVarList."""
-        return self._listed_variable()
+    CUPYmemmap has the mapped rows, in a list in the order of an OptimizerFactory's optVarList.
+    """
 
-    def getCupyMM(self) -> Any:
-        """The mapped rows: a torch tensor `[rows, ...]`, or a dict of them by state name."""
-        return self._variable()
+    CUPYmemmap = property(Switcher._listed_variable)
+    getCupyMM = CupyFiles.getCupyVar
 
 
 class TorchFiles(Switcher):
-    """Files of the families that were torch's."""
+    """Files of the families that were torch's.
 
-    @property
-    def pytorchGPUVar(self) -> Any:
-        """The rows themselves; a list of them in the order of an OptimizerFactory's optVarList."""
-        return self._listed_variable()
+    pytorchGPUVar has the rows themselves, in a list in the order of an OptimizerFactory's
+    optVarList.
+    """
 
-    pytorchCPUVar = pytorchGPUVar
+    pytorchGPUVar = pytorchCPUVar = property(Switcher._listed_variable)
 
     def getTorchVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name."""
@@ -105,7 +98,7 @@ class TorchFiles(Switcher):
         content = {name: _alone(field) for name, field in self._to_save().items()}
         with replace_files([saveFileName]) as (file,):
             whole = content["weight"] if set(content) == {"weight"} else content
-            torch.save(whole, _Sink(file))  # type: ignore[arg-type]
+            torch.save(whole, file)  # type: ignore[arg-type]
 
     def loadTorch(self, loadFileName: str | os.PathLike[str]) -> None:
         """Loads all rows with torch.load(weights_only=True).
@@ -140,16 +133,15 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         ) from error
     if isinstance(content, Tensor):
         content = {"weight": content}
-    if not isinstance(content, dict) or not all(map(_is_rows, content.values())):
+    if not isinstance(content, dict) or not all(
+        isinstance(each, Tensor) and each.layout == torch.strided and each.dim() > 0
+        for each in content.values()
+    ):
         raise ValueError(
             f"{name} holds a {type(content).__name__}; expected what saveTorch writes, a dense"
             " tensor of at least one dimension or a dict of such tensors"
         )
     return content
-
-
-def _is_rows(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
 
 
 def _check_layout(path: str, has: Fields, wanted: Fields) -> None:
@@ -160,20 +152,6 @@ def _check_layout(path: str, has: Fields, wanted: Fields) -> None:
 def _listed(layout: Fields) -> str:
     named = [f"{name} {list(shape)} {str(dtype)[6:]}" for name, (shape, dtype) in layout.items()]
     return ", ".join(sorted(named)) or "nothing"
-
-
-class _Sink:
-    """A NewFile as torch.save wants it."""
-
-    def __init__(self, file: NewFile) -> None:
-        self._file = file
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._file.write(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing waits: NewFile writes at once and syncs when it is finished."""
 
 
 def _alone(field: Tensor) -> Tensor:

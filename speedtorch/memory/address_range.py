@@ -39,12 +39,9 @@ class AddressRange:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
-        self.base = int(_ops.reserve_range(nbytes, device.index))
-        """The first address."""
-        self.is_mapped = False
-        """Whether there is memory behind them."""
+        self.base = int(_ops.reserve_range(nbytes, device.index))  # the first address
         self.end = self.base + nbytes
-        """The first address behind."""
+        self.is_mapped = False  # whether there is memory behind them
         weakref.finalize(self, _ops.leave_range, self.base).atexit = False
 
     @property
@@ -68,10 +65,9 @@ class AddressRange:
             _ops.open_range(0)
 
     def map(self) -> None:
-        """Puts memory behind all that torch has of it; with undefined values.
+        """Puts memory, with undefined values, behind all that torch has of it.
 
-        Raises:
-            torch.OutOfMemoryError: the GPU has too little; nothing has changed.
+        If the GPU has too little, torch.OutOfMemoryError is raised and nothing has changed.
         """
         try:
             _ops.map_range(self.base)

@@ -14,12 +14,7 @@ _UNITS = {
 
 
 def bytes_of(name: str, given: int | str) -> int:
-    """A number of bytes, or a text of one.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: it is no number of bytes, or not more than 0.
-    """
+    """A number of bytes, or a text of one; TypeError, ValueError for what is no number above 0."""
     if isinstance(given, bool) or not isinstance(given, int | str):
         raise TypeError(f"{name}: expected bytes or a text as '12GiB', got {type(given).__name__}")
     if isinstance(given, str):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from speedtorch.files.system_calls import open_to_read
+from speedtorch.files.system_calls import read_file
 from speedtorch.memory import host_memory
 from speedtorch.memory.cost_model import forced_path, use_costs
 from speedtorch.ops.functions import _ops, pinned_gather, pinned_scatter
@@ -149,8 +149,7 @@ def load_costs_with_first_gpu() -> None:
 
 def load_costs() -> bool:
     """Goes by the figures of this machine and its GPU, and says if there are any; never fails."""
-    costs = _kept_costs(_gpu())
-    if costs is not None:
+    if (costs := _kept_costs(_gpu())) is not None:
         _use(costs)
     return costs is not None
 
@@ -166,12 +165,7 @@ def _kept_costs(gpu: str) -> list[float] | None:
     if (path := cache_file(gpu)) is None:
         return None
     try:
-        with open_to_read(path) as (read, size):  # which may hold anything, and be no file at all
-            if size > _MOST_FILE_BYTES:
-                raise ValueError(f"{size:,} bytes; figures take {_MOST_FILE_BYTES:,} at most")
-            text = bytearray(size)
-            read(memoryview(text), 0)
-        figures = json.loads(text)
+        figures = json.loads(read_file(path, _MOST_FILE_BYTES))  # which may hold anything
         if figures["version"] != VERSION:
             return None
         if figures["gpu"] != gpu:
@@ -203,9 +197,10 @@ def _use(costs: list[float]) -> None:
     use_costs(torch.tensor(costs, dtype=torch.float64, device="cpu"), calibrated=True)
 
 
-def _steps() -> Iterator[Callable[[Tensor], None]]:
+def _steps() -> Iterator[Callable[[Tensor], object]]:
+    yield lambda costs: costs[-2:].copy_(costs.new_tensor(measure_link()))
     # Set in between: a kernel fills as many multiprocessors as the link takes.
-    yield from (_measure_link, _ops.set_costs, _measure_planning)
+    yield from (_ops.set_costs, _measure_planning)
     for kind in range(0 if _ops.managed_supported() else 1, len(_KINDS)):
         yield partial(_measure_moves, kind=kind)
 
@@ -230,10 +225,6 @@ def measure_link() -> tuple[float, float]:
     into = _microseconds(lambda _: device.copy_(host, non_blocking=True))
     back = _microseconds(lambda _: host.copy_(device, non_blocking=True))
     return host.numel() / into / 1e3, host.numel() / back / 1e3
-
-
-def _measure_link(costs: Tensor) -> None:
-    costs[-2:] = costs.new_tensor(measure_link())
 
 
 def _measure_planning(costs: Tensor) -> None:

@@ -28,7 +28,10 @@ def near_gpu() -> Iterator[None]:
     is near, or where the system does not say which are. Warns if the system refuses.
     """
     before = os.sched_getaffinity(0)
-    near = (_near_processors() & before) or before
+    near = before
+    if len(listed("devices/system/node/has_cpu")) > 1 and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        near = listed(f"bus/pci/devices/{pci_address(gpu)}/local_cpulist") & before or before
     if near != before:
         try:
             os.sched_setaffinity(0, near)
@@ -40,10 +43,3 @@ def near_gpu() -> Iterator[None]:
     finally:
         if near != before:
             os.sched_setaffinity(0, before)
-
-
-def _near_processors() -> set[int]:
-    if len(listed("devices/system/node/has_cpu")) < 2 or not torch.cuda.is_available():
-        return set()
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return listed(f"bus/pci/devices/{pci_address(gpu)}/local_cpulist")

@@ -16,12 +16,9 @@ __all__ = ["Driver", "ask_driver"]
 class Driver(NamedTuple):
     """The driver; None is what it does not tell, or that there is none."""
 
-    version: str | None = None
-    """As in "580.65.06"."""
-    cuda: str | None = None
-    """The newest CUDA that it runs, as in "13.0"."""
-    free_bytes: Sequence[int | None] = ()
-    """Of each GPU's memory."""
+    version: str | None = None  # as in "580.65.06"
+    cuda: str | None = None  # the newest CUDA that it runs, as in "13.0"
+    free_bytes: Sequence[int | None] = ()  # of each GPU's memory
 
 
 class _Memory(Structure):

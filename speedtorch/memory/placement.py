@@ -1,8 +1,11 @@
-"""Where the bytes of a table live: host memory of a kind, a GPU, a file, memory of processes."""
+"""Where the bytes of a table live: host memory of a kind, a GPU, files, memory of processes."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Literal, TypeAlias, cast, get_args
@@ -11,13 +14,16 @@ import torch
 from torch import Tensor
 
 from speedtorch.files import system_calls
+from speedtorch.files.table_files import open_fields
 from speedtorch.memory import host_memory
 from speedtorch.memory.calibration import calibrate_once
 from speedtorch.memory.shared_memory import SharedMemory, SharedMemoryHandle
 from speedtorch.ops.functions import wait_for_rows
 
 __all__ = [
+    "MappedPlacement",
     "MemoryKind",
+    "NotMapped",
     "Placement",
     "SharedPlacement",
     "check_kind",
@@ -35,6 +41,9 @@ MemoryKind: TypeAlias = Literal[
 """Where a table lies; see HostTable and, for "mapped", HostTable.open."""
 
 _KINDS = get_args(MemoryKind)
+
+# What systems say of files that they cannot map, as some FUSE file systems.
+_NOT_SUPPORTED = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def check_kind(kind: MemoryKind, device: _Device = None, path: _Path = None) -> None:
@@ -63,29 +72,16 @@ def takes_host_memory(kind: MemoryKind) -> bool:
 
 
 class Placement:
-    """Bytes of a table, in one kind of memory; each kind is a subclass.
+    """Bytes of a table, in one kind of memory; each kind is a subclass."""
 
-    Attributes:
-        data: The bytes, uint8 `[count]`; "mapped" fields have none in common.
-        memory: The kind of memory, never "auto".
-        path: The file of the bytes, if there is one.
-        reason: Why the memory is not what was asked for, or reached more slowly; often "".
-        writable: Whether rows may be written.
-        is_in_place: Whether kernels of a GPU read the rows where they are, in host memory.
-        memory_beside: What kind of memory tables take that are made beside this one.
-    """
-
-    data: Tensor
-    memory: MemoryKind
-    path: str | None = None
-    reason: str = ""
-    writable: bool = True
-    is_in_place: bool = False
-
-    @property
-    def memory_beside(self) -> MemoryKind:
-        """What kind of memory tables take that are made beside this one."""
-        return self.memory
+    data: Tensor  # the bytes, uint8 `[count]`; "mapped" fields have none in common
+    memory: MemoryKind  # never "auto"
+    path: str | None = None  # the file of the bytes, if there is one
+    reason: str = ""  # why the memory is not what was asked for, or reached more slowly
+    writable: bool = True  # whether rows may be written
+    is_in_place: bool = False  # whether kernels of a GPU read the rows where they are
+    memory_beside: MemoryKind = "auto"  # what tables take that are made beside this one
+    _shared: SharedMemory | None = None
 
     def check(self) -> None:
         """Raises what makes the bytes unusable by now."""
@@ -110,23 +106,25 @@ class Placement:
 
         Returns False if another process has filled it with another value.
         """
+        if self._shared is not None:
+            return self._shared.begin(field, value, fill)
         fill()
         return True
 
     def note_given(self, field: int) -> None:
         """Says that a field has values which begin() of another process is not to replace."""
+        if self._shared is not None:
+            self._shared.note_given(field)
 
     @property
     def shared(self) -> SharedMemory:
-        """The memory that processes share.
-
-        Raises:
-            ValueError: This process alone has it.
-        """
-        raise ValueError(
-            f"this table's memory is {self.memory!r}, which one process alone can use: make the"
-            " table with memory='shared'"
-        )
+        """The memory that processes share; ValueError if this process alone has it."""
+        if self._shared is None:
+            raise ValueError(
+                f"this table's memory is {self.memory!r}, which one process alone can use: make the"
+                " table with memory='shared'"
+            )
+        return self._shared
 
 
 class HostPlacement(Placement):
@@ -137,6 +135,7 @@ class HostPlacement(Placement):
             calibrate_once(count)
         self.data = host_memory.empty(count, dtype=torch.uint8, memory=kind)
         self.memory = cast(MemoryKind, host_memory.memory_kind(self.data))
+        self.memory_beside = self.memory
         self.is_in_place = self.memory in ("managed", "registered")
 
     def check(self) -> None:
@@ -151,7 +150,7 @@ class HostPlacement(Placement):
 class GpuPlacement(Placement):
     """Zeros on a GPU."""
 
-    memory = "cuda"
+    memory = memory_beside = "cuda"
 
     def __init__(self, count: int, device: _Device) -> None:
         if not torch.cuda.is_available():
@@ -170,11 +169,6 @@ class FilePlacement(Placement):
     """Zeros in a new file, mapped to be written."""
 
     memory = "file"
-
-    @property
-    def memory_beside(self) -> MemoryKind:
-        """See Placement: a file has one table."""
-        return "auto"
 
     def __init__(self, count: int, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
@@ -200,11 +194,7 @@ class FilePlacement(Placement):
 
 
 class SharedPlacement(Placement):
-    """Memory that several processes have; each registers it for its own GPU.
-
-    Args:
-        shared: The memory.
-    """
+    """Memory that several processes have; each registers it for its own GPU."""
 
     memory = "shared"
 
@@ -215,38 +205,82 @@ class SharedPlacement(Placement):
         self.is_in_place = host_memory.memory_kind(self.data) == "registered"
 
     @classmethod
-    def of_zeros(cls, count: int, fields: int) -> SharedPlacement:
-        """New memory for so many fields, which share() of the table lets other processes open."""
-        calibrate_once(count)
-        return cls(SharedMemory.made(count, fields))
-
-    @classmethod
     def opened(cls, handle: SharedMemoryHandle) -> SharedPlacement:
         """The memory of a handle."""
-        return cls(SharedMemory.opened(handle))
-
-    @property
-    def memory_beside(self) -> MemoryKind:
-        """See Placement: what a module makes beside the table is its process's own."""
-        return "auto"
-
-    @property
-    def shared(self) -> SharedMemory:
-        """See Placement."""
-        return self._shared
-
-    def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
-        """See Placement."""
-        return self._shared.begin(field, value, fill)
-
-    def note_given(self, field: int) -> None:
-        """See Placement."""
-        self._shared.note_given(field)
+        return cls(SharedMemory(handle.open(), handle.address.count))
 
     def release(self) -> None:
         """See Placement; other processes keep the memory."""
         host_memory.release(self.data)
-        self._shared.close()
+        self.shared.close()
+
+
+class NotMapped(Exception):
+    """Why the fields of a file cannot be used where they are; its text says it."""
+
+
+class MappedPlacement(Placement):
+    """Files of a saved table, mapped read-only: one page cache serves all processes.
+
+    Where there is a GPU the files are registered for it, read-only and in place, which reads them
+    whole. What does not work there is the `reason`.
+    `fields` are in the files' memory: writing to them ends the process.
+
+    Args:
+        source: What HostTable.save was given, or a file like it.
+        field: The one that is used, as "weight"; None: all of them.
+
+    Raises:
+        NotMapped: The file system cannot map them, or a field is not aligned.
+        ValueError: As for open_fields.
+    """
+
+    memory = "mapped"
+    writable = False
+
+    def __init__(self, source: str | os.PathLike[str], field: str | None = None) -> None:
+        self.path = os.path.abspath(source)
+        mapped: dict[str, mmap.mmap] = {}
+        try:
+            with open_fields(source, mapped=mapped, field=field) as stored:
+                for name, each in stored.items():
+                    if each.nbytes and each.offset % each.dtype.itemsize:
+                        raise NotMapped(
+                            f"field {name!r} begins at byte {each.offset:,} of {each.path}, which"
+                            f" is no multiple of the {each.dtype.itemsize} bytes of {each.dtype};"
+                            " save() the table once, and open that file"
+                        )
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            raise NotMapped(f"the file system does not map it: {error.strerror}") from error
+        # Others were opened before another save replaced them.
+        self._files = {path: mapped[path] for path in {each.path for each in stored.values()}}
+        with warnings.catch_warnings():
+            # Tables give such tensors out as ReadOnlyRows alone.
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            whole = {
+                path: torch.frombuffer(file, dtype=torch.uint8)
+                for path, file in self._files.items()
+            }
+        reasons = [host_memory.pin_if_possible(each) for each in whole.values()]
+        self.reason = next(filter(None, reasons), "")
+        kinds = {host_memory.memory_kind(each) for each in whole.values()}
+        self.is_in_place = kinds == {"registered"}
+        self.fields: dict[str, Tensor] = {}
+        for name, each in stored.items():
+            data = whole[each.path][each.offset : each.offset + each.nbytes]
+            rows = data.view(each.dtype).view(each.shape)
+            self.fields[name] = host_memory.keep_pinned(rows, whole[each.path])
+
+    def check(self) -> None:
+        """Raises ValueError if a file was cut: reading its bytes would end the process."""
+        for path, file in self._files.items():
+            check_size(path, file.size(), len(file))
+
+    def flush(self) -> None:
+        """Waits for the GPU alone: there is nothing to lose, and a file that was cut is closed."""
+        wait_for_rows(None)
 
 
 def check_size(path: str, size: int, needed: int) -> None:
@@ -277,5 +311,6 @@ def made_placement(
     if kind == "cuda":
         return GpuPlacement(count, device)
     if kind == "shared":
-        return SharedPlacement.of_zeros(count, fields)
+        calibrate_once(count)
+        return SharedPlacement(SharedMemory.made(count, fields))
     return HostPlacement(count, cast(host_memory.HostMemoryKind, kind))

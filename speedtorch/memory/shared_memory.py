@@ -47,18 +47,13 @@ _FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-5, 1e-3
 class _Address:
     """Where a descriptor of the memory is, and what tells whether it is still the same."""
 
-    boot: str
-    """The machine, and its last start."""
-    namespace: str
-    """In which process numbers are counted."""
+    boot: str  # the machine, and its last start
+    namespace: str  # in which process numbers are counted
     process: int
-    started: int
-    """When the process started, in clock ticks since the boot."""
+    started: int  # when the process started, in clock ticks since the boot
     descriptor: int
-    file: tuple[int, int]
-    """Device and inode of the memory."""
-    count: int
-    """Bytes of data."""
+    file: tuple[int, int]  # device and inode of the memory
+    count: int  # bytes of data
 
 
 class _Descriptor(io.FileIO):
@@ -76,7 +71,7 @@ class _Descriptor(io.FileIO):
     @property
     def file(self) -> tuple[int, int]:
         """Device and inode of the memory."""
-        return _identity(os.fstat(self.fileno()))
+        return _identity(self.fileno())
 
 
 _writers: WeakValueDictionary[tuple[int, int, tuple[int, int]], _Descriptor] = WeakValueDictionary()
@@ -132,7 +127,7 @@ class SharedMemoryHandle:
         path = f"/proc/{address.process}/fd/{address.descriptor}"
         try:
             # Asked first: by now the number may be that of a socket, or of another's file.
-            if _identity(os.stat(path)) == address.file:
+            if _identity(path) == address.file:
                 descriptor = _Descriptor(path, "r+")
                 if descriptor.file == address.file:
                     return descriptor
@@ -152,15 +147,12 @@ def _received(address: _Address, sent: Any) -> SharedMemoryHandle:
 class SharedMemory:
     """Zeros that several processes read and write at the same place.
 
-    The memory goes with the last process, tensor and handle that has it.
+    The memory goes with the last process, tensor and handle that has it. `data` is uint8 `[count]`.
 
     Args:
         descriptor: Of the memory, which is sealed; closed with this, also where this raises.
         count: Bytes of data.
         new_bytes: All bytes of memory that is new, which is taken and sealed now.
-
-    Attributes:
-        data: uint8 `[count]`.
     """
 
     def __init__(self, descriptor: _Descriptor, count: int, new_bytes: int = 0) -> None:
@@ -169,7 +161,13 @@ class SharedMemory:
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
             if new_bytes:
-                _take(descriptor.fileno(), new_bytes)
+                os.fchmod(descriptor.fileno(), 0o600)
+                with near_gpu():
+                    for offset in range(0, new_bytes, _RESERVED_AT_ONCE):
+                        count_at_once = min(_RESERVED_AT_ONCE, new_bytes - offset)
+                        calls.reserve(descriptor.fileno(), offset, count_at_once)
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             if count:
                 self.data = torch.frombuffer(
                     calls.map(descriptor.fileno(), count), dtype=torch.uint8
@@ -182,9 +180,7 @@ class SharedMemory:
     def made(cls, count: int, fields: int) -> SharedMemory:
         """New memory of a table with so many fields, all of it taken now.
 
-        Raises:
-            MemoryError: The machine has too little; nothing was taken.
-            RuntimeError: The system has no such memory.
+        Raises MemoryError if the machine has too little, RuntimeError if it has no such memory.
         """
         size = _in_pages(_in_pages(count) + _WORD_BYTES * (1 + fields))
         if host_memory.is_checked() and size > (available := host_memory.available_bytes()):
@@ -201,11 +197,6 @@ class SharedMemory:
             raise MemoryError(
                 f"shared memory: the system gave less than {size:,} bytes: {error}"
             ) from error
-
-    @classmethod
-    def opened(cls, handle: SharedMemoryHandle) -> SharedMemory:
-        """The memory of a handle; raises what SharedMemoryHandle.open does."""
-        return cls(handle.open(), handle.address.count)
 
     def handle(self) -> SharedMemoryHandle:
         """What opens the memory in another process."""
@@ -232,11 +223,8 @@ class SharedMemory:
 
         Returns whether the field began with this value, or with values that were loaded.
         """
-        with (
-            nullcontext(self._descriptor)
-            if self._is_mine()
-            else self._locked(fcntl.LOCK_EX) as descriptor
-        ):
+        lock = nullcontext(self._descriptor) if self._is_mine() else self._locked(fcntl.LOCK_EX)
+        with lock as descriptor:
             if (mark := self._read_word(1 + field)) == 0:
                 fill()
                 self._write_word(descriptor, 1 + field, mark := _mark_of(value))
@@ -316,9 +304,7 @@ class SharedMemory:
     def read_consistently(self, read: Callable[[], _Result], timeout_s: float) -> _Result:
         """The result of a call of read() while which no writer but this thread was at work.
 
-        Raises:
-            TimeoutError: There was none in so many seconds.
-            RuntimeError: A writer ended while it wrote.
+        Raises TimeoutError if there was none in time, RuntimeError if a writer ended half-way.
         """
         if self._is_mine():
             return read()
@@ -375,19 +361,10 @@ def _new_file() -> _Descriptor:
         return _Descriptor(os.memfd_create("speedtorch", flags), "r+")
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    """Device and inode of a file."""
+def _identity(file: str | int) -> tuple[int, int]:
+    """Device and inode of a file, by its path or descriptor."""
+    status = os.stat(file)
     return status.st_dev, status.st_ino
-
-
-def _take(descriptor: int, size: int) -> None:
-    """Takes memory for a new file, whose size is the same from then on."""
-    os.fchmod(descriptor, 0o600)
-    with near_gpu():
-        for offset in range(0, size, _RESERVED_AT_ONCE):
-            calls.reserve(descriptor, offset, min(_RESERVED_AT_ONCE, size - offset))
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 
 def _boot() -> str:

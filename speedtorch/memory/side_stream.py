@@ -80,33 +80,24 @@ class SideStream:
     Each stream of the caller has side streams of its own. Memory that is allocated on a side stream
     is used there and on the caller's stream only, and each turn waits for that stream: torch may
     allocate the memory again as soon as it is freed. Work of two callers' streams never meets.
-
-    Args:
-        purpose: its name.
-        is_timed: whether `end` records the time.
+    `is_timed` says whether `end` records the time.
     """
 
     def __init__(self, purpose: str, *, is_timed: bool = False) -> None:
         self._purpose, self._is_timed = purpose, is_timed
-        self._last: torch.cuda.Stream | None = None
-        """The stream of the last work."""
+        self._last: torch.cuda.Stream | None = None  # the stream of the last work
         self.end: torch.cuda.Event | None = None
 
     def after_current(
         self, device: torch.device
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
         """What is queued within begins when the current stream has done what it has by now."""
-        return self._after(device, None)
+        return nullcontext() if device.type != "cuda" else _Turn(self, device, None)
 
     def after(
         self, device: torch.device, *ends: torch.cuda.Event | None
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
         """What is queued within begins after these events, whatever the current stream does."""
-        return self._after(device, ends)
-
-    def _after(
-        self, device: torch.device, ends: Sequence[torch.cuda.Event | None] | None
-    ) -> AbstractContextManager[torch.cuda.Stream | None]:
         return nullcontext() if device.type != "cuda" else _Turn(self, device, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -174,8 +165,7 @@ class MemoryStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._stream: torch.cuda.Stream | None = None
-        self.has_changed = False
-        """Whether there has been more than one stream."""
+        self.has_changed = False  # whether there has been more than one stream
 
     def follow(self, held: Callable[[], Iterable[Tensor]]) -> None:
         """Orders the current stream behind the last, and records it for all that is held."""

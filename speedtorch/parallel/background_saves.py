@@ -26,13 +26,7 @@ _Tensors = Mapping[Any, Tensor | SomeRows]
 
 
 class _Save:
-    """A save that goes on, which one thread writes: that of begin(), or one that waits for it.
-
-    Args:
-        done: Its future.
-        place: Its folder.
-        run: Writes it.
-    """
+    """A save that goes on, which one thread writes: that of begin(), or one that waits for it."""
 
     def __init__(self, done: Future[Any], place: str, run: Callable[[], None]) -> None:
         self.done, self.place, self._run = done, place, run
@@ -78,13 +72,13 @@ def fitting(shards: Sequence[_Tensors], max_memory: int | None, sharing: int = 1
 
 def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
     """All tensors as they are now, in plain host memory."""
-    return [{key: _copied(each) for key, each in shard.items()} for shard in shards]
 
+    def copied(given: Tensor | SomeRows) -> Tensor:
+        if isinstance(given, SomeRows):
+            return given.at(given.ids)
+        return torch.empty(given.shape, dtype=given.dtype, device="cpu").copy_(given)
 
-def _copied(given: Tensor | SomeRows) -> Tensor:
-    if isinstance(given, SomeRows):
-        return given.at(given.ids)
-    return torch.empty(given.shape, dtype=given.dtype, device="cpu").copy_(given)
+    return [{key: copied(each) for key, each in shard.items()} for shard in shards]
 
 
 def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_Result]:

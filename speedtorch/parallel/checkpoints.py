@@ -31,22 +31,9 @@ from speedtorch.files.new_files import replace_files
 from speedtorch.files.saved_values import described
 from speedtorch.files.table_files import write_safetensors
 from speedtorch.memory.byte_count import bytes_of, text_of
-from speedtorch.parallel.background_saves import begin as begin_saving
+from speedtorch.parallel import background_saves, deltas
 from speedtorch.parallel.background_saves import copies, fitting, wait_for
-from speedtorch.parallel.deltas import (
-    IDS,
-    Changed,
-    Delta,
-    Moments,
-    are_same,
-    changed_rows,
-    delta,
-    is_in_table,
-    joined,
-    moments_of,
-    remember,
-    write_changes,
-)
+from speedtorch.parallel.deltas import remember
 from speedtorch.parallel.load_checks import check_loads, shares_rows
 from speedtorch.parallel.load_ranks import LoadRanks
 from speedtorch.parallel.machine import this_machine
@@ -167,7 +154,8 @@ def save(
         >>> saved.generation, others
         (2, {'step': 20})
     """
-    return _begun(os.fsdecode(path), keep, base, parts, progress=progress).finish()
+    finish, _ = _begun(os.fsdecode(path), keep, base, parts, progress=progress)
+    return finish()
 
 
 def async_save(
@@ -213,7 +201,7 @@ def async_save(
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
     folder = os.path.abspath(os.fsdecode(path))  # the program may change its folder meanwhile
     begun = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
-    return begin_saving(folder, begun.finish, begun.rest)
+    return background_saves.begin(folder, *begun)
 
 
 _OPTIONS = {
@@ -245,31 +233,6 @@ def _check_names(parts: Mapping[str, Any]) -> None:
         raise TypeError(f"save: {name!r} is no name of a part: {remedy}; nothing was saved")
 
 
-@dataclass
-class _Begun:
-    """A save of which what remains may be done in another thread.
-
-    Attributes:
-        writing: What is written.
-        rest: Undoes it, unless it has ended.
-        begin: When it began, in seconds.
-        waited: How long the call took, of one that goes on beside training.
-    """
-
-    writing: _Writing
-    rest: ExitStack
-    begin: float
-    waited: float | None
-
-    def finish(self) -> Saved:
-        """Writes what remains, and switches."""
-        with self.rest:
-            number, nbytes = self.writing.finish()
-        seconds = time.perf_counter() - self.begin
-        place = path_of(self.writing.folder, number)
-        return Saved(place, number, nbytes, seconds, self.writing.change.base, self.waited)
-
-
 def _begun(
     folder: str,
     keep: int,
@@ -279,8 +242,11 @@ def _begun(
     progress: bool | None,
     beside: bool = False,
     max_bytes: int | None = None,
-) -> _Begun:
-    """Begins a save; of one that goes on `beside` training all is written, or copied, after it."""
+) -> tuple[Callable[[], Saved], ExitStack]:
+    """Begins a save; gives what writes the rest and switches, and what undoes it until then.
+
+    A save `beside` training needs the parts no more: all is written or copied.
+    """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
     _check_names(parts)
@@ -308,25 +274,27 @@ def _begun(
         if beside and isinstance(ranks, Ranks):
             writing.go_beside(ranks.patience)
         rest = stack.pop_all()
-    return _Begun(writing, rest, begin, time.perf_counter() - begin if beside else None)
+    waited = time.perf_counter() - begin if beside else None
+
+    def finish() -> Saved:
+        with rest:
+            number, nbytes = writing.finish()
+        seconds = time.perf_counter() - begin
+        return Saved(path_of(folder, number), number, nbytes, seconds, writing.change.base, waited)
+
+    return finish, rest
 
 
 class _Change(NamedTuple):
-    """What is written.
+    """What is written, by keys: by one process, the first rank, and by all ranks together."""
 
-    Attributes:
-        against: The generation that it goes on from, if it does.
-        own: What one process writes, the first one of ranks.
-        shared: What ranks write together.
-    """
-
-    against: SavedGeneration | None
-    own: Delta[Tensor | SomeRows]
-    shared: Delta[JoinedRows]
+    against: SavedGeneration | None  # the base
+    own: dict[str, Tensor | SomeRows]
+    shared: dict[str, JoinedRows]
+    ids_of: dict[str, str]  # by the key of changed rows: that of their ids
 
     @property
     def base(self) -> int | None:
-        """The number of that generation."""
         return None if self.against is None else self.against.number
 
 
@@ -335,48 +303,39 @@ def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -
 
     def whole() -> _Change:
         shared = {key: JoinedRows.of(each) for key, each in tensors.shared.items()}
-        return _Change(None, Delta(dict(tensors.by_key), {}), Delta(shared, {}))
+        return _Change(None, {**tensors.by_key}, shared, {})
 
     if base is None:
         return whole()
     opened: list[SavedGeneration] = []
-    changed: dict[str, Changed[Tensor | SomeRows]] = {}
+    changed: dict[str, deltas.Changed[Tensor | SomeRows]] = {}
 
     def look() -> tuple[dict[str, tuple[Hashable, int]], list[str]] | None:
         opened.append(SavedGeneration.opened(folder, _chosen(folder, base)))
         if len(opened[0].chain) > LONGEST_CHAIN:
             return None
-        changed.update(changed_rows(opened[0], {**tensors.by_key, **tensors.shared}))
+        changed.update(deltas.changed_rows(opened[0], {**tensors.by_key, **tensors.shared}))
         counts = {key: (each.group, each.ids.shape[0]) for key, each in changed.items()}
-        return counts, [key for key in tensors.by_key if key.startswith(IDS)]
+        return counts, [key for key in tensors.by_key if key.startswith(deltas.IDS)]
 
     every = [each for each in agreed(ranks, look) if each is not None]
     if len(every) < ranks.size:
         return whole()
     of_ranks, (names, *_) = zip(*every, strict=True)
-    together = dict(joined(tensors.shared, changed, of_ranks, ranks.rank))
+    together = dict(deltas.joined(tensors.shared, changed, of_ranks, ranks.rank))
     rest = {k: JoinedRows.of(each) for k, each in tensors.shared.items() if k not in together}
-    of_all = delta(rest, together, taken={*tensors.shared, *names})
+    shared, ids_of = deltas.delta(rest, together, taken={*tensors.shared, *names})
     alone = {key: each for key, each in changed.items() if key in tensors.by_key}
-    return _Change(opened[0], delta(tensors.by_key, alone, taken=of_all.tensors), of_all)
+    own, own_ids_of = deltas.delta(tensors.by_key, alone, taken=shared)
+    return _Change(opened[0], own, shared, own_ids_of | ids_of)
 
 
 class _Writing:
     """A generation that is written, by one process or by ranks together.
 
     Each method is called by all ranks, in the order in which they stand here. An error of one rank
-    raises on all of them, and the generations of before stay.
-
-    Args:
-        ranks: Those that write.
-        folder: Of the generations.
-        change: What is written.
-        values: The parts as JSON.
-        stack: Is closed once it is written, or has failed.
-
-    Attributes:
-        change, folder: As given.
-        jobs: What this rank writes: its rows in each file of all ranks, and files of its own.
+    raises on all of them, and the generations of before stay. Its caller closes `stack` once it is
+    written, or has failed.
     """
 
     def __init__(
@@ -387,30 +346,33 @@ class _Writing:
         values: Mapping[str, Any],
         stack: ExitStack,
     ) -> None:
-        self.change, self.folder = change, folder
+        self.change, self._folder = change, folder
         self._ranks, self._values, self._stack = ranks, values, stack
         self._switching = stack.enter_context(ExitStack())
         self._files = [
             JoinedFile(f"rows-{at:05d}.safetensors", each)
-            for at, each in enumerate(_shards(change.shared.tensors), 1)
+            for at, each in enumerate(_shards(change.shared), 1)
         ]
+        # This rank's rows in each file of all ranks, and its own files.
         self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
-        self.jobs += _shards(change.own.tensors)
+        self.jobs += _shards(change.own)
         self._generation: Generation | None = None
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
-        self._moments: Moments = []
+        self._moments: deltas.Moments = []
 
     def make(self, keep: int) -> None:
         """Makes the folder, and the files of all ranks in it."""
-        _, own, shared = self.change
 
         def make() -> Generation:
-            needed = partial(base_of, self.folder)
-            new = new_generation(self.folder, keep, needed, self.change.base)
+            needed = partial(base_of, self._folder)
+            new = new_generation(self._folder, keep, needed, self.change.base)
             self._generation = self._switching.enter_context(new)
-            every = (*own.tensors.values(), *shared.tensors.values())
-            _check_room(self.folder, sum(each.nbytes for each in every))
+            every = (*self.change.own.values(), *self.change.shared.values())
+            nbytes, status = sum(each.nbytes for each in every), os.statvfs(self._folder)
+            if status.f_blocks and nbytes > (free := status.f_bavail * status.f_frsize):
+                text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
+                raise OSError(errno.ENOSPC, text, self._folder)
             for each in self._files:
                 each.make(self._generation.folder)
             return self._generation
@@ -425,7 +387,7 @@ class _Writing:
         total = sum(each.nbytes for job in now for each in job.values())
 
         def begin() -> None:
-            self._moments = moments_of({**tensors.by_key, **tensors.shared})
+            self._moments = deltas.moments_of({**tensors.by_key, **tensors.shared})
             with progress_bar(total, progress, unit="B") as bar:
                 self._write(now, 0, bar.update)
             self._copies = copies(self.jobs[first:])
@@ -479,22 +441,36 @@ class _Writing:
             if at < 0:
                 self._files[at].write(self._partial, job)
             else:
-                name = f"tensors-{at + 1:05d}.safetensors"
-                self._entries.append(_write_shard(self._partial, name, job, told))
+                name, digests = f"tensors-{at + 1:05d}.safetensors", list[int]()
+                with replace_files([os.path.join(self._partial, name)]) as (file,):
+                    write_safetensors(file, job, digests, told)
+                self._entries.append({"name": name, "bytes": file.count, "crc32": digests})
 
     def _switch(self) -> tuple[int, int, str]:
         """Puts the generation in its place; gives its number, all bytes, and its digest."""
         assert self._generation is not None
-        against, own, shared = self.change
+        against = self.change.against
         with self._switching.pop_all():
-            ids_of = {**own.ids_of, **shared.ids_of}
-            written = _write_manifest(self._partial, self._entries, self._values, against, ids_of)
-            if against is not None and against.number not in generations_of(self.folder):
+            content = {"version": VERSION, "files": self._entries, "parts": self._values}
+            if against is not None:
+                base = {"generation": against.number, "sha256": against.digest}
+                base["rows"] = self.change.ids_of
+                content |= {"version": VERSION_OF_DELTA, "base": base}
+            text = json.dumps({"format": FORMAT, **content}, separators=(",", ":")).encode()
+            self._write_small("manifest.json", text)
+            self._write_small("manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
+            if against is not None and against.number not in generations_of(self._folder):
                 raise RuntimeError(
                     f"save: generation {against.number}, the base, was removed meanwhile: save"
                     " without it"
                 )
-        return self._generation.number, written.nbytes, written.digest
+        nbytes = sum(int(each["bytes"]) for each in self._entries) + len(text)
+        return self._generation.number, nbytes, hashlib.sha256(text).hexdigest()
+
+    def _write_small(self, name: str, data: bytes) -> None:
+        with replace_files([os.path.join(self._partial, name)]) as (file,):
+            file.reserve(len(data))
+            file.write(data)
 
 
 def load(
@@ -549,9 +525,13 @@ def load(
     """
     folder = os.fsdecode(path)
     wait_for(folder)
-    is_shared = dist.is_available() and dist.is_initialized() and any(map(_shares, parts.values()))
+    is_shared = (
+        dist.is_available()
+        and dist.is_initialized()
+        and any(shares_rows(each) for part in parts.values() for each in _objects(part))
+    )
     ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
-    ready: list[_Ready] = []
+    ready: list[Callable[[], dict[str, Any]]] = []
     damaged: dict[int, str] = {}
 
     def prepare() -> tuple[str | None, list[tuple[int, str]]]:
@@ -559,8 +539,12 @@ def load(
         for what, given in (("generation", generation), ("since", since)):
             if given is not None:
                 _check_number(what, given)
-        for name, each in parts.items():
-            _check_loads(name, each)
+        for name, part in parts.items():
+            if wrong := [each for each in _objects(part) if not hasattr(each, "load_state_dict")]:
+                raise TypeError(
+                    f"{name}: expected what has a load_state_dict(), got {type(wrong[0]).__name__};"
+                    " values are in what load() returns"
+                )
         while True:
             number = _chosen(folder, generation, damaged)
             try:
@@ -589,27 +573,11 @@ def load(
         for each in found:
             damaged.update(each)
         if None not in digests and len(set(digests)) == 1:
-            return _loaded(ready[0], parts)
+            return ready[0]()
     raise RuntimeError(
         f"load: {folder!r} has had another last generation at each of {_TRIES} looks, or is not the"
         " same folder on all ranks: name a generation="
     )
-
-
-class _Ready(NamedTuple):
-    """A load that every check has passed.
-
-    Attributes:
-        opened: The generation.
-        patches: Rows of tables, with the ids and rows that are written to them.
-        states: Each object, and what it loads, in this order.
-        others: The values of the rest.
-    """
-
-    opened: SavedGeneration
-    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]
-    states: list[tuple[Any, Any]]
-    others: dict[str, Any]
 
 
 def _prepared(
@@ -619,20 +587,20 @@ def _prepared(
     since: int | None,
     verify: bool,
     progress: bool | None,
-) -> _Ready:
-    """Reads and checks all that is loaded; changes nothing."""
+) -> Callable[[], dict[str, Any]]:
+    """Reads and checks all that is loaded; what it returns fills parts, and gives the rest."""
     if verify:
         opened.verify(progress)
     saved = opened.manifest["parts"]
     if missing := [name for name in parts if name not in saved]:
         raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
-    changes = None if since is None else opened.changed_since(since)
+    changes = ({} if since is None else opened.changed_since(since)) or {}
     states: dict[str, Any] = {}
     patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
     for name, part in parts.items():
         live = _fields_in_place(opened, name, part) if changes else {}
-        kept = {key: each for key, each in live.items() if key in (changes or {})}
-        patches += [(each, (changes or {})[key]) for key, each in kept.items()]
+        kept = {key: each for key, each in live.items() if key in changes}
+        patches += [(each, changes[key]) for key, each in kept.items()]
         states[name] = opened.value(name, kept, copies=_copies(part))
     others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
     pairs: list[tuple[str, Any, Any]] = []
@@ -651,36 +619,35 @@ def _prepared(
         fill_shards(*each)
     # What may still raise loads first, while the other objects are unchanged.
     order = sorted(range(len(pairs)), key=known.__getitem__)
-    return _Ready(opened, patches, [pairs[at][1:] for at in order], others)
+
+    def fill() -> dict[str, Any]:
+        for tensor, rows in patches:
+            deltas.write_changes(tensor, rows)
+        for part, state in [pairs[at][1:] for at in order]:
+            part.load_state_dict(state)
+            if isinstance(part, Optimizer):
+                opened.let_go(part)
+        if any_notes_changes():
+            # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
+            same = {
+                key: each
+                for name, part in parts.items()
+                for key, each in _fields_in_place(opened, name, part).items()
+                if deltas.are_same(each, opened.tensor(key))
+            }
+            remember(opened.digest, deltas.moments_of(same))
+        return others
+
+    return fill
 
 
-def _loaded(ready: _Ready, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills parts, and gives the values of the rest."""
-    opened = ready.opened
-    for tensor, rows in ready.patches:
-        write_changes(tensor, rows)
-    for each, state in ready.states:
-        each.load_state_dict(state)
-        if isinstance(each, Optimizer):
-            opened.let_go(each)
-    if any_notes_changes():
-        fields: dict[str, Tensor] = {}
-        for name, part in parts.items():
-            fields |= _fields_in_place(opened, name, part)
-        # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
-        same = {key: each for key, each in fields.items() if are_same(each, opened.tensor(key))}
-        remember(opened.digest, moments_of(same))
-    return ready.others
-
-
-def _shares(part: Any) -> bool:
-    return any(map(shares_rows, part if isinstance(part, list | tuple) else [part]))
+def _objects(part: Any) -> Sequence[Any]:
+    return part if isinstance(part, list | tuple) else [part]
 
 
 def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str, Tensor]:
     """The fields of tables that a part and a generation have, by their keys there."""
-    several = part if isinstance(part, list | tuple) else [part]
-    if not all(isinstance(each, nn.Module | Optimizer) for each in several):
+    if _copies(part):
         return {}
     tensors = _Tensors()
     with as_plain(), torch.no_grad(), given_in_place():
@@ -688,14 +655,13 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
     return {
         key: each
         for key, each in {**tensors.by_key, **tensors.shared}.items()
-        if is_in_table(each) and opened.has(key, each)
+        if deltas.place_of(each) and opened.has(key, each)
     }
 
 
 def _copies(part: Any) -> bool:
     """Whether what loads a part may keep the tensors that it is given."""
-    several = part if isinstance(part, list | tuple) else [part]
-    return not all(isinstance(each, nn.Module | Optimizer) for each in several)
+    return not all(isinstance(each, nn.Module | Optimizer) for each in _objects(part))
 
 
 def _check_number(what: str, given: object) -> None:
@@ -705,20 +671,16 @@ def _check_number(what: str, given: object) -> None:
 
 def _chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
     there = generations_of(folder)
-    if not there:
-        raise FileNotFoundError(
-            errno.ENOENT, "there is no generation of a checkpoint in this folder", folder
-        )
-    if generation is None:
-        if whole := [each for each in there if each not in damaged]:
-            return whole[-1]
-        texts = "; ".join(dict.fromkeys(damaged.values()))
-        raise ValueError(f"load: {folder!r} has no whole generation, but {there}: {texts}")
-    if generation not in there:
-        raise FileNotFoundError(
-            errno.ENOENT, f"there is no generation {generation}, but {there}", folder
-        )
-    return generation
+    if generation in there:
+        return generation
+    if not there or generation is not None:
+        text = "there is no generation of a checkpoint in this folder"
+        text = f"there is no generation {generation}, but {there}" if there else text
+        raise FileNotFoundError(errno.ENOENT, text, folder)
+    if whole := [each for each in there if each not in damaged]:
+        return whole[-1]
+    texts = "; ".join(dict.fromkeys(damaged.values()))
+    raise ValueError(f"load: {folder!r} has no whole generation, but {there}: {texts}")
 
 
 def _warn_of(damaged: Mapping[int, str], number: int) -> None:
@@ -739,22 +701,12 @@ def _state_of(part: Any) -> Any:
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 
-def _check_loads(name: str, part: Any) -> None:
-    for each in part if isinstance(part, list | tuple) else [part]:
-        if not hasattr(each, "load_state_dict"):
-            raise TypeError(
-                f"{name}: expected what has a load_state_dict(), got {type(each).__name__}; values"
-                " are in what load() returns"
-            )
-
-
 class _Tensors:
     """The tensors that a checkpoint has, each once."""
 
     def __init__(self) -> None:
         self.by_key: dict[str, Tensor] = {}
-        self.shared: dict[str, SharedRows] = {}
-        """Those of which other ranks have rows, too."""
+        self.shared: dict[str, SharedRows] = {}  # of which other ranks have rows, too
         self._keys: dict[tuple[Any, ...], str] = {}
 
     def keep(self, name: str, tensor: Tensor) -> str:
@@ -823,62 +775,3 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     is_in_rows = tensor.dim() > 0 and tensor.numel() > 0 and tensor[0].is_contiguous()
     return tensor if is_in_rows else tensor.contiguous()
-
-
-# ------------------------------------------------------------------------------------------------
-# Files
-
-
-def _check_room(folder: str, nbytes: int) -> None:
-    """Raises OSError unless the disk has room for so many bytes more."""
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if status.f_blocks and nbytes > free:
-        text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
-        raise OSError(errno.ENOSPC, text, folder)
-
-
-def _write(folder: str, name: str, data: bytes) -> None:
-    with replace_files([os.path.join(folder, name)]) as (file,):
-        file.reserve(len(data))
-        file.write(data)
-
-
-class _Manifest(NamedTuple):
-    """What tells all of a generation."""
-
-    nbytes: int
-    """Of all files."""
-    digest: str
-
-
-def _write_manifest(
-    folder: str,
-    files: Sequence[Mapping[str, Any]],
-    values: Mapping[str, Any],
-    base: SavedGeneration | None,
-    ids_of: Mapping[str, str],
-) -> _Manifest:
-    """Writes what tells all."""
-    manifest = {"format": FORMAT, "version": VERSION, "files": files, "parts": values}
-    if base is not None:
-        against = {"generation": base.number, "sha256": base.digest, "rows": dict(ids_of)}
-        manifest |= {"version": VERSION_OF_DELTA, "base": against}
-    text = json.dumps(manifest, separators=(",", ":")).encode()
-    _write(folder, "manifest.json", text)
-    _write(folder, "manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
-    nbytes = sum(int(each["bytes"]) for each in files) + len(text)
-    return _Manifest(nbytes, hashlib.sha256(text).hexdigest())
-
-
-def _write_shard(
-    folder: str,
-    name: str,
-    tensors: Mapping[str, Tensor | SomeRows],
-    told: Callable[[int], object],
-) -> dict[str, Any]:
-    """Writes a file, and gives its entry of the manifest."""
-    digests: list[int] = []
-    with replace_files([os.path.join(folder, name)]) as (file,):
-        write_safetensors(file, tensors, digests, told)
-    return {"name": name, "bytes": file.count, "crc32": digests}

@@ -20,14 +20,13 @@ from speedtorch.table.shared_rows import SharedRows
 __all__ = [
     "IDS",
     "Changed",
-    "Delta",
     "Moments",
     "are_same",
     "changed_rows",
     "delta",
-    "is_in_table",
     "joined",
     "moments_of",
+    "place_of",
     "remember",
     "write_changes",
 ]
@@ -45,20 +44,13 @@ _MOST_KNOWN = 10_000  # of a table, as runs of months save often
 
 
 class _Place(NamedTuple):
-    """Where rows of a tensor are in a table.
-
-    Attributes:
-        table, field: Of the rows.
-        before: Rows of the field that come before `rows`.
-        rows: In the table's memory.
-        blocks: Which of the tensor's rows are here, and where in `rows`.
-    """
+    """Where rows of a tensor are in a table."""
 
     table: HostTable
     field: str
-    before: int
-    rows: Tensor
-    blocks: _Ranges
+    before: int  # rows of the field before `rows`
+    rows: Tensor  # in the table's memory
+    blocks: _Ranges  # which of the tensor's rows are here, and where in `rows`
 
     @property
     def first(self) -> int:
@@ -72,38 +64,22 @@ Moments = list[tuple[str, _Place, int]]
 
 @dataclass(frozen=True)
 class Changed(Generic[_Written]):
-    """Rows of a tensor that have changed.
+    """Rows of a tensor that have changed, and their ids in it."""
 
-    Attributes:
-        group: The same for tensors of the same ids.
-        rows: The rows.
-        ids: Their ids in the tensor.
-    """
-
-    group: Hashable
+    group: Hashable  # the same for tensors of the same ids
     rows: _Written
     ids: _Written
-
-
-@dataclass(frozen=True)
-class Delta(Generic[_Written]):
-    """What is written against a generation.
-
-    Attributes:
-        tensors: By their keys, of some of them the rows that have changed.
-        ids_of: By the key of such a field: that of the ids of its rows.
-    """
-
-    tensors: dict[str, _Written]
-    ids_of: dict[str, str]
 
 
 def delta(
     tensors: Mapping[str, _Written],
     changed: Mapping[str, Changed[_Written]],
     taken: Collection[str],
-) -> Delta[_Written]:
-    """Puts changed rows in the place of all; ids get names that no tensor has, nor are `taken`."""
+) -> tuple[dict[str, _Written], dict[str, str]]:
+    """Tensors by key, of some only changed rows and their ids; and the ids' keys by the rows' keys.
+
+    The ids' keys are new ones, which are not `taken`.
+    """
     made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
     for key, each in changed.items():
         if each.group not in names:
@@ -111,7 +87,7 @@ def delta(
             names[each.group] = next(e for e in found if e not in made and e not in taken)
             made[names[each.group]] = each.ids
         made[key], ids_of[key] = each.rows, names[each.group]
-    return Delta(made, ids_of)
+    return made, ids_of
 
 
 def changed_rows(
@@ -128,7 +104,7 @@ def changed_rows(
             nothing = torch.empty(0, dtype=torch.int64, device="cpu")
             yield key, Changed("", SomeRows(tensor.field, nothing), nothing)
             continue
-        if (place := _place_of(tensor)) is None:
+        if (place := place_of(tensor)) is None:
             continue
         table = place.table
         moment = _known.get(table, {}).get((base.digest, key, place.field, place.first))
@@ -150,13 +126,9 @@ def joined(
     every: Sequence[Mapping[str, tuple[Hashable, int]]],
     rank: int,
 ) -> Iterator[tuple[str, Changed[JoinedRows]]]:
-    """What ranks write together of tensors whose changes all of them know; gives their keys.
+    """What ranks write together of `shared` tensors whose changes all know; gives their keys.
 
-    Args:
-        shared: Those of all ranks.
-        own: What this rank knows.
-        every: Of each rank the groups, and how many rows have changed there.
-        rank: This one.
+    `own` is what this rank knows; `every` has each rank's groups and numbers of changed rows.
     """
     for key, each in shared.items():
         of_ranks = [known[key] for known in every if key in known]
@@ -177,7 +149,7 @@ def joined(
 
 def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
     """Begins a new moment of the tables that note their changes, for all fields among these."""
-    found = [(key, _place_of(tensor)) for key, tensor in tensors.items()]
+    found = [(key, place_of(tensor)) for key, tensor in tensors.items()]
     noted = [(key, each) for key, each in found if each and each.table.changes]
     begun = {table: table.track_changes() for table in {each.table for _, each in noted}}
     return [(key, each, begun[each.table]) for key, each in noted]
@@ -193,14 +165,9 @@ def remember(digest: str, moments: Moments) -> None:
             of_table.pop(oldest, None)
 
 
-def is_in_table(tensor: Tensor) -> bool:
-    """Whether it is rows of a table."""
-    return _place_of(tensor) is not None
-
-
 def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Writes rows by their ids, those that are here, to a tensor that is rows of a table."""
-    place = _place_of(tensor)
+    place = place_of(tensor)
     assert place is not None
     for ids, rows in changes:
         is_here, at = _across(ids, place.blocks)
@@ -210,7 +177,7 @@ def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> N
 
 def are_same(tensor: Tensor, stored: Tensor) -> bool:
     """Whether rows that note their changes, those that are here, have the same bytes."""
-    place = _place_of(tensor)
+    place = place_of(tensor)
     if place is None or place.table.changes is None:
         return False
     place.table.settle()
@@ -220,7 +187,8 @@ def are_same(tensor: Tensor, stored: Tensor) -> bool:
     )
 
 
-def _place_of(tensor: Tensor) -> _Place | None:
+def place_of(tensor: Tensor) -> _Place | None:
+    """Where rows of a table are in it; None for other tensors."""
     rows = tensor.field if isinstance(tensor, SharedRows) else tensor
     if (found := field_rows(rows)) is None:
         return None

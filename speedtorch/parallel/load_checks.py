@@ -46,22 +46,15 @@ def check_loads(name: str, part: Any, state: Any) -> bool:
         ValueError: The state has another form, or is that of another optimizer.
         RuntimeError: It is that of another module.
     """
-    if isinstance(part, nn.Module):
-        return _check_module(name, part, _mapping(name, part, state))
-    if isinstance(part, Optimizer):
-        return _check_optimizer(name, part, _mapping(name, part, state))
-    if not isinstance(state, Mapping) and isinstance(part.state_dict(), Mapping):
-        _mapping(name, part, state)
-    return False
-
-
-def _mapping(name: str, part: Any, state: Any) -> Mapping[Any, Any]:
-    if not isinstance(state, Mapping):
+    is_known = isinstance(part, nn.Module | Optimizer)
+    if not isinstance(state, Mapping) and (is_known or isinstance(part.state_dict(), Mapping)):
         raise ValueError(
             f"{name}: a {type(part).__name__} loads a dict, and a {type(state).__name__} was saved:"
             f" give what was saved under this name; {_UNCHANGED}"
         )
-    return state
+    if isinstance(part, nn.Module):
+        return _check_module(name, part, state)
+    return isinstance(part, Optimizer) and _check_optimizer(name, part, state)
 
 
 def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> bool:
@@ -121,51 +114,43 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
         if saved is not None:
             saved.check_loads(optimizer, state)
         if type(optimizer).__module__.startswith("torch.optim."):
-            _check_shapes(optimizer, groups, entries)
             _try(optimizer, groups, entries)
     except Exception as error:
-        text = (
-            f"it has no {error}"
-            if isinstance(error, KeyError)
-            else str(error).removesuffix("; nothing was loaded")
-        )
+        no_key = f"it has no {error}" if isinstance(error, KeyError) else ""
+        text = no_key or str(error).removesuffix("; nothing was loaded")
         raise ValueError(
             f"{name}: {type(optimizer).__name__} does not take what was saved: {text}; {_UNCHANGED}"
         ) from error
     return True
 
 
-def _check_shapes(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
-    """Raises ValueError for state of other shapes than the parameters, as torch does not."""
-    if type(optimizer).__name__ in _SHAPED_OTHERWISE:
-        return
+def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
+    """Loads a state, without the elements of its tensors, into a shallow copy.
+
+    Raises ValueError for state of other shapes than the parameters, too, as torch does not.
+    """
+    is_shaped_alike = type(optimizer).__name__ not in _SHAPED_OTHERWISE
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         for key, value in entries.get(number, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            is_tensor = isinstance(value, Tensor) and value.dim() > 0
+            if is_tensor and value.shape != parameter.shape and is_shaped_alike:
                 raise ValueError(
                     f"the state {key!r} of parameter {number} has the shape {tuple(value.shape)},"
                     f" and the parameter {tuple(parameter.shape)}"
                 )
-
-
-def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
-    """Loads a state, without the elements of its tensors, into a shallow copy."""
     made = object.__new__(type(optimizer))
-    hooks: dict[str, Any] = {
-        name: OrderedDict() for name, each in vars(optimizer).items() if "_hooks" in name
-    }
-    vars(made).update({**vars(optimizer), **hooks})
+    hooks = {name: OrderedDict[Any, Any]() for name in vars(optimizer) if "_hooks" in name}
+    vars(made).update(vars(optimizer) | hooks)
     vars(made).pop("load_state_dict", None)
+
+    def without_elements(value: Any) -> Any:
+        is_array = isinstance(value, Tensor) and value.dim() > 0
+        return torch.empty(0, dtype=value.dtype, device="cpu") if is_array else value
+
     empty = {
-        number: {key: _without_elements(value) for key, value in each.items()}
+        number: {key: without_elements(value) for key, value in each.items()}
         for number, each in entries.items()
     }
     made.load_state_dict({"state": empty, "param_groups": groups})
-
-
-def _without_elements(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim():
-        return torch.empty(0, dtype=value.dtype, device="cpu")
-    return value

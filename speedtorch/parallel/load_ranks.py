@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from speedtorch.parallel.ranks import Ranks
+from speedtorch.parallel.sharded_saves import Together
 from speedtorch.torch_internals import prefix_store
 
 __all__ = ["LoadRanks"]
@@ -19,15 +20,12 @@ _counts: weakref.WeakKeyDictionary[Ranks, int] = weakref.WeakKeyDictionary()
 """The number of values that ranks have exchanged here; the same on all of them."""
 
 
-class LoadRanks:
-    """The processes that load one generation; see Together.
-
-    Args:
-        ranks: The processes that share rows.
-    """
+class LoadRanks(Together):
+    """The processes that load one generation; see Together."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+        self._ranks = ranks
+        self.rank, self.size = ranks.rank, ranks.size
         self._store = prefix_store(f"speedtorch load {ranks.name}")
 
     def every(self, value: Any) -> list[Any]:
@@ -49,7 +47,3 @@ class LoadRanks:
         if number > 1:  # which all ranks have read, as they have gone on
             self._store.delete_key(f"{number - 1}/{self.rank}")
         return said
-
-    def agreed(self, value: Any) -> Any:
-        """What the first rank says; see every()."""
-        return self.every(value)[0]

@@ -23,7 +23,7 @@ from speedtorch.files.chunk_digests import CHUNK_BYTES, all_digests, chunk_count
 from speedtorch.files.file_format import StoredArray
 from speedtorch.files.generations import generations_of, path_of
 from speedtorch.files.saved_values import restored
-from speedtorch.files.system_calls import about, calls, open_to_read
+from speedtorch.files.system_calls import about, calls, open_to_read, read_file
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.ops.functions import pinned_scatter
 from speedtorch.table.progress import progress_bar
@@ -36,12 +36,7 @@ _LARGEST_MANIFEST = 1 << 30
 
 
 class DamagedError(ValueError):
-    """A generation lacks a file, or has other bytes than were written.
-
-    Attributes:
-        generation: Its number.
-        text: Which file it is, and what is wrong.
-    """
+    """A generation lacks a file, or has other bytes than were written; `text` says which."""
 
     def __init__(self, generation: int, text: str, others: str) -> None:
         super().__init__("; ".join(filter(None, (text, others))))
@@ -51,16 +46,13 @@ class DamagedError(ValueError):
 class SavedGeneration:
     """A generation to read.
 
-    Attributes:
-        number, path: Of it.
-        digest: Of its manifest, and so of all that it has.
-        base: That which it was written against, if it has only the changed rows of some tables.
-        ids_of: By the key of such a field: that of the ids of its rows.
+    If it has only the changed rows of some fields, it was written against its `base`, and `ids_of`
+    has by such a field's key that of the ids of its rows.
     """
 
     def __init__(self, folder: str, number: int, later: int | None = None) -> None:
         self.number, self.path = number, path_of(folder, number)
-        self.digest = ""
+        self.digest = ""  # of its manifest, and so of all that it has
         self.base: SavedGeneration | None = None
         self.ids_of: dict[str, str] = {}
         self._folder, self._later = folder, later
@@ -93,10 +85,27 @@ class SavedGeneration:
 
     def _open_files(self) -> None:
         with self._damage("manifest.json"):
-            self.manifest = self._manifest()
-            names = [self._checked(each) for each in self.manifest["files"]]
-        for name in names:
-            self._open(name)
+            text = read_file(os.path.join(self.path, "manifest.json"), _LARGEST_MANIFEST)
+            digest = read_file(os.path.join(self.path, "manifest.crc32"), _LARGEST_MANIFEST)
+            if f"{zlib.crc32(text):08x}\n".encode() != digest:
+                raise ValueError("its bytes are not those that were written")
+            content = json.loads(text)
+            version = VERSION_OF_DELTA if "base" in content else VERSION
+            if content["format"] != FORMAT or content["version"] != version:
+                raise ValueError(f"expected {FORMAT!r}, version {version}")
+            self.digest = hashlib.sha256(text).hexdigest()
+            if not isinstance(content["parts"], dict):
+                raise ValueError("its parts have no names")
+            self.manifest = dict(content)
+            for each in self.manifest["files"]:
+                name, numbers = each["name"], [each["bytes"], *each["crc32"]]
+                if not all(type(number) is int and number >= 0 for number in numbers):
+                    raise ValueError("it has bytes or digests that are no numbers")
+                is_name = os.path.basename(name) == name and name.endswith(".safetensors")
+                if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
+                    raise ValueError(f"it names the file {name[:300]!r}")
+        for each in self.manifest["files"]:
+            self._open(each["name"], each["bytes"])
 
     @contextmanager
     def _damage(self, name: str) -> Iterator[None]:
@@ -116,24 +125,6 @@ class SavedGeneration:
         except OSError as error:
             with about(error.filename or path, others):
                 raise error
-
-    def _manifest(self) -> dict[str, Any]:
-        text = _whole(os.path.join(self.path, "manifest.json"))
-        digest = _whole(os.path.join(self.path, "manifest.crc32"))
-        if f"{zlib.crc32(text):08x}\n".encode() != digest:
-            raise ValueError("its bytes are not those that were written")
-        content = json.loads(text)
-        version = VERSION_OF_DELTA if "base" in content else VERSION
-        if content["format"] != FORMAT or content["version"] != version:
-            raise ValueError(f"expected {FORMAT!r}, version {version}")
-        self.digest = hashlib.sha256(text).hexdigest()
-        if not isinstance(content["parts"], dict):
-            raise ValueError("its parts have no names")
-        for each in content["files"]:
-            numbers = [each["bytes"], *each["crc32"]]
-            if not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError("it has bytes or digests that are no numbers")
-        return dict(content)
 
     def _open_base(self) -> SavedGeneration:
         with self._damage("manifest.json"):
@@ -156,14 +147,12 @@ class SavedGeneration:
             with self._damage("manifest.json"):
                 for key, ids in self.ids_of.items():
                     rows, whole = self._arrays[key][0], self.base.array(key)
-                    self._check_rows(whole, rows, self._arrays[ids][0])
-
-    @staticmethod
-    def _check_rows(whole: StoredArray, rows: StoredArray, ids: StoredArray) -> None:
-        """Raises ValueError unless these are rows of a field, and their ids."""
-        fits = rows.dtype == whole.dtype and rows.shape[1:] == whole.shape[1:]
-        if not fits or ids.dtype != torch.int64 or ids.shape != rows.shape[:1] or not whole.shape:
-            raise ValueError(f"rows {rows.shape} with ids {ids.shape} are none of {whole.shape}")
+                    of_ids = self._arrays[ids][0]
+                    fits = rows.dtype == whole.dtype and rows.shape[1:] == whole.shape[1:]
+                    are_ids = of_ids.dtype == torch.int64 and of_ids.shape == rows.shape[:1]
+                    if not fits or not are_ids or not whole.shape:
+                        text = f"rows {rows.shape} with ids {of_ids.shape} are none of"
+                        raise ValueError(f"{text} {whole.shape}")
 
     def array(self, key: str) -> StoredArray:
         """The shape and dtype of all rows of a tensor."""
@@ -203,20 +192,12 @@ class SavedGeneration:
                 raise ValueError(f"it has ids that are none of {count:,} rows")
         return ids, self._mapped(key)
 
-    @staticmethod
-    def _checked(entry: Any) -> str:
-        name = entry["name"]
-        is_name = os.path.basename(name) == name and name.endswith(".safetensors")
-        if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
-            raise ValueError(f"it names the file {name[:300]!r}")
-        return str(name)
-
-    def _open(self, name: str) -> None:
+    def _open(self, name: str, nbytes: int) -> None:
         """Maps the arrays of a file, privately: what is written to them stays here."""
-        path, entry = os.path.join(self.path, name), self._entry(name)
+        path = os.path.join(self.path, name)
         with self._damage(name), open_to_read(path) as (read, size):
-            if size != entry["bytes"]:
-                raise ValueError(f"it has {size:,} bytes of {entry['bytes']:,}")
+            if size != nbytes:
+                raise ValueError(f"it has {size:,} bytes of {nbytes:,}")
             arrays = safetensors_format.read_arrays(read, size)
         with self._damage(name):  # or another process has removed it since
             descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -229,9 +210,6 @@ class SavedGeneration:
         self._ranges.append(range(first, first + size))
         for key, array in arrays.items():
             self._arrays[key] = array, mapped
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        return next(each for each in self.manifest["files"] if each["name"] == name)
 
     def verify(self, progress: bool | None) -> None:
         """Raises DamagedError unless all bytes are those that were written."""
@@ -293,22 +271,10 @@ class SavedGeneration:
 
     def let_go(self, optimizer: Optimizer) -> None:
         """Gives an optimizer tensors of its own where it has kept those of the file."""
+        ranges = [part for each in self.chain for part in each._ranges]
         for _, each in plain_tensors("", dict(enumerate(optimizer.state.values()))):
-            if each.is_cpu and each.numel() and self._has(each.data_ptr()):
+            if each.is_cpu and each.numel() and any(each.data_ptr() in part for part in ranges):
                 each.data = each.data.clone()
-
-    def _has(self, address: int) -> bool:
-        return any(address in each for of in self.chain for each in of._ranges)
-
-
-def _whole(path: str) -> bytes:
-    """All of a small file."""
-    with open_to_read(path) as (read, size):
-        if size > _LARGEST_MANIFEST:
-            raise ValueError(f"it has {size:,} bytes, and the limit is {_LARGEST_MANIFEST:,}")
-        data = bytearray(size)
-        read(memoryview(data), 0)
-    return bytes(data)
 
 
 def _base_in(entry: Any) -> tuple[int, str]:
@@ -325,7 +291,8 @@ def base_of(folder: str, number: int) -> int | None:
     Raises OSError of the disk.
     """
     try:
-        manifest = json.loads(_whole(os.path.join(path_of(folder, number), "manifest.json")))
+        path = os.path.join(path_of(folder, number), "manifest.json")
+        manifest = json.loads(read_file(path, _LARGEST_MANIFEST))
         return _base_in(manifest["base"])[0] if "base" in manifest else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None  # load() tells what it is

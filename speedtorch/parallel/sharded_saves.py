@@ -29,24 +29,20 @@ _Value = TypeVar("_Value")
 
 
 class Together(Protocol):
-    """The processes that write a generation."""
+    """The processes that write a generation; this one has the number `rank`."""
 
-    @property
-    def rank(self) -> int:
-        """Of this one."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
+    rank: int
+    size: int
 
     def every(self, value: Any) -> list[Any]:
         """What each of them says, by rank: all call it."""
 
     def agreed(self, value: Any) -> Any:
         """What the first one says: all call it."""
+        return self.every(value)[0]
 
 
-class Alone:
+class Alone(Together):
     """One process."""
 
     rank, size = 0, 1
@@ -54,10 +50,6 @@ class Alone:
     def every(self, value: Any) -> list[Any]:
         """As of Together."""
         return [value]
-
-    def agreed(self, value: Any) -> Any:
-        """As of Together."""
-        return value
 
 
 def agreed(ranks: Together, stage: Callable[[], _Value], call: str = "save") -> list[_Value]:
@@ -109,16 +101,11 @@ def check_same(ranks: Together, shared: Mapping[str, SharedRows], how: Mapping[s
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows `[rows, ...]` of which each rank has some.
-
-    Attributes:
-        shape, dtype: Of all.
-        own: Those of this rank, by the places that the first of each run has among all.
-    """
+    """Rows `[rows, ...]` of which each rank has some."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    own: Mapping[int, Tensor | SomeRows]
+    own: Mapping[int, Tensor | SomeRows]  # this rank's, by the place of each run's first row
 
     @classmethod
     def of(cls, rows: SharedRows) -> JoinedRows:
@@ -132,41 +119,31 @@ class JoinedRows:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Runs:
-    """Runs of a file's bytes, which are written one after another.
+def _writer_of_runs(descriptor: int, runs: Mapping[int, int]) -> Callable[[memoryview], None]:
+    """What writes the next bytes of a file's runs: by where each begins, how many bytes it has."""
+    rest, left = iter(runs.items()), 0
 
-    Args:
-        descriptor: Of the file.
-        runs: By where each begins: how many bytes it has.
-    """
-
-    def __init__(self, descriptor: int, runs: Mapping[int, int]) -> None:
-        self._descriptor, self._rest, self._left = descriptor, iter(runs.items()), 0
-
-    def write(self, data: memoryview) -> None:
-        """Writes the next bytes, of the end of one run and the begin of others as it may be."""
+    def write(data: memoryview) -> None:
+        nonlocal left
         while len(data):
-            if not self._left:
-                begin, self._left = next(self._rest)
-                os.lseek(self._descriptor, begin, os.SEEK_SET)
-            count = min(len(data), self._left)
-            write_all(self._descriptor, data[:count])
-            data, self._left = data[count:], self._left - count
+            if not left:
+                begin, left = next(rest)
+                os.lseek(descriptor, begin, os.SEEK_SET)
+            count = min(len(data), left)
+            write_all(descriptor, data[:count])
+            data, left = data[count:], left - count
+
+    return write
 
 
 class JoinedFile:
-    """A file of rows that ranks write together.
-
-    Attributes:
-        name: Of the file.
-        nbytes: Of all of it.
-        own: The rows that this rank writes, by the bytes at which they begin.
-    """
+    """A file of rows that ranks write together."""
 
     def __init__(self, name: str, tensors: Mapping[str, JoinedRows]) -> None:
         self.name = name
         self._header = safetensors_header({k: (e.shape, e.dtype) for k, e in tensors.items()})
         self.own: dict[int, Tensor | SomeRows] = {}
+        """The rows that this rank writes, by the bytes at which they begin."""
         self.nbytes = len(self._header)
         for key in in_file_order({key: each.dtype for key, each in tensors.items()}):
             each = tensors[key]
@@ -188,8 +165,8 @@ class JoinedFile:
         descriptor = calls.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             with about(path):
-                runs = _Runs(descriptor, {begin: rows.nbytes for begin, rows in own.items()})
-                write_blocks(runs.write, b"", [*own.values()])
+                runs = {begin: rows.nbytes for begin, rows in own.items()}
+                write_blocks(_writer_of_runs(descriptor, runs), b"", [*own.values()])
                 calls.fsync(descriptor)
         finally:
             calls.close(descriptor)

@@ -16,8 +16,14 @@ from torch import Tensor
 from speedtorch.files import table_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.memory import host_memory
-from speedtorch.memory.mapped_files import MappedPlacement, NotMapped
-from speedtorch.memory.placement import MemoryKind, Placement, SharedPlacement, made_placement
+from speedtorch.memory.placement import (
+    MappedPlacement,
+    MemoryKind,
+    NotMapped,
+    Placement,
+    SharedPlacement,
+    made_placement,
+)
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
 from speedtorch.ops.shapes import check_span, row_shape
 from speedtorch.table import row_blocks

@@ -560,6 +560,14 @@ def test_a_stray_entry_stops_no_save_and_no_load(what: str, number: int, tmp_pat
     assert stray - {"generation-00000001"} <= set(os.listdir(tmp_path))
 
 
+def test_a_hidden_folder_that_is_removed_while_it_is_swept_stops_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, gone = os.listdir, ".generation-1.1-00000000.ranks"
+    monkeypatch.setattr(os, "listdir", lambda folder: [*real(folder), gone])
+    assert speedtorch.save(tmp_path, step=1).generation == 1
+
+
 def test_a_save_that_is_overtaken_by_others_stays(tmp_path: Path) -> None:
     with new_generation(str(tmp_path), 2, lambda _: None) as slow:
         for step in range(4):
