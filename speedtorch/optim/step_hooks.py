@@ -314,10 +314,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if call.leave():
             _forget(call)
     known = _known_of(optimizer)
+    has_weights = known.look(optimizer)  # also for hooks, which may read their gradients
     stepping.begin(optimizer, known)
-    if type(optimizer) in own_steps or is_wrapper(optimizer):
-        return
-    if known.look(optimizer):
+    if has_weights and type(optimizer) not in own_steps and not is_wrapper(optimizer):
         find_own_step(optimizer, known.weights[0]._rows)
 
 
