@@ -105,12 +105,11 @@ class RecordedStreams:
 
     def pretend_on_cpu(self) -> None:
         """Work beside the current stream of a CPU is beside the pretended GPU's."""
-        end_of_current, after = side_stream.end_of_current, SideStream.after
-        after_current = SideStream.after_current
-        self._patch.setattr(SideStream, "after", lambda side, _, *ends: after(side, DEVICE, *ends))
-        self._patch.setattr(
-            SideStream, "after_current", lambda side, _: after_current(side, DEVICE)
-        )
+        end_of_current = side_stream.end_of_current
+        after, after_current = SideStream.after, SideStream.after_current
+        patch = self._patch.setattr
+        patch(SideStream, "after", lambda side, _, *ends: after(side, DEVICE, *ends))
+        patch(SideStream, "after_current", lambda side, _: after_current(side, DEVICE))
         for module in (host_slab, residency):
             self._patch.setattr(module, "end_of_current", lambda _: end_of_current(DEVICE))
 
