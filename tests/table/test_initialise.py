@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from conftest import NEEDS_GPU
 from reference import DTYPES, FLOAT8, assert_same_bytes, assert_same_storage, dtype_name
 from torch import Tensor
+from tqdm import tqdm
 from warm_python import warm_python
 
 from speedtorch import HostTable
@@ -424,3 +426,24 @@ def test_a_share_that_is_none_of_the_table_is_an_error(
     with pytest.raises(ValueError, match=message):
         own.init_(init.normal_, share=Share(9, blocks))
     assert bool((own["weight"] == 1).all())
+
+
+@pytest.mark.parametrize("locked", [tqdm, progress._Bar])
+def test_a_forked_child_fills_a_table_whoever_had_the_lock_of_bars(locked: type[tqdm]) -> None:
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked.get_lock():
+            held.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = multiprocessing.get_context("fork").Process(target=table().normal_)
+    child.start()
+    forked.set()
+    thread.join()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == 0
