@@ -1,7 +1,7 @@
 // Plans a batch in one cooperative launch: a radix sort whose blocks wait for each other, then the
 // entries of the plan. Called by plan.cu for batches that are too large for one block and so small
-// that fourteen launches take the host longer than all else. Every id is read once, and written and
-// read once for each 8 bits of the rows' number; nothing crosses the link.
+// that the host needs longer for a dozen launches than the GPU for their work. Every id is read
+// once, and written and read once for each 8 bits of the rows' number; nothing crosses the link.
 
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
@@ -25,7 +25,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kPerThread = 4;
 constexpr int64_t kTile = int64_t{kThreads} * kPerThread;  // ids of a block
-// Beyond, the sort of plan.cu takes less time on the GPU than this saves on the host.
+// All of them wait on the GPU at once: other work keeps half of a large GPU's multiprocessors.
 constexpr int kMostBlocks = 64;
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;

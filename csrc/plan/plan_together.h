@@ -1,5 +1,5 @@
-// One launch that plans a batch of some thousand ids, where plan.cu needs fourteen. Pointers are
-// GPU memory; the launchers return a cudaError_t as int.
+// One launch that plans a batch of some thousand ids, where plan.cu needs a dozen. Pointers are GPU
+// memory; the launchers return a cudaError_t as int.
 #pragma once
 
 #include "plan/plan_launch.h"

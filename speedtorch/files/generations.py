@@ -125,7 +125,7 @@ def new_generation(
 
 
 def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) -> list[int]:
-    """Those that go, the last one first: one that goes on from another never lacks it."""
+    """Generations to remove, the last one first: a delta is removed before its base."""
     needed: set[int] = set()
     for each in numbers[-keep:]:
         at: int | None = each

@@ -251,7 +251,7 @@ class AutoOffload:
     # Order
 
     def _note(self, reached: _Reached) -> None:
-        """Remembers what came after what, and asks for what is to come."""
+        """Records the order of calls, and asks for the units of the calls that follow."""
         self._order.note(reached)
         wanted: dict[Unit, bool] = {}
         for each in self._order.ahead():

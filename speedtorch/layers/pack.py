@@ -128,8 +128,9 @@ class Pack:
     def load(self, members: Members, *, begun: bool = False) -> None:
         """Brings all to the device, beside the current stream, which must join `slab.coming`.
 
-        What came to them there stays where it is. After an error all is where it was: of the device
-        torch's (torch.OutOfMemoryError), of a tensor that came on the host as of evict().
+        Tensors that were assigned there stay where they are. After an error all is where it was: of
+        the device torch's (torch.OutOfMemoryError), of a tensor that came on the host as of
+        evict().
         """
         copied: Collection[str] = ()
         if begun or not self.slab.is_filled:
@@ -228,7 +229,7 @@ class Pack:
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
         """Begins to copy what is new on the device to the host, where evict() finds it.
 
-        What came to them since they were loaded is left out. As the host is told now that it has
+        Tensors that were assigned since the load are left out. As the host is told now that it has
         all, `written` is of what changes from now on.
         """
         slab, tensors = self.slab, members.tensors

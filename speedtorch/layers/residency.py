@@ -51,6 +51,15 @@ class Leaver(NamedTuple):
     of_state: bool = False
 
 
+class _LastUse(NamedTuple):
+    """The end of a unit's last use and the stream it is on, both None on the CPU."""
+
+    end: torch.cuda.Event | None
+    stream: torch.cuda.Stream | None
+    changes: int
+    """The unit's count of changes then."""
+
+
 class EvictionPriority(IntEnum):
     """What leaves at last: what has come for a use to come, and then what a step may need."""
 
@@ -107,8 +116,8 @@ class Residency:
         """What has come and was not used yet."""
         self._going: list[Leaver] = []
         """What is being written back to leave then, the first first."""
-        self._left: dict[Unit, tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]] = {}
-        """Of units that are not in use the end and stream of the last use, and changes() then."""
+        self._left: dict[Unit, _LastUse] = {}
+        """Of units that are not in use."""
         self._others: dict[Unit, int] = {}
         """Bytes that came to a unit on the device, and in a use those that are to come."""
         self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
@@ -246,9 +255,9 @@ class Residency:
         self._end_failed()
         # From here on the program may queue work on the unit without being seen.
         last = self._left.pop(unit, None)
-        if last is not None and last[0] is not None and last[1] is not self._stream():
+        if last is not None and last.end is not None and last.stream is not self._stream():
             # The last use, and the copy to the device before it, were on another stream.
-            current_stream(self._device).wait_event(last[0])
+            current_stream(self._device).wait_event(last.end)
         unit.begin_use()
         if unit.has_new_tensors and sum(unit in use.units for use in self._uses) == 1:
             self.send_home(Leaver(unit))
@@ -269,7 +278,8 @@ class Residency:
         self._there[unit] = None
         self._there.move_to_end(unit)
         unit.end_use()
-        self._left[unit] = end_of_current(self._device), self._stream(), unit.changes
+        end = end_of_current(self._device)
+        self._left[unit] = _LastUse(end, self._stream(), unit.changes)
 
     def _stream(self) -> torch.cuda.Stream | None:
         return current_stream(self._device) if self._device.type == "cuda" else None
@@ -457,7 +467,7 @@ class Residency:
     def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
         """The end of its last use; None: it is in use, or was used since outside of any use."""
         last = self._left.get(unit)
-        return None if last is None or last[2] != unit.changes else last[0]
+        return None if last is None or last.changes != unit.changes else last.end
 
     def _end_failed(self) -> None:
         if self._calls is not None:
@@ -501,7 +511,7 @@ class Residency:
         return sum(self._first_state[by](each) for by, each in unit.without_state())
 
     def bytes_of(self, unit: Unit) -> int:
-        """Of its device memory, with what came to it there."""
+        """Bytes of a unit's device memory, with the tensors that were assigned to it there."""
         return unit.device_bytes + self._others.get(unit, 0)
 
     def taken(self) -> int:

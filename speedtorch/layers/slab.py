@@ -248,7 +248,9 @@ class Slab:
             torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
             for begin, end in self._slots
         ]
-        self._storage: torch.UntypedStorage = before._storage if before else _no_bytes(device)
+        self._storage: torch.UntypedStorage = (
+            _no_bytes(device) if before is None else before._storage
+        )
         self.is_filled = False
         """Whether the device slab has its bytes, or is about to."""
         if device.type == "cuda":

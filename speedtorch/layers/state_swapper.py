@@ -485,7 +485,7 @@ class _Loading:
         self.forget()
 
     def forget(self) -> None:
-        """Lets go what a load that has failed has left."""
+        """Releases the state of a load that has failed."""
         self._waiting.clear()
 
 

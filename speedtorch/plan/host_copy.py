@@ -18,10 +18,12 @@ _SOON = 1e-3  # seconds
 _Slot = tuple[Tensor, torch.cuda.Event]
 """Pinned memory and the event behind its last copy."""
 
-# By device and length: a new slot takes longer than the copy. Slots of unread numbers may still be
-# written to.
+# By device and length: a new slot takes longer than the copy. Copies may still write to slots of
+# unread numbers.
 _unused: defaultdict[tuple[torch.device, int], list[_Slot]] = defaultdict(list)
 _unread: defaultdict[tuple[torch.device, int], list[_Slot]] = defaultdict(list)
+_lost: list[_Slot] = []
+"""Slots whose copy no event follows, because an exception came before it: never used again."""
 
 
 class HostCopy:
@@ -31,9 +33,9 @@ class HostCopy:
     _is_queued = False
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers
         self._read: list[int] | None = None
         if numbers.is_cpu:
+            self._numbers = numbers
             return
         self._key = numbers.device, numbers.shape[0]
         memory, event = self._slot = _take_slot(numbers, self._key)
@@ -42,9 +44,8 @@ class HostCopy:
         self._is_queued = True
 
     def __del__(self) -> None:
-        # Where an exception came before the event nothing tells when the memory is free.
-        if self._slot is not None and self._read is None and self._is_queued:
-            _unread[self._key].append(self._slot)
+        if self._slot is not None and self._read is None:
+            (_unread[self._key] if self._is_queued else _lost).append(self._slot)
 
     def have_come(self, seconds: float) -> bool:
         """Waits for the copy at most so many seconds; whether it is complete."""
@@ -75,9 +76,20 @@ def _take_slot(numbers: Tensor, key: tuple[torch.device, int]) -> _Slot:
         return _unused[key].pop()
     except IndexError:
         pass
-    for number, (_, event) in enumerate(unread := _unread[key]):
-        if event.query():  # type: ignore[no-untyped-call]
-            return unread.pop(number)
+    unread = _unread[key]
+    for _ in range(len(unread)):
+        try:
+            slot = unread.pop(0)  # before the look, during which another thread may come
+        except IndexError:
+            break
+        is_free = False
+        try:
+            is_free = slot[1].query()  # type: ignore[no-untyped-call]
+        finally:
+            if not is_free:
+                unread.append(slot)
+        if is_free:
+            return slot
     with torch.inference_mode(False):  # or it could be used there only
         memory = torch.empty_like(numbers, device="cpu", pin_memory=True)
     return memory, torch.cuda.Event()  # type: ignore[no-untyped-call]

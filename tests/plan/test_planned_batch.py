@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from contextlib import suppress
 
@@ -162,6 +163,24 @@ def test_memory_of_unread_numbers_is_used_again_behind_their_copy(
     assert following.read() == [3, 4]  # which waits for the GPU
     host_copy._unused.clear()
     assert copied(5, 6)._slot is first
+
+
+def test_memory_is_never_used_again_if_an_exception_comes_before_the_event(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = torch.zeros(1, dtype=torch.int64), torch.cuda.Event()
+    monkeypatch.setattr(host_copy, "_unused", defaultdict(list, {(DEVICE, 1): [slot]}))
+    monkeypatch.setattr(host_copy, "_unread", defaultdict(list))
+    monkeypatch.setattr(host_copy, "_lost", [])
+
+    def interrupted(numbers: Tensor, host: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(host_copy, "numbers_to_host", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        HostCopy(torch.tensor([1]).as_subclass(NumbersOfAGpu))
+    gc.collect()
+    assert host_copy._lost == [slot] and not host_copy._unread[DEVICE, 1]
 
 
 def test_a_plan_beside_the_current_stream_is_used_behind_it(streams: RecordedStreams) -> None:
