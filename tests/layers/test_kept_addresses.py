@@ -137,8 +137,8 @@ def test_a_graphed_step_is_refused_asleep_and_goes_on_awake() -> None:
 @NEEDS_GPU
 def test_memory_is_free_asleep_and_no_more_than_before_awake() -> None:
     # So much that what other processes take and give meanwhile does not matter.
-    nbytes, most = 4 << 30, 1 << 30
-    model = nn.ParameterList(torch.ones(64 * MIB // 4, device="cuda") for _ in range(64))
+    nbytes, most = 8 << 30, 3 << 30
+    model = nn.ParameterList(torch.ones(128 * MIB // 4, device="cuda") for _ in range(64))
     state = TrainingState(model, keep_addresses=True)
     state.sleep()
     before = torch.cuda.mem_get_info()[0]
