@@ -326,6 +326,7 @@ OF_DEVICES = re.compile(
     r"cpu|cuda|get_device|Tensor\.type\(|pin_memory|is_[a-z]pu|tensor_split|view\(torch\.int32"
     r"|searchsorted\(w\.data|t\.ids \+ 10|grad\[t\.ids\] =|grad\.(mul|div)_\((t\.scalar \*|w\.grad)"
     r"|grad\.normal_|grad\.max\(0\)|hash_tensor|square\(\)\.mean\(\)\)\.backward"
+    r"|scatter_?\(w, -?\d, int64\[[\d, ]*\], (src=)?\["
 )
 """Operations that differ by the device of a plain tensor, or whose results differ on a GPU: other
 sums, rows that are written twice, errors that are raised later, results in host memory."""
