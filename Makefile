@@ -27,7 +27,8 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 LIBRARY := speedtorch/_C.abi3.so
 INSTALLED := $(if $(VENV),$(VENV)/.speedtorch-installed)
 # A process that ended is not replaced: what ended it would end the next one, too, minutes later.
-TEST := $(PY) -m pytest -n auto --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+AT_ONCE := -n auto --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+TEST := $(PY) -m pytest $(AT_ONCE)
 # Of runs whose tests may take longer than those of make test.
 PATIENT := -o faulthandler_timeout=3600
 BUILT := build/.built-$(SPEEDTORCH_CUDA)
@@ -50,7 +51,7 @@ WHEEL_TOOLS := .venv-wheel
 WHEEL_TRIED := build/wheel-tried
 WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
 
-.PHONY: help setup demo check test examples nightly soak clients lint sanitize bench notebooks docs wheel sdist clean force
+.PHONY: help setup demo check test examples nightly soak clients lint sanitize coverage bench notebooks docs wheel sdist clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -107,6 +108,7 @@ TESTS_OF_KERNELS := tests/nn/test_bad_batches.py $(addprefix tests/ops/test_,cou
     shard_ids.py::test_requested_ids_are_the_reference \
     split_plan.py::test_each_table_gets_the_plan_of_its_own_ids \
     sum_rows.py::test_ids_have_the_rows_of_their_sources swap_places.py table_ids.py)
+TESTS_OF_HOST_CODE := $(addprefix tests/,ops plan memory step table)
 GPU_TOOLS := memcheck racecheck initcheck synccheck
 
 sanitize: setup ## the ops' tests with gcc's sanitizers, and on a GPU with compute-sanitizer's
@@ -114,6 +116,12 @@ sanitize: setup ## the ops' tests with gcc's sanitizers, and on a GPU with compu
 	$(PY) tests/sanitized.py thread $(PATIENT) $(TESTS_OF_THREADS) $(ARGS)
 	for tool in $(GPU_TOOLS); do \
 	    $(PY) tests/sanitized.py $$tool $(PATIENT) $(TESTS_OF_KERNELS) $(ARGS) || exit; done
+
+# Lists of missing lines come first, the figures last.
+coverage: setup ## lines and branches of the package, and lines of csrc's host code, that tests run
+	@$(PY) -c "import coverage" 2>/dev/null || $(PY) -m pip install 'coverage>=7.10'
+	$(PY) tests/covered.py csrc $(AT_ONCE) $(TESTS_OF_HOST_CODE) $(ARGS)
+	$(PY) tests/covered.py package $(AT_ONCE) $(ARGS)
 
 bench: setup ## on a GPU: benchmarks/results/, and the tables of README.md and docs/performance.md
 	$(PY) -m benchmarks $(ARGS)

@@ -10,7 +10,8 @@ is built: metadata and the source archive are made without it.
     SPEEDTORCH_CUDA=0      CPU kernels only
     SPEEDTORCH_CUDA_ARCHS  comma-separated GPU architectures instead of the list below
     CXXFLAGS               more options for the C++ files, after all of ours
-    SPEEDTORCH_SANITIZE    gcc's for the C++ files: address,undefined or thread (make sanitize)
+    SPEEDTORCH_SANITIZE    gcc's for the C++ files: address,undefined or thread (make sanitize), or
+                           coverage, which counts how often lines run (make coverage)
     MAX_JOBS               how many compilers run at once
 """
 
@@ -44,6 +45,7 @@ ARCHS = (75, 80, 86, 89, 90, 100, 120)
 TORCH_TARGET = "0x020b000000000000"
 PYTHON_TARGET = "0x030A0000"
 SANITIZE = os.environ.get("SPEEDTORCH_SANITIZE")
+INSTRUMENT = "--coverage" if SANITIZE == "coverage" else f"-fsanitize={SANITIZE}"
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 NO_NVCC = (
     "speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or "
@@ -268,7 +270,7 @@ def library() -> Extension:
         # The CUDA runtime's symbols stay inside: torch brings a runtime of its own.
         extra_link_args=[
             *("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"),
-            *([f"-fsanitize={SANITIZE}"] if SANITIZE else ()),
+            *([INSTRUMENT] if SANITIZE else ()),
             *(["-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset"] if SANITIZE == "thread" else ()),
         ],
         language="c++",
@@ -291,9 +293,12 @@ def add_torch(extension: Extension, torch: ModuleType) -> None:
     folders = torch.utils.cpp_extension.include_paths()
     for path in folders:
         flags += ["-isystem", path]
-    if SANITIZE:
+    if SANITIZE == "coverage":
+        # Threads count, too. Lines of optimized code are not those of the source.
+        flags += [INSTRUMENT, "-fprofile-update=atomic", "-Og"]
+    elif SANITIZE:
         # Pointers to torch's classes cannot be checked: their type information stays in torch.
-        flags += [f"-fsanitize={SANITIZE}", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1"]
+        flags += [INSTRUMENT, "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1"]
         # Python's own flags may have -fwrapv, with which no sum of integers is too large.
         flags += ["-fno-wrapv"]
     if SANITIZE == "thread":
