@@ -29,6 +29,7 @@ from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS
 from speedtorch.step.announcements import Announced
+from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 from speedtorch.step.fixed_exchange import FixedExchange
@@ -340,12 +341,17 @@ class Requests:
         self._exchange.end_loop(loop)
 
     def _plan(self, batch: PlannedRequests) -> None:
-        """Asks, and plans what this rank is asked for, as what follows the batch before."""
+        """Asks, and plans what this rank is asked for, as what follows the batch before.
+
+        Errors about ids are raised by the lookup, and DisagreementError now.
+        """
         if batch.is_asked:
             return
         with self._planning.after_current(self._exchange.device):
             batch.ask()
         batch.planned_until(self._planning.end)
+        if isinstance(batch.error, DisagreementError):  # all ranks forget their batches
+            raise batch.error
         if batch.error is None:
             before = None if batch.after is None else batch.after.own
             batch.own = self._exchange.plan_ahead(batch.ids, before)

@@ -42,8 +42,6 @@ def test_a_batch_that_cannot_be_read_raises_on_all_ranks(
 
 
 @CAPACITY
-@MACHINES
-def test_other_tables_on_one_rank_raise_on_all_ranks(
-    capacity: int | None, on_machine: bool
-) -> None:
-    in_processes(2, check_other_tables, capacity, on_machine)
+@pytest.mark.parametrize("ranks", ["machine", "machines", "GPUs of machines"])
+def test_other_tables_on_one_rank_raise_on_all_ranks(capacity: int | None, ranks: str) -> None:
+    in_processes(2, check_other_tables, capacity, ranks == "machine", "GPUs" in ranks)
