@@ -31,6 +31,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.parallel.board import Board
+from speedtorch.parallel.counted_requests import CountedRound
 from speedtorch.parallel.ranks import LOOKUPS, Ranks
 from speedtorch.parallel.shard import shard
 
@@ -46,13 +47,13 @@ def of_machines(on_machine: bool) -> Any:
 @contextmanager
 def told_late() -> Iterator[None]:
     """Ranks of several machines read what others have told them when they ask, as on GPUs."""
-    tell = Ranks.tell
+    begun = CountedRound._begun
 
     def told(*args: Any) -> Any:
-        with patch.object(Ranks, "_counts"):
-            return tell(*args)
+        with patch.object(CountedRound, "_counts"):
+            return begun(*args)
 
-    with patch.object(Ranks, "tell", told):
+    with patch.object(CountedRound, "_begun", told):
         yield
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakMethod
 
 import torch
@@ -24,6 +24,7 @@ from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.counted_requests import Request
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fixed_requests import FixedRequest
+from speedtorch.parallel.lookup_request import LookupRequest, in_rounds
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
@@ -35,15 +36,13 @@ from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.step import Batch
 
-__all__ = ["AnyRequest", "PlannedRequests", "Requests"]
-
-AnyRequest: TypeAlias = Request | FixedRequest
+__all__ = ["PlannedRequests", "Requests"]
 
 
 class PlannedRequests:
     """The requests of a batch, and the batch of the rows that this rank is asked for."""
 
-    def __init__(self, requests: Sequence[AnyRequest], after: PlannedRequests | None) -> None:
+    def __init__(self, requests: Sequence[LookupRequest], after: PlannedRequests | None) -> None:
         self.requests = requests
         self.after = after
         self.own: Batch | None = None
@@ -69,7 +68,7 @@ class PlannedRequests:
         return not all(each.round.is_asked for each in self.requests)
 
     def tell(self) -> None:
-        """Tells the other ranks how many rows they will be asked for; see CountedRound.tell."""
+        """Tells the other ranks how many rows they will be asked for; see LookupRound.tell."""
         for each in self.requests:
             each.round.tell()
 
@@ -150,7 +149,7 @@ class Requests:
             self._agreement = Agreement(exchange, ranks)
             exchange.agree_with(self._agreement)
 
-    def of(self, ids: Tensor) -> AnyRequest:
+    def of(self, ids: Tensor) -> LookupRequest:
         """The request of a lookup of a step, which is asked now unless it was before.
 
         None was for a lookup without gradients, which may be of one of the planned tensors on some
@@ -172,7 +171,7 @@ class Requests:
 
     def _planned_for(
         self, ids: Tensor
-    ) -> tuple[tuple[PlannedRequests, AnyRequest] | None, Tensor | None]:
+    ) -> tuple[tuple[PlannedRequests, LookupRequest] | None, Tensor | None]:
         """What was planned for a lookup, and whether the ranks' lookups differ, as meet() says."""
         self._was_looked_up = True
         found, is_next, some_wait = None, False, False
@@ -227,7 +226,7 @@ class Requests:
             call = Call(Kind.NO_STEP if fails else Kind.STEP, self._number)
             self._ranks.meet(self._exchange.name, [call], self._exchange.device)
 
-    def of_no_step(self, ids: Tensor) -> AnyRequest:
+    def of_no_step(self, ids: Tensor) -> LookupRequest:
         """The request of a lookup that trains nothing; of any number of rows.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
@@ -419,38 +418,29 @@ class Requests:
             for table, *_ in lookups:
                 table.join(None)
 
-    def _requests(self, parts: Sequence[Tensor], *, trains: bool = True) -> list[AnyRequest]:
+    def _requests(self, parts: Sequence[Tensor], *, trains: bool = True) -> list[LookupRequest]:
         """The requests of lookups, with those of the tables of join() if there are any."""
         made = None if self._together is None else self._together.take(self)
         if made is None:
-            _in_rounds(made := self.made(parts, trains=trains), self._ranks)
+            in_rounds(made := self.made(parts, trains=trains), self._ranks)
         return made
 
-    def made(self, parts: Sequence[Tensor], *, trains: bool) -> list[AnyRequest]:
+    def made(self, parts: Sequence[Tensor], *, trains: bool) -> list[LookupRequest]:
         """New requests of lookups, which no rank knows yet."""
         shares, device = self._shares if trains else None, self._exchange.device
         share, distances = -1 if shares is None else shares.rows, self._distances_there()
-        made: list[AnyRequest] = []
+        made: list[LookupRequest] = []
         for ids in parts:
             turn = LookupTurn(ids, device)
             there = turn.ids.to(device, non_blocking=True)
             sharded = ShardedIds(there, self._dealt, distances, share)
-            first, lookup = (self._exchange.name, self._number, turn, sharded), next(self._lookups)
+            first = self._exchange.name, self._number, turn, sharded, next(self._lookups)
             if shares is None:
-                made.append(Request(*first, lookup))
+                made.append(Request(*first))
             else:
                 assert self._none is not None and self._agreement is not None
-                made.append(FixedRequest(*first, shares, self._none, lookup, self._agreement))
+                made.append(FixedRequest(*first, shares, self._none, self._agreement))
         return made
-
-
-def _in_rounds(requests: Sequence[AnyRequest], ranks: Ranks) -> None:
-    """Lets the first request that is told or asked do so for all, or for as many as fit."""
-    while requests:
-        first, kind = requests[0], type(requests[0])
-        alike: Any = [each for each in requests if type(each) is kind][: first.most_at_once]
-        first.in_rounds_of(alike, ranks)
-        requests = [each for each in requests if each not in alike]
 
 
 _Lookups: TypeAlias = Sequence[tuple[Requests, Sequence[Tensor], bool]]
@@ -462,12 +452,12 @@ class Together:
 
     def __init__(self, lookups: _Lookups) -> None:
         self._lookups = lookups
-        self._made: dict[Requests, list[AnyRequest]] | None = None
+        self._made: dict[Requests, list[LookupRequest]] | None = None
 
-    def take(self, table: Requests) -> list[AnyRequest] | None:
+    def take(self, table: Requests) -> list[LookupRequest] | None:
         """The requests of a table, once."""
         if self._made is None:
             self._made = {each: each.made(parts, trains=to) for each, parts, to in self._lookups}
             every = [each for made in self._made.values() for each in made]
-            _in_rounds(every, table.shared_by[0])
+            in_rounds(every, table.shared_by[0])
         return self._made.pop(table, None)

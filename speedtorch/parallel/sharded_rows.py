@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from speedtorch.ops.functions import rows_at
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
+from speedtorch.parallel.lookup_request import LookupRequest
 from speedtorch.parallel.ranks import Asked, Ranks
-from speedtorch.parallel.requests import AnyRequest, Requests
+from speedtorch.parallel.requests import Requests
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 from speedtorch.torch_internals import (
@@ -218,16 +219,16 @@ class ShardedRows:
         """Never: gradients go to their owners dense, and become sparse there."""
         return False
 
-    def _operand(self, request: AnyRequest, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _operand(self, request: LookupRequest, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Places and rows of a lookup, whose padding's row is the last."""
         if self._padding is None:
             return request.places, rows
         return request.with_padding(rows, self._padding)
 
-    def _given(self, rows: Tensor, request: AnyRequest) -> Tensor:
+    def _given(self, rows: Tensor, request: LookupRequest) -> Tensor:
         return self.bring(rows, request.asked)
 
-    def _brought(self, rows: Tensor, request: AnyRequest) -> Tensor:
+    def _brought(self, rows: Tensor, request: LookupRequest) -> Tensor:
         brought: Tensor = _Brought.apply(rows, request.asked, request.lookup, self)  # type: ignore[no-untyped-call]
         return brought
 
@@ -259,7 +260,7 @@ class _Spread(torch.autograd.Function):
     """Rows by the places that ids name, whose gradients are added up by the plan of the ids."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, request: AnyRequest, bags: Bags | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, request: LookupRequest, bags: Bags | None) -> Tensor:
         ctx.request, ctx.bags = request, bags
         places = request.places
         return rows_at(rows, places) if bags is None else bags.pool(rows, places)
