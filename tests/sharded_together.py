@@ -14,6 +14,7 @@ import paces
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
+from sharded_capacity import raised_late
 from sharded_training import (
     CASES,
     FITS,
@@ -287,6 +288,24 @@ def check_no_ids(capacity: int | None, on_machine: bool) -> None:
                 raises(kind, message, partial(way, tables, batch))
                 tables.model._groups()[0].weight.requires_grad_(True)
                 tables.check_unchanged()
+
+
+def check_no_ids_late(on_machine: bool) -> None:
+    """It raises at the next lookup of each table where errors come late; each rank its own."""
+    is_odd = dist.get_rank() == 1
+    with of_machines(on_machine), raised_late():
+        tables, batch = Tables(ROWS), features(3, 5)
+        if is_odd:
+            batch["t1"] = torch.rand(5, device=own_device())
+            raises(TypeError, "t1", partial(tables.model, batch))
+        else:
+            assert not tables.model(batch).values().any()
+        for _ in range(3):
+            message = "t1" if is_odd else "an id on some rank is out of range"
+            raises(Exception, message, partial(tables.model, features(3, 6)))
+        with torch.no_grad():
+            tables.model(features(3, 6))
+        assert all(map(torch.equal, tables.rows(), tables.before))
 
 
 def other_tables(tables: dict[str, Any], names: str, of_third: str) -> None:

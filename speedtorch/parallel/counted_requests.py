@@ -77,7 +77,7 @@ class CountedRound(LookupRound["Request"]):
             good = []
             for k, request in enumerate(requests):
                 if bad := [rank for rank, count in enumerate(given[k]) if count < 0]:
-                    request.refuse(bad)
+                    request.take(bad)
                 else:
                     good.append(k)
             if good:
@@ -86,7 +86,7 @@ class CountedRound(LookupRound["Request"]):
                 )
         except RuntimeError as error:
             for request in requests:
-                request.fail(error)
+                request.take(error)
 
     def _send(self, requests: Sequence[Request], given: _Counts, got: _Counts) -> None:
         """Sends the ids of lookups, in the place of which come those that others ask this for."""
@@ -113,19 +113,12 @@ class Request(LookupRequest):
     kind, round_type = Kind.COUNTS, CountedRound
     _error: Exception | None = None
 
-    def take(self, asked: Asked) -> None:
-        """Takes what ranks ask for."""
-        self.asked = asked
-
-    def fail(self, error: Exception) -> None:
-        """Takes why ranks cannot ask."""
-        self._error = error
-
-    def refuse(self, bad: list[int]) -> None:
-        """Takes the ranks whose ids are bad."""
-        self._error = self.ids.out_of_range(self.name, self.turn.ids) or IndexError(
-            f"{self.name}: an id on ranks {bad} is out of range, or no integer; no row was moved"
-        )
+    def take(self, answer: Asked | list[int] | Exception) -> None:
+        """Takes what ranks ask for, or the ranks whose ids are bad, or why ranks cannot ask."""
+        if isinstance(answer, Asked):
+            self.asked = answer
+        else:
+            self._error = answer if isinstance(answer, Exception) else self.bad_ids(answer)
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
         """As LookupRequest.summed."""

@@ -16,10 +16,8 @@ from speedtorch.ops.functions import _ops
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.calls import Kind
 from speedtorch.parallel.fair_shares import FairShares
-from speedtorch.parallel.lookup_request import LookupRequest, LookupRound
-from speedtorch.parallel.lookup_turn import LookupTurn
+from speedtorch.parallel.lookup_request import Lookup, LookupRequest, LookupRound
 from speedtorch.parallel.ranks import LOOKUPS, Asked
-from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS, raises_at_once
 from speedtorch.step.fixed_blocks import OTHER_MODULE, of_ranks
 from speedtorch.step.trained_rows import Bags
@@ -53,11 +51,7 @@ class FixedRequest(LookupRequest):
     """The unique rows of a lookup, and what ranks ask each other for.
 
     Args:
-        name: What errors call the module.
-        table: The number of the table.
-        turn: Of the lookup.
-        ids: Of the lookup, in blocks of a share.
-        lookup: Its number among the lookups of the table.
+        lookup: Of ids in blocks of a share.
         shares: The blocks of rows that each rank is asked for.
         none: The id that stands for no row in a block: one of each rank's own, never trained.
         agreement: What the ranks that own the rows agree on.
@@ -67,18 +61,8 @@ class FixedRequest(LookupRequest):
     fault: Tensor
     """What is wrong on some rank, on the device: `[1]`; 0: nothing."""
 
-    def __init__(
-        self,
-        name: str,
-        table: int,
-        turn: LookupTurn,
-        ids: ShardedIds,
-        lookup: int,
-        shares: FairShares,
-        none: int,
-        agreement: Agreement,
-    ) -> None:
-        super().__init__(name, table, turn, ids, lookup)
+    def __init__(self, lookup: Lookup, shares: FairShares, none: int, agreement: Agreement) -> None:
+        super().__init__(lookup)
         self.agreement, self._shares, self._none = agreement, shares, none
 
     @property
@@ -104,15 +88,12 @@ class FixedRequest(LookupRequest):
                 if (own := self.own_error()) is not None:
                     raise own
                 if bad := (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist():
-                    raise IndexError(
-                        f"{self.name}: an id on ranks {bad} is out of range, or no integer; no"
-                        " row was moved"
-                    )
+                    raise self.bad_ids(bad)
             raise of_ranks(self.name, fault, "nothing has changed")
 
-    def own_error(self) -> IndexError | RuntimeError | None:
+    def own_error(self) -> Exception | None:
         """The error about ids of this rank, if they are out of range or name too many rows."""
-        if (bad := self.ids.out_of_range(self.name, self.turn.ids)) is not None:
+        if (bad := self.ids.error(self.name, self.turn.ids)) is not None:
             return bad
         shares = self._shares
         named, owner = (int(each) for each in self.ids.counts.max(0))

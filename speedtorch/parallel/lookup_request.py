@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -14,29 +14,32 @@ from speedtorch.parallel.ranks import LOOKUPS, Asked, Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.step.trained_rows import Bags
 
-__all__ = ["LookupRequest", "LookupRound", "in_rounds"]
+__all__ = ["Lookup", "LookupRequest", "LookupRound", "in_rounds"]
+
+
+class Lookup(NamedTuple):
+    """A lookup of a table."""
+
+    name: str
+    """What errors call the module."""
+    table: int
+    """The number of the table."""
+    turn: LookupTurn
+    ids: ShardedIds
+    number: int
+    """Among the lookups of the table."""
 
 
 class LookupRequest(ABC):
-    """The unique rows of a lookup, and what ranks ask each other for: `asked`, after ask().
-
-    Args:
-        name: What errors call the module.
-        table: The number of the table.
-        turn: Of the lookup.
-        ids: Of the lookup.
-        lookup: Its number among the lookups of the table.
-    """
+    """The unique rows of a lookup, and what ranks ask each other for: `asked`, after ask()."""
 
     kind: ClassVar[Kind]
     round_type: ClassVar[type[LookupRound[Any]]]
     round: LookupRound[Any]
     asked: Asked
 
-    def __init__(
-        self, name: str, table: int, turn: LookupTurn, ids: ShardedIds, lookup: int
-    ) -> None:
-        self.name, self.turn, self.ids, self.lookup = name, turn, ids, lookup
+    def __init__(self, lookup: Lookup) -> None:
+        self.name, table, self.turn, self.ids, self.lookup = lookup
         self.call = Call(self.kind, table)
 
     def join(self, to: LookupRound[Any]) -> None:
@@ -52,6 +55,12 @@ class LookupRequest(ABC):
     def places(self) -> Tensor:
         """Where the rows of the ids are among the rows that come."""
         return self.ids.places
+
+    def bad_ids(self, ranks: list[int]) -> Exception:
+        """The error about ids of these ranks."""
+        return self.ids.error(self.name, self.turn.ids) or IndexError(
+            f"{self.name}: an id on ranks {ranks} is out of range, or no integer; no row was moved"
+        )
 
     @abstractmethod
     def ask(self) -> None:

@@ -147,7 +147,7 @@ class Ranks:
         `[size, calls + 1]`. Nothing waits.
         """
         words = self.words([call.code for call in calls], device)
-        return self._exchanged(name, words, group=self._asking)[:, : len(calls) + 1]
+        return self.exchanged(name, words)[:, : len(calls) + 1]
 
     def refuse_if_differing(self, name: str, codes: HostCopy, count: int) -> None:
         """Raises DisagreementError, on all ranks, unless the ranks' calls() are the same."""
@@ -169,30 +169,20 @@ class Ranks:
             raise self._lose(name, f"nothing for {self.patience:.0f} s")
         return numbers.read()
 
-    def exchanged(
-        self,
-        name: str,
-        numbers: Tensor,
-        received: list[int] | None = None,
-        counts: list[int] | None = None,
-    ) -> Tensor:
-        """Tells each rank so many of the numbers, or a block `[size, n]`; gives what each tells."""
-        return self._exchanged(name, numbers, received, counts, group=self._asking)
-
     def bring(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
         """Gives the rows that others have asked for, `[n, ...]`; gets those asked for by this."""
-        return self._exchanged(name, rows, asked.got, asked.given, group=self._giving)
+        return self.exchanged(name, rows, asked.got, asked.given, group=self._giving)
 
     def give_back(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
         """The other way round, as gradients go."""
-        return self._exchanged(name, rows, asked.given, asked.got, group=self._giving)
+        return self.exchanged(name, rows, asked.given, asked.got, group=self._giving)
 
     def collected(self, name: str, rows: Tensor, counts: list[int]) -> Tensor:
         """Gives rows `[n, ...]` to the first rank, which gets those of each, as many as it says."""
         if self.rank:
             counts = [0] * self.size
         given = [len(rows)] + [0] * (self.size - 1)
-        return self._exchanged(name, rows, counts, given, group=self._giving)
+        return self.exchanged(name, rows, counts, given, group=self._giving)
 
     def agreed(self, value: _Value) -> _Value:
         """What the first rank says."""
@@ -216,22 +206,26 @@ class Ranks:
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self._giving)
         return number
 
-    def _exchanged(
+    def exchanged(
         self,
         name: str,
         sent: Tensor,
         received: list[int] | None = None,
         counts: list[int] | None = None,
         *,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Parts of a tensor, of so many rows, to each rank; gets as many rows of each as said."""
+        """Parts of a tensor, of so many rows, to each rank; gets as many rows of each as said.
+
+        By default a row to each, and with what ranks ask.
+        """
         if self.size == 1:
             return sent.clone()
         self._refuse_if_lost(name)
         size = len(sent) if received is None else sum(received)
         out = sent.new_empty((size, *sent.shape[1:]))
         try:
+            group = group or self._asking
             dist.all_to_all_single(out, sent.contiguous(), received, counts, group=group)
         except RuntimeError as error:
             raise self._lose(name, str(error)) from error

@@ -8,26 +8,23 @@ which give several lookups one tensor, as an empty one, ask as those do that giv
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeAlias
+from contextlib import ExitStack, contextmanager
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
+from speedtorch.nn.shared_lookups import Ids, SharedSteps
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
-from speedtorch.parallel.counted_requests import Request
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fixed_requests import FixedRequest
-from speedtorch.parallel.lookup_request import LookupRequest, in_rounds
-from speedtorch.parallel.lookup_turn import LookupTurn
+from speedtorch.parallel.lookup_request import LookupRequest
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.sharded_ids import ShardedIds
+from speedtorch.parallel.request_maker import JointRequests, RequestMaker
 from speedtorch.plan.fixed_size_batch import BAD_IDS
 from speedtorch.step.announcements import Announced
 from speedtorch.step.disagreement import DisagreementError
@@ -48,7 +45,7 @@ class PlannedRequests:
         self.own: Batch | None = None
         self.announced: Announced | None = None
         """What the exchange is to announce of them."""
-        self.error: IndexError | RuntimeError | None = None
+        self.error: Exception | None = None
         self.is_asked = False
         self._until: torch.cuda.Event | None = None
 
@@ -79,7 +76,7 @@ class PlannedRequests:
             try:
                 for each in self.requests:
                     each.ask()
-            except (IndexError, RuntimeError) as error:
+            except Exception as error:
                 self.error = error
         return self.error is None
 
@@ -98,7 +95,7 @@ class PlannedRequests:
         return [each.fault for each in self.requests if isinstance(each, FixedRequest)]
 
 
-class Requests:
+class Requests(SharedSteps):
     """Asks for rows of a table, ahead where it is told to; every call is one of all ranks.
 
     Args:
@@ -123,9 +120,7 @@ class Requests:
         *,
         padded: bool,
     ) -> None:
-        self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
-        self._number, self._none = number, none
-        self._lookups = itertools.count()
+        self._exchange, self._ranks, self._number = exchange, ranks, number
         self._told: list[PlannedRequests] = []
         """Announced since the last lookup before."""
         self._told_in = 0
@@ -135,21 +130,20 @@ class Requests:
         self._was_looked_up = False
         self._faults = ranks.faults
         self._planning = SideStream("planning")
-        self._distances = dealt.distances()
         self._latest: PlannedRequests | None = None
         """What was looked up last."""
-        self._together: Together | None = None
-        """The lookups of several tables that are made now, with those of this one."""
         exchange.leave_lookups_unchecked()
         exchange.agree_on_steps(WeakMethod(self.before_step))
         self._agreement: Agreement | None = None
-        self._shares: FairShares | None = None
+        fixed = None
         if isinstance(exchange, FixedExchange):
-            self._shares = FairShares.of(exchange.capacity, dealt, padded=padded)
+            assert none is not None
             self._agreement = Agreement(exchange, ranks)
             exchange.agree_with(self._agreement)
+            fixed = FairShares.of(exchange.capacity, dealt, padded=padded), none, self._agreement
+        self._maker = RequestMaker(exchange, dealt, ranks, number, fixed)
 
-    def of(self, ids: Tensor) -> LookupRequest:
+    def of(self, ids: Ids) -> LookupRequest:
         """The request of a lookup of a step, which is asked now unless it was before.
 
         None was for a lookup without gradients, which may be of one of the planned tensors on some
@@ -160,7 +154,7 @@ class Requests:
         self._before_lookup()
         found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)
         if found is None:
-            (request,) = self._requests([ids])
+            (request,) = self._maker.requests([ids])
             found = PlannedRequests([request], None), request
         planned, request = found
         self._ask(planned)
@@ -170,7 +164,7 @@ class Requests:
         return request
 
     def _planned_for(
-        self, ids: Tensor
+        self, ids: Ids
     ) -> tuple[tuple[PlannedRequests, LookupRequest] | None, Tensor | None]:
         """What was planned for a lookup, and whether the ranks' lookups differ, as meet() says."""
         self._was_looked_up = True
@@ -179,7 +173,11 @@ class Requests:
             every = [(batch, each) for batch in batches for each in batch.requests]
             waiting = [(batch, each) for batch, each in every if not each.turn.has_come]
             some_wait = some_wait or bool(waiting)
-            places = [n for n, (_, each) in enumerate(waiting) if each.turn.is_of(ids)]
+            places = [
+                n
+                for n, (_, each) in enumerate(waiting)
+                if isinstance(ids, Tensor) and each.turn.is_of(ids)
+            ]
             if places:
                 found, is_next = waiting[places[0]], places[0] == 0
                 break
@@ -226,7 +224,7 @@ class Requests:
             call = Call(Kind.NO_STEP if fails else Kind.STEP, self._number)
             self._ranks.meet(self._exchange.name, [call], self._exchange.device)
 
-    def of_no_step(self, ids: Tensor) -> LookupRequest:
+    def of_no_step(self, ids: Ids) -> LookupRequest:
         """The request of a lookup that trains nothing; of any number of rows.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
@@ -234,7 +232,7 @@ class Requests:
         if self._agreement is None:
             return self.of(ids)
         self._before_lookup()
-        (request,) = self._requests([ids], trains=False)
+        (request,) = self._maker.requests([ids], trains=False)
         self._ask(PlannedRequests([request], None))
         return request
 
@@ -246,7 +244,7 @@ class Requests:
         if self._faults != self._ranks.faults:
             self._faults = self._ranks.faults
             self._told, self._expected = [], None
-            self._lookups = itertools.count()  # some ranks may have counted one more
+            self._maker.restart()
             with self._exchange.turn:
                 self._exchange.forget_announced()
 
@@ -281,12 +279,12 @@ class Requests:
             faults += [] if fault is None else [fault * OTHER_MODULE]
             self._agreement.expect(faults)
 
-    def plan_announced(self, parts: Sequence[Tensor]) -> PlannedRequests:
+    def plan_announced(self, parts: Sequence[Ids]) -> PlannedRequests:
         """As Exchange.plan_announced; a batch before that may have been given up is."""
         self._forget_after_faults()
         if self._was_looked_up or self._told_in != self._exchange.batches_over:
             self._told, self._was_looked_up = [], False
-        planned = PlannedRequests(self._requests(parts), None)
+        planned = PlannedRequests(self._maker.requests(parts), None)
         if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
             self._ask_all(planned)
         else:
@@ -308,9 +306,9 @@ class Requests:
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
         """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
         self._forget_after_faults()
-        self._distances_there()
+        self._maker.distances()  # on the current stream
         with self._planning.after_current(self._exchange.device):
-            planned = PlannedRequests(self._requests(parts), after)
+            planned = PlannedRequests(self._maker.requests(parts), after)
             planned.tell()
         planned.planned_until(self._planning.end)
         if after is not None:
@@ -380,84 +378,17 @@ class Requests:
             raise planned.error
         planned.join()
 
-    def _distances_there(self) -> Tensor:
-        """Those of the blocks of rows, on the device, where they are from the first lookup on."""
-        if (device := self._exchange.device) != self._distances.device:
-            self._distances = self._distances.to(device)
-        return self._distances
-
-    @property
-    def shared_by(self) -> tuple[Ranks, torch.device]:
-        """The ranks that own the rows, and where the rows of a step are."""
-        return self._ranks, self._exchange.device
-
-    def join(self, others: Together | None) -> None:
-        """Makes the next requests with those of other tables; None: alone."""
-        self._together = others
-        if others is not None:
-            self._forget_after_faults()
-            self._distances_there()
-
-    @staticmethod
     @contextmanager
-    def together(lookups: _Lookups) -> Iterator[None]:
-        """Within this, tables of the same ranks make, announce or plan these lookups at once.
-
-        The caller does so with just these, for each table with all of them or none.
-        """
-        alike: dict[object, list[tuple[Requests, Sequence[Tensor], bool]]] = {}
-        for each in lookups:
-            alike.setdefault(each[0].shared_by, []).append(each)
-        try:
+    def together(self, lookups: Sequence[tuple[Requests, Sequence[Ids], bool]]) -> Iterator[None]:
+        """As SharedSteps.together."""
+        alike: dict[object, dict[RequestMaker, tuple[Sequence[Ids], bool]]] = {}
+        for each, parts, trains in lookups:
+            each._forget_after_faults()
+            alike.setdefault(each._maker.shared_by, {})[each._maker] = parts, trains
+        with ExitStack() as end:
             for some in alike.values():
-                joined = Together(some)
-                for table, *_ in some:
-                    table.join(joined)
+                joint = JointRequests(some)
+                for maker in some:
+                    end.callback(maker.join, None)
+                    maker.join(joint)
             yield
-        finally:
-            for table, *_ in lookups:
-                table.join(None)
-
-    def _requests(self, parts: Sequence[Tensor], *, trains: bool = True) -> list[LookupRequest]:
-        """The requests of lookups, with those of the tables of join() if there are any."""
-        made = None if self._together is None else self._together.take(self)
-        if made is None:
-            in_rounds(made := self.made(parts, trains=trains), self._ranks)
-        return made
-
-    def made(self, parts: Sequence[Tensor], *, trains: bool) -> list[LookupRequest]:
-        """New requests of lookups, which no rank knows yet."""
-        shares, device = self._shares if trains else None, self._exchange.device
-        share, distances = -1 if shares is None else shares.rows, self._distances_there()
-        made: list[LookupRequest] = []
-        for ids in parts:
-            turn = LookupTurn(ids, device)
-            there = turn.ids.to(device, non_blocking=True)
-            sharded = ShardedIds(there, self._dealt, distances, share)
-            first = self._exchange.name, self._number, turn, sharded, next(self._lookups)
-            if shares is None:
-                made.append(Request(*first))
-            else:
-                assert self._none is not None and self._agreement is not None
-                made.append(FixedRequest(*first, shares, self._none, self._agreement))
-        return made
-
-
-_Lookups: TypeAlias = Sequence[tuple[Requests, Sequence[Tensor], bool]]
-"""Tables, the ids of their lookups, and whether these are for a step."""
-
-
-class Together:
-    """Lookups of several tables; the first table that makes its requests makes those of all."""
-
-    def __init__(self, lookups: _Lookups) -> None:
-        self._lookups = lookups
-        self._made: dict[Requests, list[LookupRequest]] | None = None
-
-    def take(self, table: Requests) -> list[LookupRequest] | None:
-        """The requests of a table, once."""
-        if self._made is None:
-            self._made = {each: each.made(parts, trains=to) for each, parts, to in self._lookups}
-            every = [each for made in self._made.values() for each in made]
-            in_rounds(every, table.shared_by[0])
-        return self._made.pop(table, None)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from speedtorch.nn.shared_lookups import Ids, NoIds
 from speedtorch.ops.functions import rows_at
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
@@ -98,7 +99,7 @@ class ShardedRows:
         rows = torch.embedding(held, places, padding, False, sparse)
         return self._operand(request, self._brought(rows, request))
 
-    def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
+    def summed(self, ids: Ids, bags: Bags | None = None) -> Tensor:
         """As TrainedRows.summed."""
         self._refuse_replicas()
         request = self.exchange.of(ids)
@@ -156,21 +157,20 @@ class ShardedRows:
         every = self._ranks.tell_each(self._rows.name, call)
         return max(each >> 1 for each in every) / 1e6, all(each & 1 for each in every)
 
-    def fail(self, *, trains: bool, announced: int = 0) -> None:
-        """Raises on the other ranks, which do or announce the lookups that this rank cannot."""
-        bad = torch.full((1,), self._dealt.rows)
-        with suppress(IndexError):  # the caller raises this rank's own error
-            if announced:
-                self.exchange.plan_announced([bad] * announced)
-            else:
-                self.exchange.of(bad) if trains else self.exchange.of_no_step(bad)
+    def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
+        """Does with the other ranks what they do for the lookups; raises the error if they do."""
+        none = NoIds(error)
+        if announced:
+            self.exchange.plan_announced([none] * announced)
+        else:
+            self.summed(none) if trains else self.read(none)
 
     def end_by_error(self) -> None:
         """Raises on the other ranks, wherever they wait, unless their loops raise as well."""
         with suppress(DisagreementError):  # the caller raises this rank's own error
             self.exchange.meet(Kind.NONE)
 
-    def read(self, ids: Tensor) -> Tensor:
+    def read(self, ids: Ids) -> Tensor:
         """As TrainedRows.read."""
         request = self.exchange.of_no_step(ids)
         rows = self._given(self._rows.read(request.asked.ids), request)

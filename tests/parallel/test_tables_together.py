@@ -9,6 +9,7 @@ from sharded_together import (
     check_exchanges,
     check_kinds,
     check_no_ids,
+    check_no_ids_late,
     check_other_tables,
 )
 
@@ -39,6 +40,11 @@ def test_a_batch_that_cannot_be_read_raises_on_all_ranks(
     capacity: int | None, on_machine: bool
 ) -> None:
     in_processes(2, check_no_ids, capacity, on_machine)
+
+
+@MACHINES
+def test_it_raises_on_all_ranks_where_errors_come_late(on_machine: bool) -> None:
+    in_processes(2, check_no_ids_late, on_machine)
 
 
 @CAPACITY
