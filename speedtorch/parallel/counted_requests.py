@@ -74,16 +74,12 @@ class CountedRound(LookupRound["Request"]):
         """As LookupRound._exchange; nothing is asked for at a lookup of which ids are bad."""
         try:
             given, got = self._counts(requests, self._told or self._begun(requests))
-            good = []
-            for k, request in enumerate(requests):
-                if bad := [rank for rank, count in enumerate(given[k]) if count < 0]:
+            lookups = list(zip(requests, given, got, strict=True))
+            for request, counts, _ in lookups:
+                if bad := [rank for rank, count in enumerate(counts) if count < 0]:
                     request.take(bad)
-                else:
-                    good.append(k)
-            if good:
-                self._send(
-                    [requests[k] for k in good], *([n[k] for k in good] for n in (given, got))
-                )
+            if good := [each for each in lookups if min(each[1]) >= 0]:
+                self._send(*map(list, zip(*good, strict=True)))
         except RuntimeError as error:
             for request in requests:
                 request.take(error)

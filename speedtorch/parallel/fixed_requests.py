@@ -31,10 +31,6 @@ class FixedRound(LookupRound["FixedRequest"]):
     If ranks compare later, each request knows on the device whether they are at other lookups.
     """
 
-    def tell(self) -> None:
-        """The blocks need no counts."""
-        self.ask()
-
     def _exchange(self, requests: Sequence[FixedRequest]) -> None:
         first, sent = requests[0], [request.ids.sent for request in requests]
         differs = first.agreement.meet([request.call for request in requests])
@@ -85,15 +81,14 @@ class FixedRequest(LookupRequest):
         self.round.ask()
         if raises_at_once(self.asked.ids.device) and (fault := int(self.fault)):
             if fault != OTHER_MODULE:
-                if (own := self.own_error()) is not None:
-                    raise own
-                if bad := (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist():
+                bad = (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist()
+                if bad or self.own_error() is not None:
                     raise self.bad_ids(bad)
             raise of_ranks(self.name, fault, "nothing has changed")
 
     def own_error(self) -> Exception | None:
-        """The error about ids of this rank, if they are out of range or name too many rows."""
-        if (bad := self.ids.error(self.name, self.turn.ids)) is not None:
+        """As LookupRequest.own_error, which may be that ids name too many rows."""
+        if (bad := super().own_error()) is not None:
             return bad
         shares = self._shares
         named, owner = (int(each) for each in self.ids.counts.max(0))

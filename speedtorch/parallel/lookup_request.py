@@ -56,9 +56,13 @@ class LookupRequest(ABC):
         """Where the rows of the ids are among the rows that come."""
         return self.ids.places
 
+    def own_error(self) -> Exception | None:
+        """Why this rank has no ids, or what is wrong with them."""
+        return self.turn.error or self.ids.out_of_range(self.name, self.turn.ids)
+
     def bad_ids(self, ranks: list[int]) -> Exception:
         """The error about ids of these ranks."""
-        return self.ids.error(self.name, self.turn.ids) or IndexError(
+        return self.own_error() or IndexError(
             f"{self.name}: an id on ranks {ranks} is out of range, or no integer; no row was moved"
         )
 
@@ -94,12 +98,12 @@ class LookupRound(ABC, Generic[_Request]):
         for request in requests:
             request.join(self)
 
-    @abstractmethod
     def tell(self) -> None:
-        """Tells each rank what can be told without waiting for the device.
+        """Tells each rank what can be told without waiting for the device: by default all.
 
         Raises DisagreementError on all ranks if some of them are at other lookups.
         """
+        self.ask()
 
     def ask(self) -> None:
         """Asks the other ranks, once; each request has its answer then."""

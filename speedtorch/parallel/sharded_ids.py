@@ -19,7 +19,6 @@ class ShardedIds:
         dealt: which rank owns which row.
         distances: those of dealt, on the device.
         share: the most rows to ask a rank for, in blocks of so many rows; -1: of any number.
-        error: of this rank, which has no ids, if it has one: the ids are one that is out of range.
 
     Attributes:
         numbers: of the rows, `[...]`; of what is no row that after all rows' numbers.
@@ -31,15 +30,7 @@ class ShardedIds:
         entries: with a share, which of the distinct rows each row of the blocks is; n: none.
     """
 
-    def __init__(
-        self,
-        ids: Tensor,
-        dealt: BlockCyclic,
-        distances: Tensor,
-        share: int = -1,
-        error: Exception | None = None,
-    ) -> None:
-        self._error = error
+    def __init__(self, ids: Tensor, dealt: BlockCyclic, distances: Tensor, share: int = -1) -> None:
         self._dealt, of_rows = dealt, (dealt.rows, dealt.block, dealt.room, dealt.ranks)
         made: list[Tensor] = _ops.shard_ids(ids, distances, *of_rows, share)
         self.numbers, self._plan, self.unique = made[0], made[1:6], made[1]
@@ -57,10 +48,8 @@ class ShardedIds:
         added: Tensor = _ops.sum_rows(rows, list(plan), end + 1, 0, most, source, plan[4][3:4])
         return added
 
-    def error(self, name: str, ids: Tensor) -> Exception | None:
-        """Why there are no ids, or the error about ids that are no rows, if some are."""
-        if self._error is not None:
-            return self._error
+    def out_of_range(self, name: str, ids: Tensor) -> IndexError | None:
+        """The error about ids that are no rows, if some are."""
         end, rows = self._dealt.room * self._dealt.ranks, self._dealt.rows
         bad = (self.numbers.reshape(-1) == end).nonzero()[:, 0]
         if len(bad) == 0:
