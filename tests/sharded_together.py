@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -127,12 +129,13 @@ def steps_of(way: str, count: int, capacity: int | None) -> Callable[[int], None
     return steps
 
 
-# Of each table: its rows and their gradients, and with a capacity whether its rows fit; ranks
-# compare lookups that were planned before, and backwards. Between machines that is a collective.
+# Of each table: its rows, but for those of a collection, and their gradients, and with a capacity
+# whether its rows fit; ranks compare lookups that were planned before, and backwards. Between
+# machines that is a collective.
 EXCHANGES = {
-    "looked up": {"waits": 1, "collectives": 2},
-    "announced": {"waits": 2, "collectives": 2},
-    "prefetched": {"waits": 2, "collectives": 2},
+    "looked up": {"waits": 1, "collectives": 1},
+    "announced": {"waits": 2, "collectives": 1},
+    "prefetched": {"waits": 2, "collectives": 1},
     "prefetched tables": {"waits": 2, "collectives": 2},
 }
 
@@ -254,6 +257,88 @@ class Tables:
         self.announced(features(3, 3))
         self.prefetched(features(3, 4))
         assert not any(map(torch.equal, self.rows(), self.before))
+
+
+SORTS: dict[str, dict[str, Any]] = {
+    "t0": {"embedding_dim": 3},
+    "t1": {"embedding_dim": 5},
+    "t2": {"embedding_dim": 2, "data_type": torch.float64},
+    "frozen": {"embedding_dim": 4},
+    "t3": {"embedding_dim": 4, "group": "other", "pooling": "mean"},
+}
+
+
+def check_groups(capacity: int | None, on_machine: bool) -> None:
+    """Groups of a collection whose rows come at once train as in one process, also in part."""
+
+    def made(capacity: int | None) -> speedtorch.EmbeddingBagCollection:
+        torch.manual_seed(3)
+        tables = [
+            speedtorch.EmbeddingBagConfig(ROWS, name=name, init_fn=nn.init.normal_, **sort)
+            for name, sort in SORTS.items()
+        ]
+        return speedtorch.EmbeddingBagCollection(tables, device=own_device(), capacity=capacity)
+
+    def trained(model: speedtorch.EmbeddingBagCollection, ranks: list[int]) -> dict[str, Tensor]:
+        optimizer = optim.Adam(model.parameters(), lr=0.25)
+        speedtorch.attach(optimizer, model)
+        (frozen,) = (n for n in model._groups() if n.ranges.tables[0].name == "frozen")
+        frozen.weight.requires_grad_(False)
+        batches: list[Any] = []
+        for step in range(2 * STEPS):
+            drawn = [torch.Generator().manual_seed(10 * step + rank) for rank in ranks]
+            ids = {
+                n: [torch.randint(ROWS, (5, 2), generator=each) for each in drawn] for n in SORTS
+            }
+            batches.append({name: torch.cat(each) for name, each in ids.items()})
+        ahead = speedtorch.prefetch(batches[STEPS:], model, ids=lambda batch: batch)
+        for step, batch in enumerate(chain(batches[:STEPS], ahead)):
+            optimizer.zero_grad()
+            if step < STEPS // 2:
+                model.announce(batch)
+            found = model(batch)
+            used = SORTS if step % 2 else ["t0", "t2"]
+            sum(found[name].double().sum() * 2 for name in used).backward()
+            optimizer.step()
+        with torch.no_grad():
+            each = torch.arange(ROWS).view(-1, 1)
+            found = model(dict.fromkeys(SORTS, each))
+        return {name: found[name] for name in SORTS}
+
+    whole = trained(made(None), list(range(dist.get_world_size())))
+    with of_machines(on_machine):
+        shard(model := made(capacity), average=False)
+        for name, rows in trained(model, [dist.get_rank()]).items():
+            assert torch.equal(rows, whole[name]), name
+
+
+def check_a_group_that_is_too_large(on_machine: bool) -> None:
+    """It raises on all ranks; the rows of those before it have come."""
+    is_odd = dist.get_rank() == 1
+    with of_machines(on_machine):
+        model = collection_of(3, capacity=4)
+        shard(model)
+        batch = {name: ids_here(1, 2) for name in ("t0", "t1", "t2")}
+        full = batch | ({"t1": ids_here(*range(20))} if is_odd else {})
+        message = "" if is_odd else "on some rank names more distinct rows of one rank"
+        raises(RuntimeError, f"'t1'.*{message}", partial(model, full))
+        found = model(batch).values()
+        with torch.no_grad():
+            assert torch.equal(found, model(batch).values())
+
+
+def check_an_error_of_one_rank(on_machine: bool) -> None:
+    """It ends training clearly on the others, which take no rows for those of other tables."""
+    with of_machines(on_machine):
+        tables, error = Tables(None), MemoryError("of one rank")
+        broken = tables.model._groups()[1].trained_rows
+        if dist.get_rank() == 1:
+            with patch.object(broken, "summed", side_effect=error):
+                raises(MemoryError, "of one rank", partial(tables.model, features(3, 5)))
+            time.sleep(3)
+        else:
+            call = partial(tables.model, features(3, 5))
+            raises(RuntimeError, "rows of other ranks did not come", call)
 
 
 def check_bad_ids(capacity: int | None, on_machine: bool) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedtorch.nn.row_module import RowModule
 
-__all__ = ["Ids", "NoIds", "SharedSteps", "fail", "together", "trained"]
+__all__ = ["Ids", "NoIds", "SharedLookups", "fail", "together", "trained"]
 
 
 class NoIds(NamedTuple):
@@ -23,15 +23,15 @@ class NoIds(NamedTuple):
 
 Ids: TypeAlias = Tensor | NoIds
 
-_Steps = TypeVar("_Steps", bound="SharedSteps")
+_Lookups = TypeVar("_Lookups", bound="SharedLookups")
 
 
-class SharedSteps(ABC):
-    """The steps of a module whose rows several ranks share."""
+class SharedLookups(ABC):
+    """The lookups of a module whose rows several ranks share."""
 
     @abstractmethod
     def together(
-        self: _Steps, lookups: Sequence[tuple[_Steps, Sequence[Ids], bool]]
+        self: _Lookups, lookups: Sequence[tuple[_Lookups, Sequence[Ids], bool]]
     ) -> AbstractContextManager[None]:
         """Within this, modules of the same ranks make, announce or plan these lookups at once.
 
@@ -47,11 +47,11 @@ def together(
 
     `trains` says whether all of them are for a step; None: as lookups are now.
     """
-    shared: list[tuple[SharedSteps, Sequence[Ids], bool]] = []
+    shared: list[tuple[SharedLookups, Sequence[Ids], bool]] = []
     for module, ids in parts.items():
-        if isinstance(steps := module.lookups.exchange, SharedSteps):
+        if isinstance(lookups := module.lookups, SharedLookups):
             is_now = torch.is_grad_enabled() and module.trained_rows.parameter.requires_grad
-            shared.append((steps, ids, is_now if trains is None else trains))
+            shared.append((lookups, ids, is_now if trains is None else trains))
     return shared[0][0].together(shared) if len(shared) > 1 else nullcontext()
 
 

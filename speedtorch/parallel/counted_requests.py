@@ -79,24 +79,14 @@ class CountedRound(LookupRound["Request"]):
                 if bad := [rank for rank, count in enumerate(counts) if count < 0]:
                     request.take(bad)
             if good := [each for each in lookups if min(each[1]) >= 0]:
-                self._send(*map(list, zip(*good, strict=True)))
+                asking, given, got = map(list, zip(*good, strict=True))
+                sent = [r.ids.sent[: sum(counts)] for r, counts in zip(asking, got, strict=True)]
+                ids = self._ranks.exchanged_jointly(requests[0].name, sent, given, got)
+                for request, asked in zip(asking, map(Asked, ids, given, got), strict=True):
+                    request.take(asked)
         except RuntimeError as error:
             for request in requests:
                 request.take(error)
-
-    def _send(self, requests: Sequence[Request], given: _Counts, got: _Counts) -> None:
-        """Sends the ids of lookups, in the place of which come those that others ask this for."""
-        name, each_got = requests[0].name, zip(requests, got, strict=True)
-        sent = [request.ids.sent[: sum(counts)] for request, counts in each_got]
-        if len(requests) == 1:
-            ids: Sequence[Tensor] = [self._ranks.exchanged(name, sent[0], given[0], got[0])]
-        else:
-            counts = [list(map(sum, zip(*each, strict=True))) for each in (given, got)]
-            every = self._ranks.exchanged(name, _transposed(torch.cat(sent), got), *counts)
-            of_ranks = list(zip(*given, strict=True))
-            ids = torch.unsafe_split_with_sizes(_transposed(every, of_ranks), list(map(sum, given)))
-        for request, asked in zip(requests, map(Asked, ids, given, got), strict=True):
-            request.take(asked)
 
 
 class Request(LookupRequest):
@@ -135,10 +125,3 @@ class Request(LookupRequest):
         place = torch.searchsorted(unique, number).clamp_(max=count - 1)
         is_padding = (places == place) & (unique[place] == number)
         return places.where(~is_padding, count), torch.cat([rows, rows[place].unsqueeze(0)])
-
-
-def _transposed(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-    """Parts of `counts[i][j]` rows, those of each i one after another: those of each j, instead."""
-    parts = torch.unsafe_split_with_sizes(rows, [count for each in counts for count in each])
-    size = len(counts[0])
-    return torch.cat([part for j in range(size) for part in parts[j::size]])

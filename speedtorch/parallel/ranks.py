@@ -169,9 +169,11 @@ class Ranks:
             raise self._lose(name, f"nothing for {self.patience:.0f} s")
         return numbers.read()
 
-    def bring(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
+    @torch.no_grad()
+    def bring(self, name: str, rows: Sequence[Tensor], asked: Sequence[Asked]) -> list[Tensor]:
         """Gives the rows that others have asked for, `[n, ...]`; gets those asked for by this."""
-        return self.exchanged(name, rows, asked.got, asked.given, group=self._giving)
+        got, given = [each.got for each in asked], [each.given for each in asked]
+        return self.exchanged_jointly(name, rows, got, given, group=self._giving)
 
     def give_back(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
         """The other way round, as gradients go."""
@@ -231,6 +233,33 @@ class Ranks:
             raise self._lose(name, str(error)) from error
         return out
 
+    def exchanged_jointly(
+        self,
+        name: str,
+        sent: Sequence[Tensor],
+        received: Sequence[list[int]],
+        counts: Sequence[list[int]],
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> list[Tensor]:
+        """As exchanged(), of several tensors of one dtype at once."""
+        if len(sent) == 1:
+            return [self.exchanged(name, sent[0], received[0], counts[0], group=group)]
+        got, given = (
+            [
+                [n * each.shape[1:].numel() for n in part]
+                for each, part in zip(sent, of, strict=True)
+            ]
+            for of in (received, counts)
+        )
+        of_ranks, to_ranks = list(zip(*got, strict=True)), list(zip(*given, strict=True))
+        flat = _transposed(torch.cat([each.reshape(-1) for each in sent]), given)
+        sums = list(map(sum, of_ranks)), list(map(sum, to_ranks))
+        every = _transposed(self.exchanged(name, flat, *sums, group=group), of_ranks)
+        apart = torch.unsafe_split_with_sizes(every, list(map(sum, got)))
+        rows = zip(apart, received, sent, strict=True)
+        return [part.view(sum(of), *each.shape[1:]) for part, of, each in rows]
+
     def _lose(self, name: str, what: str) -> RuntimeError:
         """The error about ranks that did not come; they would take what comes later for this.
 
@@ -259,6 +288,13 @@ class Ranks:
 def divided(numbers: list[int], size: int) -> list[list[int]]:
     """Numbers in parts of one size."""
     return [numbers[begin : begin + size] for begin in range(0, len(numbers), size)]
+
+
+def _transposed(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+    """Parts of `counts[i][j]` rows, those of each i one after another: those of each j, instead."""
+    parts = torch.unsafe_split_with_sizes(rows, [count for each in counts for count in each])
+    size = len(counts[0])
+    return torch.cat([part for j in range(size) for part in parts[j::size]])
 
 
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.nn.shared_lookups import Ids, SharedSteps
+from speedtorch.nn.shared_lookups import Ids
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
@@ -180,7 +180,7 @@ class JointRequests:
         return self._made.pop(maker, None)
 
 
-class Requests(SharedSteps):
+class Requests:
     """Asks for rows of a table, ahead where it is told to; every call is one of all ranks.
 
     Args:
@@ -455,9 +455,10 @@ class Requests(SharedSteps):
             raise planned.error
         planned.join()
 
+    @staticmethod
     @contextmanager
-    def together(self, lookups: Sequence[tuple[Requests, Sequence[Ids], bool]]) -> Iterator[None]:
-        """As SharedSteps.together."""
+    def together(lookups: Sequence[tuple[Requests, Sequence[Ids], bool]]) -> Iterator[None]:
+        """As SharedLookups.together."""
         alike: dict[object, dict[RequestMaker, tuple[Sequence[Ids], bool]]] = {}
         for each, parts, trains in lookups:
             each._forget_after_faults()

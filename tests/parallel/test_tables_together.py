@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from rank_processes import in_processes
 from sharded_together import (
+    check_a_group_that_is_too_large,
+    check_an_error_of_one_rank,
     check_bad_ids,
     check_exchanges,
+    check_groups,
     check_kinds,
     check_no_ids,
     check_no_ids_late,
@@ -26,6 +29,24 @@ def test_ranks_compare_and_ask_once_for_all_tables(capacity: int | None, on_mach
 @pytest.mark.parametrize(("ranks", "on_machine"), [(2, True), (3, True), (2, False)])
 def test_tables_of_all_kinds_train_as_in_one_process(ranks: int, on_machine: bool) -> None:
     in_processes(ranks, check_kinds, on_machine)
+
+
+@CAPACITY
+@pytest.mark.parametrize(("ranks", "on_machine"), [(2, True), (3, False)])
+def test_groups_whose_rows_come_at_once_train_as_in_one_process(
+    capacity: int | None, ranks: int, on_machine: bool
+) -> None:
+    in_processes(ranks, check_groups, capacity, on_machine)
+
+
+@MACHINES
+def test_a_group_that_is_too_large_raises_on_all_ranks(on_machine: bool) -> None:
+    in_processes(2, check_a_group_that_is_too_large, on_machine)
+
+
+@MACHINES
+def test_an_error_of_one_rank_brings_no_rows_of_other_tables(on_machine: bool) -> None:
+    in_processes(2, check_an_error_of_one_rank, on_machine, timeout=2.0)
 
 
 @CAPACITY
