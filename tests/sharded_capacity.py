@@ -361,6 +361,16 @@ def check_late_faults() -> None:
             raises(IndexError, bad, lambda t=training: t.module(ids_here(3)))
             training.check_unchanged()
 
+        training = Training()
+        own = "expected .*int32 or int64.* got torch.float32"
+        if rank == 1:
+            raises(RuntimeError, own, lambda: training.module(torch.rand(2, device=own_device())))
+        else:
+            assert not training.module(ids_here(1, 2)).any()
+        bad = of_rank(1, own, "an id on some rank is out")
+        raises(Exception, bad, lambda: training.module(ids_here(3)))
+        training.check_unchanged()
+
         name = "Adam, two lookups, uneven"
         check_training(dist.get_world_size() == 2, {name: FIXED[name]})
 

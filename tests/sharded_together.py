@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +16,7 @@ import paces
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
+from sharded_capacity import raised_late
 from sharded_training import (
     CASES,
     FITS,
@@ -31,6 +34,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.parallel.board import Board
+from speedtorch.parallel.counted_requests import CountedRound
 from speedtorch.parallel.ranks import LOOKUPS, Ranks
 from speedtorch.parallel.shard import shard
 
@@ -41,6 +45,19 @@ Batch = dict[str, list[Tensor]]
 def of_machines(on_machine: bool) -> Any:
     """Ranks of one machine, or of several, which share no memory."""
     return nullcontext() if on_machine else patch.object(Ranks.of(), "_board", None)
+
+
+@contextmanager
+def told_late() -> Iterator[None]:
+    """Ranks of several machines read what others have told them when they ask, as on GPUs."""
+    begun = CountedRound._begun
+
+    def told(*args: Any) -> Any:
+        with patch.object(CountedRound, "_counts"):
+            return begun(*args)
+
+    with patch.object(CountedRound, "_begun", told):
+        yield
 
 
 @contextmanager
@@ -112,12 +129,13 @@ def steps_of(way: str, count: int, capacity: int | None) -> Callable[[int], None
     return steps
 
 
-# Of each table: its rows and their gradients, and with a capacity whether its rows fit; ranks
-# compare lookups that were planned before, and backwards. Between machines that is a collective.
+# Of each table: its rows, but for those of a collection, and their gradients, and with a capacity
+# whether its rows fit; ranks compare lookups that were planned before, and backwards. Between
+# machines that is a collective.
 EXCHANGES = {
-    "looked up": {"waits": 1, "collectives": 2},
-    "announced": {"waits": 2, "collectives": 2},
-    "prefetched": {"waits": 2, "collectives": 2},
+    "looked up": {"waits": 1, "collectives": 1},
+    "announced": {"waits": 2, "collectives": 1},
+    "prefetched": {"waits": 2, "collectives": 1},
     "prefetched tables": {"waits": 2, "collectives": 2},
 }
 
@@ -241,6 +259,88 @@ class Tables:
         assert not any(map(torch.equal, self.rows(), self.before))
 
 
+SORTS: dict[str, dict[str, Any]] = {
+    "t0": {"embedding_dim": 3},
+    "t1": {"embedding_dim": 5},
+    "t2": {"embedding_dim": 2, "data_type": torch.float64},
+    "frozen": {"embedding_dim": 4},
+    "t3": {"embedding_dim": 4, "group": "other", "pooling": "mean"},
+}
+
+
+def check_groups(capacity: int | None, on_machine: bool) -> None:
+    """Groups of a collection whose rows come at once train as in one process, also in part."""
+
+    def made(capacity: int | None) -> speedtorch.EmbeddingBagCollection:
+        torch.manual_seed(3)
+        tables = [
+            speedtorch.EmbeddingBagConfig(ROWS, name=name, init_fn=nn.init.normal_, **sort)
+            for name, sort in SORTS.items()
+        ]
+        return speedtorch.EmbeddingBagCollection(tables, device=own_device(), capacity=capacity)
+
+    def trained(model: speedtorch.EmbeddingBagCollection, ranks: list[int]) -> dict[str, Tensor]:
+        optimizer = optim.Adam(model.parameters(), lr=0.25)
+        speedtorch.attach(optimizer, model)
+        (frozen,) = (n for n in model._groups() if n.ranges.tables[0].name == "frozen")
+        frozen.weight.requires_grad_(False)
+        batches: list[Any] = []
+        for step in range(2 * STEPS):
+            drawn = [torch.Generator().manual_seed(10 * step + rank) for rank in ranks]
+            ids = {
+                n: [torch.randint(ROWS, (5, 2), generator=each) for each in drawn] for n in SORTS
+            }
+            batches.append({name: torch.cat(each) for name, each in ids.items()})
+        ahead = speedtorch.prefetch(batches[STEPS:], model, ids=lambda batch: batch)
+        for step, batch in enumerate(chain(batches[:STEPS], ahead)):
+            optimizer.zero_grad()
+            if step < STEPS // 2:
+                model.announce(batch)
+            found = model(batch)
+            used = SORTS if step % 2 else ["t0", "t2"]
+            sum(found[name].double().sum() * 2 for name in used).backward()
+            optimizer.step()
+        with torch.no_grad():
+            each = torch.arange(ROWS).view(-1, 1)
+            found = model(dict.fromkeys(SORTS, each))
+        return {name: found[name] for name in SORTS}
+
+    whole = trained(made(None), list(range(dist.get_world_size())))
+    with of_machines(on_machine):
+        shard(model := made(capacity), average=False)
+        for name, rows in trained(model, [dist.get_rank()]).items():
+            assert torch.equal(rows, whole[name]), name
+
+
+def check_a_group_that_is_too_large(on_machine: bool) -> None:
+    """It raises on all ranks; the rows of those before it have come."""
+    is_odd = dist.get_rank() == 1
+    with of_machines(on_machine):
+        model = collection_of(3, capacity=4)
+        shard(model)
+        batch = {name: ids_here(1, 2) for name in ("t0", "t1", "t2")}
+        full = batch | ({"t1": ids_here(*range(20))} if is_odd else {})
+        message = "" if is_odd else "on some rank names more distinct rows of one rank"
+        raises(RuntimeError, f"'t1'.*{message}", partial(model, full))
+        found = model(batch).values()
+        with torch.no_grad():
+            assert torch.equal(found, model(batch).values())
+
+
+def check_an_error_of_one_rank(on_machine: bool) -> None:
+    """It ends training clearly on the others, which take no rows for those of other tables."""
+    with of_machines(on_machine):
+        tables, error = Tables(None), MemoryError("of one rank")
+        broken = tables.model._groups()[1].trained_rows
+        if dist.get_rank() == 1:
+            with patch.object(broken, "summed", side_effect=error):
+                raises(MemoryError, "of one rank", partial(tables.model, features(3, 5)))
+            time.sleep(3)
+        else:
+            call = partial(tables.model, features(3, 5))
+            raises(RuntimeError, "rows of other ranks did not come", call)
+
+
 def check_bad_ids(capacity: int | None, on_machine: bool) -> None:
     """Of any table on one rank they raise on all, which name table and ranks."""
     paces.choose(paces.AHEAD)
@@ -275,34 +375,54 @@ def check_no_ids(capacity: int | None, on_machine: bool) -> None:
                 tables.check_unchanged()
 
 
-def other_tables(tables: dict[str, Any], names: str) -> None:
-    batch = {name: ids_here(1, 2) for name in names}
+def check_no_ids_late(on_machine: bool) -> None:
+    """It raises at the next lookup of each table where errors come late; each rank its own."""
+    is_odd = dist.get_rank() == 1
+    with of_machines(on_machine), raised_late():
+        tables, batch = Tables(ROWS), features(3, 5)
+        if is_odd:
+            batch["t1"] = torch.rand(5, device=own_device())
+            raises(TypeError, "t1", partial(tables.model, batch))
+        else:
+            assert not tables.model(batch).values().any()
+        for _ in range(3):
+            message = "t1" if is_odd else "an id on some rank is out of range"
+            raises(Exception, message, partial(tables.model, features(3, 6)))
+        with torch.no_grad():
+            tables.model(features(3, 6))
+        assert all(map(torch.equal, tables.rows(), tables.before))
+
+
+def other_tables(tables: dict[str, Any], names: str, of_third: str) -> None:
+    batches = [{name: ids_here(1, 2) for name in each} for each in (names, names, of_third)]
     model = nn.ModuleDict(tables)
     loop = speedtorch.prefetch(
-        [batch] * 3, model, ids=lambda batch: {model[name]: ids for name, ids in batch.items()}
+        batches, model, ids=lambda batch: {model[name]: ids for name, ids in batch.items()}
     )
     for each in loop:
         for name, ids in each.items():
             model[name](ids)
 
 
-def check_other_tables(capacity: int | None, on_machine: bool) -> None:
+def check_other_tables(capacity: int | None, on_machine: bool, of_gpus: bool) -> None:
     """Ranks that prefetch other tables raise, and name the first that is not the same."""
     paces.choose(paces.AHEAD)
     end = r"no further lookup \(or"
-    with of_machines(on_machine):
+    with of_machines(on_machine), told_late() if of_gpus else nullcontext():
         for names, of_odd, first, odd in (
             ("abc", "acb", "a new lookup of 'b'", "a new lookup of 'c'"),
             ("abc", "ab", "a new lookup of 'c'", end),
             ("ab", "abc", end, "a new lookup of 'c'"),
         ):
-            model = nn.ModuleDict({name: module_of(CASES["Adam"], capacity) for name in "abc"})
-            shard(model)
-            before = [each.table["weight"].clone() for each in model.values()]
-            is_odd = dist.get_rank() == 1
-            message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
-            call = partial(other_tables, dict(model.items()), of_odd if is_odd else names)
-            raises(RuntimeError, message, call)
-            other_tables(dict(model.items()), "abc")
-            after = [each.table["weight"] for each in model.values()]
-            assert all(map(torch.equal, after, before))
+            for every in (True, False):
+                model = nn.ModuleDict({name: module_of(CASES["Adam"], capacity) for name in "abc"})
+                shard(model)
+                before = [each.table["weight"].clone() for each in model.values()]
+                third = of_odd if dist.get_rank() == 1 else names
+                message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
+                own = third if every else names
+                call = partial(other_tables, dict(model.items()), own, third)
+                raises(RuntimeError, message, call)
+                other_tables(dict(model.items()), "abc", "abc")
+                after = [each.table["weight"] for each in model.values()]
+                assert all(map(torch.equal, after, before))

@@ -24,7 +24,7 @@ from speedtorch.nn.jagged import (
 )
 from speedtorch.nn.row_module import Device, RowModule, loadable, opened
 from speedtorch.nn.row_module import Source as Saved
-from speedtorch.nn.shared_lookups import failing, together, trained
+from speedtorch.nn.shared_lookups import fail, together, trained
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.nn.table_ranges import TableIds
@@ -131,9 +131,8 @@ class TableCollection(nn.Module):
             # All bad input is found before a row moves; ids of a GPU are found by the lookups, and
             # so are those of one group alone.
             read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
-        except Exception:
-            with failing(groups):
-                groups[0].fail()
+        except Exception as error:
+            fail(groups, error)
             raise
         if len(groups) > 1:
             read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
@@ -183,10 +182,8 @@ class TableCollection(nn.Module):
         groups = trained(self._groups())
         try:
             named = self.ids_by_module(features)
-        except Exception:
-            with failing(groups, len(features)):
-                for group in groups[:1]:
-                    group.fail(announced=len(features))
+        except Exception as error:
+            fail(groups, error, announced=len(features))
             raise
         with together({group: named[group] for group in groups}):
             announcements = [group.announcement(*ids) for group, ids in named.items()]

@@ -126,8 +126,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             trains = self._check_lookup(input)
             try:
                 self._check_bags(input, offsets, weights)
-            except Exception:
-                self.lookups.fail(trains=trains)
+            except Exception as error:
+                self.lookups.fail(error, trains=trains)
                 raise
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)

@@ -115,8 +115,8 @@ class Lookups(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Rows of no step, as the operand of a lookup."""
 
-    def fail(self, *, trains: bool, announced: int = 0) -> None:
-        """Called in place of a lookup whose ids are none, or of announcing so many lookups."""
+    def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
+        """As RowModule.fail."""
 
     def end_by_error(self) -> None:
         """Called before a loop of batches raises what its loader or ids have raised."""
@@ -523,8 +523,8 @@ class RowModule(nn.Module):
             try:
                 for each in ids:
                     check_ids(f"{self.trained_rows.name}.announce", each)
-            except Exception:
-                self.fail(announced=len(ids))
+            except Exception as error:
+                self.fail(error, announced=len(ids))
                 raise
             if not ids or not torch.is_grad_enabled():
                 return lambda: None
@@ -534,12 +534,15 @@ class RowModule(nn.Module):
             steps = self.lookups.exchange
             return partial(steps.announce, steps.plan_announced(ids))
 
-    def fail(self, *, announced: int = 0) -> None:
-        """Called in place of a lookup, or of announcing so many, whose ids are none."""
+    def fail(self, error: Exception, *, announced: int = 0) -> None:
+        """Called in place of a lookup, or of announcing so many, before this error is raised.
+
+        Raises it if other ranks, whose lookup fails as well, know of it now.
+        """
         trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
         if trains or not announced:  # announcing to lookups that train nothing does nothing
             with as_plain():
-                self.lookups.fail(trains=trains, announced=announced)
+                self.lookups.fail(error, trains=trains, announced=announced)
 
     def ids_by_module(self, ids: Any) -> dict[RowModule, list[Tensor]]:
         """Ids of one lookup or of several as prefetch plans them: which module names which rows."""
@@ -653,8 +656,8 @@ class RowModule(nn.Module):
         try:
             # torch raises RuntimeError for other numbers.
             check_ids(self.trained_rows.name, ids, RuntimeError)
-        except Exception:
-            self.lookups.fail(trains=trains)
+        except Exception as error:
+            self.lookups.fail(error, trains=trains)
             raise
         return trains
 

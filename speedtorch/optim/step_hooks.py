@@ -61,16 +61,26 @@ class _Known:
         places: Where they are: a list of a group, and the index.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self.running: OptimizerStep | None = None
         self.stateless: dict[int, dict[str, Any]] = {}
         self.weights: list[RowWeight] = []
         self.places: list[tuple[list[Any], int]] = []
         self._lists: list[tuple[list[Any], int]] = []
 
-    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
-        """Copies and pickles of an optimizer start without it."""
-        return _Known, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Deep copies and pickles of an optimizer have None, and need none of our classes."""
+        return type(None), ()
+
+    def of(self, optimizer: Optimizer) -> _Known:
+        """This, or what is known of an optimizer of its class that got a copy of its attributes."""
+        if (own := self._optimizer()) is optimizer:
+            return self
+        made = _Known(optimizer)
+        if type(own) is type(optimizer):
+            made.stateless = dict(self.stateless)
+        return made
 
     def look(self, optimizer: Optimizer) -> bool:
         """Finds the weights again if its lists have become others; whether there are any."""
@@ -116,9 +126,8 @@ never release it: a step that an exception left refers to the optimizer."""
 
 def _known_of(optimizer: Optimizer) -> _Known:
     attributes = vars(optimizer)
-    known: _Known | None = attributes.get(_KNOWN)
-    if known is None:
-        known = attributes[_KNOWN] = _Known()
+    before: _Known = attributes.get(_KNOWN) or _Known(optimizer)
+    known = attributes[_KNOWN] = before.of(optimizer)
     return known
 
 

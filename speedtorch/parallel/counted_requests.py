@@ -7,36 +7,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speedtorch.parallel.calls import Call, Kind
-from speedtorch.parallel.lookup_turn import LookupTurn
-from speedtorch.parallel.ranks import LOOKUPS, Asked, Ranks, Told
-from speedtorch.parallel.sharded_ids import ShardedIds
+from speedtorch.parallel.calls import END, Kind, are_counts
+from speedtorch.parallel.lookup_request import LookupRequest, LookupRound
+from speedtorch.parallel.ranks import Asked, divided
+from speedtorch.plan.host_copy import HostCopy
 from speedtorch.step.trained_rows import Bags
 
 __all__ = ["CountedRound", "Request"]
 
+_Counts = list[list[int]]
 
-class CountedRound:
-    """Lookups that ranks compare at once, and whose counts and ids they exchange at once.
 
-    Args:
-        requests: Of the lookups, of one table or of several tables.
-        ranks: The ranks that own the rows.
-    """
+class CountedRound(LookupRound["Request"]):
+    """Lookups whose counts and ids ranks exchange at once."""
 
-    is_asked = False
-    """Whether the ids were exchanged, or cannot be."""
-    _told: Told | None = None
-
-    def __init__(self, requests: Sequence[Request], ranks: Ranks) -> None:
-        self._requests, self._ranks = requests, ranks
-        for request in requests:
-            request.join(self)
+    _told: HostCopy | None = None
+    """The counts of this rank, `[lookups * size]`; behind them, unless ranks meet beside the
+    device, the words of the others."""
 
     def tell(self) -> None:
-        """Tells each rank how many rows this rank will ask for; nothing waits for the device.
+        """Tells each rank how many rows this rank will ask for.
 
-        Raises DisagreementError on all ranks if some of them are at other lookups.
+        Ranks that meet beside the device only compare their lookups: the CPU has no counts yet.
         """
         if self._told is None and not self.is_asked:
             if self._ranks.meets_beside_the_device:
@@ -44,87 +36,88 @@ class CountedRound:
                 self._ranks.meet(first.name, calls, first.ids.counts.device)
             self._told = self._begun(self._requests)
 
-    def _begun(self, requests: Sequence[Request]) -> Told:
+    def _begun(self, requests: Sequence[Request]) -> HostCopy:
         counts = [request.ids.counts for request in requests]
-        together = counts[0].view(1, -1) if len(counts) == 1 else torch.stack(counts)
-        return self._ranks.tell(requests[0].name, [request.call for request in requests], together)
+        own = counts[0] if len(counts) == 1 else torch.cat(counts)
+        if self._ranks.meets_beside_the_device:
+            return HostCopy(own)
+        words = self._ranks.words([request.call.code for request in requests], own.device).clone()
+        words[:, : len(requests)] += own.view(len(requests), -1).t() + 1
+        others = self._ranks.exchanged(requests[0].name, words)[:, : len(requests) + 1]
+        told = HostCopy(torch.cat([own, others.reshape(-1)]))
+        if own.is_cpu:  # they have come
+            self._counts(requests, told)
+        return told
 
-    def ask(self) -> None:
-        """Asks the other ranks, once; each request has its answer then."""
-        if self.is_asked:
-            return
-        self.is_asked = True
-        requests, self._requests = self._requests, ()  # which have this
+    def _counts(self, requests: Sequence[Request], told: HostCopy) -> tuple[_Counts, _Counts]:
+        """For how many rows each rank asks this one and this asks each; -1 where ids are bad.
+
+        One list for each lookup. Raises DisagreementError on all ranks unless all are at the same
+        lookups now.
+        """
+        name, codes = requests[0].name, [request.call.code for request in requests]
+        size, length = self._ranks.size, len(codes) * self._ranks.size
+        if self._ranks.meets_beside_the_device:
+            own = told.read()
+            apart = [zip(codes, own[rank::size], strict=True) for rank in range(size)]
+            words = [[*(code + count + 1 for code, count in each), END] for each in apart]
+            found = self._ranks.met(name, words)
+        else:
+            own = self._ranks.read(name, told)
+            found = divided(own[length:], len(codes) + 1)
+        given = [[words[k] - code - 1 for words in found] for k, code in enumerate(codes)]
+        if any(words[-1] != END for words in found) or not all(map(are_counts, given)):
+            raise self._ranks.differing(name, found)
+        return given, divided(own[:length], size)
+
+    def _exchange(self, requests: Sequence[Request]) -> None:
+        """As LookupRound._exchange; nothing is asked for at a lookup of which ids are bad."""
         try:
-            told = self._told or self._begun(requests)
-            answers = self._ranks.ask(told, [request.ids.sent for request in requests])
+            given, got = self._counts(requests, self._told or self._begun(requests))
+            lookups = list(zip(requests, given, got, strict=True))
+            for request, counts, _ in lookups:
+                if bad := [rank for rank, count in enumerate(counts) if count < 0]:
+                    request.take(bad)
+            if good := [each for each in lookups if min(each[1]) >= 0]:
+                asking, given, got = map(list, zip(*good, strict=True))
+                sent = [r.ids.sent[: sum(counts)] for r, counts in zip(asking, got, strict=True)]
+                ids = self._ranks.exchanged_jointly(requests[0].name, sent, given, got)
+                for request, asked in zip(asking, map(Asked, ids, given, got), strict=True):
+                    request.take(asked)
         except RuntimeError as error:
             for request in requests:
                 request.take(error)
-            return
-        for request, answer in zip(requests, answers, strict=True):
-            request.take(answer)
 
 
-class Request:
+class Request(LookupRequest):
     """The unique rows of a lookup, and what ranks ask each other for.
 
     The number of rows is on the device at once. `asked` is known after ask(), which waits for the
     counts of the other ranks.
-
-    Args:
-        name: What errors call the module.
-        table: The number of the table.
-        turn: Of the lookup.
-        ids: Of the lookup.
-        lookup: Its number among the lookups of the table.
     """
 
-    in_rounds_of = CountedRound
-    most_at_once = LOOKUPS
-    round: CountedRound
-    asked: Asked
-    _error: IndexError | RuntimeError | None = None
+    kind, round_type = Kind.COUNTS, CountedRound
+    _error: Exception | None = None
 
-    def __init__(
-        self, name: str, table: int, turn: LookupTurn, ids: ShardedIds, lookup: int
-    ) -> None:
-        self.name, self.turn, self.ids, self.lookup = name, turn, ids, lookup
-        self.call = Call(Kind.COUNTS, table)
-
-    def join(self, to: CountedRound) -> None:
-        """Is told and asked with the other requests of a round."""
-        self.round = to
-
-    def take(self, answer: Asked | list[int] | RuntimeError) -> None:
+    def take(self, answer: Asked | list[int] | Exception) -> None:
         """Takes what ranks ask for, or the ranks whose ids are bad, or why ranks cannot ask."""
         if isinstance(answer, Asked):
             self.asked = answer
-        elif isinstance(answer, RuntimeError):
-            self._error = answer
         else:
-            self._error = self.ids.out_of_range(self.name, self.turn.ids) or IndexError(
-                f"{self.name}: an id on ranks {answer} is out of range, or no integer; no row was"
-                " moved"
-            )
-
-    @property
-    def places(self) -> Tensor:
-        """Where the rows of the ids are among the rows that come."""
-        return self.ids.places
+            self._error = answer if isinstance(answer, Exception) else self.bad_ids(answer)
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
-        """The gradient of a lookup's result, added up for each of the rows that come."""
+        """As LookupRequest.summed."""
         return self.ids.summed(gradient, bags, sum(self.asked.got))
 
     def ask(self) -> None:
-        """Asks the other ranks; IndexError on all of them if an id on one of them is bad."""
+        """As LookupRequest.ask."""
         self.round.ask()
         if self._error is not None:
             raise self._error
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The places, and the rows with the padding's as the last, whose number is given."""
+        """As LookupRequest.with_padding."""
         places, count = self.places, len(rows)
         if count == 0:  # gradients of none go to their owners, too
             return places, torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from speedtorch.ops.functions import _ops
 from speedtorch.parallel.agreement import Agreement
-from speedtorch.parallel.calls import Call, Kind
+from speedtorch.parallel.calls import Kind
 from speedtorch.parallel.fair_shares import FairShares
-from speedtorch.parallel.lookup_turn import LookupTurn
-from speedtorch.parallel.ranks import LOOKUPS, Asked, Ranks
-from speedtorch.parallel.sharded_ids import ShardedIds
+from speedtorch.parallel.lookup_request import Lookup, LookupRequest, LookupRound
+from speedtorch.parallel.ranks import LOOKUPS, Asked
 from speedtorch.plan.fixed_size_batch import BAD_IDS, raises_at_once
 from speedtorch.step.fixed_blocks import OTHER_MODULE, of_ranks
 from speedtorch.step.trained_rows import Bags
@@ -26,32 +25,13 @@ from speedtorch.step.trained_rows import Bags
 __all__ = ["FixedRequest", "FixedRound"]
 
 
-class FixedRound:
-    """Lookups that ranks compare at once, and whose blocks of ids they exchange at once.
+class FixedRound(LookupRound["FixedRequest"]):
+    """Lookups whose blocks of ids ranks exchange at once; nothing waits for the device.
 
-    Args:
-        requests: Of the lookups, of one table or of several tables.
-        ranks: The ranks that own the rows.
+    If ranks compare later, each request knows on the device whether they are at other lookups.
     """
 
-    is_asked = False
-    """Whether the blocks were exchanged, or cannot be."""
-
-    def __init__(self, requests: Sequence[FixedRequest], ranks: Ranks) -> None:
-        self._requests, self._ranks = requests, ranks
-        for request in requests:
-            request.join(self)
-
-    def ask(self) -> None:
-        """Exchanges the blocks, once; nothing waits for the device.
-
-        Raises DisagreementError on all ranks if some of them are at other lookups, unless they
-        compare later: each request knows then on the device whether they are.
-        """
-        if self.is_asked:
-            return
-        self.is_asked = True
-        requests, self._requests = self._requests, ()  # which have this
+    def _exchange(self, requests: Sequence[FixedRequest]) -> None:
         first, sent = requests[0], [request.ids.sent for request in requests]
         differs = first.agreement.meet([request.call for request in requests])
         if len(sent) == 1:
@@ -62,52 +42,29 @@ class FixedRound:
         for request, blocks in zip(requests, told, strict=True):
             request.take(blocks, differs)
 
-    tell = ask
 
-
-class FixedRequest:
-    """The unique rows of a lookup, and what ranks ask each other for, as `asked`.
+class FixedRequest(LookupRequest):
+    """The unique rows of a lookup, and what ranks ask each other for.
 
     Args:
-        name: What errors call the module.
-        table: The number of the table.
-        turn: Of the lookup.
-        ids: Of the lookup, in blocks of a share.
+        lookup: Of ids in blocks of a share.
         shares: The blocks of rows that each rank is asked for.
         none: The id that stands for no row in a block: one of each rank's own, never trained.
-        lookup: Its number among the lookups of the table.
         agreement: What the ranks that own the rows agree on.
     """
 
-    in_rounds_of = FixedRound
-    round: FixedRound
-    asked: Asked
+    kind, round_type = Kind.BLOCKS, FixedRound
     fault: Tensor
     """What is wrong on some rank, on the device: `[1]`; 0: nothing."""
 
-    def __init__(
-        self,
-        name: str,
-        table: int,
-        turn: LookupTurn,
-        ids: ShardedIds,
-        shares: FairShares,
-        none: int,
-        lookup: int,
-        agreement: Agreement,
-    ) -> None:
-        self.name, self.turn, self.ids, self.lookup = name, turn, ids, lookup
-        self.call, self.agreement = Call(Kind.BLOCKS, table), agreement
-        self._shares, self._none = shares, none
+    def __init__(self, lookup: Lookup, shares: FairShares, none: int, agreement: Agreement) -> None:
+        super().__init__(lookup)
+        self.agreement, self._shares, self._none = agreement, shares, none
 
     @property
     def most_at_once(self) -> int:
-        """The most lookups of a round: blocks of other sizes are exchanged after a comparison."""
+        """Blocks of other sizes are exchanged after a comparison only."""
         return LOOKUPS if self.agreement.compares_at_once else 1
-
-    def join(self, to: FixedRound) -> None:
-        """As Request.join."""
-        self.round = to
 
     def take(self, told: Tensor, differs: Tensor | None) -> None:
         """Takes the blocks of all ranks.
@@ -120,40 +77,31 @@ class FixedRequest:
         self.asked = Asked(ids, every, every)
 
     def ask(self) -> None:
-        """As Request.ask; what is found later moves no row."""
+        """As LookupRequest.ask; what is found later moves no row."""
         self.round.ask()
         if raises_at_once(self.asked.ids.device) and (fault := int(self.fault)):
             if fault != OTHER_MODULE:
-                if (own := self.own_error()) is not None:
-                    raise own
-                if bad := (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist():
-                    raise IndexError(
-                        f"{self.name}: an id on ranks {bad} is out of range, or no integer; no"
-                        " row was moved"
-                    )
+                bad = (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist()
+                if bad or self.own_error() is not None:
+                    raise self.bad_ids(bad)
             raise of_ranks(self.name, fault, "nothing has changed")
 
-    def own_error(self) -> IndexError | RuntimeError | None:
-        """The error about ids of this rank, if they are out of range or name too many rows."""
-        if (bad := self.ids.out_of_range(self.name, self.turn.ids)) is not None:
+    def own_error(self) -> Exception | None:
+        """As LookupRequest.own_error, which may be that ids name too many rows."""
+        if (bad := super().own_error()) is not None:
             return bad
         shares = self._shares
         named, owner = (int(each) for each in self.ids.counts.max(0))
         return shares.exceeded(self.name, named, owner) if named > shares.rows else None
 
-    @property
-    def places(self) -> Tensor:
-        """As Request.places."""
-        return self.ids.places
-
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
-        """As Request.summed."""
+        """As LookupRequest.summed."""
         # The row behind those of all ids is zeros: the gradient of a row that is none.
         most = self.ids.numbers.numel() + 1
         return self.ids.summed(gradient, bags, most).index_select(0, self.ids.entries)
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """As Request.with_padding."""
+        """As LookupRequest.with_padding."""
         places, is_padding = self.places, self.ids.numbers == number
         row = rows[:1]
         if places.numel():

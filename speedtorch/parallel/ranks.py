@@ -20,7 +20,7 @@ from speedtorch.plan.host_copy import HostCopy
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.torch_internals import group_like, timeout_of
 
-__all__ = ["LOOKUPS", "Asked", "Ranks", "Told"]
+__all__ = ["LOOKUPS", "Asked", "Ranks", "divided"]
 
 LOOKUPS = WORDS - 1
 """The most lookups that ranks compare at once; END follows the last one."""
@@ -37,17 +37,6 @@ class Asked(NamedTuple):
     """How many of them each rank asks for."""
     got: list[int]
     """How many rows this rank has asked each for."""
-
-
-class Told(NamedTuple):
-    """How many rows ranks will ask each other for at lookups, on its way to the CPU."""
-
-    name: str
-    codes: list[int]
-    """Of the calls of the lookups."""
-    counts: HostCopy
-    """The numbers of this rank; behind them, unless ranks meet beside the device, the words of the
-    others."""
 
 
 class Ranks:
@@ -112,76 +101,6 @@ class Ranks:
         """Says that all ranks raise an error."""
         self.faults += 1
 
-    def tell(self, name: str, calls: Sequence[Call], counts: Tensor) -> Told:
-        """Tells each rank how many of its rows this rank will ask for, without waiting.
-
-        Ranks that meet beside the device tell it in ask(), where the CPU has read the counts.
-
-        Args:
-            name: of the rows, for errors.
-            calls: one of Kind.COUNTS for each lookup, LOOKUPS at most.
-            counts: `[lookups, size]` int64, on the device of the rows; -1 each where ids are bad.
-        """
-        told, codes = counts.view(-1), [call.code for call in calls]
-        if self._board is not None:
-            return Told(name, codes, HostCopy(told))
-        own = self._words(codes, counts.device).clone()
-        own[:, : len(codes)] += counts.t() + 1
-        others = self._exchanged(name, own, group=self._asking)[:, : len(codes) + 1]
-        made = Told(name, codes, HostCopy(torch.cat([told, others.reshape(-1)])))
-        if counts.is_cpu:  # they have come
-            self._counts(made)
-        return made
-
-    def _counts(self, told: Told) -> tuple[list[list[int]], list[list[int]]]:
-        """For how many rows this rank asks each rank and each asks this; -1 where ids are bad.
-
-        One list for each lookup. Raises DisagreementError on all ranks unless all are at the same
-        lookups now.
-        """
-        name, codes, counts = told
-        size, length = self.size, len(codes) * self.size
-        if self._board is not None:
-            own = counts.read()
-            apart = [zip(codes, own[rank::size], strict=True) for rank in range(size)]
-            words = [[*(code + count + 1 for code, count in each), END] for each in apart]
-            found = self._met(name, self._board, words)
-        else:
-            own = self.read(name, counts)
-            found = _divided(own[length:], len(codes) + 1)
-        given = [[words[k] - code - 1 for words in found] for k, code in enumerate(codes)]
-        if any(words[-1] != END for words in found) or not all(map(are_counts, given)):
-            raise self._differing(name, found)
-        return _divided(own[:length], size), given
-
-    def ask(self, told: Told, ids: Sequence[Tensor]) -> list[Asked | list[int]]:
-        """Asks each rank for rows: for each lookup `ids` there, those of each rank after another.
-
-        The ranks whose ids are bad stand for a lookup of which some are: nothing was asked for.
-
-        Raises RuntimeError if another rank asks for rows of other modules, or none in time, or is
-        gone.
-        """
-        found: list[Asked | list[int]] = []
-        for got, given, sent in zip(*self._counts(told), ids, strict=True):
-            bad = [rank for rank, count in enumerate(given) if count < 0]
-            found.append(bad or Asked(sent[: sum(got)], given, got))
-        asked = iter(self._asked(told.name, [each for each in found if isinstance(each, Asked)]))
-        return [next(asked) if isinstance(each, Asked) else each for each in found]
-
-    def _asked(self, name: str, lookups: Sequence[Asked]) -> list[Asked]:
-        """The ids that other ranks ask this one for, in the place of those that it asks for."""
-        if len(lookups) < 2:
-            group = self._asking
-            return [Asked(self._exchanged(name, *n, group=group), n.given, n.got) for n in lookups]
-        sent = _transposed(torch.cat([each.ids for each in lookups]), [n.got for n in lookups])
-        given = list(zip(*(each.given for each in lookups), strict=True))
-        got = zip(*(each.got for each in lookups), strict=True)
-        counts = list(map(sum, given)), list(map(sum, got))
-        every = _transposed(self._exchanged(name, sent, *counts, group=self._asking), given)
-        apart = torch.unsafe_split_with_sizes(every, [sum(each.given) for each in lookups])
-        return [each._replace(ids=ids) for each, ids in zip(lookups, apart, strict=True)]
-
     def meet(self, name: str, calls: Sequence[Call], device: torch.device) -> None:
         """Waits until all ranks are at the same calls, LOOKUPS at most.
 
@@ -189,8 +108,8 @@ class Ranks:
         """
         if self._board is not None:
             words = [[*(call.code for call in calls), END]] * self.size
-            if (found := self._met(name, self._board, words)) != words:
-                raise self._differing(name, found)
+            if (found := self.met(name, words)) != words:
+                raise self.differing(name, found)
             return
         with self._meeting.after(device):  # beside what the device has to do before the exchange
             codes = HostCopy(self.calls(name, calls, device).reshape(-1))
@@ -201,21 +120,21 @@ class Ranks:
 
         Of ranks that meet beside the device.
         """
-        assert self._board is not None
-        found = self._met(name, self._board, [[call.code, END]] * self.size)
+        found = self.met(name, [[call.code, END]] * self.size)
         told = [words[0] - call.code + call.lookup for words in found]
         if not are_counts(told):
-            raise self._differing(name, found)
+            raise self.differing(name, found)
         return told
 
-    def _met(self, name: str, board: Board, words: list[list[int]]) -> list[list[int]]:
+    def met(self, name: str, words: list[list[int]]) -> list[list[int]]:
         """As Board.exchange; raises RuntimeError if some rank does not come."""
+        assert self._board is not None
         self._refuse_if_lost(name)
-        if (found := board.exchange(words, self.patience)) is None:
+        if (found := self._board.exchange(words, self.patience)) is None:
             raise self._lose(name, "they have ended, stay away, or have lost others")
         return found
 
-    def _words(self, codes: list[int], device: torch.device) -> Tensor:
+    def words(self, codes: list[int], device: torch.device) -> Tensor:
         """Codes, and END, for each rank: `[size, WORDS]`, a view of one row."""
         words = torch.tensor([*codes, END] + [0] * (LOOKUPS - len(codes)))
         if device.type == "cuda":  # for which the host would wait
@@ -227,16 +146,16 @@ class Ranks:
 
         `[size, calls + 1]`. Nothing waits.
         """
-        words = self._words([call.code for call in calls], device)
-        return self._exchanged(name, words, group=self._asking)[:, : len(calls) + 1]
+        words = self.words([call.code for call in calls], device)
+        return self.exchanged(name, words)[:, : len(calls) + 1]
 
     def refuse_if_differing(self, name: str, codes: HostCopy, count: int) -> None:
         """Raises DisagreementError, on all ranks, unless the ranks' calls() are the same."""
-        words = _divided(self.read(name, codes), count + 1)
+        words = divided(self.read(name, codes), count + 1)
         if any(each != words[self.rank] for each in words):
-            raise self._differing(name, words)
+            raise self.differing(name, words)
 
-    def _differing(self, name: str, words: Sequence[Sequence[int]]) -> DisagreementError:
+    def differing(self, name: str, words: Sequence[Sequence[int]]) -> DisagreementError:
         """The error about the first calls that are not the same on all ranks."""
         self.count_fault()
         calls = list(zip(*([Call.of(word) for word in each] for each in words), strict=True))
@@ -250,24 +169,22 @@ class Ranks:
             raise self._lose(name, f"nothing for {self.patience:.0f} s")
         return numbers.read()
 
-    def exchanged(self, name: str, blocks: Tensor) -> Tensor:
-        """Tells each rank a block of as many numbers, `[size, n]`; gives what each has told."""
-        return self._exchanged(name, blocks, group=self._asking)
-
-    def bring(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
+    @torch.no_grad()
+    def bring(self, name: str, rows: Sequence[Tensor], asked: Sequence[Asked]) -> list[Tensor]:
         """Gives the rows that others have asked for, `[n, ...]`; gets those asked for by this."""
-        return self._exchanged(name, rows, asked.got, asked.given, group=self._giving)
+        got, given = [each.got for each in asked], [each.given for each in asked]
+        return self.exchanged_jointly(name, rows, got, given, group=self._giving)
 
     def give_back(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
         """The other way round, as gradients go."""
-        return self._exchanged(name, rows, asked.given, asked.got, group=self._giving)
+        return self.exchanged(name, rows, asked.given, asked.got, group=self._giving)
 
     def collected(self, name: str, rows: Tensor, counts: list[int]) -> Tensor:
         """Gives rows `[n, ...]` to the first rank, which gets those of each, as many as it says."""
         if self.rank:
             counts = [0] * self.size
         given = [len(rows)] + [0] * (self.size - 1)
-        return self._exchanged(name, rows, counts, given, group=self._giving)
+        return self.exchanged(name, rows, counts, given, group=self._giving)
 
     def agreed(self, value: _Value) -> _Value:
         """What the first rank says."""
@@ -283,36 +200,65 @@ class Ranks:
 
     def summed_(self, number: Tensor) -> Tensor:
         """The sum of a tensor of each rank, in place."""
-        return self._reduced(number, dist.ReduceOp.SUM)
+        dist.all_reduce(number, dist.ReduceOp.SUM, group=self._giving)
+        return number
 
     def most_(self, number: Tensor) -> Tensor:
         """The largest of the numbers of each rank, in place."""
-        return self._reduced(number, dist.ReduceOp.MAX)
-
-    def _reduced(self, number: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(number, how, group=self._giving)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._giving)
         return number
 
-    def _exchanged(
+    def exchanged(
         self,
         name: str,
         sent: Tensor,
         received: list[int] | None = None,
         counts: list[int] | None = None,
         *,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Parts of a tensor, of so many rows, to each rank; gets as many rows of each as said."""
+        """Parts of a tensor, of so many rows, to each rank; gets as many rows of each as said.
+
+        By default a row to each, and with what ranks ask.
+        """
         if self.size == 1:
             return sent.clone()
         self._refuse_if_lost(name)
         size = len(sent) if received is None else sum(received)
         out = sent.new_empty((size, *sent.shape[1:]))
         try:
+            group = group or self._asking
             dist.all_to_all_single(out, sent.contiguous(), received, counts, group=group)
         except RuntimeError as error:
             raise self._lose(name, str(error)) from error
         return out
+
+    def exchanged_jointly(
+        self,
+        name: str,
+        sent: Sequence[Tensor],
+        received: Sequence[list[int]],
+        counts: Sequence[list[int]],
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> list[Tensor]:
+        """As exchanged(), of several tensors of one dtype at once."""
+        if len(sent) == 1:
+            return [self.exchanged(name, sent[0], received[0], counts[0], group=group)]
+        got, given = (
+            [
+                [n * each.shape[1:].numel() for n in part]
+                for each, part in zip(sent, of, strict=True)
+            ]
+            for of in (received, counts)
+        )
+        of_ranks, to_ranks = list(zip(*got, strict=True)), list(zip(*given, strict=True))
+        flat = _transposed(torch.cat([each.reshape(-1) for each in sent]), given)
+        sums = list(map(sum, of_ranks)), list(map(sum, to_ranks))
+        every = _transposed(self.exchanged(name, flat, *sums, group=group), of_ranks)
+        apart = torch.unsafe_split_with_sizes(every, list(map(sum, got)))
+        rows = zip(apart, received, sent, strict=True)
+        return [part.view(sum(of), *each.shape[1:]) for part, of, each in rows]
 
     def _lose(self, name: str, what: str) -> RuntimeError:
         """The error about ranks that did not come; they would take what comes later for this.
@@ -339,7 +285,7 @@ class Ranks:
             )
 
 
-def _divided(numbers: list[int], size: int) -> list[list[int]]:
+def divided(numbers: list[int], size: int) -> list[list[int]]:
     """Numbers in parts of one size."""
     return [numbers[begin : begin + size] for begin in range(0, len(numbers), size)]
 

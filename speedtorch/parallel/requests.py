@@ -9,46 +9,46 @@ which give several lookups one tensor, as an empty one, ask as those do that giv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
+from speedtorch.nn.shared_lookups import Ids
 from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.counted_requests import Request
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fixed_requests import FixedRequest
+from speedtorch.parallel.lookup_request import Lookup, LookupRequest, in_rounds
 from speedtorch.parallel.lookup_turn import LookupTurn
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS
 from speedtorch.step.announcements import Announced
+from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.step import Batch
 
-__all__ = ["AnyRequest", "PlannedRequests", "Requests"]
-
-AnyRequest: TypeAlias = Request | FixedRequest
+__all__ = ["PlannedRequests", "Requests"]
 
 
 class PlannedRequests:
     """The requests of a batch, and the batch of the rows that this rank is asked for."""
 
-    def __init__(self, requests: Sequence[AnyRequest], after: PlannedRequests | None) -> None:
+    def __init__(self, requests: Sequence[LookupRequest], after: PlannedRequests | None) -> None:
         self.requests = requests
         self.after = after
         self.own: Batch | None = None
         self.announced: Announced | None = None
         """What the exchange is to announce of them."""
-        self.error: IndexError | RuntimeError | None = None
+        self.error: Exception | None = None
         self.is_asked = False
         self._until: torch.cuda.Event | None = None
 
@@ -68,7 +68,7 @@ class PlannedRequests:
         return not all(each.round.is_asked for each in self.requests)
 
     def tell(self) -> None:
-        """Tells the other ranks how many rows they will be asked for; see CountedRound.tell."""
+        """Tells the other ranks how many rows they will be asked for; see LookupRound.tell."""
         for each in self.requests:
             each.round.tell()
 
@@ -79,7 +79,7 @@ class PlannedRequests:
             try:
                 for each in self.requests:
                     each.ask()
-            except (IndexError, RuntimeError) as error:
+            except Exception as error:
                 self.error = error
         return self.error is None
 
@@ -96,6 +96,88 @@ class PlannedRequests:
     def faults(self) -> list[Tensor]:
         """What is known to be wrong with blocks of the ids, `[1]` each, on the device."""
         return [each.fault for each in self.requests if isinstance(each, FixedRequest)]
+
+
+class RequestMaker:
+    """Makes the requests of a table's lookups.
+
+    Args:
+        exchange: of the rows that this rank owns.
+        dealt: which rank owns which row.
+        ranks: that own them.
+        number: of the table, the same on all ranks.
+        fixed: for an exchange with a capacity what its FixedRequests are made with.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        dealt: BlockCyclic,
+        ranks: Ranks,
+        number: int,
+        fixed: tuple[FairShares, int, Agreement] | None,
+    ) -> None:
+        self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
+        self._number, self._fixed = number, fixed
+        self._distances = dealt.distances()
+        self._others: JointRequests | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts lookups from 0 again: before an error some ranks may have counted one more."""
+        self._lookups = itertools.count()
+
+    @property
+    def shared_by(self) -> tuple[Ranks, torch.device]:
+        """The ranks that own the rows, and where the rows of a step are."""
+        return self._ranks, self._exchange.device
+
+    def distances(self) -> Tensor:
+        """Those of the blocks of rows, on the device, where they are from the first lookup on."""
+        if (device := self._exchange.device) != self._distances.device:
+            self._distances = self._distances.to(device)
+        return self._distances
+
+    def join(self, others: JointRequests | None) -> None:
+        """Makes the next requests with those of other tables; None: alone."""
+        self._others = others
+        self.distances()
+
+    def requests(self, parts: Sequence[Ids], *, trains: bool = True) -> list[LookupRequest]:
+        """The requests of lookups, with those of the tables of join() if there are any."""
+        made = None if self._others is None else self._others.take(self)
+        if made is None:
+            in_rounds(made := self.made(parts, trains), self._ranks)
+        return made
+
+    def made(self, parts: Sequence[Ids], trains: bool) -> list[LookupRequest]:
+        """New requests of lookups, which no rank knows yet."""
+        fixed, device = self._fixed if trains else None, self._exchange.device
+        share, distances = -1 if fixed is None else fixed[0].rows, self.distances()
+        made: list[LookupRequest] = []
+        for ids in parts:
+            turn = LookupTurn(ids, device)
+            there = turn.ids.to(device, non_blocking=True)
+            sharded = ShardedIds(there, self._dealt, distances, share)
+            number, name = next(self._lookups), self._exchange.name
+            lookup = Lookup(name, self._number, turn, sharded, number)
+            made.append(Request(lookup) if fixed is None else FixedRequest(lookup, *fixed))
+        return made
+
+
+class JointRequests:
+    """Lookups of several tables; the first table that makes its requests makes those of all."""
+
+    def __init__(self, lookups: Mapping[RequestMaker, tuple[Sequence[Ids], bool]]) -> None:
+        self._lookups = lookups
+        self._made: dict[RequestMaker, list[LookupRequest]] | None = None
+
+    def take(self, maker: RequestMaker) -> list[LookupRequest] | None:
+        """The requests of a table, once."""
+        if self._made is None:
+            self._made = {each: each.made(*lookups) for each, lookups in self._lookups.items()}
+            in_rounds([each for made in self._made.values() for each in made], maker.shared_by[0])
+        return self._made.pop(maker, None)
 
 
 class Requests:
@@ -123,9 +205,7 @@ class Requests:
         *,
         padded: bool,
     ) -> None:
-        self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
-        self._number, self._none = number, none
-        self._lookups = itertools.count()
+        self._exchange, self._ranks, self._number = exchange, ranks, number
         self._told: list[PlannedRequests] = []
         """Announced since the last lookup before."""
         self._told_in = 0
@@ -135,21 +215,20 @@ class Requests:
         self._was_looked_up = False
         self._faults = ranks.faults
         self._planning = SideStream("planning")
-        self._distances = dealt.distances()
         self._latest: PlannedRequests | None = None
         """What was looked up last."""
-        self._together: Together | None = None
-        """The lookups of several tables that are made now, with those of this one."""
         exchange.leave_lookups_unchecked()
         exchange.agree_on_steps(WeakMethod(self.before_step))
         self._agreement: Agreement | None = None
-        self._shares: FairShares | None = None
+        fixed = None
         if isinstance(exchange, FixedExchange):
-            self._shares = FairShares.of(exchange.capacity, dealt, padded=padded)
+            assert none is not None
             self._agreement = Agreement(exchange, ranks)
             exchange.agree_with(self._agreement)
+            fixed = FairShares.of(exchange.capacity, dealt, padded=padded), none, self._agreement
+        self._maker = RequestMaker(exchange, dealt, ranks, number, fixed)
 
-    def of(self, ids: Tensor) -> AnyRequest:
+    def of(self, ids: Ids) -> LookupRequest:
         """The request of a lookup of a step, which is asked now unless it was before.
 
         None was for a lookup without gradients, which may be of one of the planned tensors on some
@@ -160,7 +239,7 @@ class Requests:
         self._before_lookup()
         found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)
         if found is None:
-            (request,) = self._requests([ids])
+            (request,) = self._maker.requests([ids])
             found = PlannedRequests([request], None), request
         planned, request = found
         self._ask(planned)
@@ -170,8 +249,8 @@ class Requests:
         return request
 
     def _planned_for(
-        self, ids: Tensor
-    ) -> tuple[tuple[PlannedRequests, AnyRequest] | None, Tensor | None]:
+        self, ids: Ids
+    ) -> tuple[tuple[PlannedRequests, LookupRequest] | None, Tensor | None]:
         """What was planned for a lookup, and whether the ranks' lookups differ, as meet() says."""
         self._was_looked_up = True
         found, is_next, some_wait = None, False, False
@@ -189,7 +268,9 @@ class Requests:
                 self.meet(Kind.COUNTS) if found is None else self.meet(Kind.ROWS, found[1].lookup)
             )
         for planned in self._told:
-            self._pass_on(planned)
+            if not planned.is_asked:
+                self._ask_all(planned)
+                self._exchange.announce(planned.announced)
         if found is not None and not is_next and self._agreement is not None:
             self._ask(found[0])
             raise RuntimeError(
@@ -226,7 +307,7 @@ class Requests:
             call = Call(Kind.NO_STEP if fails else Kind.STEP, self._number)
             self._ranks.meet(self._exchange.name, [call], self._exchange.device)
 
-    def of_no_step(self, ids: Tensor) -> AnyRequest:
+    def of_no_step(self, ids: Ids) -> LookupRequest:
         """The request of a lookup that trains nothing; of any number of rows.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
@@ -234,7 +315,7 @@ class Requests:
         if self._agreement is None:
             return self.of(ids)
         self._before_lookup()
-        (request,) = self._requests([ids], trains=False)
+        (request,) = self._maker.requests([ids], trains=False)
         self._ask(PlannedRequests([request], None))
         return request
 
@@ -246,7 +327,7 @@ class Requests:
         if self._faults != self._ranks.faults:
             self._faults = self._ranks.faults
             self._told, self._expected = [], None
-            self._lookups = itertools.count()  # some ranks may have counted one more
+            self._maker.restart()
             with self._exchange.turn:
                 self._exchange.forget_announced()
 
@@ -281,12 +362,12 @@ class Requests:
             faults += [] if fault is None else [fault * OTHER_MODULE]
             self._agreement.expect(faults)
 
-    def plan_announced(self, parts: Sequence[Tensor]) -> PlannedRequests:
+    def plan_announced(self, parts: Sequence[Ids]) -> PlannedRequests:
         """As Exchange.plan_announced; a batch before that may have been given up is."""
         self._forget_after_faults()
         if self._was_looked_up or self._told_in != self._exchange.batches_over:
             self._told, self._was_looked_up = [], False
-        planned = PlannedRequests(self._requests(parts), None)
+        planned = PlannedRequests(self._maker.requests(parts), None)
         if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
             self._ask_all(planned)
         else:
@@ -308,9 +389,9 @@ class Requests:
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
         """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
         self._forget_after_faults()
-        self._distances_there()
+        self._maker.distances()  # on the current stream
         with self._planning.after_current(self._exchange.device):
-            planned = PlannedRequests(self._requests(parts), after)
+            planned = PlannedRequests(self._maker.requests(parts), after)
             planned.tell()
         planned.planned_until(self._planning.end)
         if after is not None:
@@ -340,22 +421,21 @@ class Requests:
         self._exchange.end_loop(loop)
 
     def _plan(self, batch: PlannedRequests) -> None:
-        """Asks, and plans what this rank is asked for, as what follows the batch before."""
+        """Asks, and plans what this rank is asked for, as what follows the batch before.
+
+        Errors about ids are raised by the lookup, and DisagreementError now.
+        """
         if batch.is_asked:
             return
         with self._planning.after_current(self._exchange.device):
             batch.ask()
         batch.planned_until(self._planning.end)
+        if isinstance(batch.error, DisagreementError):  # all ranks forget their batches
+            raise batch.error
         if batch.error is None:
             before = None if batch.after is None else batch.after.own
             batch.own = self._exchange.plan_ahead(batch.ids, before)
         batch.after = None
-
-    def _pass_on(self, planned: PlannedRequests) -> None:
-        """Announces to the exchange what other ranks ask for, once."""
-        if not planned.is_asked:
-            self._ask_all(planned)
-            self._exchange.announce(planned.announced)
 
     def _ask_all(self, planned: PlannedRequests) -> None:
         """Asks the other ranks, and plans what they ask for."""
@@ -375,93 +455,18 @@ class Requests:
             raise planned.error
         planned.join()
 
-    def _distances_there(self) -> Tensor:
-        """Those of the blocks of rows, on the device, where they are from the first lookup on."""
-        if (device := self._exchange.device) != self._distances.device:
-            self._distances = self._distances.to(device)
-        return self._distances
-
-    @property
-    def shared_by(self) -> tuple[Ranks, torch.device]:
-        """The ranks that own the rows, and where the rows of a step are."""
-        return self._ranks, self._exchange.device
-
-    def join(self, others: Together | None) -> None:
-        """Makes the next requests with those of other tables; None: alone."""
-        self._together = others
-        if others is not None:
-            self._forget_after_faults()
-            self._distances_there()
-
     @staticmethod
     @contextmanager
-    def together(lookups: _Lookups) -> Iterator[None]:
-        """Within this, tables of the same ranks make, announce or plan these lookups at once.
-
-        The caller does so with just these, for each table with all of them or none.
-        """
-        alike: dict[object, list[tuple[Requests, Sequence[Tensor], bool]]] = {}
-        for each in lookups:
-            alike.setdefault(each[0].shared_by, []).append(each)
-        try:
+    def together(lookups: Sequence[tuple[Requests, Sequence[Ids], bool]]) -> Iterator[None]:
+        """As SharedLookups.together."""
+        alike: dict[object, dict[RequestMaker, tuple[Sequence[Ids], bool]]] = {}
+        for each, parts, trains in lookups:
+            each._forget_after_faults()
+            alike.setdefault(each._maker.shared_by, {})[each._maker] = parts, trains
+        with ExitStack() as end:
             for some in alike.values():
-                joined = Together(some)
-                for table, *_ in some:
-                    table.join(joined)
+                joint = JointRequests(some)
+                for maker in some:
+                    end.callback(maker.join, None)
+                    maker.join(joint)
             yield
-        finally:
-            for table, *_ in lookups:
-                table.join(None)
-
-    def _requests(self, parts: Sequence[Tensor], *, trains: bool = True) -> list[AnyRequest]:
-        """The requests of lookups, with those of the tables of join() if there are any."""
-        made = None if self._together is None else self._together.take(self)
-        if made is None:
-            _in_rounds(made := self.made(parts, trains=trains), self._ranks)
-        return made
-
-    def made(self, parts: Sequence[Tensor], *, trains: bool) -> list[AnyRequest]:
-        """New requests of lookups, which no rank knows yet."""
-        shares, device = self._shares if trains else None, self._exchange.device
-        share, distances = -1 if shares is None else shares.rows, self._distances_there()
-        made: list[AnyRequest] = []
-        for ids in parts:
-            turn = LookupTurn(ids, device)
-            there = turn.ids.to(device, non_blocking=True)
-            sharded = ShardedIds(there, self._dealt, distances, share)
-            first, lookup = (self._exchange.name, self._number, turn, sharded), next(self._lookups)
-            if shares is None:
-                made.append(Request(*first, lookup))
-            else:
-                assert self._none is not None and self._agreement is not None
-                made.append(FixedRequest(*first, shares, self._none, lookup, self._agreement))
-        return made
-
-
-def _in_rounds(requests: Sequence[AnyRequest], ranks: Ranks) -> None:
-    """Lets the first request that is told or asked do so for all, or for as many as fit."""
-    while requests:
-        first, kind = requests[0], type(requests[0])
-        alike: Any = [each for each in requests if type(each) is kind][: first.most_at_once]
-        first.in_rounds_of(alike, ranks)
-        requests = [each for each in requests if each not in alike]
-
-
-_Lookups: TypeAlias = Sequence[tuple[Requests, Sequence[Tensor], bool]]
-"""Tables, the ids of their lookups, and whether these are for a step."""
-
-
-class Together:
-    """Lookups of several tables; the first table that makes its requests makes those of all."""
-
-    def __init__(self, lookups: _Lookups) -> None:
-        self._lookups = lookups
-        self._made: dict[Requests, list[AnyRequest]] | None = None
-
-    def take(self, table: Requests) -> list[AnyRequest] | None:
-        """The requests of a table, once."""
-        if self._made is None:
-            self._made = {each: each.made(parts, trains=to) for each, parts, to in self._lookups}
-            every = [each for made in self._made.values() for each in made]
-            _in_rounds(every, table.shared_by[0])
-        return self._made.pop(table, None)

@@ -8,19 +8,21 @@ lookup.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from speedtorch.nn.shared_lookups import Ids, NoIds, SharedLookups
 from speedtorch.ops.functions import rows_at
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
+from speedtorch.parallel.lookup_request import LookupRequest
 from speedtorch.parallel.ranks import Asked, Ranks
-from speedtorch.parallel.requests import AnyRequest, Requests
+from speedtorch.parallel.requests import Requests
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 from speedtorch.torch_internals import (
@@ -44,7 +46,7 @@ def ranks_of(rows: TrainedRows) -> Ranks | None:
     return _ranks.get(rows)
 
 
-class ShardedRows:
+class ShardedRows(SharedLookups):
     """Looks up rows by ids of the whole table; every call is one of all ranks.
 
     Args:
@@ -83,6 +85,7 @@ class ShardedRows:
         self._sparse = sparse
         _ranks[rows] = ranks
         padded = padding is not None
+        self._joint: JointRows | None = None
         self.exchange = Requests(rows.exchange, dealt, ranks, number, own_padding, padded=padded)
 
     def rows_of(
@@ -95,13 +98,14 @@ class ShardedRows:
         padding = len(held) - 1 if self._owns_padding else -1
         sparse = self._rows.gives_sparse(asked=self._sparse)
         rows = torch.embedding(held, places, padding, False, sparse)
-        return self._operand(request, self._brought(rows, request))
+        brought = self._brought(rows, request, self._given(rows, request))
+        return self._operand(request, brought)
 
-    def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
+    def summed(self, ids: Ids, bags: Bags | None = None) -> Tensor:
         """As TrainedRows.summed."""
         self._refuse_replicas()
-        request = self.exchange.of(ids)
-        brought = self._brought(self._rows.summed(request.asked.ids), request)
+        request, rows, came = (self._joint or JointRows({self: ids})).take(self)
+        brought = self._brought(rows, request, came)
         result: Tensor = _Spread.apply(brought, request, bags)  # type: ignore[no-untyped-call]
         return result
 
@@ -155,21 +159,20 @@ class ShardedRows:
         every = self._ranks.tell_each(self._rows.name, call)
         return max(each >> 1 for each in every) / 1e6, all(each & 1 for each in every)
 
-    def fail(self, *, trains: bool, announced: int = 0) -> None:
-        """Raises on the other ranks, which do or announce the lookups that this rank cannot."""
-        bad = torch.full((1,), self._dealt.rows)
-        with suppress(IndexError):  # the caller raises this rank's own error
-            if announced:
-                self.exchange.plan_announced([bad] * announced)
-            else:
-                self.exchange.of(bad) if trains else self.exchange.of_no_step(bad)
+    def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
+        """Does with the other ranks what they do for the lookups; raises the error if they do."""
+        none = NoIds(error)
+        if announced:
+            self.exchange.plan_announced([none] * announced)
+        else:
+            self.summed(none) if trains else self.read(none)
 
     def end_by_error(self) -> None:
         """Raises on the other ranks, wherever they wait, unless their loops raise as well."""
         with suppress(DisagreementError):  # the caller raises this rank's own error
             self.exchange.meet(Kind.NONE)
 
-    def read(self, ids: Tensor) -> Tensor:
+    def read(self, ids: Ids) -> Tensor:
         """As TrainedRows.read."""
         request = self.exchange.of_no_step(ids)
         rows = self._given(self._rows.read(request.asked.ids), request)
@@ -187,6 +190,11 @@ class ShardedRows:
     def ranks(self) -> Ranks:
         """That own the rows."""
         return self._ranks
+
+    @property
+    def shared_by(self) -> tuple[Ranks, torch.device]:
+        """The ranks that own the rows, and where the rows of a step are."""
+        return self._ranks, self._rows.exchange.device
 
     def meet_for_all(self) -> None:
         """Raises DisagreementError on all ranks unless all are about to call full()."""
@@ -218,22 +226,44 @@ class ShardedRows:
         """Never: gradients go to their owners dense, and become sparse there."""
         return False
 
-    def _operand(self, request: AnyRequest, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _operand(self, request: LookupRequest, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Places and rows of a lookup, whose padding's row is the last."""
         if self._padding is None:
             return request.places, rows
         return request.with_padding(rows, self._padding)
 
-    def _given(self, rows: Tensor, request: AnyRequest) -> Tensor:
-        return self.bring(rows, request.asked)
+    def _given(self, rows: Tensor, request: LookupRequest) -> Tensor:
+        (came,) = self._ranks.bring(self._rows.name, [rows], [request.asked])
+        return came
 
-    def _brought(self, rows: Tensor, request: AnyRequest) -> Tensor:
-        brought: Tensor = _Brought.apply(rows, request.asked, request.lookup, self)  # type: ignore[no-untyped-call]
+    def _brought(self, rows: Tensor, request: LookupRequest, came: Tensor) -> Tensor:
+        brought: Tensor = _Brought.apply(rows, [came], request, self)  # type: ignore[no-untyped-call]
         return brought
 
-    def bring(self, rows: Tensor, asked: Asked) -> Tensor:
-        """Rows from their owners."""
-        return self._ranks.bring(self._rows.name, rows, asked)
+    @contextmanager
+    def together(
+        self, lookups: Sequence[tuple[ShardedRows, Sequence[Ids], bool]]
+    ) -> Iterator[None]:
+        """As SharedLookups.together."""
+        alike: dict[object, dict[ShardedRows, Ids]] = {}
+        for rows, parts, trains in lookups:
+            if trains and len(parts) == 1:
+                alike.setdefault(rows.shared_by, {})[rows] = parts[0]
+        with Requests.together([(rows.exchange, ids, trains) for rows, ids, trains in lookups]):
+            try:
+                for some in alike.values():
+                    joint = JointRows(some)
+                    for rows in some:
+                        rows._joint = joint
+                yield
+            finally:
+                for rows, *_ in lookups:
+                    rows._joint = None
+
+    def begin(self, ids: Ids) -> tuple[LookupRequest, Tensor]:
+        """The request of a lookup of a step, and the rows that other ranks ask this one for."""
+        request = self.exchange.of(ids)
+        return request, self._rows.summed(request.asked.ids)
 
     def give_back(self, gradient: Tensor, asked: Asked, lookup: int) -> Tensor:
         """The gradients of a lookup's rows, to their owners."""
@@ -241,13 +271,51 @@ class ShardedRows:
         return self._ranks.give_back(self._rows.name, gradient, asked)
 
 
+class JointRows:
+    """Rows of lookups of several tables, which come from their owners at once."""
+
+    def __init__(self, lookups: Mapping[ShardedRows, Ids]) -> None:
+        self._lookups = lookups
+        self._made: dict[ShardedRows, tuple[LookupRequest, Tensor, Tensor]] | None = None
+        self._error: Exception | None = None
+        """Of the first lookup that all ranks raise in, after which they make no other."""
+
+    def take(self, table: ShardedRows) -> tuple[LookupRequest, Tensor, Tensor]:
+        """The request, the rows that others ask for, and the rows that come, once for a table."""
+        if self._made is None:
+            self._made = self._brought(table.ranks)
+        if table not in self._made and self._error is not None:
+            raise self._error
+        return self._made.pop(table)
+
+    def _brought(self, ranks: Ranks) -> dict[ShardedRows, tuple[LookupRequest, Tensor, Tensor]]:
+        made, begun, faults = {}, [], ranks.faults
+        for table, ids in self._lookups.items():
+            try:
+                begun.append((table, *table.begin(ids)))
+            except Exception as error:
+                if ranks.faults == faults:  # the other ranks wait for this one
+                    raise
+                self._error = error
+                break
+        for dtype in dict.fromkeys(rows.dtype for *_, rows in begun):
+            some = [each for each in begun if each[2].dtype == dtype]
+            given, asked = [rows for *_, rows in some], [request.asked for _, request, _ in some]
+            came = ranks.bring(some[0][1].name, given, asked)
+            for (table, request, rows), brought in zip(some, came, strict=True):
+                made[table] = request, rows, brought
+        return made
+
+
 class _Brought(torch.autograd.Function):
     """Rows from their owners, to whom the gradients go."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, asked: Asked, lookup: int, sharded: ShardedRows) -> Tensor:
-        ctx.asked, ctx.lookup, ctx.sharded = asked, lookup, sharded
-        return sharded.bring(rows, asked)
+    def forward(
+        ctx: Any, rows: Tensor, came: list[Tensor], request: LookupRequest, sharded: ShardedRows
+    ) -> Tensor:
+        ctx.asked, ctx.lookup, ctx.sharded = request.asked, request.lookup, sharded
+        return came.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -259,7 +327,7 @@ class _Spread(torch.autograd.Function):
     """Rows by the places that ids name, whose gradients are added up by the plan of the ids."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, request: AnyRequest, bags: Bags | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, request: LookupRequest, bags: Bags | None) -> Tensor:
         ctx.request, ctx.bags = request, bags
         places = request.places
         return rows_at(rows, places) if bags is None else bags.pool(rows, places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 
@@ -31,12 +32,13 @@ class HostCopy:
 
     _slot: _Slot | None = None
     _is_queued = False
+    _read: list[int] | None = None
 
     def __init__(self, numbers: Tensor) -> None:
-        self._read: list[int] | None = None
         if numbers.is_cpu:
             self._numbers = numbers
             return
+        self._reading = threading.Lock()
         self._key = numbers.device, numbers.shape[0]
         memory, event = self._slot = _take_slot(numbers, self._key)
         numbers_to_host(numbers, memory)
@@ -59,15 +61,15 @@ class HostCopy:
 
     def read(self) -> list[int]:
         """The numbers, once the copy is complete."""
-        if self._read is None:
-            if self._slot is None:
-                self._read = self._numbers.tolist()
-            else:
+        if self._slot is None:
+            return self._numbers.tolist()
+        with self._reading:  # or two threads could free the slot, which others use meanwhile
+            if self._read is None:
                 memory, event = self._slot
                 event.synchronize()
                 self._read = memory.tolist()
                 _unused[self._key].append(self._slot)  # only what has been read is for others
-        return self._read
+            return self._read
 
 
 def _take_slot(numbers: Tensor, key: tuple[torch.device, int]) -> _Slot:

@@ -692,7 +692,7 @@ class TrainedRows:
         """What counts of how long a step takes here, and whether the GPU was idle: just that."""
         return seconds, is_idle
 
-    def fail(self, *, trains: bool, announced: int = 0) -> None:
+    def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
         """Called in place of a lookup whose ids are none: nothing is to be done here."""
 
     def end_by_error(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
+import io
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -202,20 +205,26 @@ def test_gradients_of_a_model_are_clipped_by_functions_of_lists(
     assert device == "cpu" or single < 5  # on a CPU these functions call those of one tensor
 
 
-@pytest.mark.parametrize("kind", [optim.SGD, optim.Adamax], ids=lambda kind: kind.__name__)
-def test_an_optimizer_without_weights_is_looked_through_once(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speedtorch.Embedding(4, 2)
-    plain = [nn.Parameter(torch.ones(2)) for _ in range(20)]
-    optimizer, looked = kind(plain, lr=0.1), list[Any]()
-    found = step_hooks.places_of_weights
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[optim.Optimizer]:
+    """The optimizers whose parameters were looked through."""
+    looked, found = list[optim.Optimizer](), step_hooks.places_of_weights
 
     def counted(optimizer: optim.Optimizer) -> Any:
         looked.append(optimizer)
         return found(optimizer)
 
     monkeypatch.setattr(step_hooks, "places_of_weights", counted)
+    return looked
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adamax], ids=lambda kind: kind.__name__)
+def test_an_optimizer_without_weights_is_looked_through_once(
+    kind: Any, looked: list[optim.Optimizer]
+) -> None:
+    speedtorch.Embedding(4, 2)
+    plain = [nn.Parameter(torch.ones(2)) for _ in range(20)]
+    optimizer = kind(plain, lr=0.1)
     for _ in range(5):
         for each in plain:
             each.grad = torch.ones(2)
@@ -224,6 +233,63 @@ def test_an_optimizer_without_weights_is_looked_through_once(
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     optimizer.step()
     assert len(looked) == 2
+
+
+def test_an_optimizer_and_a_copy_of_its_attributes_are_each_looked_through_once(
+    looked: list[optim.Optimizer],
+) -> None:
+    embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False)
+    plain = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizer = optim.SGD([embedding.weight, *plain], lr=0.5)
+    embedding(torch.tensor([1, 3])).sum().backward()
+    optimizer.step()
+    tried = len(looked)
+    copied = object.__new__(optim.SGD)
+    copied.__dict__.update(optimizer.__dict__)
+    copied.param_groups = [{**optimizer.param_groups[0], "params": [embedding.weight]}]
+    for each in (copied, optimizer) * 3:
+        embedding.zero_grad()
+        embedding(torch.tensor([1, 3])).sum().backward()
+        each.step()
+    assert looked[tried:] == [copied]  # and none to find out whether it keeps state of rows
+    assert embedding.numpy()[:, 0].tolist() == [1, -2.5, 1, -2.5]
+
+
+class WithAttributes(optim.Adam):
+    """Pickles all of its attributes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def saved(optimizer: optim.Optimizer) -> optim.Optimizer:
+    torch.save(optimizer, file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, WithAttributes])
+@pytest.mark.parametrize(
+    "copied", [saved, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+)
+def test_an_optimizer_that_was_stepped_is_copied_and_pickled_as_torchs(
+    kind: type[optim.Adam], copied: Callable[[optim.Optimizer], optim.Optimizer]
+) -> None:
+    speedtorch.Embedding(4, 2)
+    optimizer = kind([parameter := nn.Parameter(torch.ones(2))], lr=0.5)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    data = pickle.dumps(optimizer)
+    assert b"speedtorch." not in data and vars(optimizer).pop("_speedtorch") is not None
+    assert (pickle.dumps(optimizer) == data) == (kind is optim.Adam)
+    optimizer.step()
+    made = copied(optimizer)
+    assert vars(made).get("_speedtorch") is None
+    (own,) = made.param_groups[0]["params"]
+    own.grad = torch.ones(2)
+    made.step()
+    optimizer.step()
+    assert_same_bytes(own, parameter)
+    assert vars(made)["_speedtorch"].weights == []
 
 
 HOW_WEIGHTS_COME: dict[str, Callable[[optim.Optimizer, Tensor], object]] = {

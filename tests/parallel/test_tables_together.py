@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 from rank_processes import in_processes
 from sharded_together import (
+    check_a_group_that_is_too_large,
+    check_an_error_of_one_rank,
     check_bad_ids,
     check_exchanges,
+    check_groups,
     check_kinds,
     check_no_ids,
+    check_no_ids_late,
     check_other_tables,
 )
 
@@ -28,6 +32,24 @@ def test_tables_of_all_kinds_train_as_in_one_process(ranks: int, on_machine: boo
 
 
 @CAPACITY
+@pytest.mark.parametrize(("ranks", "on_machine"), [(2, True), (3, False)])
+def test_groups_whose_rows_come_at_once_train_as_in_one_process(
+    capacity: int | None, ranks: int, on_machine: bool
+) -> None:
+    in_processes(ranks, check_groups, capacity, on_machine)
+
+
+@MACHINES
+def test_a_group_that_is_too_large_raises_on_all_ranks(on_machine: bool) -> None:
+    in_processes(2, check_a_group_that_is_too_large, on_machine)
+
+
+@MACHINES
+def test_an_error_of_one_rank_brings_no_rows_of_other_tables(on_machine: bool) -> None:
+    in_processes(2, check_an_error_of_one_rank, on_machine, timeout=2.0)
+
+
+@CAPACITY
 @MACHINES
 def test_bad_ids_of_one_table_raise_on_all_ranks(capacity: int | None, on_machine: bool) -> None:
     in_processes(2, check_bad_ids, capacity, on_machine)
@@ -41,9 +63,12 @@ def test_a_batch_that_cannot_be_read_raises_on_all_ranks(
     in_processes(2, check_no_ids, capacity, on_machine)
 
 
-@CAPACITY
 @MACHINES
-def test_other_tables_on_one_rank_raise_on_all_ranks(
-    capacity: int | None, on_machine: bool
-) -> None:
-    in_processes(2, check_other_tables, capacity, on_machine)
+def test_it_raises_on_all_ranks_where_errors_come_late(on_machine: bool) -> None:
+    in_processes(2, check_no_ids_late, on_machine)
+
+
+@CAPACITY
+@pytest.mark.parametrize("ranks", ["machine", "machines", "GPUs of machines"])
+def test_other_tables_on_one_rank_raise_on_all_ranks(capacity: int | None, ranks: str) -> None:
+    in_processes(2, check_other_tables, capacity, ranks == "machine", "GPUs" in ranks)

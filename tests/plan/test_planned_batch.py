@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import defaultdict
 from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -163,6 +167,54 @@ def test_memory_of_unread_numbers_is_used_again_behind_their_copy(
     assert following.read() == [3, 4]  # which waits for the GPU
     host_copy._unused.clear()
     assert copied(5, 6)._slot is first
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Memory of unread numbers, `[1]` each, of which one is enough for a test."""
+    slots = [(torch.zeros(1, dtype=torch.int64), MagicMock()) for _ in range(2)]
+    monkeypatch.setattr(host_copy, "_unused", defaultdict(list))
+    monkeypatch.setattr(host_copy, "_unread", defaultdict(list, {(DEVICE, 1): slots}))
+    monkeypatch.setattr(host_copy, "numbers_to_host", lambda numbers, host: host.copy_(numbers))
+    return [*slots]
+
+
+def test_two_threads_that_look_for_memory_at_once_take_two(
+    streams: RecordedStreams, unread: list[Any]
+) -> None:
+    made = []
+
+    def another() -> bool:
+        unread[0][1].query = lambda: True
+        thread = threading.Thread(target=copied)
+        thread.start()
+        thread.join()
+        return True
+
+    def copied() -> None:
+        made.append(HostCopy(torch.tensor([1]).as_subclass(NumbersOfAGpu)))
+
+    unread[0][1].query = another
+    copied()
+    assert [each._slot for each in made] == [unread[1], unread[0]]
+
+
+def test_memory_that_two_threads_read_at_once_is_free_once(
+    streams: RecordedStreams, unread: list[Any]
+) -> None:
+    copy, both, found = HostCopy(torch.tensor([7]).as_subclass(NumbersOfAGpu)), Barrier(2), []
+
+    def wait() -> None:
+        with suppress(BrokenBarrierError):
+            both.wait(0.2)
+
+    unread[0][1].synchronize = wait
+    threads = [threading.Thread(target=lambda: found.append(copy.read())) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [[7], [7]] and host_copy._unused[DEVICE, 1] == unread[:1]
 
 
 def test_memory_is_never_used_again_if_an_exception_comes_before_the_event(
