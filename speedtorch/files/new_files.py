@@ -228,10 +228,9 @@ def _complete(whole: str) -> None:
     place, folder = switch_folder(whole), os.path.dirname(whole)
     with ExitStack() as stack:
         try:
-            source = calls.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            source = stack.enter_context(opened_folder(place))
         except FileNotFoundError:
             return
-        stack.callback(calls.close, source)
         target = stack.enter_context(opened_folder(folder))
         # After a power loss no file may have its name unless all have switched.
         sync_folder(folder, target)

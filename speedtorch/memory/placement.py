@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import warnings
 import weakref
@@ -240,22 +239,23 @@ class MappedPlacement(Placement):
 
     def __init__(self, source: str | os.PathLike[str], field: str | None = None) -> None:
         self.path = os.path.abspath(source)
-        mapped: dict[str, mmap.mmap] = {}
         try:
-            with open_fields(source, mapped=mapped, field=field) as stored:
+            with open_fields(source, field=field) as stored:
                 for name, each in stored.items():
                     if each.nbytes and each.offset % each.dtype.itemsize:
                         raise NotMapped(
-                            f"field {name!r} begins at byte {each.offset:,} of {each.path}, which"
-                            f" is no multiple of the {each.dtype.itemsize} bytes of {each.dtype};"
-                            " save() the table once, and open that file"
+                            f"field {name!r} begins at byte {each.offset:,} of"
+                            f" {each.file.path}, which is no multiple of the"
+                            f" {each.dtype.itemsize} bytes of {each.dtype}; save() the table once,"
+                            " and open that file"
                         )
+                files = {each.file.path: each.file for each in stored.values()}
+                map_to_read = system_calls.calls.map_to_read
+                self._files = {path: file.map(map_to_read) for path, file in files.items()}
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
             raise NotMapped(f"the file system does not map it: {error.strerror}") from error
-        # Others were opened before another save replaced them.
-        self._files = {path: mapped[path] for path in {each.path for each in stored.values()}}
         with warnings.catch_warnings():
             # Tables give such tensors out as ReadOnlyRows alone.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -269,9 +269,9 @@ class MappedPlacement(Placement):
         self.is_in_place = kinds == {"registered"}
         self.fields: dict[str, Tensor] = {}
         for name, each in stored.items():
-            data = whole[each.path][each.offset : each.offset + each.nbytes]
+            data = whole[each.file.path][each.offset : each.offset + each.nbytes]
             rows = data.view(each.dtype).view(each.shape)
-            self.fields[name] = host_memory.keep_pinned(rows, whole[each.path])
+            self.fields[name] = host_memory.keep_pinned(rows, whole[each.file.path])
 
     def check(self) -> None:
         """Raises ValueError if a file was cut: reading its bytes would end the process."""

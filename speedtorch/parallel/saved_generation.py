@@ -194,20 +194,13 @@ class SavedGeneration:
 
     def _open(self, name: str, nbytes: int) -> None:
         """Maps the arrays of a file, privately: what is written to them stays here."""
-        path = os.path.join(self.path, name)
-        with self._damage(name), open_to_read(path) as (read, size):
-            if size != nbytes:
-                raise ValueError(f"it has {size:,} bytes of {nbytes:,}")
-            arrays = safetensors_format.read_arrays(read, size)
-        with self._damage(name):  # or another process has removed it since
-            descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with about(path):
-                mapped = calls.map_copy(descriptor, size)
-        finally:
-            calls.close(descriptor)
+        with self._damage(name), open_to_read(os.path.join(self.path, name)) as file:
+            if file.size != nbytes:
+                raise ValueError(f"it has {file.size:,} bytes of {nbytes:,}")
+            arrays = safetensors_format.read_arrays(file.read, file.size)
+            mapped = file.map(calls.map_copy)
         first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-        self._ranges.append(range(first, first + size))
+        self._ranges.append(range(first, first + nbytes))
         for key, array in arrays.items():
             self._arrays[key] = array, mapped
 
@@ -224,10 +217,10 @@ class SavedGeneration:
 
             for of, entry in files:
                 name, nbytes, expected = entry["name"], entry["bytes"], entry["crc32"]
-                with of._damage(name), open_to_read(os.path.join(of.path, name)) as (read, _):
+                with of._damage(name), open_to_read(os.path.join(of.path, name)) as file:
                     if len(expected) != (count := chunk_count(nbytes)):
                         raise ValueError(f"it has {count} chunks of {len(expected)}")
-                    found = all_digests(read, nbytes, told)
+                    found = all_digests(file.read, nbytes, told)
                     for number, (digest, other) in enumerate(zip(found, expected, strict=True)):
                         if digest != other:
                             begin = number * CHUNK_BYTES

@@ -20,7 +20,7 @@ from speedtorch.files.chunk_digests import chunk_count, digests_of
 from speedtorch.files.field_blocks import SomeRows, write_blocks
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
-from speedtorch.files.system_calls import about, calls, open_to_read, write_all
+from speedtorch.files.system_calls import about, calls, open_to_read, opened, write_all
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["Alone", "JoinedFile", "JoinedRows", "Together", "agreed", "by_first", "check_same"]
@@ -162,18 +162,14 @@ class JoinedFile:
     def write(self, folder: str, own: Mapping[int, Tensor | SomeRows]) -> None:
         """Writes this rank's rows, or copies of them, and brings them to the disk."""
         path = os.path.join(folder, self.name)
-        descriptor = calls.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            with about(path):
-                runs = {begin: rows.nbytes for begin, rows in own.items()}
-                write_blocks(_writer_of_runs(descriptor, runs), b"", [*own.values()])
-                calls.fsync(descriptor)
-        finally:
-            calls.close(descriptor)
+        runs = {begin: rows.nbytes for begin, rows in own.items()}
+        with opened(path, os.O_WRONLY) as descriptor, about(path):
+            write_blocks(_writer_of_runs(descriptor, runs), b"", [*own.values()])
+            calls.fsync(descriptor)
 
     def own_digests(self, folder: str, ranks: Together) -> list[int]:
         """The digests of this rank's part of the file's chunks."""
         count = chunk_count(self.nbytes)
         first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))
-        with open_to_read(os.path.join(folder, self.name)) as (read, _):
-            return list(digests_of(read, self.nbytes, range(first, end)).values())
+        with open_to_read(os.path.join(folder, self.name)) as file:
+            return list(digests_of(file.read, self.nbytes, range(first, end)).values())
