@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,38 +52,36 @@ class Alone(Together):
         return [value]
 
 
-def agreed(ranks: Together, stage: Callable[[], _Value], call: str = "save") -> list[_Value]:
-    """What each rank gives, by rank; every rank calls it, within `call`.
+def agreed(
+    ranks: Together,
+    stage: Callable[[], _Value],
+    call: str = "save",
+    error_of: Callable[[str], Exception] = RuntimeError,
+    tell: Callable[[Any], list[Any]] | None = None,
+) -> list[_Value]:
+    """What each rank gives, by rank, or what `tell` lets ranks tell; all call it, within `call`.
 
-    Raises what this rank's call raises, and RuntimeError if another's does.
+    Raises what this rank's stage raises, and `error_of` a text if another's does.
     """
+    tell = tell or ranks.every
     try:
         given = stage()
     except Exception as error:
         with suppress(Exception):  # the first error is the one to raise
-            ranks.every((None, repr(error)))
+            tell((None, f"{type(error).__name__}: {error}"))
         raise
-    every = ranks.every((given, None))
-    for rank, (_, text) in enumerate(every):
+    told = tell((given, None))
+    for rank, (_, text) in enumerate(told):
         if text is not None:
-            raise RuntimeError(f"{call}: rank {rank} raises {text}")
-    return [value for value, _ in every]
+            raise error_of(f"{call}: rank {rank} raises {text}")
+    return [value for value, _ in told]
 
 
 def by_first(ranks: Together, stage: Callable[[], _Value]) -> _Value:
     """What the first rank gives, which alone makes the call; errors as of agreed()."""
-    given: Any = None
-    if ranks.rank == 0:
-        try:
-            given = stage()
-        except Exception as error:
-            with suppress(Exception):
-                ranks.agreed((None, repr(error)))
-            raise
-    given, text = ranks.agreed((given, None))
-    if text is not None:
-        raise RuntimeError(f"save: rank 0 raises {text}")
-    return cast(_Value, given)
+    own: Callable[[], Any] = (lambda: None) if ranks.rank else stage
+    given: list[_Value] = agreed(ranks, own, tell=lambda said: [ranks.agreed(said)])
+    return given[0]
 
 
 def check_same(ranks: Together, shared: Mapping[str, SharedRows], how: Mapping[str, Any]) -> None:
