@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.field_blocks import SomeRows, byte_rows, write_blocks
-from speedtorch.files.file_format import FileFormat, StoredArray
+from speedtorch.files.file_format import FileFormat, StoredArray, listed
 from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.system_calls import OpenFile, about, open_to_read
 from speedtorch.ops.shapes import check_span
@@ -152,9 +152,8 @@ def open_fields(
                 raise ValueError("it holds no field")
             if field is not None:
                 if field not in stored:
-                    names = ", ".join(map(repr, islice(stored, 20)))
-                    more = f" and {len(stored) - 20:,} more" if len(stored) > 20 else ""
-                    raise ValueError(f"it holds no field {field!r}; name one of {names}{more}")
+                    names = listed([*map(repr, stored)])
+                    raise ValueError(f"it holds no field {field!r}; name one of {names}")
                 stored = {"weight": stored[field]}
             counts = {each.shape[:1] for each in stored.values()}
             if len(counts) > 1 or () in counts:

@@ -122,12 +122,11 @@ class SharedMemoryHandle:
             f"process {address.process}, which shared the table, has closed it or has ended; call"
             " share() in a process that has the table open"
         )
-        if _start_of(address.process) != address.started:
-            raise ProcessLookupError(errno.ESRCH, gone)
         path = f"/proc/{address.process}/fd/{address.descriptor}"
+        is_there = _start_of(address.process) == address.started
         try:
             # Asked first: by now the number may be that of a socket, or of another's file.
-            if _identity(path) == address.file:
+            if is_there and _identity(path) == address.file:
                 descriptor = _Descriptor(path, "r+")
                 if descriptor.file == address.file:
                     return descriptor

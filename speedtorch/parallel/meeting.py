@@ -14,7 +14,6 @@ import os
 import shutil
 import time
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Any
 
 from speedtorch.files.system_calls import (
@@ -78,12 +77,7 @@ class Meeting:
             self._left, self._in_use = stack.pop_all(), True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._left, suppress(OSError):
             with suppress(OSError):  # the lock goes all the same
                 write_all(self._file, b"\n")

@@ -6,7 +6,7 @@ import zlib
 from itertools import zip_longest
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel.ranks import Ranks
@@ -81,13 +81,12 @@ def _settings_of(module: RowModule, *, average: bool) -> _Settings:
         **module.settings,
         "weight.requires_grad": weight.requires_grad,
         "average": average,
-        _VALUES: [_digest(each) for each in table.samples()],
+        _VALUES: [
+            f"values of digest {zlib.crc32(each.view(torch.uint8).numpy().tobytes()):08x}"
+            for each in table.samples()
+        ],
     }
     return {name: str(value) for name, value in settings.items()}
-
-
-def _digest(values: Tensor) -> str:
-    return f"values of digest {zlib.crc32(values.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def _refuse_if_differing(

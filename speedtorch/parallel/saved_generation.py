@@ -105,7 +105,15 @@ class SavedGeneration:
                 if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
                     raise ValueError(f"it names the file {name[:300]!r}")
         for each in self.manifest["files"]:
-            self._open(each["name"], each["bytes"])
+            name, nbytes = each["name"], each["bytes"]
+            with self._damage(name), open_to_read(os.path.join(self.path, name)) as file:
+                if file.size != nbytes:
+                    raise ValueError(f"it has {file.size:,} bytes of {nbytes:,}")
+                arrays = safetensors_format.read_arrays(file.read, file.size)
+                mapped = file.map(calls.map_copy)  # what is written to the memory stays here
+            first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+            self._ranges.append(range(first, first + nbytes))
+            self._arrays |= {key: (array, mapped) for key, array in arrays.items()}
 
     @contextmanager
     def _damage(self, name: str) -> Iterator[None]:
@@ -191,18 +199,6 @@ class SavedGeneration:
             with self._damage(self.ids_of[key]):
                 raise ValueError(f"it has ids that are none of {count:,} rows")
         return ids, self._mapped(key)
-
-    def _open(self, name: str, nbytes: int) -> None:
-        """Maps the arrays of a file, privately: what is written to them stays here."""
-        with self._damage(name), open_to_read(os.path.join(self.path, name)) as file:
-            if file.size != nbytes:
-                raise ValueError(f"it has {file.size:,} bytes of {nbytes:,}")
-            arrays = safetensors_format.read_arrays(file.read, file.size)
-            mapped = file.map(calls.map_copy)
-        first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-        self._ranges.append(range(first, first + nbytes))
-        for key, array in arrays.items():
-            self._arrays[key] = array, mapped
 
     def verify(self, progress: bool | None) -> None:
         """Raises DamagedError unless all bytes are those that were written."""
