@@ -206,7 +206,7 @@ class SharedPlacement(Placement):
     @classmethod
     def opened(cls, handle: SharedMemoryHandle) -> SharedPlacement:
         """The memory of a handle."""
-        return cls(SharedMemory(handle.open(), handle.address.count))
+        return cls(SharedMemory(handle.open(), handle.count))
 
     def release(self) -> None:
         """See Placement; other processes keep the memory."""
