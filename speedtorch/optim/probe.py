@@ -166,29 +166,24 @@ def kept_random(device: torch.device) -> Iterator[None]:
             np.random.set_state(of_numpy)  # noqa: NPY002
 
 
+@dataclass
 class _Probe:
     """Copies of one optimizer that step a parameter of a few random rows.
 
     Rows and their states go together in dicts, the rows themselves under "".
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameter: Tensor,
-        dtype: torch.dtype,
-        sparse: bool,
-        step: Callable[[Optimizer], object] | None = None,
-    ) -> None:
-        self._step = step
-        self.optimizer = optimizer
-        self.parameter = parameter
-        self._dtype = dtype
-        self._row_shape = tuple(parameter.shape[1:])
+    optimizer: Optimizer
+    parameter: Tensor
+    _dtype: torch.dtype
+    _sparse: bool
+    _step: Callable[[Optimizer], object] | None = None
+    _construct: bool = False
+
+    def __post_init__(self) -> None:
+        self._row_shape = tuple(self.parameter.shape[1:])
         self._rows = next(count for count in _ROW_COUNTS if count not in self._row_shape)
-        self._layouts = (True,) if sparse else (False, True)
-        self._sparse = False
-        self._construct = False
+        self._layouts = (True,) if self._sparse else (False, True)
         self._random = torch.Generator("cpu").manual_seed(0)
 
     def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:

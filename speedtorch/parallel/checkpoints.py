@@ -251,8 +251,7 @@ def _begun(
         raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
     _check_names(parts)
     begin = time.perf_counter()
-    if base is not None:
-        _check_number("base", base)
+    _check_number("base", base)
     wait_for(folder)
     with as_plain(), torch.no_grad(), given_in_place(), ExitStack() as stack:
         tensors = _Tensors()
@@ -536,9 +535,8 @@ def load(
 
     def prepare() -> tuple[str | None, list[tuple[int, str]]]:
         """Gives the digest of the generation, None if it was removed meanwhile; and `damaged`."""
-        for what, given in (("generation", generation), ("since", since)):
-            if given is not None:
-                _check_number(what, given)
+        _check_number("generation", generation)
+        _check_number("since", since)
         for name, part in parts.items():
             if wrong := [each for each in _objects(part) if not hasattr(each, "load_state_dict")]:
                 raise TypeError(
@@ -665,7 +663,7 @@ def _copies(part: Any) -> bool:
 
 
 def _check_number(what: str, given: object) -> None:
-    if isinstance(given, bool) or not isinstance(given, int):
+    if isinstance(given, bool) or not isinstance(given, int | None):
         raise TypeError(f"{what}: expected a number, as Saved.generation is, got {given!r}")
 
 
