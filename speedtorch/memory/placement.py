@@ -223,15 +223,9 @@ class MappedPlacement(Placement):
 
     Where there is a GPU the files are registered for it, read-only and in place, which reads them
     whole. What does not work there is the `reason`.
-    `fields` are in the files' memory: writing to them ends the process.
-
-    Args:
-        source: What HostTable.save was given, or a file like it.
-        field: The one that is used, as "weight"; None: all of them.
-
-    Raises:
-        NotMapped: The file system cannot map them, or a field is not aligned.
-        ValueError: As for open_fields.
+    `fields` are in the files' memory: writing to them ends the process. With `field` there is only
+    this one, as "weight". NotMapped if the file system cannot map the files, or a field is not
+    aligned; ValueError as of open_fields.
     """
 
     memory = "mapped"

@@ -135,11 +135,8 @@ class SharedMemory:
     """Zeros that several processes read and write at the same place.
 
     The memory goes with the last process, tensor and handle that has it. `data` is uint8 `[count]`.
-
-    Args:
-        descriptor: Of the memory, which is sealed; closed with this, also where this raises.
-        count: Bytes of data.
-        new_bytes: All bytes of memory that is new, which is taken and sealed now.
+    The descriptor is closed with this, also where this raises. `new_bytes` are all bytes of memory
+    that is new, which is taken and sealed now.
     """
 
     def __init__(self, descriptor: _Descriptor, count: int, new_bytes: int = 0) -> None:

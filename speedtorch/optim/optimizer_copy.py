@@ -236,11 +236,8 @@ def copy_with(
 ) -> Optimizer:
     """A copy of an optimizer that holds small parameters in place of some of its own, stateless.
 
-    Args:
-        optimizer: stays as it is.
-        small: by the numbers of a group, and of the parameter in the group, each replacement.
-        settings: of all groups that have them.
-        construct: as of OptimizerCopy.
+    `small` has them by the numbers of a group, and of the parameter in the group. All groups that
+    have one of the `settings` get it; `construct` is as of OptimizerCopy.
     """
     by_id: dict[int, nn.Parameter] = {}
     taken: list[tuple[list[nn.Parameter], dict[str, Any]]] = []

@@ -104,10 +104,8 @@ def probe_optimizer(
             return _probed(optimizer, parameter, sparse)
         except ValueError:
             # What a class does around super().step() sees all rows of the table.
-            if (own := own_steps.get(type(optimizer))) in (
-                None,
-                step_without_hooks(type(optimizer)),
-            ):
+            kind = type(optimizer)
+            if (own := own_steps.get(kind)) in (None, step_without_hooks(kind)):
                 raise
             return _probed(optimizer, parameter, sparse, own)
 

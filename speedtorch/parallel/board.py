@@ -83,13 +83,9 @@ class Board:
     def exchange(self, given: Sequence[Sequence[int]], seconds: float) -> list[list[int]] | None:
         """Passes numbers to each rank and waits for as many from each rank, this one included.
 
-        Args:
-            given: The numbers for each rank, from 0 to 2 ** 61 - 1: as many for each, at most
-                WORDS. A rank that passes fewer numbers than another one passes zeros after them.
-            seconds: The longest wait.
-
-        Returns the numbers from each rank; None if a rank has not written them by then, has left,
-        or its process has ended.
+        There are as many for each, WORDS at most, from 0 to 2 ** 61 - 1. A rank that passes fewer
+        than another one passes zeros after them. None if a rank has not written them in these
+        seconds, has left, or its process has ended.
         """
         words, size = self._words, self._size
         even, odd = (words[place] & 3 for place in self._own)

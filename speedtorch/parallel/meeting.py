@@ -35,14 +35,9 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-3, 0.25  # seconds
 class Meeting:
     """Ranks that write one generation while training goes on; see Together.
 
-    The first rank makes the folder by make() before all enter, leaves last, and calls remove().
-
-    Args:
-        folder: That all ranks reach.
-        rank: This one.
-        size: How many there are.
-        patience: Seconds for which a rank waits for a line of another one, where locks do not tell
-            whether that is still there.
+    The first rank makes the folder by make() before all enter, leaves last, and calls remove(). A
+    rank waits `patience` seconds for a line of another one if locks do not tell whether that is
+    still there.
     """
 
     def __init__(self, folder: str, rank: int, size: int, patience: float) -> None:

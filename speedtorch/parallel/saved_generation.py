@@ -175,10 +175,9 @@ class SavedGeneration:
 
     def has(self, key: str, like: Tensor) -> bool:
         """Whether it has a tensor of the same shape and dtype under a key."""
-        try:
-            array = self.array(key)
-        except KeyError:
+        if key not in self._whole_of(key)._arrays:
             return False
+        array = self.array(key)
         return (tuple(array.shape), array.dtype) == (tuple(like.shape), like.dtype)
 
     def changed_since(self, generation: int) -> dict[str, list[tuple[Tensor, Tensor]]] | None:
