@@ -153,10 +153,8 @@ def replace_files(
     partial = _hidden(whole if several else targets[0], f"{new_token()}.partial")
     _complete_earlier(whole)
     names = "|".join(re.escape(_base(os.path.basename(each))) for each in [whole, *targets])
-    with ExitStack() as stack:
-        descriptor = stack.enter_context(
-            swept_folder(folder, re.compile(rf"\.({names})\.{TOKEN}\.partial"))
-        )
+    hidden = re.compile(rf"\.({names})\.{TOKEN}\.partial")
+    with swept_folder(folder, hidden) as descriptor, ExitStack() as stack:
         if several:
             stack.callback(_complete, whole)  # also where Ctrl-C comes after the switch
             stack.callback(_remove_folder, partial)

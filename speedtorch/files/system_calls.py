@@ -237,22 +237,20 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)
-    with opened_folder(folder) as parent:
+    with opened_folder(folder) as parent, ExitStack() as undone:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = calls.open(name, flags, 0o666)
         except FileExistsError as error:
             text = "exists already; delete it or choose another path"
             raise FileExistsError(errno.EEXIST, text, name) from error
-        try:
-            reserve(descriptor, count, name)
-            data = torch.empty(0, dtype=torch.uint8, device="cpu")
-            if count:  # An empty file cannot be mapped.
-                with about(name):
-                    data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
-            sync_folder(folder, parent)
-        except BaseException:
-            calls.close(descriptor)
-            calls.unlink(name)
-            raise
+        undone.callback(calls.unlink, name)
+        undone.callback(calls.close, descriptor)
+        reserve(descriptor, count, name)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if count:  # An empty file cannot be mapped.
+            with about(name):
+                data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+        sync_folder(folder, parent)
+        undone.pop_all()
     return data, descriptor

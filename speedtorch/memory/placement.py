@@ -34,9 +34,7 @@ __all__ = [
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str] | None
 
-MemoryKind: TypeAlias = Literal[
-    "auto", "plain", "registered", "managed", "cuda", "file", "shared", "mapped"
-]
+MemoryKind: TypeAlias = Literal[host_memory.HostMemoryKind, "cuda", "file", "shared", "mapped"]
 """Where a table lies; see HostTable and, for "mapped", HostTable.open."""
 
 _KINDS = get_args(MemoryKind)

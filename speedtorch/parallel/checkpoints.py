@@ -329,6 +329,7 @@ def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -
     return _Change(opened[0], own, shared, own_ids_of | ids_of)
 
 
+@dataclass(eq=False)
 class _Writing:
     """A generation that is written, by one process or by ranks together.
 
@@ -337,24 +338,21 @@ class _Writing:
     written, or has failed.
     """
 
-    def __init__(
-        self,
-        ranks: Together,
-        folder: str,
-        change: _Change,
-        values: Mapping[str, Any],
-        stack: ExitStack,
-    ) -> None:
-        self.change, self._folder = change, folder
-        self._ranks, self._values, self._stack = ranks, values, stack
-        self._switching = stack.enter_context(ExitStack())
+    _ranks: Together
+    _folder: str
+    change: _Change
+    _values: Mapping[str, Any]
+    _stack: ExitStack
+
+    def __post_init__(self) -> None:
+        self._switching = self._stack.enter_context(ExitStack())
         self._files = [
             JoinedFile(f"rows-{at:05d}.safetensors", each)
-            for at, each in enumerate(_shards(change.shared), 1)
+            for at, each in enumerate(_shards(self.change.shared), 1)
         ]
         # This rank's rows in each file of all ranks, and its own files.
         self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
-        self.jobs += _shards(change.own)
+        self.jobs += _shards(self.change.own)
         self._generation: Generation | None = None
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
