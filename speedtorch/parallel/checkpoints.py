@@ -353,7 +353,6 @@ class _Writing:
         # This rank's rows in each file of all ranks, and its own files.
         self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
         self.jobs += _shards(self.change.own)
-        self._generation: Generation | None = None
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
         self._moments: deltas.Moments = []
@@ -364,18 +363,18 @@ class _Writing:
         def make() -> Generation:
             needed = partial(base_of, self._folder)
             new = new_generation(self._folder, keep, needed, self.change.base)
-            self._generation = self._switching.enter_context(new)
+            made = self._switching.enter_context(new)
             every = (*self.change.own.values(), *self.change.shared.values())
             nbytes, status = sum(each.nbytes for each in every), os.statvfs(self._folder)
             if status.f_blocks and nbytes > (free := status.f_bavail * status.f_frsize):
                 text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
                 raise OSError(errno.ENOSPC, text, self._folder)
             for each in self._files:
-                each.make(self._generation.folder)
-            return self._generation
+                each.make(made.folder)
+            return made
 
-        first = by_first(self._ranks, make)
-        self._partial, self._meeting = first.folder, first.meeting
+        # The first rank's is the object whose number is certain once it has switched.
+        self._generation = by_first(self._ranks, make)
 
     def begin(self, tensors: _Tensors, later: int, progress: bool | None) -> None:
         """Writes the jobs, but for the last ones, so many, of which it makes copies."""
@@ -394,7 +393,7 @@ class _Writing:
     def go_beside(self, patience: float) -> None:
         """Lets ranks agree beside the collectives of training from now on; see Meeting."""
         ranks = self._ranks
-        meeting = Meeting(self._meeting, ranks.rank, ranks.size, patience)
+        meeting = Meeting(self._generation.meeting, ranks.rank, ranks.size, patience)
 
         def make() -> None:
             self._stack.callback(meeting.remove)
@@ -419,7 +418,9 @@ class _Writing:
                 self._copies.clear()
 
         agreed(ranks, write)
-        of_ranks = agreed(ranks, lambda: [e.own_digests(self._partial, ranks) for e in self._files])
+        of_ranks = agreed(
+            ranks, lambda: [e.own_digests(self._generation.folder, ranks) for e in self._files]
+        )
         for at, each in enumerate(self._files):
             digests = [digest for of_rank in of_ranks for digest in of_rank[at]]
             self._entries.append({"name": each.name, "bytes": each.nbytes, "crc32": digests})
@@ -436,16 +437,15 @@ class _Writing:
         """Writes jobs, or copies of them, from the `first` on."""
         for at, job in enumerate(jobs, first - len(self._files)):
             if at < 0:
-                self._files[at].write(self._partial, job)
+                self._files[at].write(self._generation.folder, job)
             else:
                 name, digests = f"tensors-{at + 1:05d}.safetensors", list[int]()
-                with replace_files([os.path.join(self._partial, name)]) as (file,):
+                with replace_files([os.path.join(self._generation.folder, name)]) as (file,):
                     write_safetensors(file, job, digests, told)
                 self._entries.append({"name": name, "bytes": file.count, "crc32": digests})
 
     def _switch(self) -> tuple[int, int, str]:
         """Puts the generation in its place; gives its number, all bytes, and its digest."""
-        assert self._generation is not None
         against = self.change.against
         with self._switching.pop_all():
             content = {"version": VERSION, "files": self._entries, "parts": self._values}
@@ -465,7 +465,7 @@ class _Writing:
         return self._generation.number, nbytes, hashlib.sha256(text).hexdigest()
 
     def _write_small(self, name: str, data: bytes) -> None:
-        with replace_files([os.path.join(self._partial, name)]) as (file,):
+        with replace_files([os.path.join(self._generation.folder, name)]) as (file,):
             file.reserve(len(data))
             file.write(data)
 

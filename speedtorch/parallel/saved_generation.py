@@ -59,6 +59,7 @@ class SavedGeneration:
         self._older = [each for each in generations_of(folder) if each < number]
         self._arrays: dict[str, tuple[StoredArray, mmap.mmap]] = {}
         self._ranges: list[range] = []
+        self._open_files()
 
     @classmethod
     def opened(cls, folder: str, number: int) -> SavedGeneration:
@@ -66,9 +67,7 @@ class SavedGeneration:
 
         Raises DamagedError if a file is damaged, or not there.
         """
-        made = cls(folder, number)
-        made._open_files()
-        last = made
+        last = made = cls(folder, number)
         while "base" in last.manifest:
             last = last._open_base()
         for each in reversed(made.chain):
@@ -144,7 +143,6 @@ class SavedGeneration:
                 raise ValueError("its changed rows have no names")
             self.ids_of = {str(key): str(ids) for key, ids in entry["rows"].items()}
         self.base = SavedGeneration(self._folder, number, self.number)
-        self.base._open_files()
         with self._damage("manifest.json"):
             if self.base.digest != digest:
                 raise ValueError(f"generation {number} is another than it was written against")
@@ -246,16 +244,14 @@ class SavedGeneration:
 
     def _mapped(self, key: str) -> Tensor:
         array, mapped = self._arrays[key]
-        made = torch.empty(0, dtype=array.dtype, device="cpu")
         if array.nbytes == 0:
-            return made.view(array.shape)
+            return torch.empty(array.shape, dtype=array.dtype, device="cpu")
         # A storage of these bytes alone: a deepcopy, as of an optimizer's groups, copies all of it.
         part = torch.frombuffer(mapped, dtype=torch.uint8, count=array.nbytes, offset=array.offset)
         if array.offset % array.dtype.itemsize:  # none of our files
             part = part.clone()
         # No view of another tensor, which would keep that and with it the file.
-        strides = torch.empty(array.shape, device="meta").stride()
-        return made.set_(part.untyped_storage(), 0, array.shape, strides)
+        return part.view(array.dtype).view(array.shape).data
 
     def let_go(self, optimizer: Optimizer) -> None:
         """Gives an optimizer tensors of its own where it has kept those of the file."""
