@@ -41,11 +41,10 @@ def generations_of(folder: str) -> list[int]:
     before: set[str] | None = None
     with suppress(FileNotFoundError):
         while (names := {n for n in os.listdir(folder) if _NAME.fullmatch(n)}) != before:
-            numbers = {int(each.partition("-")[2]): os.path.join(folder, each) for each in names}
             found = sorted(
                 number
-                for number, path in numbers.items()
-                if path == path_of(folder, number)
+                for number in {int(each.partition("-")[2]) for each in names}
+                if os.path.basename(path := path_of(folder, number)) in names
                 and os.path.isdir(path)
                 and not os.path.isdir(os.path.join(path, "manifest.json"))
             )

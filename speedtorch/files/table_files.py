@@ -143,10 +143,9 @@ def open_fields(
         for before, file in files.items():
             with about(file.path):
                 for after, array in file_format.read_arrays(file.read, file.size).items():
-                    name_of_field = before + after
-                    check_span(repr(name_of_field), array.shape, array.dtype)
-                    field_at = array.shape, array.dtype, array.offset
-                    stored[name_of_field] = StoredField(*field_at, file)
+                    key = before + after
+                    check_span(repr(key), array.shape, array.dtype)
+                    stored[key] = StoredField(array.shape, array.dtype, array.offset, file)
         with about(name):
             if not stored:
                 raise ValueError("it holds no field")

@@ -51,9 +51,8 @@ _MOST_COPIED = 1 << 16
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """The parameter group that holds a parameter; ValueError if none does."""
     for group in optimizer.param_groups:
-        for held in group["params"]:
-            if held is parameter:
-                return group
+        if any(held is parameter for held in group["params"]):
+            return group
     raise ValueError(
         f"{type(optimizer).__name__} does not hold this parameter of shape"
         f" {list(parameter.shape)}: build the optimizer with it first"
