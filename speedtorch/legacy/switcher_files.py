@@ -144,8 +144,8 @@ def _load(
     has = {name: (tuple(each.shape), each.dtype) for name, each in stored.items()}
     if has != (wanted := switcher._layout()):
         raise ValueError(f"{path} holds {_listed(has)}; expected {_listed(wanted)}")
+    switcher._settle()  # before a table is made: an error leaves the switcher as it was
     content = switcher._to_load()
-    switcher._settle()
     for name, rows in content.items():
         read(name, rows)
     switcher._loaded(content)
