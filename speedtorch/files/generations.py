@@ -41,11 +41,10 @@ def generations_of(folder: str) -> list[int]:
     before: set[str] | None = None
     with suppress(FileNotFoundError):
         while (names := {n for n in os.listdir(folder) if _NAME.fullmatch(n)}) != before:
-            numbers = {int(each.partition("-")[2]): os.path.join(folder, each) for each in names}
             found = sorted(
                 number
-                for number, path in numbers.items()
-                if path == path_of(folder, number)
+                for number in {int(each.partition("-")[2]) for each in names}
+                if os.path.basename(path := path_of(folder, number)) in names
                 and os.path.isdir(path)
                 and not os.path.isdir(os.path.join(path, "manifest.json"))
             )
@@ -66,14 +65,6 @@ class Generation:
     def meeting(self) -> str:
         """A folder beside it for ranks that write it together; what is left is removed as well."""
         return f"{self.folder.removesuffix('partial')}ranks"
-
-    def switch(self, folder: str) -> None:
-        """Renames it to the first free number after all others."""
-        # Other processes may have saved meanwhile. A number before theirs would be removed.
-        self.number = max(generations_of(folder), default=0) + 1
-        # What has the name may be no folder.
-        while not rename_folder(self.folder, path_of(folder, self.number), errno.ENOTDIR):
-            self.number = max([self.number, *generations_of(folder)]) + 1
 
 
 @contextmanager
@@ -106,7 +97,11 @@ def new_generation(
             with opened_folder(partial) as inner:
                 calls.fsync(inner)
             bases = {each: base_of(each) for each in generations_of(folder)}
-            made.switch(folder)
+            # Other processes may have saved meanwhile. A number before theirs would be removed.
+            made.number = max(generations_of(folder), default=0) + 1
+            # What has the name may be no folder.
+            while not rename_folder(partial, path_of(folder, made.number), errno.ENOTDIR):
+                made.number = max([made.number, *generations_of(folder)]) + 1
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -153,10 +153,8 @@ def replace_files(
     partial = _hidden(whole if several else targets[0], f"{new_token()}.partial")
     _complete_earlier(whole)
     names = "|".join(re.escape(_base(os.path.basename(each))) for each in [whole, *targets])
-    with ExitStack() as stack:
-        descriptor = stack.enter_context(
-            swept_folder(folder, re.compile(rf"\.({names})\.{TOKEN}\.partial"))
-        )
+    hidden = re.compile(rf"\.({names})\.{TOKEN}\.partial")
+    with swept_folder(folder, hidden) as descriptor, ExitStack() as stack:
         if several:
             stack.callback(_complete, whole)  # also where Ctrl-C comes after the switch
             stack.callback(_remove_folder, partial)
@@ -228,10 +226,9 @@ def _complete(whole: str) -> None:
     place, folder = switch_folder(whole), os.path.dirname(whole)
     with ExitStack() as stack:
         try:
-            source = calls.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            source = stack.enter_context(opened_folder(place))
         except FileNotFoundError:
             return
-        stack.callback(calls.close, source)
         target = stack.enter_context(opened_folder(folder))
         # After a power loss no file may have its name unless all have switched.
         sync_folder(folder, target)

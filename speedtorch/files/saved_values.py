@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = ["described", "restored"]
 
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_SEQUENCES = {each.__name__.lower(): each for each in (list, tuple, torch.Size)}
 _DEEPEST = 100
 _LONG_BITS = 2048  # Python may refuse to turn ints of 640 digits into text: longer ones are hex
 
@@ -54,7 +55,7 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
         return ["array", value.dtype.str, [*value.shape], keep(name, data)]
     if kind in (list, tuple, torch.Size):
         within = [inner(f"[{at}]", each) for at, each in enumerate(value)]
-        return ["size" if kind is torch.Size else kind.__name__, *within]
+        return [kind.__name__.lower(), *within]
     if isinstance(value, Mapping) and kind in (dict, Counter, OrderedDict):
         entries = []
         for key, each in value.items():
@@ -94,9 +95,8 @@ def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
     def within(each: Any) -> Any:
         return restored(each, found, depth + 1)
 
-    if word in ("list", "tuple", "size"):
-        made = [within(each) for each in rest]
-        return made if word == "list" else (tuple(made) if word == "tuple" else torch.Size(made))
+    if word in _SEQUENCES:
+        return _SEQUENCES[word]([within(each) for each in rest])
     if word in ("dict", "counter"):  # Counter: milestones of schedulers
         return (dict if word == "dict" else Counter)(dict(_pairs(rest, within)))
     if word == "ordered" and rest:

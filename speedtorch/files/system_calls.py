@@ -13,8 +13,8 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "OpenFile",
     "about",
     "calls",
     "map_new_file",
-    "open_folder",
     "open_to_read",
-    "open_with_status",
+    "opened",
     "opened_folder",
     "read_file",
     "reserve",
@@ -136,23 +136,16 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         rest = rest[written:]
 
 
-def open_folder(folder: str) -> int:
-    """Opens a folder, to sync the names in it."""
-    try:
-        return calls.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        text = "the folder does not exist; create it first"
-        raise FileNotFoundError(errno.ENOENT, text, folder) from error
-
-
 @contextmanager
 def opened_folder(folder: str) -> Iterator[int]:
-    """As open_folder(), and closes it."""
-    descriptor = open_folder(folder)
-    try:
+    """Opens a folder, to sync the names in it."""
+    with ExitStack() as stack:
+        try:
+            descriptor = stack.enter_context(opened(folder, os.O_RDONLY | os.O_DIRECTORY))
+        except FileNotFoundError as error:
+            text = "the folder does not exist; create it first"
+            raise FileNotFoundError(errno.ENOENT, text, folder) from error
         yield descriptor
-    finally:
-        calls.close(descriptor)
 
 
 def share_lock(descriptor: int) -> None:
@@ -178,55 +171,62 @@ def sync_folder(folder: str, descriptor: int) -> None:
         calls.fsync(descriptor)
 
 
+@dataclass
+class OpenFile:
+    """A regular file that is open to be read."""
+
+    path: str
+    descriptor: int
+    status: os.stat_result
+
+    @property
+    def size(self) -> int:
+        """Its bytes when it was opened."""
+        return self.status.st_size
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fills a view from this byte on; ValueError if the file ends before."""
+        with about(self.path):
+            while len(view):
+                if (count := calls.read(self.descriptor, [view], offset)) == 0:
+                    raise ValueError(f"ends at byte {offset:,}; it was cut off")
+                view, offset = view[count:], offset + count
+
+    def map(self, how: Callable[[int, int], mmap.mmap]) -> mmap.mmap:
+        """Maps it whole; OSError if the file system cannot do that."""
+        with about(self.path):
+            return how(self.descriptor, self.size)
+
+
 @contextmanager
-def open_to_read(path: str | os.PathLike[str]) -> Iterator[tuple[Callable[..., None], int]]:
-    """Opens a regular file: `read(view, offset)` fills a view from there on, and its size in bytes.
-
-    ValueError where it is no regular file, or ends before a view is full.
-    """
-    with open_with_status(path) as (read, status):
-        yield read, status.st_size
-
-
-def read_file(path: str | os.PathLike[str], limit: int) -> bytearray:
-    """All bytes of a regular file; ValueError if it has more than `limit`."""
-    with open_to_read(path) as (read, size):
-        if size > limit:
-            raise ValueError(f"it has {size:,} bytes, and the limit is {limit:,}")
-        read(memoryview(data := bytearray(size)), 0)
-    return data
+def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
+    """A descriptor of a file, which is closed at the end."""
+    descriptor = calls.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield descriptor
+    finally:
+        calls.close(descriptor)
 
 
 @contextmanager
-def open_with_status(
-    path: str | os.PathLike[str], mapped: MutableMapping[str, mmap.mmap] | None = None
-) -> Iterator[tuple[Callable[..., None], os.stat_result]]:
-    """As open_to_read(), with all that the file system tells of the file.
-
-    With `mapped` the file is mapped as well, whole and read-only, as `mapped[path]`; OSError if the
-    file system cannot map it. `mapped[path].size()` is the file's size later.
-    """
+def open_to_read(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
+    """Opens a regular file; ValueError for anything else."""
     name = os.fspath(path)
     # Opening a named pipe must not wait for its writer.
-    descriptor = calls.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with opened(name, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{name}: is not a regular file")
+        yield OpenFile(name, descriptor, status)
 
-        def read(view: memoryview, offset: int) -> None:
-            with about(name):
-                while len(view):
-                    if (count := calls.read(descriptor, [view], offset)) == 0:
-                        raise ValueError(f"ends at byte {offset:,}; it was cut off")
-                    view, offset = view[count:], offset + count
 
-        if mapped is not None and status.st_size:  # an empty file cannot be mapped
-            with about(name):
-                mapped[name] = calls.map_to_read(descriptor, status.st_size)
-        yield read, status
-    finally:
-        calls.close(descriptor)
+def read_file(path: str | os.PathLike[str], limit: float) -> bytearray:
+    """All bytes of a regular file; ValueError if it has more than `limit`."""
+    with open_to_read(path) as file:
+        if file.size > limit:
+            raise ValueError(f"it has {file.size:,} bytes, and the limit is {limit:,}")
+        file.read(memoryview(data := bytearray(file.size)), 0)
+    return data
 
 
 def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]:
@@ -237,22 +237,20 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)
-    with opened_folder(folder) as parent:
+    with opened_folder(folder) as parent, ExitStack() as undone:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = calls.open(name, flags, 0o666)
         except FileExistsError as error:
             text = "exists already; delete it or choose another path"
             raise FileExistsError(errno.EEXIST, text, name) from error
-        try:
-            reserve(descriptor, count, name)
-            data = torch.empty(0, dtype=torch.uint8, device="cpu")
-            if count:  # An empty file cannot be mapped.
-                with about(name):
-                    data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
-            sync_folder(folder, parent)
-        except BaseException:
-            calls.close(descriptor)
-            calls.unlink(name)
-            raise
+        undone.callback(calls.unlink, name)
+        undone.callback(calls.close, descriptor)
+        reserve(descriptor, count, name)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if count:  # An empty file cannot be mapped.
+            with about(name):
+                data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
+        sync_folder(folder, parent)
+        undone.pop_all()
     return data, descriptor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.field_blocks import SomeRows, byte_rows, write_blocks
-from speedtorch.files.file_format import FileFormat, Read, StoredArray
+from speedtorch.files.file_format import FileFormat, StoredArray, listed
 from speedtorch.files.new_files import NewFile, replace_files
-from speedtorch.files.system_calls import about, open_with_status
+from speedtorch.files.system_calls import OpenFile, about, open_to_read
 from speedtorch.ops.shapes import check_span
 
 __all__ = [
@@ -31,8 +30,6 @@ __all__ = [
 ]
 
 FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": npy_format}
-
-_Opened = tuple[str, Read, os.stat_result]
 
 # Large enough for the disk's full speed; small beside any table.
 _BLOCK_BYTES = 4 << 20
@@ -47,8 +44,7 @@ _Result = TypeVar("_Result")
 class StoredField(StoredArray):
     """A field `[rows, ...]` in an open file."""
 
-    path: str
-    read: Read
+    file: OpenFile
 
     def part(self, rows: range) -> StoredField:
         """Some of its rows, `[len(rows), ...]`."""
@@ -66,8 +62,8 @@ class StoredField(StoredArray):
             for column in range(0, row_bytes, _BLOCK_BYTES):
                 block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
                 buffer = whole[: block.numel()]
-                with about(self.path, "the table holds old and new rows now; load it again"):
-                    self.read(buffer.numpy().data, offset)
+                with about(self.file.path, "the table holds old and new rows now; load it again"):
+                    self.file.read(buffer.numpy().data, offset)
                 block.copy_(buffer.view(block.shape))
                 offset += buffer.numel()
 
@@ -130,14 +126,12 @@ def _write(
 def open_fields(
     path: str | os.PathLike[str],
     names: Collection[str] | None = None,
-    mapped: dict[str, mmap.mmap] | None = None,
     field: str | None = None,
 ) -> Iterator[dict[str, StoredField]]:
     """Opens the fields of a saved table, "weight" first; nothing is read yet but the headers.
 
     With `names` those files alone are opened that have these fields, where each has its own.
-    Files are mapped as well, into `mapped`. With `field` this one alone is given, as "weight",
-    whatever the others are.
+    With `field` this one alone is given, as "weight", whatever the others are.
     ValueError for another ending, a header that does not fit its file, or fields whose numbers of
     rows differ.
     """
@@ -145,22 +139,20 @@ def open_fields(
     file_format = _format_of(name)
     stored: dict[str, StoredField] = {}
     with ExitStack() as stack:
-        files = _open_files(name, lambda: file_format.files_to_read(name, names), mapped, stack)
-        for before, (target, read, status) in files.items():
-            with about(target):
-                for after, array in file_format.read_arrays(read, status.st_size).items():
-                    check_span(repr(before + after), array.shape, array.dtype)
-                    stored[before + after] = StoredField(
-                        array.shape, array.dtype, array.offset, target, read
-                    )
+        files = _open_files(name, lambda: file_format.files_to_read(name, names), stack)
+        for before, file in files.items():
+            with about(file.path):
+                for after, array in file_format.read_arrays(file.read, file.size).items():
+                    key = before + after
+                    check_span(repr(key), array.shape, array.dtype)
+                    stored[key] = StoredField(array.shape, array.dtype, array.offset, file)
         with about(name):
             if not stored:
                 raise ValueError("it holds no field")
             if field is not None:
                 if field not in stored:
-                    names = ", ".join(map(repr, islice(stored, 20)))
-                    more = f" and {len(stored) - 20:,} more" if len(stored) > 20 else ""
-                    raise ValueError(f"it holds no field {field!r}; name one of {names}{more}")
+                    names = listed([*map(repr, stored)])
+                    raise ValueError(f"it holds no field {field!r}; name one of {names}")
                 stored = {"weight": stored[field]}
             counts = {each.shape[:1] for each in stored.values()}
             if len(counts) > 1 or () in counts:
@@ -170,31 +162,26 @@ def open_fields(
 
 
 def _open_files(
-    path: str,
-    find: Callable[[], dict[str, list[str]]],
-    mapped: dict[str, mmap.mmap] | None,
-    stack: ExitStack,
-) -> dict[str, _Opened]:
+    path: str, find: Callable[[], dict[str, list[str]]], stack: ExitStack
+) -> dict[str, OpenFile]:
     """Opens files by what find() says: all of one save, also while other saves end."""
     for _ in range(_TRIES):
         with ExitStack() as tried:
             places = find()
-            files = {name: _open_first(each, mapped, tried) for name, each in places.items()}
+            files = {name: _open_first(each, tried) for name, each in places.items()}
             # What is still there now was there when the last one was opened: no other file has the
             # number of an open one.
             if find() == places and all(
-                os.path.samestat(status, _first(places[name], os.stat))
-                for name, (_, _, status) in files.items()
+                os.path.samestat(file.status, _first(places[name], os.stat))
+                for name, file in files.items()
             ):
                 stack.push(tried.pop_all())
                 return files
     raise OSError(errno.EBUSY, f"other saves have replaced it at each of {_TRIES:,} tries", path)
 
 
-def _open_first(
-    places: Sequence[str], mapped: dict[str, mmap.mmap] | None, stack: ExitStack
-) -> _Opened:
-    return _first(places, lambda path: (path, *stack.enter_context(open_with_status(path, mapped))))
+def _open_first(places: Sequence[str], stack: ExitStack) -> OpenFile:
+    return _first(places, lambda path: stack.enter_context(open_to_read(path)))
 
 
 def _first(places: Sequence[str], act: Callable[[str], _Result]) -> _Result:

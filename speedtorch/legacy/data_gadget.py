@@ -155,16 +155,14 @@ class GadgetSwitcher(OneField):
             return
         shape = (*ids.shape, *field.shape[1:])
         try:
-            repeats = np.broadcast_shapes(tuple(rows.shape), shape) == shape
-        except ValueError:
-            repeats = False
-        if not repeats:
+            every = rows.expand(shape)
+        except RuntimeError as error:
             raise ValueError(
                 f"insertData got {list(rows.shape)} for {ids.numel()} ids; rows here are"
                 f" {list(field.shape[1:])}"
-            )
-        rows = rows.to(field.dtype).expand(shape).reshape(ids.numel(), *field.shape[1:])
-        pinned_scatter(field, ids.reshape(-1), rows.contiguous())
+            ) from error
+        every = every.to(field.dtype).reshape(ids.numel(), *field.shape[1:])
+        pinned_scatter(field, ids.reshape(-1), every.contiguous())
 
 
 def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:

@@ -143,9 +143,7 @@ def as_dtype(datatype: object, argument: str) -> torch.dtype:
         >>> as_dtype("float32", "dtype"), as_dtype(np.int8, "dtype"), as_dtype("bfloat16", "dtype")
         (torch.float32, torch.int8, torch.bfloat16)
     """
-    if isinstance(datatype, torch.dtype):
-        return datatype
-    named = getattr(torch, datatype, None) if isinstance(datatype, str) else None
+    named = getattr(torch, datatype, None) if isinstance(datatype, str) else datatype
     if isinstance(named, torch.dtype):
         return named
     try:

@@ -79,10 +79,8 @@ def rows_around(data: Tensor, index: Any) -> tuple[Tensor, tuple[npt.NDArray[Any
     For rows on a GPU, where NumPy does not reach.
     """
     shape = tuple(data.shape)
-    places = []
-    for axis, size in enumerate(shape):
-        along = np.arange(size).reshape([-1 if each == axis else 1 for each in range(len(shape))])
-        places.append(np.asarray(np.broadcast_to(along, shape)[index]))
+    along = np.indices(shape, sparse=True)
+    places = [np.asarray(np.broadcast_to(axis, shape)[index]) for axis in along]
     rows, within = np.unique(places[0], return_inverse=True)
     within = within.reshape(places[0].shape)
     return torch.from_numpy(rows).to(data.device), (within, *places[1:])

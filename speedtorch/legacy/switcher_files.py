@@ -7,13 +7,14 @@ is the only place in this package that reads a pickle, and of plain tensors only
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedtorch.files.new_files import replace_files
-from speedtorch.files.table_files import FORMATS, open_fields, save_fields
+from speedtorch.files.table_files import FORMATS, StoredField, open_fields, save_fields
 from speedtorch.legacy.families import Fields
 from speedtorch.legacy.switcher import Switcher
 
@@ -55,14 +56,8 @@ class CupyFiles(Switcher):
             ValueError: names, shapes or dtypes do not match; nothing is changed then.
         """
         path = file_name(loadFileName)
-        self._settle()
         with open_fields(path, self._layout()) as stored:
-            has = {name: (each.shape, each.dtype) for name, each in stored.items()}
-            _check_layout(path, has, self._layout())
-            content = self._to_load()
-            for name, rows in content.items():
-                stored[name].read_into(rows)
-        self._loaded(content)
+            _load(self, path, stored, lambda name, rows: stored[name].read_into(rows))
 
 
 class MappedFiles(CupyFiles):
@@ -109,14 +104,9 @@ class TorchFiles(Switcher):
         Raises:
             ValueError: names, shapes or dtypes do not match; nothing is changed then.
         """
-        content = read_tensors(loadFileName)
-        has = {name: (tuple(each.shape), each.dtype) for name, each in content.items()}
-        _check_layout(os.fspath(loadFileName), has, self._layout())
-        into = self._to_load()
-        self._settle()
-        for name, rows in into.items():
-            rows.copy_(content[name])
-        self._loaded(into)
+        stored = read_tensors(loadFileName)
+        path = os.fspath(loadFileName)
+        _load(self, path, stored, lambda name, rows: rows.copy_(stored[name]))
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -144,9 +134,21 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return content
 
 
-def _check_layout(path: str, has: Fields, wanted: Fields) -> None:
-    if has != wanted:
+def _load(
+    switcher: Switcher,
+    path: str,
+    stored: Mapping[str, Tensor | StoredField],
+    read: Callable[[str, Tensor], object],
+) -> None:
+    """Reads all fields of a file; ValueError unless they are just those of a switcher."""
+    has = {name: (tuple(each.shape), each.dtype) for name, each in stored.items()}
+    if has != (wanted := switcher._layout()):
         raise ValueError(f"{path} holds {_listed(has)}; expected {_listed(wanted)}")
+    switcher._settle()  # before a table is made: an error leaves the switcher as it was
+    content = switcher._to_load()
+    for name, rows in content.items():
+        read(name, rows)
+    switcher._loaded(content)
 
 
 def _listed(layout: Fields) -> str:

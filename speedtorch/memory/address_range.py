@@ -25,16 +25,10 @@ def _allocator() -> Any:
 
 
 class AddressRange:
-    """Addresses of a GPU, which begin without memory behind them.
+    """Addresses of a GPU, rounded up to 2 MiB, which begin without memory behind them.
 
-    They go once the object is gone and torch has no tensor there.
-
-    Args:
-        nbytes: how many, rounded up to 2 MiB.
-        device: the GPU.
-
-    Raises:
-        RuntimeError: CUDA refuses, or torch's allocator is one that has no pools.
+    They go once the object is gone and torch has no tensor there. RuntimeError if CUDA refuses, or
+    torch's allocator is one that has no pools.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:

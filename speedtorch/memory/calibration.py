@@ -97,7 +97,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
         raise RuntimeError(f"calibrate: {error}; measure again on an idle GPU") from error
     finally:
         _ops.set_costs(before)  # which a step has changed
-    _use(measured)
+    use_costs(measured, calibrated=True)
     known = {"version": VERSION, "gpu": _gpu(), "torch": torch.__version__}
     figures: dict[str, Any] = known | {"costs": measured}
     _store(figures)
@@ -150,7 +150,7 @@ def load_costs_with_first_gpu() -> None:
 def load_costs() -> bool:
     """Goes by the figures of this machine and its GPU, and says if there are any; never fails."""
     if (costs := _kept_costs(_gpu())) is not None:
-        _use(costs)
+        use_costs(costs, calibrated=True)
     return costs is not None
 
 
@@ -190,11 +190,6 @@ def _checked(costs: Any) -> list[float]:
         if type(cost) not in (int, float) or not low <= cost <= high:
             raise ValueError(f"cost {at} must be from {low:g} to {high:g}, got {cost!s:.40}")
     return costs
-
-
-def _use(costs: list[float]) -> None:
-    # Whatever device is the default: this runs when torch first turns to it.
-    use_costs(torch.tensor(costs, dtype=torch.float64, device="cpu"), calibrated=True)
 
 
 def _steps() -> Iterator[Callable[[Tensor], object]]:

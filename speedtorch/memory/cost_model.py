@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from speedtorch.ops import functions
@@ -170,10 +171,11 @@ _EXPLAINERS: dict[str, Callable[..., Explanation]] = {
 _calibrated = False
 
 
-def use_costs(costs: Tensor, *, calibrated: bool) -> None:
+def use_costs(costs: Tensor | list[float], *, calibrated: bool) -> None:
     """Lets the library go by these costs, in the order of `Costs` in csrc/move/cost_model.cpp."""
     global _calibrated
-    _ops.set_costs(costs)
+    # Whatever device is the default: this runs when torch first turns to it.
+    _ops.set_costs(torch.as_tensor(costs, dtype=torch.float64, device="cpu"))
     _calibrated = calibrated
 
 

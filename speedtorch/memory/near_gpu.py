@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -27,19 +27,15 @@ def near_gpu() -> Iterator[None]:
     Nothing changes where one node has all processors, where none of those that the thread may use
     is near, or where the system does not say which are. Warns if the system refuses.
     """
-    before = os.sched_getaffinity(0)
-    near = before
+    near = before = os.sched_getaffinity(0)
     if len(listed("devices/system/node/has_cpu")) > 1 and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         near = listed(f"bus/pci/devices/{pci_address(gpu)}/local_cpulist") & before or before
-    if near != before:
-        try:
-            os.sched_setaffinity(0, near)
-        except OSError as error:
-            warnings.warn(f"this table may lie far from its GPU: {error}", stacklevel=4)
-            near = before
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         if near != before:
-            os.sched_setaffinity(0, before)
+            try:
+                os.sched_setaffinity(0, near)
+                stack.callback(os.sched_setaffinity, 0, before)
+            except OSError as error:
+                warnings.warn(f"this table may lie far from its GPU: {error}", stacklevel=4)
+        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import warnings
 import weakref
@@ -35,9 +34,7 @@ __all__ = [
 _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str] | None
 
-MemoryKind: TypeAlias = Literal[
-    "auto", "plain", "registered", "managed", "cuda", "file", "shared", "mapped"
-]
+MemoryKind: TypeAlias = Literal[host_memory.HostMemoryKind, "cuda", "file", "shared", "mapped"]
 """Where a table lies; see HostTable and, for "mapped", HostTable.open."""
 
 _KINDS = get_args(MemoryKind)
@@ -207,7 +204,7 @@ class SharedPlacement(Placement):
     @classmethod
     def opened(cls, handle: SharedMemoryHandle) -> SharedPlacement:
         """The memory of a handle."""
-        return cls(SharedMemory(handle.open(), handle.address.count))
+        return cls(SharedMemory(handle.open(), handle.count))
 
     def release(self) -> None:
         """See Placement; other processes keep the memory."""
@@ -224,15 +221,9 @@ class MappedPlacement(Placement):
 
     Where there is a GPU the files are registered for it, read-only and in place, which reads them
     whole. What does not work there is the `reason`.
-    `fields` are in the files' memory: writing to them ends the process.
-
-    Args:
-        source: What HostTable.save was given, or a file like it.
-        field: The one that is used, as "weight"; None: all of them.
-
-    Raises:
-        NotMapped: The file system cannot map them, or a field is not aligned.
-        ValueError: As for open_fields.
+    `fields` are in the files' memory: writing to them ends the process. With `field` there is only
+    this one, as "weight". NotMapped if the file system cannot map the files, or a field is not
+    aligned; ValueError as of open_fields.
     """
 
     memory = "mapped"
@@ -240,22 +231,23 @@ class MappedPlacement(Placement):
 
     def __init__(self, source: str | os.PathLike[str], field: str | None = None) -> None:
         self.path = os.path.abspath(source)
-        mapped: dict[str, mmap.mmap] = {}
         try:
-            with open_fields(source, mapped=mapped, field=field) as stored:
+            with open_fields(source, field=field) as stored:
                 for name, each in stored.items():
                     if each.nbytes and each.offset % each.dtype.itemsize:
                         raise NotMapped(
-                            f"field {name!r} begins at byte {each.offset:,} of {each.path}, which"
-                            f" is no multiple of the {each.dtype.itemsize} bytes of {each.dtype};"
-                            " save() the table once, and open that file"
+                            f"field {name!r} begins at byte {each.offset:,} of"
+                            f" {each.file.path}, which is no multiple of the"
+                            f" {each.dtype.itemsize} bytes of {each.dtype}; save() the table once,"
+                            " and open that file"
                         )
+                files = {each.file.path: each.file for each in stored.values()}
+                map_to_read = system_calls.calls.map_to_read
+                self._files = {path: file.map(map_to_read) for path, file in files.items()}
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
             raise NotMapped(f"the file system does not map it: {error.strerror}") from error
-        # Others were opened before another save replaced them.
-        self._files = {path: mapped[path] for path in {each.path for each in stored.values()}}
         with warnings.catch_warnings():
             # Tables give such tensors out as ReadOnlyRows alone.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -269,9 +261,9 @@ class MappedPlacement(Placement):
         self.is_in_place = kinds == {"registered"}
         self.fields: dict[str, Tensor] = {}
         for name, each in stored.items():
-            data = whole[each.path][each.offset : each.offset + each.nbytes]
+            data = whole[each.file.path][each.offset : each.offset + each.nbytes]
             rows = data.view(each.dtype).view(each.shape)
-            self.fields[name] = host_memory.keep_pinned(rows, whole[each.path])
+            self.fields[name] = host_memory.keep_pinned(rows, whole[each.file.path])
 
     def check(self) -> None:
         """Raises ValueError if a file was cut: reading its bytes would end the process."""

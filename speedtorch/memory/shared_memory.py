@@ -43,19 +43,6 @@ _GIVEN = 1  # the word of a field that was loaded
 _FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-5, 1e-3
 
 
-@dataclass(frozen=True)
-class _Address:
-    """Where a descriptor of the memory is, and what tells whether it is still the same."""
-
-    boot: str  # the machine, and its last start
-    namespace: str  # in which process numbers are counted
-    process: int
-    started: int  # when the process started, in clock ticks since the boot
-    descriptor: int
-    file: tuple[int, int]  # device and inode of the memory
-    count: int  # bytes of data
-
-
 class _Descriptor(io.FileIO):
     """A descriptor of the memory, `_Descriptor(path or number, "r+")`, that closes with the object.
 
@@ -78,6 +65,7 @@ _writers: WeakValueDictionary[tuple[int, int, tuple[int, int]], _Descriptor] = W
 """Threads within writing(), and their locks."""
 
 
+@dataclass(eq=False, repr=False)
 class SharedMemoryHandle:
     """What opens the memory in another process, once pickled there.
 
@@ -85,16 +73,22 @@ class SharedMemoryHandle:
     the process that made the handle, which has to live until then, by its number in /proc.
     """
 
-    def __init__(self, address: _Address, descriptor: _Descriptor | None) -> None:
-        self.address = address
-        self._descriptor = descriptor
-        """A descriptor of its own, as long as this process does not need the address."""
+    boot: str  # the machine, and its last start
+    namespace: str  # in which process numbers are counted
+    process: int
+    started: int  # when the process started, in clock ticks since the boot
+    number: int  # of a descriptor of the process
+    file: tuple[int, int]  # device and inode of the memory
+    count: int  # bytes of data
+    own: _Descriptor | None  # of the handle, as long as this process does not need the others
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        sent = None
-        if self._descriptor is not None and get_spawning_popen() is not None:
-            sent = DupFd(self._descriptor.fileno())
-        return _received, (self.address, sent)
+    def __getstate__(self) -> dict[str, Any]:
+        own = None if get_spawning_popen() is None else self.own
+        return vars(self) | {"own": own and DupFd(own.fileno())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        sent = state["own"]
+        vars(self).update(state, own=sent and _Descriptor(sent.detach(), "r+"))
 
     def open(self) -> _Descriptor:
         """A new descriptor of the memory.
@@ -104,32 +98,30 @@ class SharedMemoryHandle:
             ProcessLookupError: The process that made the handle, or its table, is gone.
             PermissionError: It belongs to another user.
         """
-        if self._descriptor is not None:
-            return self._descriptor.opened_again()
-        address = self.address
-        if address.boot != _boot():
+        if self.own is not None:
+            return self.own.opened_again()
+        if self.boot != _boot():
             raise ValueError(
                 "handle: the table is in the memory of another machine, or of this one before its"
                 " last start; save() it there, and HostTable.open() the file here"
             )
-        if address.namespace != _namespace():
+        if self.namespace != _namespace():
             raise ValueError(
                 f"handle: the table is shared by a process of another container"
-                f" ({address.namespace}, here {_namespace()}); let both see the same processes, or"
+                f" ({self.namespace}, here {_namespace()}); let both see the same processes, or"
                 " map one file in both: HostTable.open(path, 'mapped')"
             )
         gone = (
-            f"process {address.process}, which shared the table, has closed it or has ended; call"
+            f"process {self.process}, which shared the table, has closed it or has ended; call"
             " share() in a process that has the table open"
         )
-        if _start_of(address.process) != address.started:
-            raise ProcessLookupError(errno.ESRCH, gone)
-        path = f"/proc/{address.process}/fd/{address.descriptor}"
+        path = f"/proc/{self.process}/fd/{self.number}"
+        is_there = _start_of(self.process) == self.started
         try:
             # Asked first: by now the number may be that of a socket, or of another's file.
-            if _identity(path) == address.file:
+            if is_there and _identity(path) == self.file:
                 descriptor = _Descriptor(path, "r+")
-                if descriptor.file == address.file:
+                if descriptor.file == self.file:
                     return descriptor
         except FileNotFoundError as error:
             raise ProcessLookupError(errno.ESRCH, gone) from error
@@ -139,20 +131,12 @@ class SharedMemoryHandle:
         raise ProcessLookupError(errno.ESRCH, gone)
 
 
-def _received(address: _Address, sent: Any) -> SharedMemoryHandle:
-    """A handle as another process gets it."""
-    return SharedMemoryHandle(address, None if sent is None else _Descriptor(sent.detach(), "r+"))
-
-
 class SharedMemory:
     """Zeros that several processes read and write at the same place.
 
     The memory goes with the last process, tensor and handle that has it. `data` is uint8 `[count]`.
-
-    Args:
-        descriptor: Of the memory, which is sealed; closed with this, also where this raises.
-        count: Bytes of data.
-        new_bytes: All bytes of memory that is new, which is taken and sealed now.
+    The descriptor is closed with this, also where this raises. `new_bytes` are all bytes of memory
+    that is new, which is taken and sealed now.
     """
 
     def __init__(self, descriptor: _Descriptor, count: int, new_bytes: int = 0) -> None:
@@ -200,17 +184,17 @@ class SharedMemory:
 
     def handle(self) -> SharedMemoryHandle:
         """What opens the memory in another process."""
-        address = _Address(
+        return SharedMemoryHandle(
             boot=_boot(),
             namespace=_namespace(),
             process=os.getpid(),
             started=_start_of(os.getpid()) or 0,
-            descriptor=self._descriptor.fileno(),
+            number=self._descriptor.fileno(),
             file=self._descriptor.file,
             count=self._count,
+            # Of its own: the process that is started next may get it after the table is closed.
+            own=self._descriptor.opened_again(),
         )
-        # Of its own: the process that is started next may get it after the table is closed.
-        return SharedMemoryHandle(address, self._descriptor.opened_again())
 
     def close(self) -> None:
         """Closes the descriptor; the memory goes with the tensors of it."""

@@ -13,7 +13,7 @@ import inspect
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,8 @@ _MOST_COPIED = 1 << 16
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """The parameter group that holds a parameter; ValueError if none does."""
     for group in optimizer.param_groups:
-        for held in group["params"]:
-            if held is parameter:
-                return group
+        if any(held is parameter for held in group["params"]):
+            return group
     raise ValueError(
         f"{type(optimizer).__name__} does not hold this parameter of shape"
         f" {list(parameter.shape)}: build the optimizer with it first"
@@ -195,40 +194,16 @@ class OptimizerCopy:
         construct: bool,
         step: Callable[[Optimizer], object] | None = None,
     ) -> None:
-        kind, group = type(optimizer), group_of(optimizer, parameter)
-        self._step = step or step_without_hooks(kind)
+        group = group_of(optimizer, parameter)
+        self._step = step or step_without_hooks(type(optimizer))
         self.parameter = nn.Parameter(values.detach().clone())
         self._states = _StateMap(Recorder)
-        attributes = _own_attributes(optimizer)
-        for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
-        # What deepcopy must not copy but replace: each parameter, and what is set up here.
-        memo: dict[int, Any] = {
-            id(held): nn.Parameter(held.new_zeros(1), requires_grad=False)
-            for any_group in optimizer.param_groups
-            for held in any_group["params"]
-        }
-        memo |= {id(parameter): self.parameter, id(optimizer.state): self._states}
-        own: dict[str, Any] = {}
-        memo[id(optimizer.param_groups)] = [own]
-        _stand_in_for_large([group, attributes, for_all], memo)
-        kept = {n: each for n, each in group.items() if n not in ("params", "param_names")}
-        own.update(copy.deepcopy(kept, memo))
-        for name in settings.keys() & own.keys():
-            is_tensor = isinstance(own[name], Tensor)
-            own[name] = torch.full_like(own[name], settings[name]) if is_tensor else settings[name]
-        own["params"] = [self.parameter]
-        self._states.update(copy.deepcopy(for_all, memo))
+        own = {n: each for n, each in group.items() if n not in ("params", "param_names")}
+        small, taken = {id(parameter): self.parameter}, [([self.parameter], own)]
+        self.optimizer = _copied(optimizer, small, taken, settings, self._states, construct)
         if construct:
-            accepted = set(inspect.signature(kind).parameters) & set(own) - {"params"}
-            self.optimizer = kind([self.parameter], **{name: own[name] for name in accepted})
-            self.optimizer.param_groups[0].update(own)
-            # A flag or a count beside the state is as far as that of the original.
-            vars(self.optimizer).update(plain_values(attributes))
             self._states[self.parameter] = Recorder(self.optimizer.state[self.parameter])
             self.optimizer.state = self._states
-        else:
-            self.optimizer = memo[id(optimizer)] = object.__new__(kind)
-            vars(self.optimizer).update(copy.deepcopy(attributes, memo))
 
     @property
     def state(self) -> Recorder:
@@ -260,33 +235,43 @@ def copy_with(
 ) -> Optimizer:
     """A copy of an optimizer that holds small parameters in place of some of its own, stateless.
 
-    Args:
-        optimizer: stays as it is.
-        small: by the numbers of a group, and of the parameter in the group, each replacement.
-        settings: of all groups that have them.
-        construct: as of OptimizerCopy.
+    `small` has them by the numbers of a group, and of the parameter in the group. All groups that
+    have one of the `settings` get it; `construct` is as of OptimizerCopy.
     """
-    kind, attributes = type(optimizer), _own_attributes(optimizer)
-    states: defaultdict[Any, Any] = defaultdict(dict)
-    groups: list[dict[str, Any]] = []
-    memo: dict[int, Any] = {id(optimizer.state): states, id(optimizer.param_groups): groups}
+    by_id: dict[int, nn.Parameter] = {}
     taken: list[tuple[list[nn.Parameter], dict[str, Any]]] = []
     for number, group in enumerate(optimizer.param_groups):
-        held, chosen = group["params"], small.get(number, {})
-        for place, each in enumerate(held):
-            stand_in = chosen.get(place)
-            if stand_in is None:
-                stand_in = nn.Parameter(torch.zeros(1), requires_grad=False)
-            memo[id(each)] = stand_in
-        if not chosen:
+        if not (chosen := small.get(number)):
             continue
-        own: dict[str, Any] = {}
+        held, own = group["params"], dict[str, Any]()
+        by_id |= {id(held[place]): each for place, each in chosen.items()}
         for name, value in group.items():
             is_cut = isinstance(value, list) and len(chosen) < len(held) == len(value)
             if name != "params":  # a list with an entry for each parameter, as its names
                 own[name] = [value[place] for place in chosen] if is_cut else value
         taken.append(([*chosen.values()], own))
+    return _copied(optimizer, by_id, taken, settings, defaultdict(dict), construct)
+
+
+def _copied(
+    optimizer: Optimizer,
+    small: Mapping[int, nn.Parameter],
+    taken: Sequence[tuple[list[nn.Parameter], dict[str, Any]]],
+    settings: Mapping[str, Any],
+    states: defaultdict[Any, Any],
+    construct: bool,
+) -> Optimizer:
+    """A copy with small parameters, by the ids of its own, in groups of these entries."""
+    kind, attributes = type(optimizer), _own_attributes(optimizer)
     for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    groups: list[dict[str, Any]] = []
+    # What deepcopy must not copy but replace: each parameter, and what is set up here.
+    memo: dict[int, Any] = {
+        id(held): nn.Parameter(torch.zeros(1, dtype=held.dtype, device=held.device), False)
+        for group in optimizer.param_groups
+        for held in group["params"]
+    }
+    memo |= {**small, id(optimizer.state): states, id(optimizer.param_groups): groups}
     _stand_in_for_large([[own for _, own in taken], attributes, for_all], memo)
     for parameters, own in taken:
         made = copy.deepcopy(own, memo)
@@ -294,15 +279,17 @@ def copy_with(
             value, is_tensor = settings[name], isinstance(made[name], Tensor)
             made[name] = torch.full_like(made[name], value) if is_tensor else value
         groups.append({"params": parameters, **made})
+    states.update(copy.deepcopy(for_all, memo))
+    copied: Optimizer
     if construct:
         accepted = set(inspect.signature(kind).parameters) & set(groups[0]) - {"params"}
-        defaults = {name: groups[0][name] for name in accepted}
-        copied = kind([{**group} for group in groups], **defaults)
+        given: Any = [{**group} for group in groups] if len(groups) > 1 else taken[0][0]
+        copied = kind(given, **{name: groups[0][name] for name in accepted})
         for group, as_now in zip(copied.param_groups, groups, strict=True):
             group.update(as_now)
+        # A flag or a count beside the state is as far as that of the original.
         vars(copied).update(plain_values(attributes))
     else:
         copied = memo[id(optimizer)] = object.__new__(kind)
-        states.update(copy.deepcopy(for_all, memo))
         vars(copied).update(copy.deepcopy(attributes, memo))
     return copied

@@ -104,10 +104,8 @@ def probe_optimizer(
             return _probed(optimizer, parameter, sparse)
         except ValueError:
             # What a class does around super().step() sees all rows of the table.
-            if (own := own_steps.get(type(optimizer))) in (
-                None,
-                step_without_hooks(type(optimizer)),
-            ):
+            kind = type(optimizer)
+            if (own := own_steps.get(kind)) in (None, step_without_hooks(kind)):
                 raise
             return _probed(optimizer, parameter, sparse, own)
 
@@ -166,29 +164,24 @@ def kept_random(device: torch.device) -> Iterator[None]:
             np.random.set_state(of_numpy)  # noqa: NPY002
 
 
+@dataclass
 class _Probe:
     """Copies of one optimizer that step a parameter of a few random rows.
 
     Rows and their states go together in dicts, the rows themselves under "".
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameter: Tensor,
-        dtype: torch.dtype,
-        sparse: bool,
-        step: Callable[[Optimizer], object] | None = None,
-    ) -> None:
-        self._step = step
-        self.optimizer = optimizer
-        self.parameter = parameter
-        self._dtype = dtype
-        self._row_shape = tuple(parameter.shape[1:])
+    optimizer: Optimizer
+    parameter: Tensor
+    _dtype: torch.dtype
+    _sparse: bool
+    _step: Callable[[Optimizer], object] | None = None
+    _construct: bool = False
+
+    def __post_init__(self) -> None:
+        self._row_shape = tuple(self.parameter.shape[1:])
         self._rows = next(count for count in _ROW_COUNTS if count not in self._row_shape)
-        self._layouts = (True,) if sparse else (False, True)
-        self._sparse = False
-        self._construct = False
+        self._layouts = (True,) if self._sparse else (False, True)
         self._random = torch.Generator("cpu").manual_seed(0)
 
     def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:
@@ -294,9 +287,9 @@ class _Probe:
         """Raises ValueError if steps that begin with the learnt state are not the first ones."""
         values = self._random_rows()
         # torch's SGD leaves the dampening out of its first step, which we say we do not.
-        fresh, begun = (self._copy(values, {**_PLAIN, "dampening": 0.0}) for _ in range(2))
-        start = self._start(learnt)
-        begun.state.update(_snapshots({**learnt.scalar_state, **start}))
+        settings, start = {**_PLAIN, "dampening": 0.0}, self._start(learnt)
+        fresh = self._copy(values, settings)
+        begun = self._copy(values, settings, {**learnt.scalar_state, **start})
         for _ in range(3):
             gradient = self._random_rows()
             first, after = (self._stepped(copied, gradient, start) for copied in (fresh, begun))
@@ -329,8 +322,7 @@ class _Probe:
         """
         first, names = self._random_rows() / 10, list(learnt.row_state)
         table = {"": first.clone(), **_snapshots(self._start(learnt))}
-        together = self._copy(first, _PLAIN)
-        together.state.update(_snapshots(learnt.scalar_state))
+        together = self._copy(first, _PLAIN, learnt.scalar_state)
         for low, high in _BATCHES:
             gradient = self._random_rows()[low:high]
             before = {name: rows[low:high] for name, rows in table.items()}
@@ -339,8 +331,7 @@ class _Probe:
             copies = []
             for places in orders[: 1 if len(every) == 1 else 3]:
                 rows = {name: each[places] for name, each in before.items()}
-                apart = self._copy(rows[""], {}, together)
-                apart.state.update(_snapshots(together.state))
+                apart = self._copy(rows[""], {}, together.state, together)
                 apart.hold(rows)
                 copies.append((places, apart, self._stepped(apart, gradient[places], names)))
             together.hold(before)
@@ -369,9 +360,8 @@ class _Probe:
         def ends(known: Mapping[str, Any]) -> list[tuple[OptimizerCopy, dict[str, Tensor]]]:
             found = []
             for state in (start, other):
-                copied = self._copy(values, _PLAIN)
+                copied = self._copy(values, _PLAIN, {**learnt.scalar_state, **state})
                 vars(copied.optimizer).update(known)
-                copied.state.update(_snapshots({**learnt.scalar_state, **state}))
                 found.append((copied, self._stepped(copied, gradient, start)))
             return found
 
@@ -385,12 +375,19 @@ class _Probe:
         return known if known and same(first) and not same(ends(known)) else {}
 
     def _copy(
-        self, values: Tensor, settings: Mapping[str, Any], of: OptimizerCopy | None = None
+        self,
+        values: Tensor,
+        settings: Mapping[str, Any],
+        state: Mapping[str, Any] | None = None,
+        of: OptimizerCopy | None = None,
     ) -> OptimizerCopy:
         optimizer, parameter = (of or self).optimizer, (of or self).parameter
-        return OptimizerCopy(
+        made = OptimizerCopy(
             optimizer, parameter, values, settings, construct=self._construct, step=self._step
         )
+        if state is not None:  # asking for it makes one
+            made.state.update(_snapshots(state))
+        return made
 
     def _start(self, learnt: OptimizerProbe) -> dict[str, Tensor]:
         """The state of all rows before the first update."""

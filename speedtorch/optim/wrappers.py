@@ -106,8 +106,7 @@ def show_all_rows(wrapper: Any, saved: Mapping[Optimizer, SavedState]) -> None:
     """
     shown = _Shown(saved)
     for each in _keyed(wrapper):
-        own = {name: partial(getattr(shown, name), each) for name in _SHOWN}
-        vars(each).update(own)
+        vars(each).update({name: partial(getattr(shown, name), each) for name in _SHOWN})
 
 
 def show_held_rows(wrapper: Any) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import mmap
-import os
 import secrets
-import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
 
 __all__ = ["WORDS", "Board"]
@@ -38,12 +37,7 @@ class Board:
     even meetings and one for odd meetings, and writes the whole row: no number is overwritten while
     another rank may still read it, and none of an earlier meeting is taken for a number of this
     one. A number is one aligned word, which is written and read whole. A lock on a byte of the file
-    for each rank shows whether its process lives.
-
-    Args:
-        file: open for reading and writing; closed with this.
-        rank: this one.
-        size: how many there are.
+    for each rank shows whether its process lives. The file is closed with the board.
     """
 
     def __init__(self, file: BinaryIO, rank: int, size: int) -> None:
@@ -60,15 +54,20 @@ class Board:
     ) -> Board | None:
         """That of all ranks, each of which calls this; None if they share no memory of files.
 
-        Args:
-            rank: this one.
-            size: how many there are.
-            agreed: gives what the first rank says.
-            every: gives what each rank says.
+        `agreed` and `every` are those of Together.
         """
-        token = secrets.token_bytes(_TOKEN)
-        with _new_file(token + bytes(_bytes_for(size))) if rank == 0 else nullcontext("") as own:
-            path, token = agreed((own, token))
+        token, path, memory = secrets.token_bytes(_TOKEN), "", Path("/dev/shm")
+        with ExitStack() as undone:
+            if rank == 0:
+                with suppress(OSError):  # none can be made
+                    parent = memory if memory.is_dir() else None
+                    made_folder = TemporaryDirectory(prefix="speedtorch-", dir=parent)
+                    file = Path(undone.enter_context(made_folder), "board")
+                    # Only this user reaches it. What is written at once has its memory. The file is
+                    # closed before a rank opens it: closing would release this process's locks.
+                    file.write_bytes(token + bytes(_bytes_for(size)))
+                    path = str(file)
+            path, token = agreed((path, token))
             made = cls._opened(path, token, rank, size)
             return made if all(every(made is not None)) else None
 
@@ -84,13 +83,9 @@ class Board:
     def exchange(self, given: Sequence[Sequence[int]], seconds: float) -> list[list[int]] | None:
         """Passes numbers to each rank and waits for as many from each rank, this one included.
 
-        Args:
-            given: The numbers for each rank, from 0 to 2 ** 61 - 1: as many for each, at most
-                WORDS. A rank that passes fewer numbers than another one passes zeros after them.
-            seconds: The longest wait.
-
-        Returns the numbers from each rank; None if a rank has not written them by then, has left,
-        or its process has ended.
+        There are as many for each, WORDS at most, from 0 to 2 ** 61 - 1. A rank that passes fewer
+        than another one passes zeros after them. None if a rank has not written them in these
+        seconds, has left, or its process has ended.
         """
         words, size = self._words, self._size
         even, odd = (words[place] & 3 for place in self._own)
@@ -141,21 +136,3 @@ class Board:
 def _bytes_for(size: int) -> int:
     """Of the numbers of so many ranks."""
     return 2 * _NUMBER * size * size * WORDS
-
-
-@contextmanager
-def _new_file(content: bytes) -> Iterator[str]:
-    """The path of a file that only this user can open, in memory if there is a folder for that.
-
-    "": none can be made. What is written at once has its memory: a full file system is known here.
-    The file is closed before a rank opens it, as closing would release the locks of this process.
-    """
-    memory, path = Path("/dev/shm"), ""
-    with ExitStack() as undone:
-        with suppress(OSError):
-            file, made = tempfile.mkstemp("", "speedtorch-", memory if memory.is_dir() else None)
-            undone.callback(os.unlink, made)
-            with open(file, "wb") as opened:
-                opened.write(content)
-            path = made
-        yield path

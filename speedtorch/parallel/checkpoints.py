@@ -251,8 +251,7 @@ def _begun(
         raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
     _check_names(parts)
     begin = time.perf_counter()
-    if base is not None:
-        _check_number("base", base)
+    _check_number("base", base)
     wait_for(folder)
     with as_plain(), torch.no_grad(), given_in_place(), ExitStack() as stack:
         tensors = _Tensors()
@@ -330,6 +329,7 @@ def _change(ranks: Together, folder: str, base: int | None, tensors: _Tensors) -
     return _Change(opened[0], own, shared, own_ids_of | ids_of)
 
 
+@dataclass(eq=False)
 class _Writing:
     """A generation that is written, by one process or by ranks together.
 
@@ -338,25 +338,21 @@ class _Writing:
     written, or has failed.
     """
 
-    def __init__(
-        self,
-        ranks: Together,
-        folder: str,
-        change: _Change,
-        values: Mapping[str, Any],
-        stack: ExitStack,
-    ) -> None:
-        self.change, self._folder = change, folder
-        self._ranks, self._values, self._stack = ranks, values, stack
-        self._switching = stack.enter_context(ExitStack())
+    _ranks: Together
+    _folder: str
+    change: _Change
+    _values: Mapping[str, Any]
+    _stack: ExitStack
+
+    def __post_init__(self) -> None:
+        self._switching = self._stack.enter_context(ExitStack())
         self._files = [
             JoinedFile(f"rows-{at:05d}.safetensors", each)
-            for at, each in enumerate(_shards(change.shared), 1)
+            for at, each in enumerate(_shards(self.change.shared), 1)
         ]
         # This rank's rows in each file of all ranks, and its own files.
         self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
-        self.jobs += _shards(change.own)
-        self._generation: Generation | None = None
+        self.jobs += _shards(self.change.own)
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
         self._moments: deltas.Moments = []
@@ -367,18 +363,18 @@ class _Writing:
         def make() -> Generation:
             needed = partial(base_of, self._folder)
             new = new_generation(self._folder, keep, needed, self.change.base)
-            self._generation = self._switching.enter_context(new)
+            made = self._switching.enter_context(new)
             every = (*self.change.own.values(), *self.change.shared.values())
             nbytes, status = sum(each.nbytes for each in every), os.statvfs(self._folder)
             if status.f_blocks and nbytes > (free := status.f_bavail * status.f_frsize):
                 text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
                 raise OSError(errno.ENOSPC, text, self._folder)
             for each in self._files:
-                each.make(self._generation.folder)
-            return self._generation
+                each.make(made.folder)
+            return made
 
-        first = by_first(self._ranks, make)
-        self._partial, self._meeting = first.folder, first.meeting
+        # The first rank's is the object whose number is certain once it has switched.
+        self._generation = by_first(self._ranks, make)
 
     def begin(self, tensors: _Tensors, later: int, progress: bool | None) -> None:
         """Writes the jobs, but for the last ones, so many, of which it makes copies."""
@@ -397,7 +393,7 @@ class _Writing:
     def go_beside(self, patience: float) -> None:
         """Lets ranks agree beside the collectives of training from now on; see Meeting."""
         ranks = self._ranks
-        meeting = Meeting(self._meeting, ranks.rank, ranks.size, patience)
+        meeting = Meeting(self._generation.meeting, ranks.rank, ranks.size, patience)
 
         def make() -> None:
             self._stack.callback(meeting.remove)
@@ -422,7 +418,9 @@ class _Writing:
                 self._copies.clear()
 
         agreed(ranks, write)
-        of_ranks = agreed(ranks, lambda: [e.own_digests(self._partial, ranks) for e in self._files])
+        of_ranks = agreed(
+            ranks, lambda: [e.own_digests(self._generation.folder, ranks) for e in self._files]
+        )
         for at, each in enumerate(self._files):
             digests = [digest for of_rank in of_ranks for digest in of_rank[at]]
             self._entries.append({"name": each.name, "bytes": each.nbytes, "crc32": digests})
@@ -439,16 +437,15 @@ class _Writing:
         """Writes jobs, or copies of them, from the `first` on."""
         for at, job in enumerate(jobs, first - len(self._files)):
             if at < 0:
-                self._files[at].write(self._partial, job)
+                self._files[at].write(self._generation.folder, job)
             else:
                 name, digests = f"tensors-{at + 1:05d}.safetensors", list[int]()
-                with replace_files([os.path.join(self._partial, name)]) as (file,):
+                with replace_files([os.path.join(self._generation.folder, name)]) as (file,):
                     write_safetensors(file, job, digests, told)
                 self._entries.append({"name": name, "bytes": file.count, "crc32": digests})
 
     def _switch(self) -> tuple[int, int, str]:
         """Puts the generation in its place; gives its number, all bytes, and its digest."""
-        assert self._generation is not None
         against = self.change.against
         with self._switching.pop_all():
             content = {"version": VERSION, "files": self._entries, "parts": self._values}
@@ -468,7 +465,7 @@ class _Writing:
         return self._generation.number, nbytes, hashlib.sha256(text).hexdigest()
 
     def _write_small(self, name: str, data: bytes) -> None:
-        with replace_files([os.path.join(self._partial, name)]) as (file,):
+        with replace_files([os.path.join(self._generation.folder, name)]) as (file,):
             file.reserve(len(data))
             file.write(data)
 
@@ -536,9 +533,8 @@ def load(
 
     def prepare() -> tuple[str | None, list[tuple[int, str]]]:
         """Gives the digest of the generation, None if it was removed meanwhile; and `damaged`."""
-        for what, given in (("generation", generation), ("since", since)):
-            if given is not None:
-                _check_number(what, given)
+        _check_number("generation", generation)
+        _check_number("since", since)
         for name, part in parts.items():
             if wrong := [each for each in _objects(part) if not hasattr(each, "load_state_dict")]:
                 raise TypeError(
@@ -665,7 +661,7 @@ def _copies(part: Any) -> bool:
 
 
 def _check_number(what: str, given: object) -> None:
-    if isinstance(given, bool) or not isinstance(given, int):
+    if isinstance(given, bool) or not isinstance(given, int | None):
         raise TypeError(f"{what}: expected a number, as Saved.generation is, got {given!r}")
 
 

@@ -12,6 +12,7 @@ from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.attached_state import state_of
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_rows import ShardedRows
+from speedtorch.parallel.sharded_saves import agreed
 
 __all__ = ["full_state_dict"]
 
@@ -63,26 +64,22 @@ def _collected(
 ) -> list[tuple[RowModule, Mapping[str, Tensor]]]:
     """All rows of modules by their fields, on the first rank; nothing on the others."""
     modules[0][1].meet_for_all()
-    refusal: Exception | None = None
     full: list[dict[str, Tensor]] = []
     names: list[list[str]] = []
-    try:
+
+    def prepare() -> list[list[str]]:
         for module, _ in modules:
             module.flush()
             state = state_of(module.trained_rows)
             names.append(["weight", *(() if state is None else state.names)])
         if ranks.rank == 0:
-            full = _room(modules, names)
-    except Exception as error:  # of any kind: the other ranks wait for this one
-        refusal = error
-    told = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-    every = ranks.every((told, names))
-    if refusal is not None:
-        raise refusal
-    for rank, (why, of_rank) in enumerate(every):
-        if why is not None:
-            kind = MemoryError if why.startswith("MemoryError") else RuntimeError
-            raise kind(f"full_state_dict: rank {rank} raises {why}")
+            full.extend(_room(modules, names))
+        return names
+
+    def error_of(text: str) -> Exception:
+        return (MemoryError if "raises MemoryError:" in text else RuntimeError)(text)
+
+    for rank, of_rank in enumerate(agreed(ranks, prepare, "full_state_dict", error_of)):
         if of_rank != names:
             raise RuntimeError(
                 f"full_state_dict: rank {rank} has the fields {of_rank}, and rank {ranks.rank} has"

@@ -9,17 +9,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import time
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Any
 
 from speedtorch.files.system_calls import (
     calls,
-    open_folder,
-    open_to_read,
+    opened,
+    opened_folder,
+    read_file,
     share_lock,
     where_supported,
     write_all,
@@ -34,14 +35,9 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-3, 0.25  # seconds
 class Meeting:
     """Ranks that write one generation while training goes on; see Together.
 
-    The first rank makes the folder by make() before all enter, leaves last, and calls remove().
-
-    Args:
-        folder: That all ranks reach.
-        rank: This one.
-        size: How many there are.
-        patience: Seconds for which a rank waits for a line of another one, where locks do not tell
-            whether that is still there.
+    The first rank makes the folder by make() before all enter, leaves last, and calls remove(). A
+    rank waits `patience` seconds for a line of another one if locks do not tell whether that is
+    still there.
     """
 
     def __init__(self, folder: str, rank: int, size: int, patience: float) -> None:
@@ -55,8 +51,8 @@ class Meeting:
         """Makes the folder with a file of each rank: others find at once what it writes."""
         calls.make_folder(self._folder)
         for rank in range(self.size):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            calls.close(calls.open(self._path(rank), flags))
+            with opened(self._path(rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL):
+                pass
 
     def remove(self) -> None:
         """Removes it, unless another rank may still look there: the next save removes it then."""
@@ -66,24 +62,17 @@ class Meeting:
     def __enter__(self) -> Meeting:
         with ExitStack() as stack:
             if self.rank == 0:
-                parent = open_folder(os.path.dirname(self._folder))
-                stack.callback(calls.close, parent)
+                parent = stack.enter_context(opened_folder(os.path.dirname(self._folder)))
                 with where_supported(errno.EBADF, errno.ENOLCK):
                     share_lock(parent)  # no other save takes the folder for one that was left
-            path = self._path(self.rank)
-            self._file = calls.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            stack.callback(calls.close, self._file)
+            file = opened(self._path(self.rank), os.O_WRONLY | os.O_APPEND)
+            self._file = stack.enter_context(file)
             with suppress(OSError):  # no locks here, which other ranks see
                 calls.own(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._left, self._in_use = stack.pop_all(), True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._left, suppress(OSError):
             with suppress(OSError):  # the lock goes all the same
                 write_all(self._file, b"\n")
@@ -135,10 +124,7 @@ class Meeting:
         while True:
             waited = time.monotonic() - begin
             has_ended = self._is_free(rank) if self._sees_locks else waited > self._patience
-            with open_to_read(self._path(rank)) as (read, size):
-                data = bytearray(size)
-                read(memoryview(data), 0)
-            lines = bytes(data).split(b"\n")[:-1]
+            lines = bytes(read_file(self._path(rank), math.inf)).split(b"\n")[:-1]
             if len(lines) > self._heard[rank]:
                 self._heard[rank] += 1
                 return lines[self._heard[rank] - 1]
@@ -149,13 +135,11 @@ class Meeting:
 
     def _is_free(self, rank: int) -> bool:
         """Whether no process has the lock of another rank."""
-        descriptor = calls.open(self._path(rank), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            calls.own(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        finally:
-            calls.close(descriptor)
+        with opened(self._path(rank), os.O_WRONLY) as descriptor:
+            try:
+                calls.own(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                return False
         return True
 
     def _path(self, rank: int) -> str:

@@ -6,10 +6,11 @@ import zlib
 from itertools import zip_longest
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel.ranks import Ranks
+from speedtorch.parallel.sharded_saves import agreed
 
 __all__ = ["same_modules"]
 
@@ -25,24 +26,18 @@ def same_modules(ranks: Ranks, model: nn.Module, *, average: bool) -> dict[str, 
     Raises on all ranks, also where one of them alone is wrong: its own error there, and ValueError
     on the others; ValueError if two ranks differ.
     """
-    refusal: Exception | None = None
     named: dict[str, RowModule] = {}
-    own: dict[str, _Settings] = {}
-    try:
-        named = _modules_of(model)
-        own = {name: _settings_of(module, average=average) for name, module in named.items()}
-    except Exception as error:  # of any kind: the other ranks wait for this one
-        refusal = error
-    told = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-    every = ranks.every((told, list(own.items())))
-    if refusal is not None:
-        raise refusal
-    for rank, (why, _) in enumerate(every):
-        if why is not None:
-            raise ValueError(f"shard: rank {rank} raises {why}; nothing has changed on any rank")
-    first = every[0][1]
-    for rank, (_, modules) in enumerate(every):
-        _refuse_if_differing(first, modules, rank)
+
+    def settings() -> list[tuple[str, _Settings]]:
+        named.update(_modules_of(model))
+        return [(name, _settings_of(each, average=average)) for name, each in named.items()]
+
+    def error_of(text: str) -> Exception:
+        return ValueError(f"{text}; nothing has changed on any rank")
+
+    every = agreed(ranks, settings, "shard", error_of)
+    for rank, modules in enumerate(every):
+        _refuse_if_differing(every[0], modules, rank)
     return named
 
 
@@ -86,13 +81,12 @@ def _settings_of(module: RowModule, *, average: bool) -> _Settings:
         **module.settings,
         "weight.requires_grad": weight.requires_grad,
         "average": average,
-        _VALUES: [_digest(each) for each in table.samples()],
+        _VALUES: [
+            f"values of digest {zlib.crc32(each.view(torch.uint8).numpy().tobytes()):08x}"
+            for each in table.samples()
+        ],
     }
     return {name: str(value) for name, value in settings.items()}
-
-
-def _digest(values: Tensor) -> str:
-    return f"values of digest {zlib.crc32(values.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def _refuse_if_differing(

@@ -59,6 +59,7 @@ class SavedGeneration:
         self._older = [each for each in generations_of(folder) if each < number]
         self._arrays: dict[str, tuple[StoredArray, mmap.mmap]] = {}
         self._ranges: list[range] = []
+        self._open_files()
 
     @classmethod
     def opened(cls, folder: str, number: int) -> SavedGeneration:
@@ -66,9 +67,7 @@ class SavedGeneration:
 
         Raises DamagedError if a file is damaged, or not there.
         """
-        made = cls(folder, number)
-        made._open_files()
-        last = made
+        last = made = cls(folder, number)
         while "base" in last.manifest:
             last = last._open_base()
         for each in reversed(made.chain):
@@ -105,7 +104,15 @@ class SavedGeneration:
                 if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
                     raise ValueError(f"it names the file {name[:300]!r}")
         for each in self.manifest["files"]:
-            self._open(each["name"], each["bytes"])
+            name, nbytes = each["name"], each["bytes"]
+            with self._damage(name), open_to_read(os.path.join(self.path, name)) as file:
+                if file.size != nbytes:
+                    raise ValueError(f"it has {file.size:,} bytes of {nbytes:,}")
+                arrays = safetensors_format.read_arrays(file.read, file.size)
+                mapped = file.map(calls.map_copy)  # what is written to the memory stays here
+            first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+            self._ranges.append(range(first, first + nbytes))
+            self._arrays |= {key: (array, mapped) for key, array in arrays.items()}
 
     @contextmanager
     def _damage(self, name: str) -> Iterator[None]:
@@ -136,7 +143,6 @@ class SavedGeneration:
                 raise ValueError("its changed rows have no names")
             self.ids_of = {str(key): str(ids) for key, ids in entry["rows"].items()}
         self.base = SavedGeneration(self._folder, number, self.number)
-        self.base._open_files()
         with self._damage("manifest.json"):
             if self.base.digest != digest:
                 raise ValueError(f"generation {number} is another than it was written against")
@@ -167,10 +173,9 @@ class SavedGeneration:
 
     def has(self, key: str, like: Tensor) -> bool:
         """Whether it has a tensor of the same shape and dtype under a key."""
-        try:
-            array = self.array(key)
-        except KeyError:
+        if key not in self._whole_of(key)._arrays:
             return False
+        array = self.array(key)
         return (tuple(array.shape), array.dtype) == (tuple(like.shape), like.dtype)
 
     def changed_since(self, generation: int) -> dict[str, list[tuple[Tensor, Tensor]]] | None:
@@ -192,25 +197,6 @@ class SavedGeneration:
                 raise ValueError(f"it has ids that are none of {count:,} rows")
         return ids, self._mapped(key)
 
-    def _open(self, name: str, nbytes: int) -> None:
-        """Maps the arrays of a file, privately: what is written to them stays here."""
-        path = os.path.join(self.path, name)
-        with self._damage(name), open_to_read(path) as (read, size):
-            if size != nbytes:
-                raise ValueError(f"it has {size:,} bytes of {nbytes:,}")
-            arrays = safetensors_format.read_arrays(read, size)
-        with self._damage(name):  # or another process has removed it since
-            descriptor = calls.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with about(path):
-                mapped = calls.map_copy(descriptor, size)
-        finally:
-            calls.close(descriptor)
-        first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-        self._ranges.append(range(first, first + size))
-        for key, array in arrays.items():
-            self._arrays[key] = array, mapped
-
     def verify(self, progress: bool | None) -> None:
         """Raises DamagedError unless all bytes are those that were written."""
         files = [(each, entry) for each in self.chain for entry in each.manifest["files"]]
@@ -224,10 +210,10 @@ class SavedGeneration:
 
             for of, entry in files:
                 name, nbytes, expected = entry["name"], entry["bytes"], entry["crc32"]
-                with of._damage(name), open_to_read(os.path.join(of.path, name)) as (read, _):
+                with of._damage(name), open_to_read(os.path.join(of.path, name)) as file:
                     if len(expected) != (count := chunk_count(nbytes)):
                         raise ValueError(f"it has {count} chunks of {len(expected)}")
-                    found = all_digests(read, nbytes, told)
+                    found = all_digests(file.read, nbytes, told)
                     for number, (digest, other) in enumerate(zip(found, expected, strict=True)):
                         if digest != other:
                             begin = number * CHUNK_BYTES
@@ -258,16 +244,14 @@ class SavedGeneration:
 
     def _mapped(self, key: str) -> Tensor:
         array, mapped = self._arrays[key]
-        made = torch.empty(0, dtype=array.dtype, device="cpu")
         if array.nbytes == 0:
-            return made.view(array.shape)
+            return torch.empty(array.shape, dtype=array.dtype, device="cpu")
         # A storage of these bytes alone: a deepcopy, as of an optimizer's groups, copies all of it.
         part = torch.frombuffer(mapped, dtype=torch.uint8, count=array.nbytes, offset=array.offset)
         if array.offset % array.dtype.itemsize:  # none of our files
             part = part.clone()
         # No view of another tensor, which would keep that and with it the file.
-        strides = torch.empty(array.shape, device="meta").stride()
-        return made.set_(part.untyped_storage(), 0, array.shape, strides)
+        return part.view(array.dtype).view(array.shape).data
 
     def let_go(self, optimizer: Optimizer) -> None:
         """Gives an optimizer tensors of its own where it has kept those of the file."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from speedtorch.files.chunk_digests import chunk_count, digests_of
 from speedtorch.files.field_blocks import SomeRows, write_blocks
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
-from speedtorch.files.system_calls import about, calls, open_to_read, write_all
+from speedtorch.files.system_calls import about, calls, open_to_read, opened, write_all
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["Alone", "JoinedFile", "JoinedRows", "Together", "agreed", "by_first", "check_same"]
@@ -52,38 +52,36 @@ class Alone(Together):
         return [value]
 
 
-def agreed(ranks: Together, stage: Callable[[], _Value], call: str = "save") -> list[_Value]:
-    """What each rank gives, by rank; every rank calls it, within `call`.
+def agreed(
+    ranks: Together,
+    stage: Callable[[], _Value],
+    call: str = "save",
+    error_of: Callable[[str], Exception] = RuntimeError,
+    tell: Callable[[Any], list[Any]] | None = None,
+) -> list[_Value]:
+    """What each rank gives, by rank, or what `tell` lets ranks tell; all call it, within `call`.
 
-    Raises what this rank's call raises, and RuntimeError if another's does.
+    Raises what this rank's stage raises, and `error_of` a text if another's does.
     """
+    tell = tell or ranks.every
     try:
         given = stage()
     except Exception as error:
         with suppress(Exception):  # the first error is the one to raise
-            ranks.every((None, repr(error)))
+            tell((None, f"{type(error).__name__}: {error}"))
         raise
-    every = ranks.every((given, None))
-    for rank, (_, text) in enumerate(every):
+    told = tell((given, None))
+    for rank, (_, text) in enumerate(told):
         if text is not None:
-            raise RuntimeError(f"{call}: rank {rank} raises {text}")
-    return [value for value, _ in every]
+            raise error_of(f"{call}: rank {rank} raises {text}")
+    return [value for value, _ in told]
 
 
 def by_first(ranks: Together, stage: Callable[[], _Value]) -> _Value:
     """What the first rank gives, which alone makes the call; errors as of agreed()."""
-    given: Any = None
-    if ranks.rank == 0:
-        try:
-            given = stage()
-        except Exception as error:
-            with suppress(Exception):
-                ranks.agreed((None, repr(error)))
-            raise
-    given, text = ranks.agreed((given, None))
-    if text is not None:
-        raise RuntimeError(f"save: rank 0 raises {text}")
-    return cast(_Value, given)
+    own: Callable[[], Any] = (lambda: None) if ranks.rank else stage
+    given: list[_Value] = agreed(ranks, own, tell=lambda said: [ranks.agreed(said)])
+    return given[0]
 
 
 def check_same(ranks: Together, shared: Mapping[str, SharedRows], how: Mapping[str, Any]) -> None:
@@ -162,18 +160,14 @@ class JoinedFile:
     def write(self, folder: str, own: Mapping[int, Tensor | SomeRows]) -> None:
         """Writes this rank's rows, or copies of them, and brings them to the disk."""
         path = os.path.join(folder, self.name)
-        descriptor = calls.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            with about(path):
-                runs = {begin: rows.nbytes for begin, rows in own.items()}
-                write_blocks(_writer_of_runs(descriptor, runs), b"", [*own.values()])
-                calls.fsync(descriptor)
-        finally:
-            calls.close(descriptor)
+        runs = {begin: rows.nbytes for begin, rows in own.items()}
+        with opened(path, os.O_WRONLY) as descriptor, about(path):
+            write_blocks(_writer_of_runs(descriptor, runs), b"", [*own.values()])
+            calls.fsync(descriptor)
 
     def own_digests(self, folder: str, ranks: Together) -> list[int]:
         """The digests of this rank's part of the file's chunks."""
         count = chunk_count(self.nbytes)
         first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))
-        with open_to_read(os.path.join(folder, self.name)) as (read, _):
-            return list(digests_of(read, self.nbytes, range(first, end)).values())
+        with open_to_read(os.path.join(folder, self.name)) as file:
+            return list(digests_of(file.read, self.nbytes, range(first, end)).values())

@@ -894,7 +894,7 @@ class HostTable:
             for name, (shape, dtype) in self.fields.items():
                 if ((part := parts[name]).shape, part.dtype) != ((len(here), *shape), dtype):
                     raise ValueError(
-                        f"{part.path}: {name!r} is {part.dtype} {list(part.shape)}, the table "
+                        f"{part.file.path}: {name!r} is {part.dtype} {list(part.shape)}, the table "
                         f"needs {dtype} {[len(here), *shape]}{'' if whole else asked}"
                     )
             self._read(parts, here)

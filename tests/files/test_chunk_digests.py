@@ -25,10 +25,14 @@ def made(path: Path, nbytes: int) -> list[bytes]:
 @pytest.mark.parametrize("nbytes", [1, CHUNK_BYTES - 1, CHUNK_BYTES, 21 * CHUNK_BYTES + 5])
 def test_each_chunk_has_its_digest(tmp_path: Path, nbytes: int) -> None:
     chunks, told = made(tmp_path / "a", nbytes), list[int]()
-    with open_to_read(tmp_path / "a") as (read, size):
-        assert all_digests(read, size, told.append) == [zlib.crc32(each) for each in chunks]
+    with open_to_read(tmp_path / "a") as file:
+        assert all_digests(file.read, file.size, told.append) == [
+            zlib.crc32(each) for each in chunks
+        ]
         last = len(chunks) - 1
-        assert digests_of(read, size, [last, 0]) == {n: zlib.crc32(chunks[n]) for n in (last, 0)}
+        assert digests_of(file.read, file.size, [last, 0]) == {
+            n: zlib.crc32(chunks[n]) for n in (last, 0)
+        }
     assert sorted(told) == sorted(map(len, chunks))
 
 
@@ -43,8 +47,8 @@ def test_threads_read_consecutive_chunks(tmp_path: Path, monkeypatch: pytest.Mon
         return real(file, views, offset)
 
     monkeypatch.setattr(system_calls.calls, "read", read_together)
-    with open_to_read(tmp_path / "a") as (read, size):
-        all_digests(read, size, lambda count: None)
+    with open_to_read(tmp_path / "a") as file:
+        all_digests(file.read, file.size, lambda count: None)
     assert [sorted(offsets[at : at + 4]) for at in range(0, 64, 4)] == [
         [*range(at, at + 4)] for at in range(0, 64, 4)
     ]
@@ -54,7 +58,7 @@ def test_a_read_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made(tmp_path / "a", 5 * CHUNK_BYTES)
     fail(monkeypatch, "read", 3)
     with (
-        open_to_read(tmp_path / "a") as (read, size),
+        open_to_read(tmp_path / "a") as file,
         pytest.raises(OSError, match=r"Input/output error: '.*/a'"),
     ):
-        all_digests(read, size, lambda count: None)
+        all_digests(file.read, file.size, lambda count: None)

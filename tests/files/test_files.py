@@ -17,9 +17,9 @@ from speedtorch.files import system_calls
 def test_a_read_takes_the_bytes_from_its_place(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     part = bytearray(4)
-    with system_calls.open_to_read(tmp_path / "a") as (read, size):
-        read(memoryview(part), 3)
-    assert (part, size) == (b"3456", 10)
+    with system_calls.open_to_read(tmp_path / "a") as file:
+        file.read(memoryview(part), 3)
+    assert (part, file.size) == (b"3456", 10)
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,28 +28,28 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         system_calls.calls, "read", lambda file, views, at: os.preadv(file, [views[0][:3]], at)
     )
     part = bytearray(8)
-    with system_calls.open_to_read(tmp_path / "a") as (read, _):
-        read(memoryview(part), 1)
+    with system_calls.open_to_read(tmp_path / "a") as file:
+        file.read(memoryview(part), 1)
     assert part == b"12345678"
 
 
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123")
     with (
-        system_calls.open_to_read(tmp_path / "a") as (read, _),
+        system_calls.open_to_read(tmp_path / "a") as file,
         pytest.raises(ValueError, match="a: ends at byte 4; it was cut off"),
     ):
-        read(memoryview(bytearray(8)), 0)
+        file.read(memoryview(bytearray(8)), 0)
 
 
 def test_a_failing_read_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"0123")
     fail(monkeypatch, "read")
     with (
-        system_calls.open_to_read(tmp_path / "a") as (read, _),
+        system_calls.open_to_read(tmp_path / "a") as file,
         pytest.raises(OSError, match=r"Input/output error: '.*/a'"),
     ):
-        read(memoryview(bytearray(2)), 0)
+        file.read(memoryview(bytearray(2)), 0)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "named pipe"])
