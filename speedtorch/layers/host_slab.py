@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
 from speedtorch.memory.side_stream import end_of_current
 
@@ -53,12 +54,12 @@ def copy_spans(
     other: Tensor,
     spans: Sequence[tuple[int, int]],
     *,
-    comes: bool,
+    to: Memory,
     is_pinned: bool,
 ) -> None:
     """Copies ranges of bytes between tensors `[bytes]` of uint8 on the current stream.
 
-    The host does not wait if `host` is pinned. `comes`: from the host; else to it.
+    The host does not wait if `host` is pinned.
     """
     is_direct = is_pinned or other.is_cpu
     stage = None if is_direct else _stage(other.device)
@@ -70,8 +71,8 @@ def copy_spans(
         if end - begin < host.numel():
             of_host, of_other = host[begin:end], other[begin:end]
         if stage is not None:
-            (stage.fill if comes else stage.drain)(of_host, of_other)
-        elif comes:
+            (stage.fill if to is Memory.DEVICE else stage.drain)(of_host, of_other)
+        elif to is Memory.DEVICE:
             of_other.copy_(of_host, non_blocking=True)
         else:
             of_host.copy_(of_other, non_blocking=is_direct)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.layers.unit import Caller, Unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
@@ -438,7 +438,10 @@ class Residency:
         search: look for views of the unit; without it they are looked for if there may be some.
         """
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
-        is_home, before = unit.is_home(state_alone=leaver.of_state), self._traffic.bytes_out
+        is_home, before = (
+            unit.is_home(state_alone=leaver.of_state),
+            self._traffic.copied[Memory.HOST],
+        )
         try:
             if leaver.of_state:
                 freed = unit.evict_state(end)
@@ -458,7 +461,7 @@ class Residency:
         except BaseException:
             self._left.pop(unit, None)  # it may be on the device, and no longer tracked
             raise
-        if not is_home or self._traffic.bytes_out > before:
+        if not is_home or self._traffic.copied[Memory.HOST] > before:
             self.seconds_waited += time.perf_counter() - begin
         if not self.bytes_of(unit):
             self._there.pop(unit, None)

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from operator import attrgetter, eq, methodcaller
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
-from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import (
     current_stream,
@@ -41,13 +40,6 @@ ALIGNMENT = 256
 _ELEMENT_ALIGNMENT = 16
 
 _SHAPE, _STRIDE = attrgetter("shape"), methodcaller("stride")
-
-
-class Memory(Enum):
-    """The two memories of a slab."""
-
-    HOST = "host"
-    DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,10 +389,10 @@ class Slab:
             if self._whole is None:
                 self._whole = _elements(self._storage, 0, (self.nbytes,))
             begun = self.traffic.begin(stream)
-            copy_spans(self.host, self._whole, spans, comes=comes, is_pinned=self._is_pinned)
+            copy_spans(self.host, self._whole, spans, to=memory, is_pinned=self._is_pinned)
         copied = sum([end - begin for begin, end in spans])
         side = self.coming if comes else self.leaving
-        self.traffic.end(begun, side.end, copied, comes=comes)
+        self.traffic.end(begun, side.end, copied, memory)
         self.is_filled = self.is_filled or comes
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:

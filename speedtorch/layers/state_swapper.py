@@ -295,10 +295,7 @@ class StateSwapper:
             host_bytes=sum(pack.slab.nbytes for pack in packs),
             device_bytes=sum(pack.slab.device_bytes for pack in packs),
             budget_bytes=self.budget,
-            bytes_in=self._traffic.bytes_in,
-            bytes_out=self._traffic.bytes_out,
-            gbps_in=self._traffic.gbps(comes=True),
-            gbps_out=self._traffic.gbps(comes=False),
+            **self._traffic.figures(),
         )
 
     def _step_pieces(self, optimizer: Optimizer, step: PartialStep) -> tuple[()]:

@@ -310,10 +310,7 @@ class Swapper:
             hits=residency.hits,
             misses=residency.misses,
             seconds_waited=residency.seconds_waited,
-            bytes_in=self._traffic.bytes_in,
-            bytes_out=self._traffic.bytes_out,
-            gbps_in=self._traffic.gbps(comes=True),
-            gbps_out=self._traffic.gbps(comes=False),
+            **self._traffic.figures(),
             held_by=tuple(f"{unit.name}: {each}" for unit in units for each in unit.held_by()),
         )
 
