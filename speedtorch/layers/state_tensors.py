@@ -90,8 +90,7 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
 def _added(found: dict[str, Tensor], name: str, value: Any) -> list[str]:
     """Puts the tensors of a value among those found; gives their names, each of one alone."""
     names = []
-    is_one = is_plain_tensor(value)
-    for its_name, each in ((name, value),) if is_one else plain_tensors(name, value):
+    for its_name, each in plain_tensors(name, value):
         while found.setdefault(its_name, each) is not each:  # of keys as 1 and "1"
             its_name += "'"
         names.append(its_name)
@@ -106,13 +105,15 @@ def plain_tensors(
     What has been `seen` is left out.
     """
     seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, RowWeight):  # whose table has the elements
+    if id(value) in seen:
         return
     within: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Tensor):
-        if is_plain_tensor(value):
-            yield name, value
-        elif hasattr(value, "__tensor_flatten__"):
+    if is_plain_tensor(value):
+        yield name, value
+    elif isinstance(value, RowWeight):  # whose table has the elements
+        return
+    elif isinstance(value, Tensor):
+        if hasattr(value, "__tensor_flatten__"):
             inner = ((each, getattr(value, each)) for each in value.__tensor_flatten__()[0])
             # No DeviceMesh, which has tensors of its own.
             within = [(key, each) for key, each in inner if isinstance(each, Tensor)]
@@ -130,7 +131,11 @@ def plain_tensors(
         return
     seen.add(id(value))
     for key, each in within:
-        yield from plain_tensors(f"{name}.{key}", each, seen)
+        if type(each) is Tensor and id(each) not in seen:  # most are, of thousands in a step
+            seen.add(id(each))
+            yield f"{name}.{key}", each
+        else:
+            yield from plain_tensors(f"{name}.{key}", each, seen)
 
 
 def wrappers_in(tensor: object) -> list[Tensor]:
@@ -170,9 +175,9 @@ def _has_memory(tensor: Tensor) -> bool:
     return True
 
 
-def stays_on_cpu(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
-    """Whether it is a number on the CPU, where torch wants it whatever device steps."""
-    if value.dim() or value.device.type != "cpu" or key != "step":
+def stays_on_cpu(optimizer: Optimizer, parameter: Tensor, key: str, value: object) -> bool:
+    """Whether it is a count of steps on the CPU, where torch wants it whatever device steps."""
+    if key != "step" or not isinstance(value, Tensor) or value.dim() or not value.is_cpu:
         return False
     takes_it = (g for g in optimizer.param_groups if g.get("capturable") or g.get("fused"))
     return not any(each is parameter for group in takes_it for each in group["params"])
