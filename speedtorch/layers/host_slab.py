@@ -18,7 +18,7 @@ from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
 from speedtorch.memory.side_stream import end_of_current
 
-__all__ = ["copy_spans", "cut", "host_bytes", "is_pinned"]
+__all__ = ["aligned", "copy_spans", "elements", "host_bytes", "is_pinned"]
 
 STAGE_BYTES = 32 << 20  # of each buffer: 0.6 ms of the link
 
@@ -34,6 +34,23 @@ def host_bytes(count: int, device: torch.device) -> Tensor:
         except RuntimeError as error:
             _warn_once(str(error))
     return host_memory.empty(count, dtype=torch.uint8, memory="plain")
+
+
+def aligned(count: int, to: int) -> int:
+    """The least multiple that is as much."""
+    return -(-count // to) * to
+
+
+def elements(
+    storage: torch.UntypedStorage,
+    begin: int,
+    size: Sequence[int],
+    stride: Sequence[int] = (1,),
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    """Elements of a storage, from a byte on."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, begin // dtype.itemsize, size, stride)
 
 
 def is_pinned(host: Tensor) -> bool:
@@ -63,9 +80,10 @@ def copy_spans(
     """
     is_direct = is_pinned or other.is_cpu
     stage = None if is_direct else _stage(other.device)
-    if is_pinned:
+    if is_pinned and (seams := host_memory.registration_seams(host)):
         # CUDA refuses a copy across the seam of two registrations.
-        spans = cut(spans, host_memory.registration_seams(host))
+        cuts = [[begin, *(e for e in seams if begin < e < end), end] for begin, end in spans]
+        spans = [part for each in cuts for part in pairwise(each)]
     for begin, end in spans:
         of_host, of_other = host, other
         if end - begin < host.numel():
@@ -76,17 +94,6 @@ def copy_spans(
             of_other.copy_(of_host, non_blocking=True)
         else:
             of_host.copy_(of_other, non_blocking=is_direct)
-
-
-def cut(spans: Sequence[tuple[int, int]], seams: Sequence[int]) -> Sequence[tuple[int, int]]:
-    """The same ranges of bytes, none of which has a seam inside."""
-    if not seams:
-        return spans
-    return [
-        part
-        for begin, end in spans
-        for part in pairwise([begin, *(seam for seam in seams if begin < seam < end), end])
-    ]
 
 
 class Stage:

@@ -138,7 +138,8 @@ class SleepingStorages:
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
         end = 0
         for slot in slots:
-            end = slot.take_place(end)
+            slot.begin = end
+            end = slot.end
         if end > self._host.nbytes:
             self.release()
             self._host = self._host_bytes(end)
