@@ -93,13 +93,13 @@ class AutoOffload:
             unit.follow(self)
         for each in steps:
             each.note_backward(steps=True)
-        residency.follow(self)
+        residency.calls = self
 
     def remove(self) -> None:
         """Brings units no longer by itself."""
         if not self._hooks:  # another may have come since
             return
-        self._residency.follow(None)
+        self._residency.calls = None
         for steps in self._steps:
             steps.note_backward(steps=False)
         for each in self._hooks:
@@ -199,7 +199,7 @@ class AutoOffload:
                 self._residency.end_use(use)
             self._graphs.clear()
             for unit in self._units:
-                unit.forget_results()
+                unit.open_results = 0
 
     def reaches(self, unit: Unit, *, nested: bool) -> None:
         """See Caller."""
@@ -229,7 +229,7 @@ class AutoOffload:
         if self._graphs:
             return
         for unit in self._units:
-            unit.forget_results()
+            unit.open_results = 0
         for unit in self._units:
             self._step(unit)
         counted = [each.settle() for each in self._parts] or [[] for _ in self._steps]

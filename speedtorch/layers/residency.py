@@ -93,6 +93,7 @@ class Residency:
     `first_state` are the bytes of state that a first step makes of a parameter, by optimizers.
 
     Attributes:
+        calls: by which units come by themselves, and what leaves is known; None: they do not.
         hits: uses that found their unit on the device; `misses`: those that did not.
         seconds_waited: by the host, for units to leave.
     """
@@ -122,7 +123,7 @@ class Residency:
         """Bytes that came to a unit on the device, and in a use those that are to come."""
         self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
         """Of the last uses that ended, which uses to come are expected to have."""
-        self._calls: Caller | None = None
+        self.calls: Caller | None = None
         self._turns: dict[Unit, int] = {}
         """Units that are used next, one after another, with their turns."""
         self.hits = self.misses = 0
@@ -162,7 +163,7 @@ class Residency:
     def _to_come(self, unit: Unit, need: Need) -> int:
         """Bytes that a unit in use will need, as in its last use, beside those that are counted."""
         last = self._last_needs.get(unit)
-        if last is None or self._calls is not None:  # where units come by themselves they are known
+        if last is None or self.calls is not None:  # where units come by themselves they are known
             return 0
         count = unit.missing_gradients() if last.gradients and not need.gradients else 0
         return count + (unit.missing_bytes(state=True) if last.state and not need.state else 0)
@@ -429,7 +430,7 @@ class Residency:
         """As Caller.next_use, after those whose turn comes before."""
         if unit in self._turns:
             return self._turns[unit] - next(iter(self._turns.values()))
-        later = inf if self._calls is None else self._calls.next_use(unit, state=state)
+        later = inf if self.calls is None else self.calls.next_use(unit, state=state)
         return later + len(self._turns)
 
     def send_home(self, leaver: Leaver, *, search: bool = False) -> int:
@@ -454,7 +455,7 @@ class Residency:
                 # takes long, and a graph that needs the unit is usual where units come by
                 # themselves.
                 may_be_kept = unit.gives_views or unit.has_views or not unit.has_graph
-                search = search or self._calls is None or may_be_kept
+                search = search or self.calls is None or may_be_kept
                 freed = unit.evict(end, search=search)
                 self._awaited.discard(unit)
                 freed += self._others.pop(unit, 0)
@@ -473,12 +474,8 @@ class Residency:
         return None if last is None or last.changes != unit.changes else last.end
 
     def _end_failed(self) -> None:
-        if self._calls is not None:
-            self._calls.end_failed()
-
-    def follow(self, calls: Caller | None) -> None:
-        """Units come by themselves, and which leaves is known from their calls; None: no longer."""
-        self._calls = calls
+        if self.calls is not None:
+            self.calls.end_failed()
 
     def look(self) -> None:
         """Notes what has ended, and counts anew what is there."""

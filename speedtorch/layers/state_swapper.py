@@ -81,11 +81,6 @@ class _Piece:
         return any(each.grad is not None for each in self.parameters)
 
     @property
-    def has_several_dtypes(self) -> bool:
-        """Whether its state has."""
-        return len({each.dtype for each in self.pack.slab.places.values()}) > 1
-
-    @property
     def offloaded_bytes(self) -> int:
         """Of parameters and gradients that come along."""
         return sum(map(offloaded_bytes, self.parameters)) if self._brings else 0
@@ -371,7 +366,8 @@ class StateSwapper:
         """
         with as_plain(), torch.no_grad():
             there = [each for each in self._pieces[optimizer] if each.pack.slab.device_bytes]
-            _evicted(optimizer, [each for each in there if each.has_several_dtypes])
+            dtypes = [{place.dtype for place in e.pack.slab.places.values()} for e in there]
+            _evicted(optimizer, [e for e, its in zip(there, dtypes, strict=True) if len(its) > 1])
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor.

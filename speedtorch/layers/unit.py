@@ -29,6 +29,7 @@ from speedtorch.layers.slab import Memory
 from speedtorch.layers.state_tensors import stays_on_cpu, within_frozen, wrappers_in
 from speedtorch.layers.tensor_index import TensorIndex
 from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.optim.wrappers import optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
@@ -147,15 +148,10 @@ class Unit:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
-        for each in optimizers:
-            if not isinstance(each, Optimizer):
-                raise TypeError(
-                    f"optimizer: expected a torch.optim.Optimizer, got {type(each).__name__}"
-                )
         self.device = exact_device(device)
         if self.device.type == "meta":
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
-        self.module, self.optimizers, self.name = module, optimizers, name
+        self.module, self.optimizers, self.name = module, optimizers_within(optimizers), name
         self._uses = self.open_results = 0
         self.gives_views = self.has_views = self.has_graph = self.was_stepped = False
         self._caller: Caller | None = None
@@ -192,7 +188,7 @@ class Unit:
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
         ]
         after_step = weak_call(self.note_step)
-        self._step_hooks = [each.register_step_post_hook(after_step) for each in optimizers]
+        self._step_hooks = [each.register_step_post_hook(after_step) for each in self.optimizers]
 
     @property
     def nbytes(self) -> int:
@@ -336,7 +332,9 @@ class Unit:
         The unit can be used, and not be stepped.
         """
         self._tracker.stop()
-        freed = self._evict_part(2, after)
+        self._join_streams(after)
+        *_, (state, members) = self._parts()
+        freed = state.evict(members, after)
         self._is_state_new, self.made_state_bytes = False, 0
         return freed
 
@@ -344,12 +342,8 @@ class Unit:
     def free_gradients(self, after: torch.cuda.Event | None = None) -> None:
         """Frees the device memory of gradients if the program has dropped them all."""
         if self._gradients.slab.device_bytes and not self._found.gradients:
-            self._evict_part(1, after)
-
-    def _evict_part(self, number: int, after: torch.cuda.Event | None) -> int:
-        self._join_streams(after)
-        pack, members = self._parts()[number]
-        return pack.evict(members, after)
+            self._join_streams(after)
+            self._gradients.evict(Members({}, ()), after)
 
     @property
     def state_bytes(self) -> int:
@@ -594,10 +588,6 @@ class Unit:
 
     def _is_trained_view(self, each: object) -> bool:
         return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
-
-    def forget_results(self) -> None:
-        """Says that no backward is to come."""
-        self.open_results = 0
 
     def tell_steps(self) -> None:
         """Promises note_step(); otherwise each step of an optimizer may have changed the unit."""
