@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.access_tracker import is_plain_tensor
-from speedtorch.layers.host_slab import aligned, copy_spans, elements, host_bytes, is_pinned
+from speedtorch.layers.host_slab import aligned, copy_spans, elements, host_bytes
 from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import (
@@ -197,8 +197,6 @@ class Slab:
         self._dtypes = [each.dtype for each in ordered]
         self._sizes = [each.size for each in ordered]
         self._strides = [each.stride for each in ordered]
-        self._address = self.host.data_ptr()
-        self._is_pinned = is_pinned(self.host)
         if before is not None:
             before.leaving.finish()
             self.host[: before.nbytes].copy_(before.host)
@@ -242,7 +240,7 @@ class Slab:
             and all(map(eq, map(_STRIDE, values), self._strides))
         ):
             return dict.fromkeys(tensors, memory)
-        host, device = self._address, self._storage.data_ptr()
+        host, device = self.host.data_ptr(), self._storage.data_ptr()
         filled = self.device_bytes  # less than all where a larger slab was made around a loaded one
         found: dict[str, Memory | None] = {}
         for name, tensor in tensors.items():
@@ -274,7 +272,7 @@ class Slab:
                 raise
             return None  # a sparse tensor has none
         base = pointers[0] - self._begins[0]
-        is_host = base == self._address
+        is_host = base == self.host.data_ptr()
         if not is_host and (base != self._storage.data_ptr() or self.device_bytes != self.nbytes):
             return None
         if [pointer - base for pointer in pointers] != self._begins:
@@ -357,7 +355,7 @@ class Slab:
             if self._whole is None:
                 self._whole = elements(self._storage, 0, (self.nbytes,))
             begun = self.traffic.begin(stream)
-            copy_spans(self.host, self._whole, spans, to=memory, is_pinned=self._is_pinned)
+            copy_spans(self.host, self._whole, spans, to=memory)
         copied = sum([end - begin for begin, end in spans])
         side = self.coming if comes else self.leaving
         self.traffic.end(begun, side.end, copied, memory)

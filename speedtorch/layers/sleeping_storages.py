@@ -258,12 +258,11 @@ class SleepingStorages:
 
         That has nothing to do before which writes or reads them: the caller has waited for it.
         """
-        is_pinned = self._device.type == "cuda"
         with self._copies.after(self._device):
             for address, begin, count in self._runs(slots):
                 host = self._host[begin : begin + count]
                 there = bytes_at(address, count, self._device)
-                copy_spans(host, there, [(0, count)], to=to, is_pinned=is_pinned)
+                copy_spans(host, there, [(0, count)], to=to)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

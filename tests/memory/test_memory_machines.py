@@ -292,7 +292,7 @@ def test_copies_of_units_are_cut_at_seams(
     values = torch.randint(1, 256, (9096,), dtype=torch.uint8)
     source[seam - 4096 : seam + 5000] = values
     with CopiesWithinRegistrations(driver) as copies:
-        copy_spans(host, device, spans, to=Memory.DEVICE if comes else Memory.HOST, is_pinned=True)
+        copy_spans(host, device, spans, to=Memory.DEVICE if comes else Memory.HOST)
     assert copies.copied == 9096 + 16
     assert torch.equal(target[seam - 4096 : seam + 5000], values)
     unpin_memory_(host)
