@@ -138,14 +138,14 @@ class AutoOffload:
 
     @contextmanager
     def using(self, unit: Unit) -> Iterator[None]:
-        """See Caller."""
+        """The unit is on the device within, for one operation of the program."""
         self._enter(unit)
         with self._residency.using([unit], state=False):
             self._note(_Reached(unit, backward=False))
             yield
 
     def is_nested(self, unit: Unit) -> bool:
-        """See Caller."""
+        """Whether a call of another unit is under way."""
         thread, begun = threading.get_ident(), self._forward.items()
         return any(calls[-1].thread == thread for other, calls in begun if other is not unit)
 
@@ -202,7 +202,7 @@ class AutoOffload:
                 unit.open_results = 0
 
     def reaches(self, unit: Unit, *, nested: bool) -> None:
-        """See Caller."""
+        """A backward reaches a result of a unit; `nested`: of a call within another unit's."""
         self._enter_backward()
         if unit in self._backward:
             return

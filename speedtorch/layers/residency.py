@@ -10,17 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.layers.transfer_stats import Memory, TransferStats
-from speedtorch.layers.unit import Caller, Unit
+from speedtorch.layers.unit import Unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
+
+if TYPE_CHECKING:
+    from speedtorch.layers.auto import AutoOffload
 
 __all__ = ["Leaver", "Residency", "Use"]
 
@@ -123,7 +126,7 @@ class Residency:
         """Bytes that came to a unit on the device, and in a use those that are to come."""
         self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
         """Of the last uses that ended, which uses to come are expected to have."""
-        self.calls: Caller | None = None
+        self.calls: AutoOffload | None = None
         self._turns: dict[Unit, int] = {}
         """Units that are used next, one after another, with their turns."""
         self.hits = self.misses = 0
@@ -427,7 +430,7 @@ class Residency:
         }
 
     def _next_use(self, unit: Unit, *, state: bool) -> float:
-        """As Caller.next_use, after those whose turn comes before."""
+        """As AutoOffload.next_use, after those whose turn comes before."""
         if unit in self._turns:
             return self._turns[unit] - next(iter(self._turns.values()))
         later = inf if self.calls is None else self.calls.next_use(unit, state=state)
