@@ -54,15 +54,6 @@ class Leaver(NamedTuple):
     of_state: bool = False
 
 
-class _LastUse(NamedTuple):
-    """The end of a unit's last use and the stream it is on, both None on the CPU."""
-
-    end: torch.cuda.Event | None
-    stream: torch.cuda.Stream | None
-    changes: int
-    """The unit's count of changes then."""
-
-
 class EvictionPriority(IntEnum):
     """What leaves at last: what has come for a use to come, and then what a step may need."""
 
@@ -120,8 +111,8 @@ class Residency:
         """What has come and was not used yet."""
         self._going: list[Leaver] = []
         """What is being written back to leave then, the first first."""
-        self._left: dict[Unit, _LastUse] = {}
-        """Of units that are not in use."""
+        self._left: dict[Unit, tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]] = {}
+        """The last use of units that are not in use: its end, its stream, their changes then."""
         self._others: dict[Unit, int] = {}
         """Bytes that came to a unit on the device, and in a use those that are to come."""
         self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
@@ -258,10 +249,10 @@ class Residency:
     def _enter(self, unit: Unit, *, state: bool) -> None:
         self._end_failed()
         # From here on the program may queue work on the unit without being seen.
-        last = self._left.pop(unit, None)
-        if last is not None and last.end is not None and last.stream is not self._stream():
+        end, stream, _ = self._left.pop(unit, (None, None, 0))
+        if end is not None and stream is not self._stream():
             # The last use, and the copy to the device before it, were on another stream.
-            current_stream(self._device).wait_event(last.end)
+            current_stream(self._device).wait_event(end)
         unit.begin_use()
         if unit.has_new_tensors and sum(unit in use.units for use in self._uses) == 1:
             self.send_home(Leaver(unit))
@@ -282,8 +273,7 @@ class Residency:
         self._there[unit] = None
         self._there.move_to_end(unit)
         unit.end_use()
-        end = end_of_current(self._device)
-        self._left[unit] = _LastUse(end, self._stream(), unit.changes)
+        self._left[unit] = end_of_current(self._device), self._stream(), unit.changes
 
     def _stream(self) -> torch.cuda.Stream | None:
         return current_stream(self._device) if self._device.type == "cuda" else None
@@ -442,10 +432,8 @@ class Residency:
         search: look for views of the unit; without it they are looked for if there may be some.
         """
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
-        is_home, before = (
-            unit.is_home(state_alone=leaver.of_state),
-            self._traffic.copied[Memory.HOST],
-        )
+        is_home = unit.is_home(state_alone=leaver.of_state)
+        before = self._traffic.copied[Memory.HOST]
         try:
             if leaver.of_state:
                 freed = unit.evict_state(end)
@@ -473,8 +461,8 @@ class Residency:
 
     def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
         """The end of its last use; None: it is in use, or was used since outside of any use."""
-        last = self._left.get(unit)
-        return None if last is None or last.changes != unit.changes else last.end
+        end, _, changes = self._left.get(unit, (None, None, 0))
+        return end if end is not None and changes == unit.changes else None
 
     def _end_failed(self) -> None:
         if self.calls is not None:

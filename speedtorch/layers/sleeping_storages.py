@@ -195,7 +195,7 @@ class SleepingStorages:
             known = {each[0].begin: self._known_of(each) for each in _groups(seldom_written)}
             for slot in empty:
                 if not slot.is_kept:
-                    slot.bytes().fill_(BLANK)
+                    bytes_at(slot.storage.data_ptr(), slot.nbytes, self._device).fill_(BLANK)
             tensors = waking(self._slots)
             self._wait()  # or another thread would see memory that has nothing yet
         except BaseException:

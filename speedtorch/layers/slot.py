@@ -99,10 +99,6 @@ class Slot:
         """Its bytes, and how its tensors lie in them."""
         return self.nbytes, *[each.layout for each in self.members]
 
-    def bytes(self) -> Tensor:
-        """Its bytes on the device."""
-        return bytes_at(self.storage.data_ptr(), self.nbytes, self.storage.device)
-
     def asleep(self, host: torch.UntypedStorage | None) -> list[Tensor]:
         """Its tensors as those of a host storage; None: what they have is lost."""
         if host is not None:

@@ -182,8 +182,7 @@ class Unit:
     @property
     def device_bytes(self) -> int:
         """Bytes of its device memory now, without what came to it there since it was loaded."""
-        own, gradients, state = self._packs
-        return own.slab.device_bytes + gradients.slab.device_bytes + state.slab.device_bytes
+        return sum([pack.slab.device_bytes for pack in self._packs])
 
     @property
     def memory(self) -> Memory | None:
@@ -417,9 +416,8 @@ class Unit:
 
     def host_copy(self, tensor: Tensor) -> Tensor | None:
         """Elements on the host, for a file: on the device tensors of all dtypes share a storage."""
-        address = tensor.data_ptr()
-        found = self.on_host().get(address)
-        return self.on_host(state=True).get(address) if found is None else found
+        found = host_copy(tensor, self.on_host())
+        return host_copy(tensor, self.on_host(state=True)) if found is None else found
 
     def note_use(self) -> None:
         """Says that its module runs, forward or backward, or that a tensor of it is used."""
