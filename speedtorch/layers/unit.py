@@ -26,8 +26,7 @@ from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.offloaded_parameters import follow_inner
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.slab import Memory
-from speedtorch.layers.state_tensors import stays_on_cpu, within_frozen, wrappers_in
-from speedtorch.layers.tensor_index import TensorIndex
+from speedtorch.layers.state_tensors import TensorIndex, stays_on_cpu, within_frozen, wrappers_in
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.optim.wrappers import optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
