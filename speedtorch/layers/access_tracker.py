@@ -13,46 +13,75 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from speedtorch.layers.operations import computes, is_counted, is_in_place, is_of_metadata
-from speedtorch.torch_internals import as_plain, never_compiled, tree_leaves, tree_map
+from speedtorch.torch_internals import (
+    VERSION_ASKED,
+    as_plain,
+    never_compiled,
+    tree_leaves,
+    tree_map,
+)
 
-__all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device"]
+if TYPE_CHECKING:
+    from speedtorch.layers.unit import Unit
+
+__all__ = ["AccessTracker", "is_plain_tensor", "on_device"]
 
 
-class Tracking(Protocol):
-    """What has the tracked tensors, which are used on its device."""
+def _named(owner: Any, names: str) -> list[Any]:
+    return [getattr(owner, name) for name in names.split()]
 
-    device: torch.device
 
-    @property
-    def comes_by_itself(self) -> bool:
-        """Whether an operation may bring them there."""
+# Optimizers, zero_grad() and modules call these of all tensors.
+_PROPERTIES = "dtype device grad grad_fn is_cuda is_leaf layout ndim requires_grad shape"
+_METHODS = "dim element_size is_complex is_floating_point nelement numel size"
+_GRADIENT: Any = Tensor.grad
+_METADATA = frozenset(
+    [
+        *(each.__get__ for each in _named(Tensor, _PROPERTIES)),
+        *_named(Tensor, _METHODS),
+        _GRADIENT.__set__,
+        _GRADIENT.__delete__,
+        VERSION_ASKED,
+    ]
+)
 
-    def operation(self) -> AbstractContextManager[Callable[[Any], Any]]:
-        """They are on the device within; what it gives maps the operation's result."""
+# What they give shares the elements, but not the count of changes.
+_SHARING = "__array__ __dlpack__ data_ptr numpy storage untyped_storage"
+_DATA: Any = Tensor.data
+_UNCOUNTED = frozenset([_DATA.__get__, _DATA.__set__, *_named(Tensor, _SHARING)])
 
-    def note_access(self, *, is_counted: bool) -> None:
-        """An operation begins on the current stream; torch counts what it may write, or not."""
+# Of a tensor as it is, wherever it is.
+_OF_A_TENSOR = "__dlpack_device__ __format__ __hash__ __len__ __repr__ __setstate__ backward detach"
+_OF_A_TENSOR += " dim_order get_device is_contiguous is_pinned is_shared register_hook"
+_OF_A_TENSOR += " register_post_accumulate_grad_hook retain_grad storage_offset storage_type stride"
+_OF_A_TENSOR += " type"
+_LOOKS = frozenset(
+    [
+        *_named(Tensor, _OF_A_TENSOR),
+        torch.autograd.backward,
+        torch.autograd.grad,
+        torch.is_same_size,
+    ]
+)
+_ACCESSORS = {"__get__", "__set__", "__delete__"}
+_COMPUTING_ACCESSORS = frozenset(e.__get__ for e in _named(Tensor, "H T imag mH mT real"))
 
-    def note_result(self, result: Tensor) -> None:
-        """An operation has given a tensor, which may share memory with a tracked one."""
-
-    def host_copy(self, tensor: Tensor) -> Tensor | None:
-        """The elements of a tensor in host memory, for a file; None: the tensor's own serve."""
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())}
 
 
 class AccessTracker:
-    """Tracks tensors until it is stopped, and tells their owner for as long as that is alive."""
+    """Tracks tensors until it is stopped, and tells their unit for as long as that is alive."""
 
-    def __init__(self, owner: Tracking) -> None:
+    def __init__(self, owner: Unit) -> None:
         self.owner = weakref.ref(owner)
         # Weak: a gradient that the program drops is freed at once.
         self._tracked: list[weakref.ref[Tensor]] = []
@@ -132,7 +161,7 @@ def on_device(given: Any, device: torch.device) -> Any:
 
 @partial(never_compiled, reason="units come and go")
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    if not is_of_metadata(func):
+    if func not in _METADATA:
         tensors = {id(e): e for e in tree_leaves((args, kwargs)) if isinstance(e, Tensor)}
         tracked = [each for each in tensors.values() if isinstance(each, _Tracked)]
         if tracked:
@@ -144,17 +173,17 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> Any:
     found = dict.fromkeys(each._tracker.owner() for each in tracked)
-    owners: list[Tracking] = [each for each in found if each is not None]
+    owners: list[Unit] = [each for each in found if each is not None]
     coming = [each for each in owners if each.comes_by_itself]
     if coming and not _brings(func, args, kwargs, tracked, others):
         coming = []
     with ExitStack() as stack:
         results = [stack.enter_context(each.operation()) for each in coming]
-        if coming and not is_in_place(func) and "out" not in kwargs:
+        if coming and not _is_in_place(func) and "out" not in kwargs:
             args, kwargs = on_device((args, kwargs), coming[0].device)
         for tensor in tracked:
             if isinstance(tensor, _Tracked):  # and not in use
-                reported = tensor._tracker.reported(tensor, is_counted=is_counted(func))
+                reported = tensor._tracker.reported(tensor, is_counted=func not in _UNCOUNTED)
                 stack.enter_context(reported)
         result = func(*args, **kwargs)
         for given in results:
@@ -172,18 +201,35 @@ def _brings(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[
     What looks at them or writes to them finds them where they are, and so does what is computed of
     several units without a gradient, unless it is with others that are on the device.
     """
-    if not computes(func):
+    if not _computes(func):
         return False
     with as_plain():
         owners = {owner for each in tracked if (owner := each._tracker.owner()) is not None}
         there = {each.device for each in others if each.device.type != "cpu"}
         if any(owner.device in there for owner in owners):
             return True
-        written = args[:1] if is_in_place(func) else kwargs.get("out")
+        written = args[:1] if _is_in_place(func) else kwargs.get("out")
         if any(isinstance(each, _Tracked) for each in tree_leaves(written)):
             return False
         is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in tracked)
         return is_trained or len(owners) == 1
+
+
+def _computes(func: Any) -> bool:
+    """Whether it gives or writes elements that depend on elements it is given."""
+    if func in _METADATA or func in _UNCOUNTED or func in _LOOKS:
+        return False
+    return _name_of(func) not in _ACCESSORS or func in _COMPUTING_ACCESSORS
+
+
+def _is_in_place(func: Any) -> bool:
+    """Whether it writes to what it is given first."""
+    name = _name_of(func)
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _name_of(func: Any) -> str:
+    return getattr(func, "__name__", "")
 
 
 def _track(tensor: Any, tracker: AccessTracker) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from speedtorch.layers.slot import Slot, aligned
+from speedtorch.layers.host_slab import aligned
+from speedtorch.layers.slot import ALIGNMENT, Slot
 from speedtorch.memory.address_range import AddressRange
 from speedtorch.torch_internals import storage_id, storage_of, storage_reference
 
@@ -50,7 +51,7 @@ class DeviceMemory:
         self.leave([each for each in slots if self.is_here(each)])
         begin = nbytes = 0
         for number, slot in enumerate(slots, 1):
-            nbytes += aligned(slot.nbytes)
+            nbytes += aligned(slot.nbytes, ALIGNMENT)
             if nbytes >= _PIECE or number == len(slots):
                 _fill(slots[begin:number], self._device)
                 yield slots[begin:number]
@@ -78,7 +79,7 @@ def _fill(slots: Sequence[Slot], device: torch.device) -> None:
     """Gets memory of torch's allocator for empty storages, which come to lie one after another."""
     # Torch cuts this up for them.
     torch.empty(
-        sum(aligned(each.nbytes) for each in slots if each.nbytes > _SMALL),
+        sum(aligned(each.nbytes, ALIGNMENT) for each in slots if each.nbytes > _SMALL),
         dtype=torch.uint8,
         device=device,
     )
@@ -161,7 +162,7 @@ class KeptAddresses(DeviceMemory):
         moving = [each for each in slots if self._range_at(each.storage.data_ptr()) is None]
         if not moving:
             return
-        nbytes = 4 * sum(aligned(each.nbytes) for each in moving) + _SPARE_ADDRESSES
+        nbytes = 4 * sum(aligned(each.nbytes, ALIGNMENT) for each in moving) + _SPARE_ADDRESSES
         made = AddressRange(nbytes, self._device)
         self._ranges[made] = [storage_reference(each.storage) for each in moving]
         with made.allocating():

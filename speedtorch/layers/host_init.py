@@ -23,14 +23,7 @@ class _OnHost(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._generators: dict[torch.Generator, torch.Generator] = {}
-        """Those of the CPU that stand for those of a device."""
-
-    def _on_cpu(self, generator: torch.Generator) -> torch.Generator:
-        """A generator of the CPU, for one of a device with the same seed at first."""
-        if generator.device.type == "cpu":
-            return generator
-        made = torch.Generator().manual_seed(generator.initial_seed())
-        return self._generators.setdefault(generator, made)
+        """Those of the CPU that stand for those of a device, whose seed they have at first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -38,8 +31,10 @@ class _OnHost(TorchFunctionMode):
             return args[0]
         if kwargs.get("device") is not None:
             kwargs["device"] = _on_host(kwargs["device"])
-        if isinstance(given := kwargs.get("generator"), torch.Generator):
-            kwargs["generator"] = self._on_cpu(given)
+        given = kwargs.get("generator")
+        if isinstance(given, torch.Generator) and given.device.type != "cpu":
+            made = torch.Generator().manual_seed(given.initial_seed())
+            kwargs["generator"] = self._generators.setdefault(given, made)
         if func is Tensor.to:
             args = (args[0], *(_on_host(each) for each in args[1:]))
         made = func(*args, **kwargs)

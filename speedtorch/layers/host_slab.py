@@ -14,10 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
 from speedtorch.memory.side_stream import end_of_current
 
-__all__ = ["copy_spans", "cut", "host_bytes", "is_pinned"]
+__all__ = ["aligned", "copy_spans", "elements", "host_bytes", "is_pinned"]
 
 STAGE_BYTES = 32 << 20  # of each buffer: 0.6 ms of the link
 
@@ -35,6 +36,23 @@ def host_bytes(count: int, device: torch.device) -> Tensor:
     return host_memory.empty(count, dtype=torch.uint8, memory="plain")
 
 
+def aligned(count: int, to: int) -> int:
+    """The least multiple that is as much."""
+    return -(-count // to) * to
+
+
+def elements(
+    storage: torch.UntypedStorage,
+    begin: int,
+    size: Sequence[int],
+    stride: Sequence[int] = (1,),
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    """Elements of a storage, from a byte on."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, begin // dtype.itemsize, size, stride)
+
+
 def is_pinned(host: Tensor) -> bool:
     """Whether a device reaches host memory by itself."""
     return host_memory.memory_kind(host) != "plain"
@@ -49,91 +67,70 @@ def _warn_once(why: str) -> None:
 
 
 def copy_spans(
-    host: Tensor,
-    other: Tensor,
-    spans: Sequence[tuple[int, int]],
-    *,
-    comes: bool,
-    is_pinned: bool,
+    host: Tensor, other: Tensor, spans: Sequence[tuple[int, int]], *, to: Memory
 ) -> None:
     """Copies ranges of bytes between tensors `[bytes]` of uint8 on the current stream.
 
-    The host does not wait if `host` is pinned. `comes`: from the host; else to it.
+    The host does not wait if `host` is pinned.
     """
-    is_direct = is_pinned or other.is_cpu
+    is_direct = other.is_cpu or is_pinned(host)
     stage = None if is_direct else _stage(other.device)
-    if is_pinned:
+    if is_direct and (seams := host_memory.registration_seams(host)):
         # CUDA refuses a copy across the seam of two registrations.
-        spans = cut(spans, host_memory.registration_seams(host))
+        cuts = [[begin, *(e for e in seams if begin < e < end), end] for begin, end in spans]
+        spans = [part for each in cuts for part in pairwise(each)]
     for begin, end in spans:
         of_host, of_other = host, other
         if end - begin < host.numel():
             of_host, of_other = host[begin:end], other[begin:end]
         if stage is not None:
-            (stage.fill if comes else stage.drain)(of_host, of_other)
-        elif comes:
+            (stage.fill if to is Memory.DEVICE else stage.drain)(of_host, of_other)
+        elif to is Memory.DEVICE:
             of_other.copy_(of_host, non_blocking=True)
         else:
             of_host.copy_(of_other, non_blocking=is_direct)
-
-
-def cut(spans: Sequence[tuple[int, int]], seams: Sequence[int]) -> Sequence[tuple[int, int]]:
-    """The same ranges of bytes, none of which has a seam inside."""
-    if not seams:
-        return spans
-    return [
-        part
-        for begin, end in spans
-        for part in pairwise([begin, *(seam for seam in seams if begin < seam < end), end])
-    ]
 
 
 class Stage:
     """Two small pinned buffers between host memory that is not pinned and a device."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._buffers = [host_bytes(nbytes, device) for _ in range(2)]
+        self.buffers = [host_bytes(nbytes, device) for _ in range(2)]
         self._ends: list[torch.cuda.Event | None] = [None, None]
         self._device, self._size = device, nbytes
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether it is of any use."""
-        return all(map(is_pinned, self._buffers))
-
     def fill(self, host: Tensor, other: Tensor) -> None:
         """Copies bytes to the device, in the order of the current stream."""
-        for number, (part, to) in enumerate(self._parts(host, other)):
-            buffer = self._free(number % 2)[: len(part)]
+        for at, part, to in self._parts(host, other):
+            buffer = self._free(at)[: len(part)]
             buffer.copy_(part)
             to.copy_(buffer, non_blocking=True)
-            self._mark(number % 2)
+            self._mark(at)
 
     def drain(self, host: Tensor, other: Tensor) -> None:
         """Copies bytes to the host, and waits until they are there."""
-        late: tuple[int, Tensor] | None = None
-        for number, (to, part) in enumerate(self._parts(host, other)):
-            self._free(number % 2)[: len(part)].copy_(part, non_blocking=True)
-            self._mark(number % 2)
+        parts = list(self._parts(host, other))
+        # Each part leaves its buffer while the next one travels.
+        for late, part in zip([None, *parts], [*parts, None], strict=True):
+            if part is not None:
+                at, to, source = part
+                self._free(at)[: len(source)].copy_(source, non_blocking=True)
+                self._mark(at)
             if late is not None:
-                self._take(*late)
-            late = number % 2, to
-        if late is not None:
-            self._take(*late)
+                at, to, _ = late
+                to.copy_(self._free(at)[: len(to)])
 
-    def _parts(self, host: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        starts = range(0, len(host), self._size)
-        return ((host[at : at + self._size], other[at : at + self._size]) for at in starts)
-
-    def _take(self, at: int, to: Tensor) -> None:
-        to.copy_(self._free(at)[: len(to)])
+    def _parts(self, host: Tensor, other: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Pieces as large as a buffer, each with the number of its own."""
+        for number, at in enumerate(range(0, len(host), self._size)):
+            yield number % 2, host[at : at + self._size], other[at : at + self._size]
 
     def _free(self, at: int) -> Tensor:
         """A buffer, once nothing is under way from it or to it."""
         if (end := self._ends[at]) is not None:
             end.synchronize()
             self._ends[at] = None
-        return self._buffers[at]
+        return self.buffers[at]
 
     def _mark(self, at: int) -> None:
         self._ends[at] = end_of_current(self._device)
@@ -142,4 +139,4 @@ class Stage:
 @cache
 def _stage(device: torch.device) -> Stage | None:
     stage = Stage(device, STAGE_BYTES)
-    return stage if stage.is_pinned else None
+    return stage if all(map(is_pinned, stage.buffers)) else None

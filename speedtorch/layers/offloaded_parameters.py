@@ -18,7 +18,7 @@ from torch import Tensor
 from speedtorch.layers.data_parallel import averaged_parameters
 from speedtorch.layers.slab import extent
 from speedtorch.layers.state_tensors import plain_tensors
-from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import tree_leaves
 
@@ -72,7 +72,7 @@ class OffloadedParameters:
                         copied.append(_Copied(whole, whole is not each, tensor, home, copy))
         if copied:
             nbytes = sum(each.home.nbytes for each in copied)
-            self._traffic.end(begun, self._coming.end, nbytes, comes=True)
+            self._traffic.end(begun, self._coming.end, nbytes, Memory.DEVICE)
         self._copied = copied
 
     def load(self) -> None:
@@ -98,7 +98,7 @@ class OffloadedParameters:
                         # Of its data, which a step may have assigned.
                         each.home.copy_(each.tensor.data, non_blocking=True)
             nbytes = sum(each.home.nbytes for each in self._copied)
-            self._traffic.end(begun, self._leaving.end, nbytes, comes=False)
+            self._traffic.end(begun, self._leaving.end, nbytes, Memory.HOST)
         self._is_written = True
 
     def leave(self) -> None:

@@ -10,17 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.layers.transfer_stats import TransferStats
-from speedtorch.layers.unit import Caller, Unit
+from speedtorch.layers.transfer_stats import Memory, TransferStats
+from speedtorch.layers.unit import Unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
+
+if TYPE_CHECKING:
+    from speedtorch.layers.auto import AutoOffload
 
 __all__ = ["Leaver", "Residency", "Use"]
 
@@ -49,15 +52,6 @@ class Leaver(NamedTuple):
 
     unit: Unit
     of_state: bool = False
-
-
-class _LastUse(NamedTuple):
-    """The end of a unit's last use and the stream it is on, both None on the CPU."""
-
-    end: torch.cuda.Event | None
-    stream: torch.cuda.Stream | None
-    changes: int
-    """The unit's count of changes then."""
 
 
 class EvictionPriority(IntEnum):
@@ -93,6 +87,7 @@ class Residency:
     `first_state` are the bytes of state that a first step makes of a parameter, by optimizers.
 
     Attributes:
+        calls: by which units come by themselves, and what leaves is known; None: they do not.
         hits: uses that found their unit on the device; `misses`: those that did not.
         seconds_waited: by the host, for units to leave.
     """
@@ -116,13 +111,13 @@ class Residency:
         """What has come and was not used yet."""
         self._going: list[Leaver] = []
         """What is being written back to leave then, the first first."""
-        self._left: dict[Unit, _LastUse] = {}
-        """Of units that are not in use."""
+        self._left: dict[Unit, tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]] = {}
+        """The last use of units that are not in use: its end, its stream, their changes then."""
         self._others: dict[Unit, int] = {}
         """Bytes that came to a unit on the device, and in a use those that are to come."""
         self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
         """Of the last uses that ended, which uses to come are expected to have."""
-        self._calls: Caller | None = None
+        self.calls: AutoOffload | None = None
         self._turns: dict[Unit, int] = {}
         """Units that are used next, one after another, with their turns."""
         self.hits = self.misses = 0
@@ -162,7 +157,7 @@ class Residency:
     def _to_come(self, unit: Unit, need: Need) -> int:
         """Bytes that a unit in use will need, as in its last use, beside those that are counted."""
         last = self._last_needs.get(unit)
-        if last is None or self._calls is not None:  # where units come by themselves they are known
+        if last is None or self.calls is not None:  # where units come by themselves they are known
             return 0
         count = unit.missing_gradients() if last.gradients and not need.gradients else 0
         return count + (unit.missing_bytes(state=True) if last.state and not need.state else 0)
@@ -254,10 +249,10 @@ class Residency:
     def _enter(self, unit: Unit, *, state: bool) -> None:
         self._end_failed()
         # From here on the program may queue work on the unit without being seen.
-        last = self._left.pop(unit, None)
-        if last is not None and last.end is not None and last.stream is not self._stream():
+        end, stream, _ = self._left.pop(unit, (None, None, 0))
+        if end is not None and stream is not self._stream():
             # The last use, and the copy to the device before it, were on another stream.
-            current_stream(self._device).wait_event(last.end)
+            current_stream(self._device).wait_event(end)
         unit.begin_use()
         if unit.has_new_tensors and sum(unit in use.units for use in self._uses) == 1:
             self.send_home(Leaver(unit))
@@ -278,8 +273,7 @@ class Residency:
         self._there[unit] = None
         self._there.move_to_end(unit)
         unit.end_use()
-        end = end_of_current(self._device)
-        self._left[unit] = _LastUse(end, self._stream(), unit.changes)
+        self._left[unit] = end_of_current(self._device), self._stream(), unit.changes
 
     def _stream(self) -> torch.cuda.Stream | None:
         return current_stream(self._device) if self._device.type == "cuda" else None
@@ -426,10 +420,10 @@ class Residency:
         }
 
     def _next_use(self, unit: Unit, *, state: bool) -> float:
-        """As Caller.next_use, after those whose turn comes before."""
+        """As AutoOffload.next_use, after those whose turn comes before."""
         if unit in self._turns:
             return self._turns[unit] - next(iter(self._turns.values()))
-        later = inf if self._calls is None else self._calls.next_use(unit, state=state)
+        later = inf if self.calls is None else self.calls.next_use(unit, state=state)
         return later + len(self._turns)
 
     def send_home(self, leaver: Leaver, *, search: bool = False) -> int:
@@ -438,7 +432,8 @@ class Residency:
         search: look for views of the unit; without it they are looked for if there may be some.
         """
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
-        is_home, before = unit.is_home(state_alone=leaver.of_state), self._traffic.bytes_out
+        is_home = unit.is_home(state_alone=leaver.of_state)
+        before = self._traffic.copied[Memory.HOST]
         try:
             if leaver.of_state:
                 freed = unit.evict_state(end)
@@ -451,14 +446,14 @@ class Residency:
                 # takes long, and a graph that needs the unit is usual where units come by
                 # themselves.
                 may_be_kept = unit.gives_views or unit.has_views or not unit.has_graph
-                search = search or self._calls is None or may_be_kept
+                search = search or self.calls is None or may_be_kept
                 freed = unit.evict(end, search=search)
                 self._awaited.discard(unit)
                 freed += self._others.pop(unit, 0)
         except BaseException:
             self._left.pop(unit, None)  # it may be on the device, and no longer tracked
             raise
-        if not is_home or self._traffic.bytes_out > before:
+        if not is_home or self._traffic.copied[Memory.HOST] > before:
             self.seconds_waited += time.perf_counter() - begin
         if not self.bytes_of(unit):
             self._there.pop(unit, None)
@@ -466,16 +461,12 @@ class Residency:
 
     def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
         """The end of its last use; None: it is in use, or was used since outside of any use."""
-        last = self._left.get(unit)
-        return None if last is None or last.changes != unit.changes else last.end
+        end, _, changes = self._left.get(unit, (None, None, 0))
+        return end if end is not None and changes == unit.changes else None
 
     def _end_failed(self) -> None:
-        if self._calls is not None:
-            self._calls.end_failed()
-
-    def follow(self, calls: Caller | None) -> None:
-        """Units come by themselves, and which leaves is known from their calls; None: no longer."""
-        self._calls = calls
+        if self.calls is not None:
+            self.calls.end_failed()
 
     def look(self) -> None:
         """Notes what has ended, and counts anew what is there."""

@@ -13,16 +13,14 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from operator import attrgetter, eq, methodcaller
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedtorch.layers.access_tracker import is_plain_tensor
-from speedtorch.layers.host_slab import copy_spans, host_bytes, is_pinned
-from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.host_slab import aligned, copy_spans, elements, host_bytes
+from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import (
     current_stream,
@@ -43,13 +41,6 @@ _ELEMENT_ALIGNMENT = 16
 _SHAPE, _STRIDE = attrgetter("shape"), methodcaller("stride")
 
 
-class Memory(Enum):
-    """The two memories of a slab."""
-
-    HOST = "host"
-    DEVICE = "device"
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a tensor is in a slab: bytes from the slab's begin on, in the bytes of a slot."""
@@ -67,28 +58,6 @@ class _Place:
             tensor.dtype is self.dtype
             and tensor.shape == self.size
             and tensor.stride() == self.stride
-        )
-
-
-class _Order(NamedTuple):
-    """What places are like, in their order; nothing where a tensor without elements has one."""
-
-    names: list[str]
-    begins: list[int]
-    dtypes: list[torch.dtype]
-    sizes: list[tuple[int, ...]]
-    strides: list[tuple[int, ...]]
-
-    @classmethod
-    def of(cls, places: Mapping[str, _Place]) -> _Order:
-        """That of a slab."""
-        found = [] if any(0 in each.size for each in places.values()) else list(places.items())
-        return cls(
-            [name for name, _ in found],
-            [each.begin for _, each in found],
-            [each.dtype for _, each in found],
-            [each.size for _, each in found],
-            [each.stride for _, each in found],
         )
 
 
@@ -113,22 +82,6 @@ def _address(tensor: Tensor) -> int:
 
 def _no_bytes(device: torch.device) -> torch.UntypedStorage:
     return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-
-
-def _elements(
-    storage: torch.UntypedStorage,
-    begin: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...] = (1,),
-    dtype: torch.dtype = torch.uint8,
-) -> Tensor:
-    """Elements of a storage, from a byte on."""
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, begin // dtype.itemsize, size, stride)
-
-
-def _up(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def check_packable(name: str, tensor: object) -> None:
@@ -221,7 +174,7 @@ class Slab:
             check_packable(name, tensor)
         for slot in _slots(tensors):
             lowest = min(start for start, _ in slot.values())
-            begin = _up(end)
+            begin = aligned(end, ALIGNMENT)
             shift = lowest % _ELEMENT_ALIGNMENT if len(slot) > 1 else 0
             for name, (start, nbytes) in slot.items():
                 at = begin + shift + start - lowest
@@ -231,14 +184,19 @@ class Slab:
                 )
                 end = max(end, at + nbytes)
             self._slots.append((begin, end))
-        self.nbytes = _up(end)
+        self.nbytes = aligned(end, ALIGNMENT)
         """Of either memory."""
         self.device = device
         self.host = host_bytes(self.nbytes, device)
         """`[nbytes]`, uint8."""
-        self._order = _Order.of(self.places)
-        self._address = self.host.data_ptr()
-        self._is_pinned = is_pinned(self.host)
+        # Nothing where a tensor without elements, which has no address, has a place.
+        is_known = all(0 not in each.size for each in self.places.values())
+        self._order = self.places if is_known else {}
+        ordered = self._order.values()
+        self._begins = [each.begin for each in ordered]
+        self._dtypes = [each.dtype for each in ordered]
+        self._sizes = [each.size for each in ordered]
+        self._strides = [each.stride for each in ordered]
         if before is not None:
             before.leaving.finish()
             self.host[: before.nbytes].copy_(before.host)
@@ -272,17 +230,17 @@ class Slab:
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
         """In which of the memories each is the view of that name; None: it is no such view."""
-        memory, order, values = self.memory_at(tensors), self._order, tensors.values()
+        memory, values = self.memory_at(tensors), tensors.values()
         # All for one thing after another, which takes less time than one by one, and no lists of
         # thousands of tuples, which would set off collections of cycles.
         if (
             memory is not None
-            and [each.dtype for each in values] == order.dtypes
-            and all(map(eq, map(_SHAPE, values), order.sizes))
-            and all(map(eq, map(_STRIDE, values), order.strides))
+            and [each.dtype for each in values] == self._dtypes
+            and all(map(eq, map(_SHAPE, values), self._sizes))
+            and all(map(eq, map(_STRIDE, values), self._strides))
         ):
             return dict.fromkeys(tensors, memory)
-        host, device = self._address, self._storage.data_ptr()
+        host, device = self.host.data_ptr(), self._storage.data_ptr()
         filled = self.device_bytes  # less than all where a larger slab was made around a loaded one
         found: dict[str, Memory | None] = {}
         for name, tensor in tensors.items():
@@ -305,7 +263,7 @@ class Slab:
         What a tensor is like there is not looked at.
         """
         order = self._order
-        if not order.names or len(tensors) != len(order.names) or [*tensors] != order.names:
+        if not order or len(tensors) != len(order) or [*tensors] != [*order]:
             return None
         try:
             pointers = [each.data_ptr() for each in tensors.values()]
@@ -313,11 +271,11 @@ class Slab:
             if all(each.layout is torch.strided for each in tensors.values()):
                 raise
             return None  # a sparse tensor has none
-        base = pointers[0] - order.begins[0]
-        is_host = base == self._address
+        base = pointers[0] - self._begins[0]
+        is_host = base == self.host.data_ptr()
         if not is_host and (base != self._storage.data_ptr() or self.device_bytes != self.nbytes):
             return None
-        if [pointer - base for pointer in pointers] != order.begins:
+        if [pointer - base for pointer in pointers] != self._begins:
             return None
         return Memory.HOST if is_host else Memory.DEVICE
 
@@ -349,7 +307,7 @@ class Slab:
             if memory is Memory.HOST:
                 storage = self._host_storages[place.slot]
                 begin -= self._slots[place.slot][0]
-            made[name] = _elements(storage, begin, place.size, place.stride, place.dtype)
+            made[name] = elements(storage, begin, place.size, place.stride, place.dtype)
         return made[name]
 
     def take(self, name: str, tensor: Tensor) -> None:
@@ -357,7 +315,7 @@ class Slab:
         if tensor.numel() == 0:
             return
         place, begin = self.places[name], int(tensor.storage_offset()) * tensor.itemsize
-        source = _elements(tensor.untyped_storage(), begin, (place.nbytes,))
+        source = elements(tensor.untyped_storage(), begin, (place.nbytes,))
         self.host[place.begin : place.begin + place.nbytes].copy_(source)
 
     def copy_to(
@@ -395,12 +353,12 @@ class Slab:
                 # Torch gives it what the same stream had before, in whose order it is used again.
                 self._storage.resize_(self.nbytes)
             if self._whole is None:
-                self._whole = _elements(self._storage, 0, (self.nbytes,))
+                self._whole = elements(self._storage, 0, (self.nbytes,))
             begun = self.traffic.begin(stream)
-            copy_spans(self.host, self._whole, spans, comes=comes, is_pinned=self._is_pinned)
+            copy_spans(self.host, self._whole, spans, to=memory)
         copied = sum([end - begin for begin, end in spans])
         side = self.coming if comes else self.leaving
-        self.traffic.end(begun, side.end, copied, comes=comes)
+        self.traffic.end(begun, side.end, copied, memory)
         self.is_filled = self.is_filled or comes
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:

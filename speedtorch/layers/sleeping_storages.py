@@ -23,8 +23,9 @@ from torch import Tensor
 
 from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses
 from speedtorch.layers.discarded import BLANK
-from speedtorch.layers.host_slab import cut
+from speedtorch.layers.host_slab import copy_spans
 from speedtorch.layers.slot import Slot, bytes_at, fall_asleep, wake_up, waking
+from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
@@ -137,7 +138,8 @@ class SleepingStorages:
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
         end = 0
         for slot in slots:
-            end = slot.take_place(end)
+            slot.begin = end
+            end = slot.end
         if end > self._host.nbytes:
             self.release()
             self._host = self._host_bytes(end)
@@ -152,11 +154,11 @@ class SleepingStorages:
         looked_at = {id(slot) for each in perhaps for slot in each}
         surely = [each for each in kept if id(each) not in looked_at]
         # These go while the rest is looked at.
-        self._copy(surely, comes=False)
+        self._copy(surely, Memory.HOST)
         same = self._unchanged(perhaps)
         changed = [slot for each in perhaps if each[0].begin not in same for slot in each]
         self._forget_but(same)
-        self._copy(changed, comes=False)
+        self._copy(changed, Memory.HOST)
         self._shown = {slot.begin: self._asleep(slot) for slot in slots if slot.is_kept}
         asleep = [
             self._shown[slot.begin][1] if slot.is_kept else slot.asleep(None) for slot in slots
@@ -185,7 +187,7 @@ class SleepingStorages:
             self._filling = empty  # also where an error ends what undoes this
             for some in self.memory.come(empty):
                 here = [each for each in some if each.is_kept]
-                self._copy(here, comes=True)
+                self._copy(here, Memory.DEVICE)
                 if frozen := [each for each in here if each.is_frozen]:
                     self._copies.join()
                     seldom_written += frozen
@@ -193,7 +195,7 @@ class SleepingStorages:
             known = {each[0].begin: self._known_of(each) for each in _groups(seldom_written)}
             for slot in empty:
                 if not slot.is_kept:
-                    slot.bytes().fill_(BLANK)
+                    bytes_at(slot.storage.data_ptr(), slot.nbytes, self._device).fill_(BLANK)
             tensors = waking(self._slots)
             self._wait()  # or another thread would see memory that has nothing yet
         except BaseException:
@@ -251,20 +253,16 @@ class SleepingStorages:
         same = (before == now).tolist()
         return {each[0].begin for each, is_same in zip(groups, same, strict=True) if is_same}
 
-    def _copy(self, slots: Sequence[Slot], *, comes: bool) -> None:
+    def _copy(self, slots: Sequence[Slot], to: Memory) -> None:
         """Begins to copy storages between device and host, beside the current stream.
 
         That has nothing to do before which writes or reads them: the caller has waited for it.
         """
-        runs = list(self._runs(slots))
-        seams = host_memory.registration_seams(self._host)
         with self._copies.after(self._device):
-            for address, begin, count in runs:
-                for first, end in cut([(begin, begin + count)], seams):
-                    there = bytes_at(address + first - begin, end - first, self._device)
-                    host = self._host[first:end]
-                    to, given = (there, host) if comes else (host, there)
-                    to.copy_(given, non_blocking=True)
+            for address, begin, count in self._runs(slots):
+                host = self._host[begin : begin + count]
+                there = bytes_at(address, count, self._device)
+                copy_spans(host, there, [(0, count)], to=to)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from speedtorch.layers.host_slab import aligned, elements
 from speedtorch.torch_internals import (
     set_versions,
     storage_at,
@@ -17,7 +18,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["ALIGNMENT", "Slot", "aligned", "bytes_at", "fall_asleep", "wake_up", "waking"]
+__all__ = ["ALIGNMENT", "Slot", "bytes_at", "fall_asleep", "wake_up", "waking"]
 
 # Torch's allocator begins a tensor there: neighbours on the device are neighbours on the host, too.
 ALIGNMENT = 512
@@ -26,19 +27,13 @@ ALIGNMENT = 512
 _ASLEEP = 1 << 31
 
 
-def aligned(count: int) -> int:
-    """Bytes up to where the next storage may begin."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
 def bytes_at(address: int, count: int, device: torch.device) -> Tensor:
     """Memory `[count]` from an address on, which the tensor does not own."""
-    storage = storage_at(address, device, count)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
+    return elements(storage_at(address, device, count), 0, (count,))
 
 
 class _Member:
-    """A tensor that has a storage, and its layout there: its begin, size, stride and dtype.
+    """A tensor that has a storage, and its layout there: its first byte, size, stride and dtype.
 
     `here` is the same on the device, where its storage has no memory while it sleeps, and `shown`
     where its first byte is then. The version is that on the device.
@@ -48,7 +43,8 @@ class _Member:
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.ref = weakref.ref(tensor)
-        self.layout = int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        self.layout = begin, tensor.shape, tensor.stride(), tensor.dtype
         self.version = version_of(tensor)
         # What a class of its own makes of `data` is not known, and the other way takes longer.
         is_plain = type(tensor) in (Tensor, nn.Parameter)
@@ -57,9 +53,7 @@ class _Member:
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         """Such a tensor in a storage."""
-        first, size, stride, dtype = self.layout
-        empty = torch.empty(0, dtype=dtype, device=storage.device)
-        return empty.set_(storage, first, size, stride)
+        return elements(storage, *self.layout)
 
 
 @dataclass(slots=True)
@@ -86,7 +80,7 @@ class Slot:
     @property
     def end(self) -> int:
         """Where the next one may begin."""
-        return self.begin + (aligned(self.nbytes) if self.is_kept else 0)
+        return self.begin + (aligned(self.nbytes, ALIGNMENT) if self.is_kept else 0)
 
     def add(self, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
         """One more tensor that has the storage, as it lies there now."""
@@ -94,11 +88,6 @@ class Slot:
             self.members.append(_Member(tensor, self.storage))
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
-
-    def take_place(self, begin: int) -> int:
-        """Notes where it begins in host memory; gives its end."""
-        self.begin = begin
-        return self.end
 
     def living(self) -> Iterator[tuple[_Member, Tensor]]:
         """Its tensors that there are still."""
@@ -109,10 +98,6 @@ class Slot:
     def layout(self) -> tuple[object, ...]:
         """Its bytes, and how its tensors lie in them."""
         return self.nbytes, *[each.layout for each in self.members]
-
-    def bytes(self) -> Tensor:
-        """Its bytes on the device."""
-        return bytes_at(self.storage.data_ptr(), self.nbytes, self.storage.device)
 
     def asleep(self, host: torch.UntypedStorage | None) -> list[Tensor]:
         """Its tensors as those of a host storage; None: what they have is lost."""

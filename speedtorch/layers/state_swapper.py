@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.layers.offloaded_parameters import (
@@ -81,11 +81,6 @@ class _Piece:
         return any(each.grad is not None for each in self.parameters)
 
     @property
-    def has_several_dtypes(self) -> bool:
-        """Whether its state has."""
-        return len({each.dtype for each in self.pack.slab.places.values()}) > 1
-
-    @property
     def offloaded_bytes(self) -> int:
         """Of parameters and gradients that come along."""
         return sum(map(offloaded_bytes, self.parameters)) if self._brings else 0
@@ -131,11 +126,13 @@ class _Piece:
             for key, value in kept.items():
                 if (name := names.get(key)) is None:
                     name = names[key] = f"{key!r} of parameter {number}"
-                if may_stay and key == "step" and self._stays(name, parameter, value):
+                is_count = may_stay and stays_on_cpu(self._optimizer, parameter, key, value)
+                if is_count and not self.pack.has_place(name, value):
                     continue
                 is_plain = type(value) is Tensor
                 for part, each in ((name, value),) if is_plain else plain_tensors(name, value):
-                    if _is_within(each, own):
+                    address = each.data_ptr() if each.layout is torch.strided else -1
+                    if [begin for begin, nbytes in own if 0 <= address - begin < nbytes]:
                         continue
                     if shared.get(id(each), 0) > 1:
                         if each.device != device:  # it came to the host when one alone had it
@@ -143,12 +140,6 @@ class _Piece:
                     elif each.is_cpu or each.device == device:
                         found[part] = each
         return Members(found, found.keys())
-
-    def _stays(self, name: str, parameter: Tensor, value: Any) -> bool:
-        """Whether it is a count of steps that torch wants on the CPU."""
-        if not isinstance(value, Tensor) or not value.is_cpu or self.pack.has_place(name, value):
-            return False
-        return stays_on_cpu(self._optimizer, parameter, "step", value)
 
 
 def _evicted(optimizer: Optimizer, pieces: Sequence[_Piece]) -> int:
@@ -225,13 +216,12 @@ class StateSwapper:
             check_can_be_split(each)
         self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
         self._first = {each: FirstState(each) for each in self._optimizers}
-        self._loading = {each: _Loading() for each in self._optimizers}
         self._undo: list[Callable[[], None]] = []
         try:
             _swapped.update(self._optimizers)
-            for each, loading in self._loading.items():
+            for each in self._optimizers:
                 self._undo.append(steps_by(each, partial(self._step_pieces, each), self.device))
-                self._undo.append(loading.watch(each))
+                self._undo.append(_load_on_host(each))
                 self._undo.append(each.register_state_dict_pre_hook(self._evict_mixed).remove)
             self.evict()
         except BaseException:
@@ -295,10 +285,7 @@ class StateSwapper:
             host_bytes=sum(pack.slab.nbytes for pack in packs),
             device_bytes=sum(pack.slab.device_bytes for pack in packs),
             budget_bytes=self.budget,
-            bytes_in=self._traffic.bytes_in,
-            bytes_out=self._traffic.bytes_out,
-            gbps_in=self._traffic.gbps(comes=True),
-            gbps_out=self._traffic.gbps(comes=False),
+            **self._traffic.figures(),
         )
 
     def _step_pieces(self, optimizer: Optimizer, step: PartialStep) -> tuple[()]:
@@ -379,14 +366,14 @@ class StateSwapper:
         """
         with as_plain(), torch.no_grad():
             there = [each for each in self._pieces[optimizer] if each.pack.slab.device_bytes]
-            _evicted(optimizer, [each for each in there if each.has_several_dtypes])
+            dtypes = [{place.dtype for place in e.pack.slab.places.values()} for e in there]
+            _evicted(optimizer, [e for e, its in zip(there, dtypes, strict=True) if len(its) > 1])
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
         """Puts new parameters into pieces; gives how many parameters keep each tensor.
 
         Raises ValueError if it `checks`, and there is one that cannot be stepped in a piece.
         """
-        self._loading[optimizer].forget()
         pieces = [each for each in self._pieces[optimizer] if each.parameters]
         for piece in pieces:
             piece.offloaded.leave()  # if an error has interrupted that
@@ -425,101 +412,70 @@ class StateSwapper:
         return more + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
 
 
-class _Loading:
-    """Lets load_state_dict() of an optimizer leave state on the host.
+def _load_on_host(optimizer: Optimizer) -> Callable[[], None]:
+    """Lets load_state_dict() leave state on the host; gives what undoes that.
 
     Torch would bring all of it to the parameters' device. It is given nothing in place of each
     tensor, which takes its place afterwards.
     """
 
-    def __init__(self) -> None:
-        self._waiting: list[dict[str, Tensor]] = []
-        """Of each parameter in the order of the groups."""
+    def load(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        waiting: list[dict[str, Tensor]] = []  # of each parameter in the order of the groups
 
-    def watch(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Takes part in its load_state_dict(); gives what undoes that.
+        def begin(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            state = dict(saved["state"])
+            for number in (each for group in saved["param_groups"] for each in group["params"]):
+                kept = state.get(number)
+                found = kept if isinstance(kept, dict) else {}
+                waits = {
+                    key: each
+                    for key, each in found.items()
+                    if type(each) is Tensor and key != "step" and each.numel()
+                }
+                waiting.append(waits)
+                if waits:
+                    state[number] = {**found, **{key: e.new_empty(0) for key, e in waits.items()}}
+            return {**saved, "state": state}
 
-        Other hooks find whole tensors: ours are the last before it and the first after it.
-        """
+        @torch.inference_mode(False)
+        def end(_: Optimizer) -> None:
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            for parameter, waits in zip(parameters, waiting, strict=False):
+                for key, each in waits.items():
+                    kept = optimizer.state[parameter]
+                    kept[key] = each.detach().to("cpu", kept[key].dtype, copy=True)  # torch's dtype
+            waiting.clear()
 
-        def load(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
-            on_end = optimizer.register_load_state_dict_post_hook
-            try:
-                with ExitStack() as hooks:
-                    hooks.enter_context(optimizer.register_load_state_dict_pre_hook(self._begin))
-                    hooks.enter_context(on_end(self._end, prepend=True))
-                    original(*args, **kwargs)
-            except BaseException:
-                if self._waiting:  # some of what torch has loaded may be without elements
-                    vars(optimizer).update(before)
-                raise
+        before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
+        on_end = optimizer.register_load_state_dict_post_hook
+        try:
+            with ExitStack() as hooks:
+                # Other hooks find whole tensors: ours are the last before it and the first after.
+                hooks.enter_context(optimizer.register_load_state_dict_pre_hook(begin))
+                hooks.enter_context(on_end(end, prepend=True))
+                original(*args, **kwargs)
+        except BaseException:
+            if waiting:  # some of what torch has loaded may be without elements
+                vars(optimizer).update(before)
+            raise
 
-        return replace_method(optimizer, "load_state_dict", load)
-
-    def _begin(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Takes tensors out of what is loaded."""
-        state = dict(saved["state"])
-        self._waiting.clear()
-        for number in (each for group in saved["param_groups"] for each in group["params"]):
-            kept = state.get(number)
-            found = kept if isinstance(kept, dict) else {}
-            waits = {
-                key: each
-                for key, each in found.items()
-                if type(each) is Tensor and key != "step" and each.numel()
-            }
-            self._waiting.append(waits)
-            if waits:
-                state[number] = {**found, **{key: e.new_empty(0) for key, e in waits.items()}}
-        return {**saved, "state": state}
-
-    @torch.inference_mode(False)
-    def _end(self, optimizer: Optimizer) -> None:
-        """Gives tensors their places."""
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
-        for parameter, waits in zip(parameters, self._waiting, strict=False):
-            for key, each in waits.items():
-                kept = optimizer.state[parameter]
-                kept[key] = each.detach().to("cpu", kept[key].dtype, copy=True)  # torch's dtype
-        self.forget()
-
-    def forget(self) -> None:
-        """Releases the state of a load that has failed."""
-        self._waiting.clear()
+    return replace_method(optimizer, "load_state_dict", load)
 
 
 def _spans(parameter: Tensor) -> list[tuple[int, int]]:
     """Addresses and bytes of a parameter and its gradient."""
-    found = []
-    for of in (parameter, parameter.grad):
-        if of is None:
-            continue
-        is_plain = type(of) is nn.Parameter or type(of) is Tensor
-        for each in (of,) if is_plain else [tensor for _, tensor in plain_tensors("", of)]:
-            if each.layout is torch.strided:
-                found.append((each.data_ptr(), each.nbytes))
-    return found
-
-
-def _is_within(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether a tensor begins in one of them."""
-    if tensor.layout is not torch.strided:
-        return False
-    address = tensor.data_ptr()
-    return bool([begin for begin, nbytes in spans if 0 <= address - begin < nbytes])
+    return [
+        (each.data_ptr(), each.nbytes)
+        for of in (parameter, parameter.grad)
+        for _, each in plain_tensors("", of)
+        if each.layout is torch.strided
+    ]
 
 
 def _times_kept(optimizer: Optimizer) -> Counter[int]:
     """How many parameters' state has each tensor."""
-    found: Counter[int] = Counter()
-    for kept in optimizer.state.values():
-        values = list(kept.values()) if type(kept) is dict else [kept]
-        if all(type(each) is Tensor or type(each) is float for each in values):
-            found.update({id(each) for each in values})
-        else:
-            found.update({id(each) for _, each in plain_tensors("", kept)})
-    return found
+    every = optimizer.state.values()
+    return Counter([id(each) for kept in every for _, each in plain_tensors("", kept)])
 
 
 def check_can_be_split(optimizer: Optimizer) -> None:

@@ -100,7 +100,6 @@ class Swapper:
         self._residency = Residency(self.device, self.budget, self._traffic, first_state)
         self._steps: list[UnitSteps] = []
         self._auto: AutoOffload | None = None
-        self._is_closed = False
         try:
             for name, module in named:
                 self._units[module] = Unit(
@@ -118,7 +117,7 @@ class Swapper:
             raise
 
     def __repr__(self) -> str:
-        if self._is_closed:
+        if not self._units:
             return f"{type(self).__name__}(closed)"
         units = [f"{unit.name}: {type(module).__name__}" for module, unit in self._units.items()]
         shown = units[:3] + [f"{len(units) - 3} more"] * (len(units) > 3)
@@ -218,10 +217,9 @@ class Swapper:
             unit.close()
         self._units.clear()
         self._residency.clear()
-        self._is_closed = True
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if not self._units:
             raise RuntimeError("the Swapper is closed: make another")
 
     def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
@@ -310,10 +308,7 @@ class Swapper:
             hits=residency.hits,
             misses=residency.misses,
             seconds_waited=residency.seconds_waited,
-            bytes_in=self._traffic.bytes_in,
-            bytes_out=self._traffic.bytes_out,
-            gbps_in=self._traffic.gbps(comes=True),
-            gbps_out=self._traffic.gbps(comes=False),
+            **self._traffic.figures(),
             held_by=tuple(f"{unit.name}: {each}" for unit in units for each in unit.held_by()),
         )
 

@@ -5,26 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from enum import Enum
+from typing import Any, TypeAlias
 
 import torch
 
 from speedtorch.memory.byte_count import text_of
 
-__all__ = ["Begun", "Freed", "StateReport", "SwapReport", "TransferStats"]
+__all__ = ["Begun", "Freed", "Memory", "StateReport", "SwapReport", "TransferStats"]
 
 _KEPT = 64  # events of so many copies, before anybody looks whether they are done
 
 Begun: TypeAlias = float | torch.cuda.Event
 
 
+class Memory(Enum):
+    """The two memories of a slab; a copy is named by the one that it writes to."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
 class TransferStats:
-    """Bytes copied to the device (in) and to the host, and the seconds that the copies took."""
+    """Bytes copied to each memory, and the seconds that the copies took."""
 
     def __init__(self) -> None:
-        self.bytes_in = self.bytes_out = 0
-        self._seconds = [0.0, 0.0]
-        self._open: list[tuple[bool, torch.cuda.Event, torch.cuda.Event]] = []
+        self.copied = dict.fromkeys(Memory, 0)
+        self._seconds = dict.fromkeys(Memory, 0.0)
+        self._open: list[tuple[Memory, torch.cuda.Event, torch.cuda.Event]] = []
         self._free: list[torch.cuda.Event] = []
         """Marks that have been read."""
 
@@ -36,32 +44,31 @@ class TransferStats:
         event.record(stream)
         return event
 
-    def end(self, begun: Begun, end: torch.cuda.Event | None, nbytes: int, *, comes: bool) -> None:
-        """So many bytes have been queued since, up to a timed event; `comes`: to the device."""
-        self.bytes_in += nbytes if comes else 0
-        self.bytes_out += 0 if comes else nbytes
+    def end(self, begun: Begun, end: torch.cuda.Event | None, nbytes: int, to: Memory) -> None:
+        """So many bytes have been queued since, up to a timed event."""
+        self.copied[to] += nbytes
         if isinstance(begun, float):
-            self._seconds[comes] += time.perf_counter() - begun
+            self._seconds[to] += time.perf_counter() - begun
             return
         assert end is not None
-        self._open.append((comes, begun, end))
+        self._open.append((to, begun, end))
         while len(self._open) > _KEPT and self._open[0][2].query():  # type: ignore[no-untyped-call]
             self._close(*self._open.pop(0))
 
-    def gbps(self, *, comes: bool) -> float | None:
-        """10^9 bytes per second of copies to the device, or from it; None: there were none.
-
-        Waits for copies that have not come yet.
-        """
+    def figures(self) -> dict[str, Any]:
+        """What a TransferReport says of the copies; waits for those that have not come yet."""
         while self._open:
             self._open[0][2].synchronize()
             self._close(*self._open.pop(0))
-        copied = self.bytes_in if comes else self.bytes_out
-        seconds = self._seconds[comes]
-        return copied / seconds / 1e9 if copied and seconds else None
+        found: dict[str, Any] = {}
+        for memory, way in ((Memory.DEVICE, "in"), (Memory.HOST, "out")):
+            copied, seconds = self.copied[memory], self._seconds[memory]
+            found[f"bytes_{way}"] = copied
+            found[f"gbps_{way}"] = copied / seconds / 1e9 if copied and seconds else None
+        return found
 
-    def _close(self, comes: bool, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._seconds[comes] += start.elapsed_time(end) / 1e3
+    def _close(self, to: Memory, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._seconds[to] += start.elapsed_time(end) / 1e3
         self._free.append(start)
 
 
@@ -87,7 +94,29 @@ class Freed(int):
 
 
 @dataclass(frozen=True)
-class SwapReport:
+class TransferReport:
+    """The host memory of what moves, and what has travelled since it was made."""
+
+    host_bytes: int
+    """Of host memory, which is pinned if the device is a GPU."""
+    bytes_in: int
+    """Copied to the device."""
+    bytes_out: int
+    gbps_in: float | None
+    """10^9 bytes per second while copies were under way; None: there were none."""
+    gbps_out: float | None
+
+    def _copies(self) -> Iterable[str]:
+        ways = (
+            ("device  ", self.bytes_in, self.gbps_in),
+            ("host    ", self.bytes_out, self.gbps_out),
+        )
+        for to, count, gbps in ways:
+            yield f"to {to}{text_of(count)}" + ("" if gbps is None else f" at {gbps:.1f} GB/s")
+
+
+@dataclass(frozen=True)
+class SwapReport(TransferReport):
     """Where a Swapper's units are, and what has travelled since it was made."""
 
     units: int
@@ -98,8 +127,6 @@ class SwapReport:
     resident_bytes: int
     """Of device memory, gradients and new state included."""
     budget_bytes: int | None
-    host_bytes: int
-    """Of the units' host memory, which is pinned if the device is a GPU."""
     new_bytes: int
     """On the device that would be copied to the host if all left now."""
     hits: int
@@ -107,12 +134,6 @@ class SwapReport:
     misses: int
     seconds_waited: float
     """By the host, for units to leave."""
-    bytes_in: int
-    """Copied to the device."""
-    bytes_out: int
-    gbps_in: float | None
-    """10^9 bytes per second while copies were under way; None: there were none."""
-    gbps_out: float | None
     held_by: tuple[str, ...]
     """Views that the program keeps of units' tensors on the device."""
 
@@ -124,40 +145,26 @@ class SwapReport:
             f"host       {text_of(self.host_bytes)}",
             f"uses       {self.hits} found their unit there, {self.misses} did not",
             f"waited     {self.seconds_waited:.3f} s",
-            f"to device  {_moved(self.bytes_in, self.gbps_in)}",
-            f"to host    {_moved(self.bytes_out, self.gbps_out)}",
+            *self._copies(),
             *(f"held by    {each}" for each in self.held_by),
         ]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class StateReport:
+class StateReport(TransferReport):
     """Where a StateSwapper's state is, and what has travelled since it was made."""
 
     pieces: int
     """In which it is brought."""
-    host_bytes: int
-    """Of host memory, which is pinned if the device is a GPU."""
     device_bytes: int
     """Of the device that state takes now."""
     budget_bytes: int
-    bytes_in: int
-    """Copied to the device."""
-    bytes_out: int
-    gbps_in: float | None
-    """10^9 bytes per second while copies were under way; None: there were none."""
-    gbps_out: float | None
 
     def __str__(self) -> str:
         lines = [
             f"host       {text_of(self.host_bytes)} in {self.pieces} pieces",
             f"device     {text_of(self.device_bytes)} of {text_of(self.budget_bytes)}",
-            f"to device  {_moved(self.bytes_in, self.gbps_in)}",
-            f"to host    {_moved(self.bytes_out, self.gbps_out)}",
+            *self._copies(),
         ]
         return "\n".join(lines)
-
-
-def _moved(count: int, gbps: float | None) -> str:
-    return text_of(count) + ("" if gbps is None else f" at {gbps:.1f} GB/s")

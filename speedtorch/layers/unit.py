@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,9 @@ from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.offloaded_parameters import follow_inner
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.slab import Memory
-from speedtorch.layers.state_tensors import stays_on_cpu, within_frozen, wrappers_in
-from speedtorch.layers.tensor_index import TensorIndex
+from speedtorch.layers.state_tensors import TensorIndex, stays_on_cpu, within_frozen, wrappers_in
 from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.optim.wrappers import optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
@@ -43,7 +43,10 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["Caller", "Unit", "exact_device", "host_copy", "is_of_unit"]
+if TYPE_CHECKING:
+    from speedtorch.layers.auto import AutoOffload
+
+__all__ = ["Unit", "exact_device", "host_copy", "is_of_unit"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
@@ -59,25 +62,6 @@ def _untracked(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-class Caller(Protocol):
-    """Brings units as the program reaches them, and knows in which order it does."""
-
-    def using(self, unit: Unit) -> AbstractContextManager[None]:
-        """The unit is on the device within, for one operation of the program."""
-
-    def is_nested(self, unit: Unit) -> bool:
-        """Whether a call of another unit is under way."""
-
-    def reaches(self, unit: Unit, *, nested: bool) -> None:
-        """A backward reaches a result of a unit; `nested`: of a call within another unit's."""
-
-    def end_failed(self) -> None:
-        """Ends uses by a backward that has failed."""
-
-    def next_use(self, unit: Unit, *, state: bool) -> float:
-        """In how many calls a unit is used next, or its state; inf: unknown."""
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -124,7 +108,7 @@ class Unit:
 
     Making one raises the same errors, and ValueError for a tensor of another unit. Of modules that
     share a parameter make one unit (nn.ModuleList). `before_gradients` is called with the unit
-    where a backward reaches it and there is no Caller.
+    if a backward reaches it and it does not come by itself.
 
     Attributes:
         open_results: results with a graph that no backward has reached.
@@ -147,18 +131,13 @@ class Unit:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
-        for each in optimizers:
-            if not isinstance(each, Optimizer):
-                raise TypeError(
-                    f"optimizer: expected a torch.optim.Optimizer, got {type(each).__name__}"
-                )
         self.device = exact_device(device)
         if self.device.type == "meta":
             raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
-        self.module, self.optimizers, self.name = module, optimizers, name
+        self.module, self.optimizers, self.name = module, optimizers_within(optimizers), name
         self._uses = self.open_results = 0
         self.gives_views = self.has_views = self.has_graph = self.was_stepped = False
-        self._caller: Caller | None = None
+        self._caller: AutoOffload | None = None
         self._before_gradients = before_gradients
         # All that it has may have been changed before. Threads set each flag without reading it.
         self._is_touched = self._is_used = self._is_state_new = True
@@ -192,7 +171,7 @@ class Unit:
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
         ]
         after_step = weak_call(self.note_step)
-        self._step_hooks = [each.register_step_post_hook(after_step) for each in optimizers]
+        self._step_hooks = [each.register_step_post_hook(after_step) for each in self.optimizers]
 
     @property
     def nbytes(self) -> int:
@@ -202,8 +181,7 @@ class Unit:
     @property
     def device_bytes(self) -> int:
         """Bytes of its device memory now, without what came to it there since it was loaded."""
-        own, gradients, state = self._packs
-        return own.slab.device_bytes + gradients.slab.device_bytes + state.slab.device_bytes
+        return sum([pack.slab.device_bytes for pack in self._packs])
 
     @property
     def memory(self) -> Memory | None:
@@ -336,7 +314,9 @@ class Unit:
         The unit can be used, and not be stepped.
         """
         self._tracker.stop()
-        freed = self._evict_part(2, after)
+        self._join_streams(after)
+        *_, (state, members) = self._parts()
+        freed = state.evict(members, after)
         self._is_state_new, self.made_state_bytes = False, 0
         return freed
 
@@ -344,12 +324,8 @@ class Unit:
     def free_gradients(self, after: torch.cuda.Event | None = None) -> None:
         """Frees the device memory of gradients if the program has dropped them all."""
         if self._gradients.slab.device_bytes and not self._found.gradients:
-            self._evict_part(1, after)
-
-    def _evict_part(self, number: int, after: torch.cuda.Event | None) -> int:
-        self._join_streams(after)
-        pack, members = self._parts()[number]
-        return pack.evict(members, after)
+            self._join_streams(after)
+            self._gradients.evict(Members({}, ()), after)
 
     @property
     def state_bytes(self) -> int:
@@ -428,20 +404,19 @@ class Unit:
         self._uses += 1
 
     def note_access(self, *, is_counted: bool) -> None:
-        """See Tracking: a tensor is used outside of any use."""
+        """An operation begins outside of any use; torch counts what it may write, or not."""
         self.note_use()
         if not is_counted:
             self.touch()
 
     def note_result(self, result: Tensor) -> None:
-        """See Tracking."""
+        """An operation has given a tensor, which may share memory with one of the unit."""
         self.has_views = self.has_views or self.is_view(result)
 
     def host_copy(self, tensor: Tensor) -> Tensor | None:
-        """See Tracking; its tensors on the device share one storage, whatever their dtypes."""
-        address = tensor.data_ptr()
-        found = self.on_host().get(address)
-        return self.on_host(state=True).get(address) if found is None else found
+        """Elements on the host, for a file: on the device tensors of all dtypes share a storage."""
+        found = host_copy(tensor, self.on_host())
+        return host_copy(tensor, self.on_host(state=True)) if found is None else found
 
     def note_use(self) -> None:
         """Says that its module runs, forward or backward, or that a tensor of it is used."""
@@ -493,7 +468,7 @@ class Unit:
         with as_plain():
             return self._uses + sum(map(version_of, own)) + sum(self._wrapper_versions())
 
-    def follow(self, caller: Caller | None) -> None:
+    def follow(self, caller: AutoOffload | None) -> None:
         """The caller brings the unit as the program reaches it; None ends that."""
         self._caller = caller
         if not self.device_bytes:  # on the device tensors are tracked unless they are in use
@@ -501,12 +476,12 @@ class Unit:
 
     @property
     def comes_by_itself(self) -> bool:
-        """Whether there is a Caller."""
+        """Whether an operation may bring it to the device."""
         return self._caller is not None
 
     @contextmanager
     def operation(self) -> Iterator[Callable[[Any], Any]]:
-        """See Tracking."""
+        """It is on the device within; what this gives maps the operation's result."""
         assert self._caller is not None
         with self._caller.using(self):
             self.note_use()
@@ -594,10 +569,6 @@ class Unit:
 
     def _is_trained_view(self, each: object) -> bool:
         return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
-
-    def forget_results(self) -> None:
-        """Says that no backward is to come."""
-        self.open_results = 0
 
     def tell_steps(self) -> None:
         """Promises note_step(); otherwise each step of an optimizer may have changed the unit."""

@@ -167,12 +167,12 @@ class Timeline:
         self.returned = 0
         copy, empty = slab.copy_spans, Slab.empty
 
-        def copied(host: Tensor, *args: Any, comes: bool, **options: Any) -> None:
-            copy(host, *args, comes=comes, **options)
+        def copied(host: Tensor, *args: Any, to: Memory, **options: Any) -> None:
+            copy(host, *args, to=to, **options)
             number = self._number(host)
             name = f"copy of {number} {len(streams.on)}"
             streams.work(name)
-            if comes:
+            if to is Memory.DEVICE:
                 assert self.evicted <= streams.before(name)
                 self.copies[number] = name
             else:

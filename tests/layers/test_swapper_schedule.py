@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from speedtorch.layers import Swapper, host_slab, residency, slab, unit_steps
+from speedtorch.layers import Memory, Swapper, host_slab, residency, slab, unit_steps
 
 BLOCKS, ELEMENTS = 16, 2048
 BLOCK_BYTES = 4 * ELEMENTS
@@ -101,11 +101,11 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     found = Clocks()
     copy, taken, step = host_slab.copy_spans, slab.Slab.take, unit_steps.UnitSteps._step
 
-    def copy_spans(*args: Any, comes: bool, **kwargs: Any) -> None:
+    def copy_spans(*args: Any, to: Memory, **kwargs: Any) -> None:
         duration = sum(end - begin for begin, end in args[2]) / BLOCK_BYTES * COPY
         for each in (found.copies, found.busy):
-            each[COMING if comes else LEAVING] += duration
-        copy(*args, comes=comes, **kwargs)
+            each[COMING if to is Memory.DEVICE else LEAVING] += duration
+        copy(*args, to=to, **kwargs)
 
     def take(target: slab.Slab, name: str, tensor: Tensor) -> None:
         found.host = found.wait() + tensor.nbytes / BLOCK_BYTES * COPY

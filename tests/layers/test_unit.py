@@ -234,10 +234,10 @@ def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
     late: list[Callable[[], None]] = []
     copy_spans = slab.copy_spans
 
-    def copy_late(host: Tensor, other: Tensor, spans: Any, *, comes: bool, **rest: Any) -> None:
-        source = other if comes else other.clone()
-        late.append(lambda: copy_spans(host, source, spans, comes=comes, **rest))
-        if comes:
+    def copy_late(host: Tensor, other: Tensor, spans: Any, *, to: Memory, **rest: Any) -> None:
+        source = other if to is Memory.DEVICE else other.clone()
+        late.append(lambda: copy_spans(host, source, spans, to=to, **rest))
+        if to is Memory.DEVICE:
             late.pop()()
 
     def finish(_: SharedSideStream) -> None:

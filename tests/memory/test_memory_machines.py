@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import speedtorch
 from speedtorch import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.info import info
+from speedtorch.layers import Memory
 from speedtorch.layers.host_slab import copy_spans
 from speedtorch.memory.host_memory import registration_seams, release
 from speedtorch.ops.functions import _ops
@@ -291,7 +292,7 @@ def test_copies_of_units_are_cut_at_seams(
     values = torch.randint(1, 256, (9096,), dtype=torch.uint8)
     source[seam - 4096 : seam + 5000] = values
     with CopiesWithinRegistrations(driver) as copies:
-        copy_spans(host, device, spans, comes=comes, is_pinned=True)
+        copy_spans(host, device, spans, to=Memory.DEVICE if comes else Memory.HOST)
     assert copies.copied == 9096 + 16
     assert torch.equal(target[seam - 4096 : seam + 5000], values)
     unpin_memory_(host)
