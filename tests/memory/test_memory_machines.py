@@ -209,20 +209,25 @@ def test_an_op_names_the_driver_that_is_needed(old: PretendedDriver) -> None:
     assert old.pending == 0
 
 
+WITH_KERNELS = pytest.mark.skipif(
+    not torch.ops.speedtorch.built_with_cuda(), reason="the library is built without CUDA kernels"
+)
+
+
+@WITH_KERNELS
 def test_info_names_the_driver_that_is_needed(
-    old: PretendedDriver, monkeypatch: pytest.MonkeyPatch
+    old: PretendedDriver,
 ) -> None:
-    monkeypatch.setattr(torch.ops.speedtorch, "built_with_cuda", lambda: True)
     with pytest.raises(RuntimeError, match=TOO_OLD):
         torch.ops.speedtorch.check_driver()
     assert info().kernels.startswith("CPU (NVIDIA's driver is too old: it runs CUDA 12.4 at most")
 
 
+@WITH_KERNELS
 @pytest.mark.parametrize("versions", [(13000, 13010), (13020, 13010), (14000, 13010), (0, 13010)])
 def test_a_driver_of_the_same_major_version_is_new_enough(
-    driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch, versions: tuple[int, int]
+    driver: PretendedDriver, versions: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(torch.ops.speedtorch, "built_with_cuda", lambda: True)
     driver.versions = versions
     assert info().kernels == "CPU and CUDA"
     driver.fail("device_count", error=INSUFFICIENT_DRIVER)
