@@ -66,6 +66,14 @@ class Generation:
         """A folder beside it for ranks that write it together; what is left is removed as well."""
         return f"{self.folder.removesuffix('partial')}ranks"
 
+    def switch(self, folder: str) -> None:
+        """Renames it to the first free number after all others."""
+        # Other processes may have saved meanwhile. A number before theirs would be removed.
+        self.number = max(generations_of(folder), default=0) + 1
+        # What has the name may be no folder.
+        while not rename_folder(self.folder, path_of(folder, self.number), errno.ENOTDIR):
+            self.number = max([self.number, *generations_of(folder)]) + 1
+
 
 @contextmanager
 def new_generation(
@@ -97,11 +105,7 @@ def new_generation(
             with opened_folder(partial) as inner:
                 calls.fsync(inner)
             bases = {each: base_of(each) for each in generations_of(folder)}
-            # Other processes may have saved meanwhile. A number before theirs would be removed.
-            made.number = max(generations_of(folder), default=0) + 1
-            # What has the name may be no folder.
-            while not rename_folder(partial, path_of(folder, made.number), errno.ENOTDIR):
-                made.number = max([made.number, *generations_of(folder)]) + 1
+            made.switch(folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,29 @@ from speedtorch.torch_internals import (
     tree_map,
 )
 
-if TYPE_CHECKING:
-    from speedtorch.layers.unit import Unit
+__all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device"]
 
-__all__ = ["AccessTracker", "is_plain_tensor", "on_device"]
+
+class Tracking(Protocol):
+    """What has the tracked tensors, which are used on its device."""
+
+    device: torch.device
+
+    @property
+    def comes_by_itself(self) -> bool:
+        """Whether an operation may bring them there."""
+
+    def operation(self) -> AbstractContextManager[Callable[[Any], Any]]:
+        """They are on the device within; what it gives maps the operation's result."""
+
+    def note_access(self, *, is_counted: bool) -> None:
+        """An operation begins on the current stream; torch counts what it may write, or not."""
+
+    def note_result(self, result: Tensor) -> None:
+        """An operation has given a tensor, which may share memory with a tracked one."""
+
+    def host_copy(self, tensor: Tensor) -> Tensor | None:
+        """The elements of a tensor in host memory, for a file; None: the tensor's own serve."""
 
 
 def _named(owner: Any, names: str) -> list[Any]:
@@ -79,9 +98,9 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())}
 
 
 class AccessTracker:
-    """Tracks tensors until it is stopped, and tells their unit for as long as that is alive."""
+    """Tracks tensors until it is stopped, and tells their owner for as long as that is alive."""
 
-    def __init__(self, owner: Unit) -> None:
+    def __init__(self, owner: Tracking) -> None:
         self.owner = weakref.ref(owner)
         # Weak: a gradient that the program drops is freed at once.
         self._tracked: list[weakref.ref[Tensor]] = []
@@ -173,7 +192,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> Any:
     found = dict.fromkeys(each._tracker.owner() for each in tracked)
-    owners: list[Unit] = [each for each in found if each is not None]
+    owners: list[Tracking] = [each for each in found if each is not None]
     coming = [each for each in owners if each.comes_by_itself]
     if coming and not _brings(func, args, kwargs, tracked, others):
         coming = []

@@ -93,13 +93,13 @@ class AutoOffload:
             unit.follow(self)
         for each in steps:
             each.note_backward(steps=True)
-        residency.calls = self
+        residency.follow(self)
 
     def remove(self) -> None:
         """Brings units no longer by itself."""
         if not self._hooks:  # another may have come since
             return
-        self._residency.calls = None
+        self._residency.follow(None)
         for steps in self._steps:
             steps.note_backward(steps=False)
         for each in self._hooks:
@@ -138,14 +138,14 @@ class AutoOffload:
 
     @contextmanager
     def using(self, unit: Unit) -> Iterator[None]:
-        """The unit is on the device within, for one operation of the program."""
+        """See Caller."""
         self._enter(unit)
         with self._residency.using([unit], state=False):
             self._note(_Reached(unit, backward=False))
             yield
 
     def is_nested(self, unit: Unit) -> bool:
-        """Whether a call of another unit is under way."""
+        """See Caller."""
         thread, begun = threading.get_ident(), self._forward.items()
         return any(calls[-1].thread == thread for other, calls in begun if other is not unit)
 
@@ -199,10 +199,10 @@ class AutoOffload:
                 self._residency.end_use(use)
             self._graphs.clear()
             for unit in self._units:
-                unit.open_results = 0
+                unit.forget_results()
 
     def reaches(self, unit: Unit, *, nested: bool) -> None:
-        """A backward reaches a result of a unit; `nested`: of a call within another unit's."""
+        """See Caller."""
         self._enter_backward()
         if unit in self._backward:
             return
@@ -229,7 +229,7 @@ class AutoOffload:
         if self._graphs:
             return
         for unit in self._units:
-            unit.open_results = 0
+            unit.forget_results()
         for unit in self._units:
             self._step(unit)
         counted = [each.settle() for each in self._parts] or [[] for _ in self._steps]

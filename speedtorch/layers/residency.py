@@ -10,20 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.layers.transfer_stats import Memory, TransferStats
-from speedtorch.layers.unit import Unit
+from speedtorch.layers.unit import Caller, Unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
-
-if TYPE_CHECKING:
-    from speedtorch.layers.auto import AutoOffload
 
 __all__ = ["Leaver", "Residency", "Use"]
 
@@ -117,7 +114,7 @@ class Residency:
         """Bytes that came to a unit on the device, and in a use those that are to come."""
         self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
         """Of the last uses that ended, which uses to come are expected to have."""
-        self.calls: AutoOffload | None = None
+        self._calls: Caller | None = None
         self._turns: dict[Unit, int] = {}
         """Units that are used next, one after another, with their turns."""
         self.hits = self.misses = 0
@@ -157,7 +154,7 @@ class Residency:
     def _to_come(self, unit: Unit, need: Need) -> int:
         """Bytes that a unit in use will need, as in its last use, beside those that are counted."""
         last = self._last_needs.get(unit)
-        if last is None or self.calls is not None:  # where units come by themselves they are known
+        if last is None or self._calls is not None:  # where units come by themselves they are known
             return 0
         count = unit.missing_gradients() if last.gradients and not need.gradients else 0
         return count + (unit.missing_bytes(state=True) if last.state and not need.state else 0)
@@ -420,10 +417,10 @@ class Residency:
         }
 
     def _next_use(self, unit: Unit, *, state: bool) -> float:
-        """As AutoOffload.next_use, after those whose turn comes before."""
+        """As Caller.next_use, after those whose turn comes before."""
         if unit in self._turns:
             return self._turns[unit] - next(iter(self._turns.values()))
-        later = inf if self.calls is None else self.calls.next_use(unit, state=state)
+        later = inf if self._calls is None else self._calls.next_use(unit, state=state)
         return later + len(self._turns)
 
     def send_home(self, leaver: Leaver, *, search: bool = False) -> int:
@@ -446,7 +443,7 @@ class Residency:
                 # takes long, and a graph that needs the unit is usual where units come by
                 # themselves.
                 may_be_kept = unit.gives_views or unit.has_views or not unit.has_graph
-                search = search or self.calls is None or may_be_kept
+                search = search or self._calls is None or may_be_kept
                 freed = unit.evict(end, search=search)
                 self._awaited.discard(unit)
                 freed += self._others.pop(unit, 0)
@@ -465,8 +462,12 @@ class Residency:
         return end if end is not None and changes == unit.changes else None
 
     def _end_failed(self) -> None:
-        if self.calls is not None:
-            self.calls.end_failed()
+        if self._calls is not None:
+            self._calls.end_failed()
+
+    def follow(self, calls: Caller | None) -> None:
+        """Units come by themselves, and which leaves is known from their calls; None: no longer."""
+        self._calls = calls
 
     def look(self) -> None:
         """Notes what has ended, and counts anew what is there."""

@@ -138,8 +138,7 @@ class SleepingStorages:
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
         end = 0
         for slot in slots:
-            slot.begin = end
-            end = slot.end
+            end = slot.take_place(end)
         if end > self._host.nbytes:
             self.release()
             self._host = self._host_bytes(end)

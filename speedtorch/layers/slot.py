@@ -89,6 +89,11 @@ class Slot:
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
 
+    def take_place(self, begin: int) -> int:
+        """Notes where it begins in host memory; gives its end."""
+        self.begin = begin
+        return self.end
+
     def living(self) -> Iterator[tuple[_Member, Tensor]]:
         """Its tensors that there are still."""
         for each in self.members:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-if TYPE_CHECKING:
-    from speedtorch.layers.auto import AutoOffload
-
-__all__ = ["Unit", "exact_device", "host_copy", "is_of_unit"]
+__all__ = ["Caller", "Unit", "exact_device", "host_copy", "is_of_unit"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
@@ -62,6 +59,25 @@ def _untracked(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+class Caller(Protocol):
+    """Brings units as the program reaches them, and knows in which order it does."""
+
+    def using(self, unit: Unit) -> AbstractContextManager[None]:
+        """The unit is on the device within, for one operation of the program."""
+
+    def is_nested(self, unit: Unit) -> bool:
+        """Whether a call of another unit is under way."""
+
+    def reaches(self, unit: Unit, *, nested: bool) -> None:
+        """A backward reaches a result of a unit; `nested`: of a call within another unit's."""
+
+    def end_failed(self) -> None:
+        """Ends uses by a backward that has failed."""
+
+    def next_use(self, unit: Unit, *, state: bool) -> float:
+        """In how many calls a unit is used next, or its state; inf: unknown."""
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -108,7 +124,7 @@ class Unit:
 
     Making one raises the same errors, and ValueError for a tensor of another unit. Of modules that
     share a parameter make one unit (nn.ModuleList). `before_gradients` is called with the unit
-    if a backward reaches it and it does not come by itself.
+    where a backward reaches it and there is no Caller.
 
     Attributes:
         open_results: results with a graph that no backward has reached.
@@ -137,7 +153,7 @@ class Unit:
         self.module, self.optimizers, self.name = module, optimizers_within(optimizers), name
         self._uses = self.open_results = 0
         self.gives_views = self.has_views = self.has_graph = self.was_stepped = False
-        self._caller: AutoOffload | None = None
+        self._caller: Caller | None = None
         self._before_gradients = before_gradients
         # All that it has may have been changed before. Threads set each flag without reading it.
         self._is_touched = self._is_used = self._is_state_new = True
@@ -404,17 +420,17 @@ class Unit:
         self._uses += 1
 
     def note_access(self, *, is_counted: bool) -> None:
-        """An operation begins outside of any use; torch counts what it may write, or not."""
+        """See Tracking: a tensor is used outside of any use."""
         self.note_use()
         if not is_counted:
             self.touch()
 
     def note_result(self, result: Tensor) -> None:
-        """An operation has given a tensor, which may share memory with one of the unit."""
+        """See Tracking."""
         self.has_views = self.has_views or self.is_view(result)
 
     def host_copy(self, tensor: Tensor) -> Tensor | None:
-        """Elements on the host, for a file: on the device tensors of all dtypes share a storage."""
+        """See Tracking; its tensors on the device share one storage, whatever their dtypes."""
         found = host_copy(tensor, self.on_host())
         return host_copy(tensor, self.on_host(state=True)) if found is None else found
 
@@ -468,7 +484,7 @@ class Unit:
         with as_plain():
             return self._uses + sum(map(version_of, own)) + sum(self._wrapper_versions())
 
-    def follow(self, caller: AutoOffload | None) -> None:
+    def follow(self, caller: Caller | None) -> None:
         """The caller brings the unit as the program reaches it; None ends that."""
         self._caller = caller
         if not self.device_bytes:  # on the device tensors are tracked unless they are in use
@@ -476,12 +492,12 @@ class Unit:
 
     @property
     def comes_by_itself(self) -> bool:
-        """Whether an operation may bring it to the device."""
+        """Whether there is a Caller."""
         return self._caller is not None
 
     @contextmanager
     def operation(self) -> Iterator[Callable[[Any], Any]]:
-        """It is on the device within; what this gives maps the operation's result."""
+        """See Tracking."""
         assert self._caller is not None
         with self._caller.using(self):
             self.note_use()
@@ -569,6 +585,10 @@ class Unit:
 
     def _is_trained_view(self, each: object) -> bool:
         return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
+
+    def forget_results(self) -> None:
+        """Says that no backward is to come."""
+        self.open_results = 0
 
     def tell_steps(self) -> None:
         """Promises note_step(); otherwise each step of an optimizer may have changed the unit."""

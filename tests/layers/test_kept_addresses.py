@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -153,7 +154,10 @@ def test_memory_is_free_asleep_and_no_more_than_before_awake() -> None:
     del model, state
     gc.collect()
     torch.cuda.empty_cache()
-    assert abs(torch.cuda.mem_get_info()[0] - before) <= most
+    end = time.monotonic() + 60
+    while abs(torch.cuda.mem_get_info()[0] - before) > most:
+        assert time.monotonic() < end, "the memory did not come back"
+        time.sleep(0.1)  # what other processes took meanwhile goes again
 
 
 @NEEDS_GPU
