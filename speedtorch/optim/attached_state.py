@@ -192,8 +192,11 @@ class AttachedState:
         """Sets the state that complete() loads after load_state_dict has returned."""
         self.loading = loading
 
-    def before_step(self, optimizer: Optimizer, weight: RowWeight) -> None:
-        """Called before a step; RuntimeError if with the settings of now it keeps other state."""
+    def before_step(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        """Called before a step; RuntimeError if with the settings of now it keeps other state.
+
+        `group` has the weight.
+        """
         self.complete()
         self.loading = None  # of a load_state_dict that raised
         self._take_given()
@@ -205,7 +208,7 @@ class AttachedState:
                 " to go on as before",
                 stacklevel=4,
             )
-        group, names = group_of(optimizer, weight), optimizer.defaults
+        names = optimizer.defaults
         if not all(map(operator.is_, map(group.get, names), map(self._settings.get, names))):
             self._follow(optimizer)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:

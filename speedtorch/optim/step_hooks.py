@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, wraps
 from types import FrameType
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from speedtorch.optim.attached_state import AttachedState, state_of
-from speedtorch.optim.optimizer_copy import OptimizerCopy, group_of, own_steps, settings_of
+from speedtorch.optim.optimizer_copy import OptimizerCopy, own_steps, settings_of
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.disagreement import DisagreementError
@@ -59,6 +59,7 @@ class _Known:
         stateless: The settings with which it is known to keep nothing, by its weights' id().
         weights: The weights that it holds.
         places: Where they are: a list of a group, and the index.
+        groups: The numbers of their groups.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -67,6 +68,7 @@ class _Known:
         self.stateless: dict[int, dict[str, Any]] = {}
         self.weights: list[RowWeight] = []
         self.places: list[tuple[list[Any], int]] = []
+        self.groups: list[int] = []
         self._lists: list[tuple[list[Any], int]] = []
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -91,8 +93,10 @@ class _Known:
             found += [(at, weight) for at, weight in every if _is_lent(at, weight)]
             self.places = [at for at, _ in found]
             self.weights[:] = [weight for _, weight in found]
-            lists = (group["params"] for group in optimizer.param_groups)
+            lists = [group["params"] for group in optimizer.param_groups]
             self._lists = [(each, len(each)) for each in lists]
+            numbers = {id(each): number for number, each in enumerate(lists)}
+            self.groups = [numbers[id(held)] for held, _ in self.places]
         return bool(self.places)
 
     def _is_as_before(self, optimizer: Optimizer) -> bool:
@@ -150,7 +154,7 @@ class OptimizerStep:
         self.is_idle = False
         self.optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame
-        self._weights, self._places = [*known.weights], known.places
+        self._weights, self._places, self._groups = [*known.weights], known.places, known.groups
         self._rows: list[TrainedRows] = [weight._rows for weight in self._weights]
         self._stateless = known.stateless
         self._thread = threading.get_ident()
@@ -189,8 +193,9 @@ class OptimizerStep:
 
     def _check(self, *, looks_up: bool) -> None:
         """Raises what keeps the optimizer from stepping the rows, within their turns."""
-        for rows, weight in zip(self._rows, self._weights, strict=True):
-            _check(self.optimizer, rows, weight, self._stateless)
+        groups = self.optimizer.param_groups
+        for (rows, weight, _), number in zip(self._each(), self._groups, strict=True):
+            _check(self.optimizer, rows, weight, groups[number], self._stateless)
             if not looks_up:
                 rows.exchange.check_lookups()
         _check_capture(self.optimizer, self._rows)
@@ -472,11 +477,16 @@ def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], obj
 
 
 def _check(
-    optimizer: Optimizer, rows: TrainedRows, parameter: RowWeight, known: dict[int, dict[str, Any]]
+    optimizer: Optimizer,
+    rows: TrainedRows,
+    parameter: RowWeight,
+    group: Mapping[str, Any],
+    known: dict[int, dict[str, Any]],
 ) -> None:
     """Raises unless the optimizer may step the rows: nothing has been stepped then.
 
-    `known` are the settings with which it is known to keep nothing, by its weights' id().
+    `group` has the parameter. `known` are the settings with which the optimizer is known to keep
+    nothing, by its weights' id().
     """
     state = state_of(rows)
     if state is not None:
@@ -485,10 +495,9 @@ def _check(
                 f"{rows.name} is attached to another optimizer than this"
                 f" {type(optimizer).__name__}: detach that first"
             )
-        state.before_step(optimizer, parameter)
+        state.before_step(optimizer, group)
         return
-    before, group = known.get(id(parameter)), group_of(optimizer, parameter)
-    if before is not None:  # as a rule none has changed
+    if (before := known.get(id(parameter))) is not None:  # as a rule none has changed
         for name in optimizer.defaults:
             if group.get(name) is not before.get(name) and name != "lr":
                 break

@@ -7,6 +7,7 @@ import gc
 import importlib
 import io
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from interrupts import Lines, source_files
+from interrupts import PACKAGE, Lines, source_files
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -216,6 +217,33 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[optim.Optimizer]:
 
     monkeypatch.setattr(step_hooks, "places_of_weights", counted)
     return looked
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_step_calls_as_much_of_ours_beside_many_other_parameters(name: str) -> None:
+    def calls(others: int) -> int:
+        module = speedtorch.Embedding(ROWS, WIDTH)
+        beside = [nn.Parameter(torch.ones(1)) for _ in range(others)]
+        optimizer = getattr(optim, name)([*beside, *module.parameters()])
+        speedtorch.attach(optimizer, module)
+        for _ in range(2):
+            module(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+        module(torch.tensor([1, 2])).sum().backward()
+        count = 0
+
+        def note(frame: Any, event: str, _: object) -> None:
+            nonlocal count
+            count += event == "call" and frame.f_code.co_filename in PACKAGE
+
+        sys.setprofile(note)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(3) == calls(300)
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adamax], ids=lambda kind: kind.__name__)
