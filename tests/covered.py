@@ -9,6 +9,7 @@ run. Each prints one line with its figures at the end.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ BUILD = ROOT / "build"
 def package(*arguments: str) -> int:
     """Runs pytest with coverage; returns what it returned."""
     coverage = [sys.executable, "-m", "coverage"]
+    os.environ["COVERAGE_FILE"] = str(BUILD / ".coverage")  # also for those in another folder
     subprocess.run([*coverage, "erase"], cwd=ROOT, check=True)
     code = subprocess.run([*coverage, "run", "-m", "pytest", *arguments], cwd=ROOT).returncode
     subprocess.run([*coverage, "combine", "--quiet"], cwd=ROOT, check=True)

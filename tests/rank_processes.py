@@ -121,8 +121,11 @@ class Ranks:
             raise AssertionError("\n".join(dict.fromkeys(said)))
 
     def end(self) -> None:
-        """Ends the processes."""
+        """Ends the processes; those that wait for a call end by themselves, which counts lines."""
+        for asked in self._asked:
+            asked.put(None)
         for each in self._processes:
+            each.join(2)
             each.kill()
             each.join()
         self._folder.cleanup()
