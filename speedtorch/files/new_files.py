@@ -265,7 +265,7 @@ def swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
     process does until the end of the block.
     """
     with opened_folder(folder) as descriptor:
-        # File systems without locks cannot tell: what is left stays.
+        # Without file locks, files left behind look like files in use: all of them stay.
         with where_supported(errno.EBADF, errno.ENOLCK):
             # Where they are in use, another user's or gone by now, saving works all the same.
             with suppress(BlockingIOError, PermissionError, FileNotFoundError):

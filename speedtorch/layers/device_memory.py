@@ -90,8 +90,8 @@ def _fill(slots: Sequence[Slot], device: torch.device) -> None:
 class KeptAddresses(DeviceMemory):
     """Ranges of a GPU's addresses, which storages have for good, with memory there or without.
 
-    Storages move there when they leave for the first time, those of one call into one range. What
-    lies in a range comes and goes together.
+    Storages move there when they are first evicted, those of one call into one range. Storages of
+    one range move together.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -376,7 +376,7 @@ class Residency:
                 over -= nbytes
 
     def _candidates(self) -> list[Candidate]:
-        """What could leave, in the order in which it does."""
+        """Units and state that may be evicted, in the order of eviction."""
         found, needs, first = [], self._needs(), EvictionPriority.IDLE
         for place, unit in enumerate(self._there):
             nbytes, is_used = self.bytes_of(unit), unit in needs
@@ -488,7 +488,7 @@ class Residency:
             self._others[unit] = self._other_bytes(unit, needs.get(unit))
 
     def _other_bytes(self, unit: Unit, need: Need | None) -> int:
-        """What came to a unit on the device, and what its uses of now let come."""
+        """Bytes allocated in a unit on the device, and bytes that its current uses may add."""
         count = unit.other_bytes()
         if need is None or self._budget is None:
             return count

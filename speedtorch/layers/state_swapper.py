@@ -135,7 +135,7 @@ class _Piece:
                     if [begin for begin, nbytes in own if 0 <= address - begin < nbytes]:
                         continue
                     if shared.get(id(each), 0) > 1:
-                        if each.device != device:  # it came to the host when one alone had it
+                        if each.device != device:  # evicted while one parameter alone had it
                             each.data = each.to(device)
                     elif each.is_cpu or each.device == device:
                         found[part] = each
@@ -413,7 +413,7 @@ class StateSwapper:
 
 
 def _load_on_host(optimizer: Optimizer) -> Callable[[], None]:
-    """Lets load_state_dict() leave state on the host; gives what undoes that.
+    """Keeps state on the host in load_state_dict(); returns the function that ends this.
 
     Torch would bring all of it to the parameters' device. It is given nothing in place of each
     tensor, which takes its place afterwards.

@@ -184,10 +184,7 @@ class Requests:
     """Asks for rows of a table, ahead where it is told to; every call is one of all ranks.
 
     Args:
-        exchange: of the rows that this rank owns.
-        dealt: which rank owns which row.
-        ranks: that own them.
-        number: of the table, the same on all ranks.
+        exchange, dealt, ranks, number: As for RequestMaker.
         none: for an exchange with a capacity the id of a row that is none, or of the padding's.
         padded: whether some rank owns the padding's.
     """

@@ -1149,3 +1149,12 @@ def test_scaled_gradients_of_what_is_in_host_memory(device: str) -> None:
         return ours.tensors()
 
     assert_equal(train(2000), train(None))
+
+
+def test_a_tensor_that_one_parameter_keeps_twice_is_not_shared_by_parameters() -> None:
+    one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = optim.SGD([one, other], lr=0.1)
+    kept, common = torch.ones(2), torch.ones(2)
+    optimizer.state[one] = {"first": kept, "second": kept, "common": common}
+    optimizer.state[other] = {"common": common}
+    assert state_swapper._times_kept(optimizer) == {id(kept): 1, id(common): 2}
