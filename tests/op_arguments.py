@@ -25,10 +25,6 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randint(ROWS, shape, generator=random)
 
 
-def _on_cpu(*lists: list[Tensor]) -> list[list[Tensor]]:
-    return [[each.cpu().clone() for each in some] for some in lists]
-
-
 def op_arguments(
     device: str, hosted: Callable[[Tensor], Tensor] = lambda rows: rows
 ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
@@ -102,8 +98,9 @@ def op_arguments(
         "load_rows": (ops.load_rows.default, (host, leaving, up, load)),
         "load_batch": (
             ops.load_batch.default,
-            (*_on_cpu(host, leaving), up.cpu(), index.cpu(), ROWS, 2),  # it works there alone
+            (host, leaving, up, index, ROWS, 2),
         ),
+        "count_batch": (ops.count_batch.default, (index, up, ROWS, 2)),
         "merge_rows": (ops.merge_rows.default, ([block, rows(COUNT, 1)], up, ids(0, 5))),
         "diff_ids": (
             ops.diff_ids.default,

@@ -16,7 +16,6 @@ import torch
 from speedtorch.layers import host_slab, residency, slab, unit
 from speedtorch.memory import side_stream
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.plan import host_copy
 
 DEVICE = torch.device("cuda", 0)
 
@@ -93,7 +92,7 @@ class RecordedStreams:
         self.host: set[str] = set()
         self.on: dict[str, str] = {}
         self.current = self.stream("main")
-        for module in (side_stream, slab, residency, unit, host_copy):
+        for module in (side_stream, slab, residency, unit):
             patch.setattr(module, "current_stream", lambda _: self.current)
         patch.setattr(side_stream, "_stream", self._side)
         patch.setattr(torch.cuda, "Event", lambda **_: RecordedEvent(self))

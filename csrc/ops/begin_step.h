@@ -10,6 +10,8 @@ namespace speedtorch {
 // exchange_rows of one table: `evict` are the ids of the first rows of leaving, `load` of arriving.
 void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
               const Tensors& arriving, const Tensor& load);
+// Both on the CPU, of one shape and dtype; `to` is contiguous.
+void copy_ids(const Tensor& index, const Tensor& to);
 // The op.
 Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t capacity,
                    const std::optional<Tensor>& held, const std::optional<Tensor>& held_status);

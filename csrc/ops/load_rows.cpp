@@ -1,13 +1,16 @@
-// load_rows: rows of a table arrive in new memory while others leave. load_batch: the same for ids
-// that it plans first. Both are how a step begins.
+// load_rows: rows of a table arrive in new memory while others leave. count_batch: plans ids and
+// counts the distinct ones. load_batch does both. All are how a step begins.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "call/arguments.h"
+#include "call/host_numbers.h"
 #include "call/torch_calls.h"
 #include "core/registration.h"
 #include "ops/begin_step.h"
@@ -15,6 +18,9 @@
 
 namespace speedtorch {
 namespace {
+
+// Places among what count_batch returns.
+constexpr size_t kStatus = 4, kLoaded = 6;
 
 Tensor first(const Tensor& list, int64_t count) {
   return torch::stable::narrow(const_cast<Tensor&>(list), 0, 0, count);
@@ -37,29 +43,71 @@ Tensors load_rows(const Tensors& host, const Tensors& leaving, const Tensor& evi
   return made;
 }
 
-// The plan of `index`, the distinct ids without and with the padding, rows as load_rows gives them,
-// and a copy of `index`. On the CPU alone: on a GPU the host would wait for the plan here.
-Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-                   const Tensor& index, int64_t rows, int64_t padding) {
-  constexpr const char* kOp = "load_batch";
-  constexpr size_t kPlan = 5;  // tensors of a plan
-  const Arguments all(kOp, {written("host", host, false), read("index", index)});
-  check_fields(kOp, "leaving", leaving.size());
-  if (!index.is_cpu()) throw_value_error(kOp, "index must be on the CPU");
-  check_same_device(kOp, "index", index, "leaving[0]", leaving[0]);
+// Ids of the CPU where they will be planned, beside a copy that nothing else writes to.
+std::pair<Tensor, Tensor> uploaded(const char* op, const Tensor& index, const Tensor& on) {
+  const Tensor copied = new_pinned(op, shape_of(index), index);
+  copy_ids(index, copied);
+  const Tensor there = new_tensor(op, shape_of(index), index.scalar_type(), on);
+  copy(op, copied, there, /*wait=*/false);
+  return {there, copied};
+}
+
+// The plan of `index` on the device of `like`, the distinct ids without and with the padding, and,
+// if `index` is on the CPU, a copy of it. On a GPU this waits for the plan: the caller needs as
+// much memory as it has ids.
+Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64_t padding) {
+  constexpr const char* kOp = "count_batch";
+  const Arguments all(kOp, {read("index", index), read("like", like)});
+  check_plannable(kOp, index, rows);
   all.check_memory();
-  Tensors made = plan_batch(index, rows, padding, -1, std::nullopt, std::nullopt);
-  const auto& counts = *reinterpret_cast<const PlanStatus*>(data_of(made[kPlan - 1]));
-  const Tensor named = first(made[0], counts.distinct);
-  const Tensor loaded = padding < 0 ? named : first(made[0], counts.distinct + 1);
-  Tensors found = load_rows(host, leaving, evict, loaded);
-  found.insert(found.begin(), {named, loaded});
-  made.insert(made.begin() + kPlan, found.begin(), found.end());
+  if (like.is_cpu()) {
+    check_same_device(kOp, "index", index, "like", like);
+    Tensors made = plan_batch(index, rows, padding, -1, std::nullopt, std::nullopt);
+    const auto& status = *reinterpret_cast<const PlanStatus*>(data_of(made[kStatus]));
+    made.insert(made.end() - 1, {first(made[0], status.distinct),
+                                 first(made[0], status.distinct + (padding >= 0))});
+    return made;
+  }
+  const CurrentStream stream(kOp, like);
+  stream.refuse_capture(kOp, "the number of distinct ids changes from call to call");
+  std::optional<std::pair<Tensor, Tensor>> moved;
+  if (index.is_cpu()) moved = uploaded(kOp, index, like);
+  const Tensor& ids = moved ? moved->first : index;
+  check_same_device(kOp, "index", ids, "like", like);
+  Tensors made = plan_batch(ids, rows, padding, -1, std::nullopt, std::nullopt);
+  const HostNumbers numbers(kOp, made[kStatus], stream);
+  const auto& status = *reinterpret_cast<const PlanStatus*>(numbers.wait(kOp));
+  if (status.bad_count > 0) {
+    throw_bad_ids({.op = kOp,
+                   .rows = rows,
+                   .id = status.bad_id,
+                   .position = status.bad_position,
+                   .bad_count = status.bad_count,
+                   .count = status.count});
+  }
+  made.push_back(first(made[0], status.distinct));
+  made.push_back(first(made[0], status.distinct + (padding >= 0)));
+  if (moved) made.push_back(moved->second);
   return made;
 }
 
-// For speedtorch/step/row_store.py.
+// As count_batch, with rows as load_rows gives them behind the ids.
+Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& evict,
+                   const Tensor& index, int64_t rows, int64_t padding) {
+  constexpr const char* kOp = "load_batch";
+  const Arguments all(kOp, {written("host", host, false), read("index", index)});
+  check_fields(kOp, "leaving", leaving.size());
+  all.check_memory();
+  Tensors made = count_batch(index, leaving[0], rows, padding);
+  const Tensors found = load_rows(host, leaving, evict, made[kLoaded]);
+  made.insert(made.begin() + kLoaded + 1, found.begin(), found.end());
+  return made;
+}
+
+// For speedtorch/step/row_store.py and cached_store.py.
 const Ops kOps{
+    {"count_batch(Tensor index, Tensor like, int rows, int padding) -> Tensor[]",
+     TORCH_BOX(&count_batch)},
     {"load_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor load) -> Tensor[]",
      TORCH_BOX(&load_rows)},
     {"load_batch(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor index, int rows, "

@@ -1,37 +1,89 @@
-// numbers_to_host: queues a copy of a few numbers of a GPU to pinned memory, which takes torch's
-// copy_ several times as long on the host.
+// numbers_to_host: queues a copy of a few numbers of a GPU to the CPU, which the caller reads, once
+// it is complete, by the handle that it chose. read_numbers, numbers_have_come and drop_numbers
+// take that handle.
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
 
 #include "call/arguments.h"
+#include "call/host_numbers.h"
 #include "core/gpu.h"
 #include "core/registration.h"
-#include "core/tensor_checks.h"
 
 namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "numbers_to_host";
+constexpr const char* kRead = "read_numbers";
 
-// The caller waits for the current stream before it reads `host`, and before it frees it.
-void numbers_to_host(const Tensor& numbers, const Tensor& host) {
-  const Arguments all(kOp, {read("numbers", numbers), written("host", host)});
+using Copy = std::shared_ptr<const HostNumbers>;  // a thread may wait for one that is dropped
+
+struct Copies {
+  std::mutex mutex;
+  std::unordered_map<int64_t, Copy> by_handle;
+};
+
+Copies& copies() {
+  static auto* all = new Copies;  // never destroyed, like the slots
+  return *all;
+}
+
+Copy copy_of(const char* op, int64_t handle) {
+  Copies& all = copies();
+  const std::scoped_lock lock(all.mutex);
+  const auto found = all.by_handle.find(handle);
+  if (found == all.by_handle.end()) {
+    throw_value_error(op, "handle ", handle, " is that of no copy; numbers_to_host makes one");
+  }
+  return found->second;
+}
+
+// Whoever chooses the handle can drop it whatever becomes of the call.
+void numbers_to_host(const Tensor& numbers, int64_t handle) {
+  const Arguments all(kOp, {read("numbers", numbers)});
   check_contiguous(kOp, "numbers", numbers);
-  check_contiguous(kOp, "host", host);
-  check_shape(kOp, "host", host, shape_of(numbers));
-  check_dtype(kOp, "host", host, "numbers", numbers);
-  if (numbers.is_cpu() || !host.is_cpu()) {
-    throw_value_error(kOp, "numbers must be on a GPU and host on the CPU, got ",
-                      device_text(numbers), " and ", device_text(host));
+  if (numbers.scalar_type() != ScalarType::Long || numbers.is_cpu()) {
+    throw_value_error(kOp, "numbers must be int64 on a GPU, got ", dtype_text(numbers), " on ",
+                      device_text(numbers));
   }
   const CurrentStream stream(kOp, numbers);
-  const auto bytes = static_cast<size_t>(numbers.numel() * element_bytes(numbers));
-  check_cuda(
-      cuda_calls().copy_to_host(host.mutable_data_ptr(), numbers.data_ptr(), bytes, stream.get()),
-      kOp);
+  auto made = std::make_shared<const HostNumbers>(kOp, numbers, stream);
+  Copies& every = copies();
+  const std::scoped_lock lock(every.mutex);
+  if (!every.by_handle.emplace(handle, std::move(made)).second) {
+    throw_value_error(kOp, "handle ", handle, " is that of another copy");
+  }
+}
+
+std::vector<int64_t> read_numbers(int64_t handle) {
+  const Copy copy = copy_of(kRead, handle);
+  const int64_t* const numbers = copy->wait(kRead);
+  return {numbers, numbers + copy->count()};
+}
+
+bool numbers_have_come(int64_t handle) {
+  return copy_of("numbers_have_come", handle)->is_complete();
+}
+
+// Nothing happens where there is no such copy.
+void drop_numbers(int64_t handle) {
+  Copy dropped;  // goes after the lock
+  Copies& all = copies();
+  const std::scoped_lock lock(all.mutex);
+  const auto found = all.by_handle.find(handle);
+  if (found == all.by_handle.end()) return;
+  dropped = std::move(found->second);
+  all.by_handle.erase(found);
 }
 
 // For speedtorch/plan/host_copy.py.
 const Ops kOps{
-    {"numbers_to_host(Tensor numbers, Tensor(a!) host) -> ()", TORCH_BOX(&numbers_to_host)},
+    {"numbers_to_host(Tensor numbers, int handle) -> ()", TORCH_BOX(&numbers_to_host)},
+    {"read_numbers(int handle) -> int[]", TORCH_BOX(&read_numbers)},
+    {"numbers_have_come(int handle) -> bool", TORCH_BOX(&numbers_have_come)},
+    {"drop_numbers(int handle) -> ()", TORCH_BOX(&drop_numbers)},
 };
 
 }  // namespace

@@ -20,6 +20,12 @@ constexpr const char* kOp = "plan_batch";
 
 }  // namespace
 
+void copy_ids(const Tensor& index, const Tensor& to) {
+  const Ids ids = as_ids(index);
+  const size_t bytes = static_cast<size_t>(ids.count) * (ids.wide ? 8 : 4);
+  if (bytes > 0) std::memcpy(to.mutable_data_ptr(), ids.data, bytes);
+}
+
 // The plan; with held rows the lists of IdDiff and, behind the plan's status, the counts; of ids on
 // the CPU a copy that nothing else writes to.
 Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t capacity,
@@ -54,9 +60,7 @@ Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t c
   }
   if (index.is_cpu()) {
     made.push_back(new_tensor(kOp, shape_of(index), index.scalar_type(), index));
-    const Ids ids = as_ids(index);
-    const size_t bytes = static_cast<size_t>(ids.count) * (ids.wide ? 8 : 4);
-    if (bytes > 0) std::memcpy(made.back().mutable_data_ptr(), ids.data, bytes);
+    copy_ids(index, made.back());
   }
   return made;
 }

@@ -322,12 +322,21 @@ load_rows: Callable[..., list[Tensor]] = _ops.load_rows
 """
 
 
-load_batch: Callable[..., list[Tensor]] = _ops.load_batch
-"""As load_rows on the CPU, of ids that are planned first.
+count_batch: Callable[..., list[Tensor]] = _ops.count_batch
+"""Plans ids on the device of `like` and counts them: `(index, like, rows, padding)`.
 
-`(host, leaving, evict, index, rows, padding)`. Gives the five tensors of plan_rows for `index`
-`[n]`, of `rows` rows; the distinct ids without and with the `padding`, an id or -1; their rows; and
-a copy of index. IndexError if an id is out of range; no row has moved then.
+Returns the five tensors of the plan, the distinct ids without and with the padding, and, of an
+index on the CPU, a copy that nothing else writes to. On a GPU the host waits for the plan.
+IndexError if an id is out of range.
+"""
+
+
+load_batch: Callable[..., list[Tensor]] = _ops.load_batch
+"""As load_rows, of ids that are planned and counted first.
+
+`(host, leaving, evict, index, rows, padding)`. Returns what count_batch returns of `index` `[n]`,
+which may be on the CPU, and the rows of the distinct ids before the copy of index. IndexError if an
+id is out of range; no row has moved then.
 """
 
 
@@ -340,10 +349,22 @@ exchange_cached: Callable[..., None] = _ops.exchange_cached
 
 
 numbers_to_host: Callable[..., None] = _ops.numbers_to_host
-"""Queues a copy of a GPU's numbers to pinned memory of the same shape: `(numbers, host)`.
+"""Queues a copy of int64 numbers of a GPU to the CPU: `(numbers, handle)`.
 
-The caller waits for the current stream before the memory is read or freed.
+The caller chooses the handle, reads the copy by it, and drops it.
 """
+
+
+read_numbers: Callable[[int], list[int]] = _ops.read_numbers
+"""The numbers of a copy, once it is complete."""
+
+
+numbers_have_come: Callable[[int], bool] = _ops.numbers_have_come
+"""Whether a copy is complete."""
+
+
+drop_numbers: Callable[[int], None] = _ops.drop_numbers
+"""Frees the memory of a copy, if there is one of this handle."""
 
 
 round_rows: Callable[..., None] = _ops.round_rows
@@ -712,6 +733,7 @@ _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
     *("exchange_cached", "hold_rows", "clear_rows", "round_rows", "numbers_to_host"),
+    *("count_batch", "read_numbers", "numbers_have_come", "drop_numbers"),
 )
 
 

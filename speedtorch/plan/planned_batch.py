@@ -159,12 +159,21 @@ class BatchIds:
     """The ids of a batch, of any shape on either device, one part for each of its lookups.
 
     `ids` are all of them, `[count]`, until they are planned: by plan_by_itself(), or together with
-    those of other tables. `plan` is on the device of the rows, as plan_batch makes it.
+    those of other tables. `plan` is on the device of the rows, as plan_batch makes it. With
+    `are_uploaded` the op that plans one part takes ids of the CPU for rows of a GPU, too.
     """
 
     plan: Sequence[Tensor]
 
-    def __init__(self, parts: Sequence[Tensor], rows: int, device: torch.device, name: str) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        rows: int,
+        device: torch.device,
+        name: str,
+        *,
+        are_uploaded: bool = False,
+    ) -> None:
         self.name = name
         self.rows = rows
         self._planned: torch.cuda.Event | None = None
@@ -172,7 +181,7 @@ class BatchIds:
         self._begins = [0]
         self._uncopied: torch.Size | None = None
         """The shape of a part of which the plan makes the copy, `_seen`."""
-        if len(parts) == 1 and device.type == "cpu" and parts[0].is_cpu:
+        if len(parts) == 1 and parts[0].is_cpu and (device.type == "cpu" or are_uploaded):
             self._uncopied = parts[0].shape
             self._begins.append(parts[0].numel())
             ids = parts[0].detach()
@@ -438,7 +447,7 @@ class PlannedBatch:
 
 
 class LoadedBatch(PlannedBatch):
-    """A batch of one lookup's ids, whose rows were loaded on the CPU when it was planned.
+    """A batch of one lookup's ids, whose rows were loaded when it was planned and counted.
 
     `brought` are the rows, field by field.
 
@@ -463,8 +472,8 @@ class LoadedBatch(PlannedBatch):
         self._padding = padding
         self.following: Callable[[], PlannedBatch | None] = lambda: None
         self.joint = None
-        self.parts = parts = BatchIds([ids], rows, device, name)
+        self.parts = parts = BatchIds([ids], rows, device, name, are_uploaded=True)
         made = parts.plan_by(load, -1 if padding is None else padding)
-        self.ids, self.loaded, *self.brought = made[5:-1]
-        self.held = len(self.ids)
+        self.ids, self.loaded, *self.brought = made[5:-1] if ids.is_cpu else made[5:]
+        self.held = self.ids.shape[0]
         self._changes, self._is_counted = [], True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory.byte_count import text_of
-from speedtorch.ops.functions import exchange_cached, plan_batch
+from speedtorch.ops.functions import count_batch, exchange_cached
 from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport, HotRows
 from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, exchanged
 from speedtorch.table.lazy_table import LazyTable
@@ -59,11 +59,8 @@ class CachedStore(RowStore):
         self, names: Iterable[str], leaving: Block, ids: Tensor, rows: int, padding: int
     ) -> list[Tensor]:
         """As RowStore.load_batch."""
-        *plan, copied = plan_batch(ids, rows, padding, -1)
-        distinct = int(plan[4][3])
-        named = plan[0][:distinct]
-        loaded = named if padding < 0 else plan[0][: distinct + 1]
-        return [*plan, named, loaded, *self.load(names, leaving, loaded), copied]
+        made = count_batch(ids, leaving.ids, rows, padding)
+        return [*made[:7], *self.load(names, leaving, made[6]), *made[7:]]
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As RowStore.exchange_counted; before it rows may take slots of others."""

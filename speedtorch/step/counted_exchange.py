@@ -78,8 +78,6 @@ class CountedExchange(Exchange):
         )
 
     def _begun_alone(self, ids: Tensor) -> Step:
-        if self._on_gpu:
-            return super()._begun_alone(ids)
         copy, held = self._all_leaving()
         load = partial(self._store.load_batch, self.fields, held)
         batch = LoadedBatch(ids, self._named_rows, self.device, self._padding, load, self.name)

@@ -23,7 +23,7 @@ def test_a_timeline_names_what_a_step_does(device: str) -> None:
         step()
     spans = {each.name.partition("::")[2]: each.time_range for each in profiled.events()}
     inside = {
-        "lookup": ["load_batch"] if device == "cpu" else ["plan_batch", "load_rows"],
+        "lookup": ["load_batch"],
         "before_step": [],
         "after_step": [],
         "sum_rows": [],

@@ -67,17 +67,31 @@ def test_rows_of_both_lists_are_carried_and_others_come_from_the_table(
         assert_same_bytes(mine, expected)
 
 
+# Of the rows and of the ids.
+PLACES = [("cpu", "cpu"), *(pytest.param("cuda", ids, marks=NEEDS_GPU) for ids in ("cpu", "cuda"))]
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("padding", [-1, 7])
 @pytest.mark.parametrize("count", [0, 1, 100, 5000])
-def test_a_batch_is_planned_and_loaded(count: int, padding: int, dtype: torch.dtype) -> None:
-    host, random, evict = table(), torch.Generator().manual_seed(count), some(30, 2)
+@pytest.mark.parametrize(("device", "of_ids"), PLACES)
+def test_a_batch_is_planned_and_loaded(
+    count: int, padding: int, dtype: torch.dtype, device: str, of_ids: str
+) -> None:
+    host = table(pinned=device == "cuda")
+    random, evict = torch.Generator().manual_seed(count), some(30, 2)
     index = torch.randint(20 if count == 100 else ROWS, (count,), generator=random).to(dtype)
-    made = load_batch(host, left(30, "cpu"), evict, index, ROWS, padding)
-    *plan, named, loaded = made[:7]
-    *rows, copied = made[7:]
-    assert_same_bytes(copied, index)
-    assert copied.data_ptr() != index.data_ptr() or count == 0
+    given = index.to(of_ids, copy=True)
+    made = load_batch(host, left(30, device), evict.to(device), given, ROWS, padding)
+    if of_ids == "cpu":
+        copied = made.pop()
+        assert_same_bytes(copied, index)
+        given.fill_(ROWS)  # which changes neither the copy nor what a GPU has yet to read
+        assert_same_bytes(copied, index)
+        assert copied.is_pinned() == (device == "cuda") or count == 0
+    assert len(made) == 7 + len(host) and {each.device.type for each in made} == {device}
+    *plan, named, loaded = (each.cpu() for each in made[:7])
+    rows = [each.cpu() for each in made[7:]]
     expected = torch.unique(index.long())
     expected = expected[expected != padding]
     assert_same_bytes(named, expected)
@@ -95,19 +109,29 @@ def test_a_batch_is_planned_and_loaded(count: int, padding: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("bad", [-1, ROWS])
-def test_bad_ids_move_nothing(bad: int) -> None:
-    host, index = table(), torch.tensor([3, bad, 4, bad])
+@pytest.mark.parametrize(("device", "of_ids"), PLACES)
+def test_bad_ids_move_nothing(bad: int, device: str, of_ids: str) -> None:
+    host, index = table(pinned=device == "cuda"), torch.tensor([3, bad, 4, bad], device=of_ids)
     with pytest.raises(IndexError, match=rf"id {bad} at position 1 of index .*\(2 of 4 ids"):
-        load_batch(host, left(30, "cpu"), some(30, 2), index, ROWS, -1)
+        load_batch(host, left(30, device), some(30, 2).to(device), index, ROWS, -1)
     for mine, other in zip(host, table(), strict=True):
         assert_same_bytes(mine, other)
 
 
 @NEEDS_GPU
-def test_a_batch_on_a_gpu_is_planned_before() -> None:
+def test_ids_of_a_gpu_have_rows_there() -> None:
     index = torch.tensor([3], device="cuda")
-    with pytest.raises(ValueError, match="load_batch: index must be on the CPU"):
-        load_batch(table(), left(0, "cuda"), index[:0], index, ROWS, -1)
+    with pytest.raises(ValueError, match="count_batch: index is on cuda:0 but like is on cpu"):
+        load_batch(table(), left(0, "cpu"), index[:0].cpu(), index, ROWS, -1)
+
+
+@NEEDS_GPU
+def test_a_graph_cannot_hold_a_batch_that_is_counted() -> None:
+    host, index = table(pinned=True), torch.tensor([3], device="cuda")
+    leaving = left(0, "cuda")
+    expected = pytest.raises(RuntimeError, match="count_batch: not possible while a CUDA graph")
+    with expected, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        load_batch(host, leaving, index[:0], index, ROWS, -1)
 
 
 def test_rows_of_16_bits_arrive_in_the_dtype_of_those_that_leave(device: str) -> None:
@@ -144,9 +168,11 @@ def test_rows_that_do_not_fit_are_refused(
         if device == "cuda":
             torch.cuda.synchronize()
             load_rows(host, left(0, device), ids[:0], ids[:0])  # which raises what a kernel found
-    if device == "cpu":
-        with pytest.raises((ValueError, IndexError), match=message):
-            load_batch(host, given, ids, ids, ROWS, -1)
+    with pytest.raises((ValueError, IndexError), match=message):
+        load_batch(host, given, ids, ids, ROWS, -1)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            load_rows(host, left(0, device), ids[:0], ids[:0])
 
 
 def test_memory_that_is_not_there_moves_no_row(device: str) -> None:
@@ -154,8 +180,7 @@ def test_memory_that_is_not_there_moves_no_row(device: str) -> None:
     given = [torch.empty((0, 1 << 50), device=device), *left(0, device)[1:]]
     with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
         load_rows(host, given, ids[:0], ids)
-    if device == "cpu":
-        with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
-            load_batch(host, given, ids[:0], ids, ROWS, -1)
+    with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
+        load_batch(host, given, ids[:0], ids, ROWS, -1)
     for mine, other in zip(host, table(), strict=True):
         assert_same_bytes(mine, other)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections import defaultdict
 from contextlib import suppress
-from threading import Barrier, BrokenBarrierError
-from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -132,107 +127,67 @@ class NumbersOfAGpu(Tensor):
     is_cpu, device = False, DEVICE
 
 
-def test_the_host_reads_numbers_behind_their_copy(
-    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned = torch.zeros(3, dtype=torch.int64), torch.cuda.Event()
-    monkeypatch.setattr(host_copy, "_unused", defaultdict(list, {(DEVICE, 3): [pinned]}))
-    monkeypatch.setattr(host_copy, "numbers_to_host", lambda numbers, host: host.copy_(numbers))
-    streams.work("plan")
-    copy = HostCopy(torch.tensor([4, 5, 6]).as_subclass(NumbersOfAGpu))
-    streams.work("later")
-    assert not copy.have_come(0) and not streams.host
-    assert copy.read() == [4, 5, 6] and streams.host == {"plan"}
+class PretendedCopies:
+    """Copies by their handles: those of a GPU, where there is none."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: dict[int, list[int]] = {}
+        self.complete: set[int] = set()
+        self.reads = 0
+        for name in ("numbers_to_host", "read_numbers", "numbers_have_come", "drop_numbers"):
+            monkeypatch.setattr(host_copy, name, getattr(self, name))
 
-def test_memory_of_unread_numbers_is_used_again_behind_their_copy(
-    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = ((torch.zeros(2, dtype=torch.int64), torch.cuda.Event()) for _ in range(2))
-    monkeypatch.setattr(host_copy, "_unused", defaultdict(list, {(DEVICE, 2): [second, first]}))
-    monkeypatch.setattr(host_copy, "_unread", defaultdict(list))
-    monkeypatch.setattr(host_copy, "numbers_to_host", lambda numbers, host: host.copy_(numbers))
+    def numbers_to_host(self, numbers: Tensor, handle: int) -> None:
+        self.made[handle] = numbers.tolist()
 
-    def copied(*numbers: int) -> HostCopy:
-        return HostCopy(torch.tensor(numbers).as_subclass(NumbersOfAGpu))
+    def read_numbers(self, handle: int) -> list[int]:
+        self.reads += 1
+        return self.made[handle]
 
-    streams.work("plan")
-    made = copied(1, 2)
-    assert made._slot is first
-    del made
-    following = copied(3, 4)
-    assert following._slot is second
-    monkeypatch.setattr(host_copy, "_unused", defaultdict(list))
-    assert host_copy._unread[DEVICE, 2] == [first]
-    assert following.read() == [3, 4]  # which waits for the GPU
-    host_copy._unused.clear()
-    assert copied(5, 6)._slot is first
+    def numbers_have_come(self, handle: int) -> bool:
+        return handle in self.complete
+
+    def drop_numbers(self, handle: int) -> None:
+        self.made.pop(handle, None)
 
 
 @pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Memory of unread numbers, `[1]` each, of which one is enough for a test."""
-    slots = [(torch.zeros(1, dtype=torch.int64), MagicMock()) for _ in range(2)]
-    monkeypatch.setattr(host_copy, "_unused", defaultdict(list))
-    monkeypatch.setattr(host_copy, "_unread", defaultdict(list, {(DEVICE, 1): slots}))
-    monkeypatch.setattr(host_copy, "numbers_to_host", lambda numbers, host: host.copy_(numbers))
-    return [*slots]
+def copies(monkeypatch: pytest.MonkeyPatch) -> PretendedCopies:
+    return PretendedCopies(monkeypatch)
 
 
-def test_two_threads_that_look_for_memory_at_once_take_two(
-    streams: RecordedStreams, unread: list[Any]
+def of_a_gpu(*numbers: int) -> Tensor:
+    return torch.tensor(numbers).as_subclass(NumbersOfAGpu)
+
+
+def test_numbers_are_read_once_and_dropped_with_their_object(copies: PretendedCopies) -> None:
+    copy, other = HostCopy(of_a_gpu(4, 5, 6)), HostCopy(of_a_gpu(7))
+    assert copy.read() == copy.read() == [4, 5, 6] and copies.reads == 1
+    assert other.read() == [7]
+    del copy
+    assert [*copies.made.values()] == [[7]]
+
+
+def test_a_wait_for_numbers_ends_with_its_time(copies: PretendedCopies) -> None:
+    copy = HostCopy(of_a_gpu(1))
+    assert not copy.have_come(0) and not copy.have_come(2e-3) and not copies.reads
+    copies.complete.update(copies.made)
+    assert copy.have_come(0)
+    assert HostCopy(torch.tensor([1])).have_come(0)
+
+
+def test_an_interrupt_behind_a_copy_leaves_none(
+    copies: PretendedCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = []
-
-    def another() -> bool:
-        unread[0][1].query = lambda: True
-        thread = threading.Thread(target=copied)
-        thread.start()
-        thread.join()
-        return True
-
-    def copied() -> None:
-        made.append(HostCopy(torch.tensor([1]).as_subclass(NumbersOfAGpu)))
-
-    unread[0][1].query = another
-    copied()
-    assert [each._slot for each in made] == [unread[1], unread[0]]
-
-
-def test_memory_that_two_threads_read_at_once_is_free_once(
-    streams: RecordedStreams, unread: list[Any]
-) -> None:
-    copy, both, found = HostCopy(torch.tensor([7]).as_subclass(NumbersOfAGpu)), Barrier(2), []
-
-    def wait() -> None:
-        with suppress(BrokenBarrierError):
-            both.wait(0.2)
-
-    unread[0][1].synchronize = wait
-    threads = [threading.Thread(target=lambda: found.append(copy.read())) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert found == [[7], [7]] and host_copy._unused[DEVICE, 1] == unread[:1]
-
-
-def test_memory_is_never_used_again_if_an_exception_comes_before_the_event(
-    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slot = torch.zeros(1, dtype=torch.int64), torch.cuda.Event()
-    monkeypatch.setattr(host_copy, "_unused", defaultdict(list, {(DEVICE, 1): [slot]}))
-    monkeypatch.setattr(host_copy, "_unread", defaultdict(list))
-    monkeypatch.setattr(host_copy, "_lost", [])
-
-    def interrupted(numbers: Tensor, host: Tensor) -> None:
+    def interrupted(numbers: Tensor, handle: int) -> None:
+        copies.numbers_to_host(numbers, handle)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(host_copy, "numbers_to_host", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        HostCopy(torch.tensor([1]).as_subclass(NumbersOfAGpu))
+        HostCopy(of_a_gpu(1))
     gc.collect()
-    assert host_copy._lost == [slot] and not host_copy._unread[DEVICE, 1]
+    assert not copies.made
 
 
 def test_a_plan_beside_the_current_stream_is_used_behind_it(streams: RecordedStreams) -> None:
