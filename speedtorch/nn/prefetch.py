@@ -84,8 +84,8 @@ class Prefetch(Generic[_Batch]):
                     self._expect(plans)
                 elif is_alone:
                     _announce(parts)
+                pace.note_step()  # what the host did ahead is in the time of the step before
                 yield batch
-                pace.note_step()
                 if is_alone:
                     self._expect({})
 

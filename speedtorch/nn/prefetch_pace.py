@@ -34,7 +34,7 @@ class Pace(Protocol):
         """Called when a loop begins."""
 
     def note_step(self) -> None:
-        """Called when the host has queued a step."""
+        """Called when the host is about to hand a batch over."""
 
 
 class Constant(NamedTuple):
@@ -56,9 +56,10 @@ class MeasuredPace:
     """The faster of both ways on a GPU, by the host's time from step to step.
 
     Planning ahead hides the link behind the GPU's other work, for more of the host's. The other way
-    is tried only if the GPU says that it may be faster: with batches ahead, if it has nothing left
-    to do when the host has queued a step; at once, if it has. After a trial in vain the next one
-    waits twice as long.
+    is tried only if the GPU says that it may be faster: with batches ahead, if the GPU has nothing
+    left to do when the host hands the next batch over; at once, if it has. (Before the host plans
+    the next batch, the GPU always has the end of the step to do, also where it waits for the host.)
+    After a trial in vain the next one waits twice as long.
 
     Args:
         device: The GPU.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import paces
@@ -80,6 +80,27 @@ def test_a_single_slow_step_decides_nothing(machine: Machine) -> None:
     given = iter([1.0] * 15 + [90.0] + [1.0] * 400)
     seen = machine.run(400, lambda _: next(given))
     assert seen.count(False) <= 4 * 12
+
+
+def test_the_gpu_is_asked_once_the_next_batch_is_planned() -> None:
+    """Right behind a step the GPU still has its end to do, also where it waits for the host."""
+    seen: list[str] = []
+
+    class Recording(paces.Turning):
+        def note_step(self) -> None:
+            seen.append("asked")
+
+    def given() -> Iterator[Tensor]:
+        for k in range(5):
+            seen.append("planned")
+            yield torch.tensor([k])
+
+    paces.choose(Recording())
+    embedding = speedtorch.Embedding(5, 2)
+    for ids in speedtorch.prefetch(given(), embedding, ids=lambda ids: ids):
+        embedding(ids)
+        seen.append("trained")
+    assert seen[2:8] == ["planned", "asked", "trained"] * 2
 
 
 def test_on_the_cpu_there_is_no_link_to_hide() -> None:
