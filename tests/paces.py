@@ -21,8 +21,8 @@ _chosen: list[Pace | None] = [AHEAD]
 class Turning:
     """Plans some batches ahead, and then hands some through."""
 
-    def __init__(self, every: int = 3) -> None:
-        self._every, self._steps = every, 0
+    def __init__(self, every: int = 3, *, checks: bool = True) -> None:
+        self._every, self._steps, self.checks = every, 0, checks
 
     @property
     def is_ahead(self) -> bool:

@@ -82,11 +82,11 @@ class Prefetch(Generic[_Batch]):
                 batch, parts, plans = first
                 if plans is not None:
                     self._expect(plans)
-                elif is_alone:
+                elif parts and is_alone:
                     _announce(parts)
                 pace.note_step()  # what the host did ahead is in the time of the step before
                 yield batch
-                if is_alone:
+                if is_alone and (parts or plans is not None):
                     self._expect({})
 
     def _expect(self, plans: Mapping[RowModule, Batch]) -> None:
@@ -98,9 +98,14 @@ class Prefetch(Generic[_Batch]):
     def _planned(self, pace: Pace) -> Iterator[_Given[_Batch] | Exception]:
         """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
         plans: _Plans | None = None
+        asks = True
         try:
             for batch in self._loader:
-                parts, planned = ids_of_modules(self._ids(batch), self._asked), None
+                parts: _Parts = {}
+                planned = None
+                if asks or pace.is_ahead:
+                    parts = ids_of_modules(self._ids(batch), self._asked)
+                    asks = pace.checks or _needs_announcing(parts)
                 # Lookups may need gradients, wherever the loader is asked for its batch.
                 with as_plain(), torch.inference_mode(False):
                     if pace.is_ahead:
@@ -145,6 +150,11 @@ class _Plans:
                 plan_ahead = module.lookups.exchange.plan_ahead
                 last[module] = plan_ahead(of_module, last.get(module))
         return {module: last[module] for module in parts}
+
+
+def _needs_announcing(parts: _Parts) -> bool:
+    """Whether lookups of a batch should be known before the first of them, if it is not planned."""
+    return any(len(ids) > 1 or module.capacity is not None for module, ids in parts.items())
 
 
 def _announce(parts: _Parts) -> None:
@@ -209,7 +219,8 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     Planning ahead takes time of the host. Where the GPU waits for that, the loop measures steps
     without it and goes on with the faster way; ranks of one machine that share rows out decide that
     together, and those of several machines always plan. Without a GPU, and within another loop over
-    the same rows, it hands the batches through.
+    the same rows, it hands the batches through. `ids` is not called for a batch that is handed
+    through on a GPU if the first batch has one lookup in each module and no capacity.
 
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
     but are looked for, and the host waits for that. Where rows have a capacity and a step several

@@ -103,6 +103,33 @@ def test_the_gpu_is_asked_once_the_next_batch_is_planned() -> None:
     assert seen[2:8] == ["planned", "asked", "trained"] * 2
 
 
+@pytest.mark.parametrize(("lookups", "capacity"), [(1, None), (2, None), (1, 4)])
+def test_ids_of_batches_that_are_handed_through_are_asked_for_if_they_are_announced(
+    lookups: int, capacity: int | None, device: str
+) -> None:
+    asked: list[int] = []
+
+    def ids(number: int) -> list[Tensor]:
+        asked.append(number)
+        return given[number][:lookups]
+
+    given = [[torch.tensor([k]), torch.tensor([k + 1])] for k in range(12)]
+    embedding = speedtorch.Embedding(13, 2, device=device, capacity=capacity)
+    sgd = optim.SGD(embedding.parameters(), lr=1.0)
+    before = embedding.state_dict()["weight"].clone()
+    for paced in (paces.Turning(checks=False), paces.Turning()):
+        paces.choose(paced)
+        asked.clear()
+        for number in speedtorch.prefetch(range(12), embedding, ids=ids):
+            sgd.zero_grad()
+            sum(embedding(each).sum() for each in given[number][:lookups]).backward()
+            sgd.step()
+        is_each_asked = paced.checks or lookups > 1 or capacity is not None
+        assert asked == [*range(12)] if is_each_asked else 3 <= len(asked) < 10
+    trained = (before - embedding.state_dict()["weight"])[:, 0].round().tolist()
+    assert trained == [2.0, *[2.0 * lookups] * 11, 2.0 * (lookups - 1)]
+
+
 def test_on_the_cpu_there_is_no_link_to_hide() -> None:
     assert pace_of([speedtorch.Embedding(3, 2)]) is AT_ONCE
 
