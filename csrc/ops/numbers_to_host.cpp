@@ -10,6 +10,7 @@
 #include "call/arguments.h"
 #include "call/host_numbers.h"
 #include "core/gpu.h"
+#include "core/process.h"
 #include "core/registration.h"
 
 namespace speedtorch {
@@ -21,6 +22,7 @@ constexpr const char* kRead = "read_numbers";
 using Copy = std::shared_ptr<const HostNumbers>;  // a thread may wait for one that is dropped
 
 struct Copies {
+  const pid_t owner = process_id();
   std::mutex mutex;
   std::unordered_map<int64_t, Copy> by_handle;
 };
@@ -67,10 +69,12 @@ bool numbers_have_come(int64_t handle) {
   return copy_of("numbers_have_come", handle)->is_complete();
 }
 
-// Nothing happens where there is no such copy.
+// Nothing happens where there is no such copy, nor in a forked child, whose mutex another thread of
+// the process before it may have held.
 void drop_numbers(int64_t handle) {
   Copy dropped;  // goes after the lock
   Copies& all = copies();
+  if (all.owner != process_id()) return;
   const std::scoped_lock lock(all.mutex);
   const auto found = all.by_handle.find(handle);
   if (found == all.by_handle.end()) return;
