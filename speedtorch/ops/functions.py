@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from speedtorch.ops.log_switches import DUMPED_CALLS
 from speedtorch.torch_internals import (
     below_autograd,
     is_forward_mode,
@@ -29,6 +30,9 @@ from speedtorch.torch_internals import (
     storage_id,
     written_arguments,
 )
+
+if DUMPED_CALLS:
+    from speedtorch.ops.op_dump import kept
 
 __all__ = [
     "optimizer_state_swap",
@@ -81,7 +85,7 @@ def _checked(op: Any) -> Callable[..., Any]:
                 raise torch.OutOfMemoryError(str(error)) from None
             raise
 
-    return call
+    return kept(op, call) if DUMPED_CALLS else call
 
 
 def _overloads(name: str) -> dict[str, Any]:
