@@ -53,7 +53,7 @@ from speedtorch.ops.functions import (
     synchronize,
     table_ids,
 )
-from speedtorch.ops.log_switches import LOGS_CALLS
+from speedtorch.ops.log_switches import LOGS_CALLS, REPORTS_ALIVE
 from speedtorch.optim.attach import attach, detach
 from speedtorch.parallel.checkpoints import async_save, load, save
 from speedtorch.parallel.clip import clip_grad_norm_
@@ -139,3 +139,7 @@ if LOGS_CALLS:
     from speedtorch.ops.call_log import log_calls
 
     log_calls(sys.modules[__name__], optim)
+if REPORTS_ALIVE:
+    from speedtorch.alive_report import report_at_exit
+
+    report_at_exit()
