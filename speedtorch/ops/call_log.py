@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,10 +24,11 @@ _busy: set[int] = set()  # threads within a public call: its own calls are not l
 
 def call_text(value: object, depth: int = 0) -> str:
     """Text of an argument or a result. No tensor is read, and nothing waits for a GPU."""
-    if isinstance(value, Tensor) and not value.is_nested:  # whose shape is no tuple
+    if isinstance(value, Tensor):
         with as_plain():
             dtype = str(value.dtype).removeprefix("torch.")
-            return f"{dtype}{list(value.shape)}@{value.device}"
+            shape = "[nested]" if value.is_nested else list(value.shape)
+            return f"{dtype}{shape}@{value.device}"
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else f"{value[:57]}...")
     name = type(value).__name__
@@ -46,13 +48,13 @@ def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
         # torch.compile follows this branch alone.
         if torch.compiler.is_compiling() or (thread := threading.get_ident()) in _busy:
             return function(*arguments, **named)
-        _busy.add(thread)
         shown = [*map(call_text, arguments), *(f"{k}={call_text(v)}" for k, v in named.items())]
         name = function.__qualname__
-        if of_object:
+        if of_object and arguments:
             kind = arguments[0] if isinstance(arguments[0], type) else type(arguments[0])
             name, shown = f"{kind.__name__}.{function.__name__}", shown[1:]
         said, began = "", time.perf_counter()
+        _busy.add(thread)
         try:
             result = function(*arguments, **named)
             said = f"-> {call_text(result)}"
@@ -62,8 +64,8 @@ def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
             raise
         finally:
             taken = (time.perf_counter() - began) * 1e6
-            _log.info("%s(%s) %s, %.0f us", name, ", ".join(shown), said, taken)
             _busy.discard(thread)
+            _log.info("%s(%s) %s, %.0f us", name, ", ".join(shown), said, taken)
 
     return call
 
@@ -87,3 +89,5 @@ def log_calls(*modules: ModuleType) -> None:
                 is_static = owner in modules or isinstance(member, staticmethod)
                 logged = _logged(function, of_object=not is_static)
                 setattr(owner, name, logged if function is member else type(member)(logged))
+                if owner in modules:  # pickle finds functions in the module that defines them
+                    setattr(sys.modules[function.__module__], name, logged)

@@ -43,14 +43,15 @@ def wait_for_gpu() -> None:
 def digests_of(op: Any, arguments: Sequence[object], results: object) -> list[str]:
     """Digests of an op's results, and of the arguments that it has written to."""
     wait_for_gpu()
-    whole = internals.tree_leaves(results)[: _WHOLE_RESULTS.get(op._schema.name.partition("::")[2])]
-    written = [arguments[place : place + 1] for place in internals.written_arguments(op).values()]
-    found = [
-        each.detach() for each in whole + internals.tree_leaves(written) if isinstance(each, Tensor)
+    found = internals.tree_leaves(results)[: _WHOLE_RESULTS.get(op._schema.name.partition("::")[2])]
+    for place in internals.written_arguments(op).values():
+        found += internals.tree_leaves(arguments[place : place + 1])
+    small = [each for each in found if isinstance(each, Tensor) and each.nbytes <= _MOST_BYTES]
+    copies = (each.detach().clone(memory_format=torch.contiguous_format) for each in small)
+    return [
+        hashlib.sha256(each.cpu().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        for each in copies
     ]
-    small = (each for each in found if each.nbytes <= _MOST_BYTES)
-    copies = (each.clone(memory_format=torch.contiguous_format).cpu().view(-1) for each in small)
-    return [hashlib.sha256(each.view(torch.uint8).numpy().data).hexdigest() for each in copies]
 
 
 def _is_recording() -> bool:
@@ -95,6 +96,7 @@ def _write(why: str) -> None:
             torch.save({"format": DUMP_FORMAT, "calls": [*map(dict, _calls.copy())]}, file)
         new.replace(_path)
     except (OSError, RuntimeError) as error:  # torch's, of a full disk
+        new.unlink(missing_ok=True)
         log.error("%s, and %s cannot be written: %s", why, _path, error)
         return
     atexit.unregister(_write)  # what an operator's error has written remains

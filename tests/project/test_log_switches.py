@@ -88,7 +88,7 @@ def test_values_are_shown_without_what_tensors_hold() -> None:
     shown = {
         "int32[2, 3]@cpu": rows,
         "float32[2]@meta": torch.empty(2, device="meta"),
-        "Tensor": torch.nested.nested_tensor([[1.0], [2.0, 3.0]]),
+        "float32[nested]@cpu": torch.nested.nested_tensor([[1.0], [2.0, 3.0]]),
         "Linear": nn.Linear(2, 2),
         "tuple(None, True, 1.5, torch.int8, cpu)": (
             *(None, True, 1.5, torch.int8, torch.device("cpu")),
@@ -129,23 +129,29 @@ def test_results_are_bitwise_those_without_it(
 @pytest.mark.slow
 def test_calls_are_lines_with_shapes_and_times(tmp_path: Path) -> None:
     program = """
-import weakref, torch, speedtorch
+import pickle, weakref, torch, speedtorch
 table = speedtorch.HostTable(9, 2, memory="plain")
 rows = table.gather(torch.tensor([1, 2]), field="weight")
 gone = weakref.ref(rows)
 del rows
 assert gone() is None
+assert pickle.loads(pickle.dumps(speedtorch.empty)) is speedtorch.empty
 speedtorch.optim.RowWiseAdagrad([torch.zeros(3, 2, requires_grad=True)]).step()
 speedtorch.sum_rows(torch.ones(1, 2), speedtorch.plan_rows(torch.tensor([7]), 9), 9)
-try:
-    speedtorch.pinned_gather(torch.zeros(3, 2), torch.tensor([5]))
-except IndexError:
-    print("raised")
+for mistake in (
+    lambda: speedtorch.HostTable.gather(),
+    lambda: speedtorch.pinned_gather(torch.zeros(3, 2), torch.tensor([5])),
+):
+    try:
+        mistake()
+    except (IndexError, TypeError):
+        print("raised")
 """
     done = run("calls", program, tmp_path)
     lines = [re.sub(r", \d+ us$", "", line) for line in done.stderr.splitlines()]
     plan = ", ".join(["int64[1]@cpu"] * 3 + ["int64[2]@cpu", "int64[8]@cpu"])
-    assert lines[:-1] == [
+    assert done.stdout == "raised\nraised\n"
+    assert lines[:-2] == [
         "HostTable.__init__(9, 2, memory='plain') -> None",
         "HostTable.gather(int64[2]@cpu, field='weight') -> float32[2, 2]@cpu",
         "RowWiseAdagrad.__init__(list(float32[3, 2]@cpu)) -> None",
@@ -153,6 +159,7 @@ except IndexError:
         f"plan_rows(int64[1]@cpu, 9) -> list({plan})",
         f"sum_rows(float32[1, 2]@cpu, list({plan}), 9) -> float32[1, 2]@cpu",
     ]
+    assert lines[-2].startswith("HostTable.gather() raised TypeError: HostTable.gather() missing")
     assert lines[-1].startswith(
         "pinned_gather(float32[3, 2]@cpu, int64[1]@cpu) raised IndexError: pinned_gather: id 5 at"
     )
@@ -203,6 +210,22 @@ except IndexError:
     assert second.endswith("us, results; recorded: no end of the call")
     assert third.endswith("; recorded: OutOfMemoryError: no memory")
     assert last == "1 of 3 operators did the same"
+
+
+@pytest.mark.slow
+def test_a_dump_that_cannot_be_written_does_not_replace_the_error(tmp_path: Path) -> None:
+    program = """
+import os, torch, speedtorch
+os.rmdir(os.getcwd())
+try:
+    speedtorch.pinned_gather(torch.zeros(3, 2), torch.tensor([5]))
+except IndexError:
+    os._exit(0)
+"""
+    (tmp_path / "gone").mkdir()
+    (line,) = run("dump", program, tmp_path / "gone").stderr.splitlines()
+    assert line.startswith("pinned_gather_detached.default raised IndexError, and /")
+    assert ".pt cannot be written: [Errno 2] No such file or directory" in line
 
 
 @pytest.mark.slow
