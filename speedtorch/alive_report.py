@@ -6,7 +6,6 @@ import logging
 import os
 import traceback
 from collections import Counter
-from functools import wraps
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,7 +41,6 @@ def report_at_exit() -> None:
     """Notes from now on which line makes a table, and logs at exit what is alive."""
     make = HostTable._lie_in
 
-    @wraps(make)
     def noted(table: HostTable, *arguments: Any) -> None:
         make(table, *arguments)
         lines = [each for each in traceback.extract_stack() if _PACKAGE not in each.filename]

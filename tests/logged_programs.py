@@ -11,7 +11,9 @@ import threading
 from collections.abc import Iterator
 
 import torch
+from dispatched_ops import Ops
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import speedtorch
 
@@ -85,15 +87,21 @@ def threads() -> Iterator[Tensor]:
 
 
 def ops() -> Iterator[Tensor]:
-    """Compiled, scripted and traced ops, ops with gradients, and ops in a forked child."""
+    """Compiled, scripted and traced ops, ops with gradients, in a dispatch mode, and in a forked child."""
     table, ids = torch.randn(8, 2), torch.tensor([3, 3, 0])
     yield torch.jit.script(Gather())(table, ids)
     yield torch.jit.trace(lambda ids: speedtorch.pinned_gather(table, ids), (ids,))(ids)
     yield torch.compile(speedtorch.pinned_gather, backend="aot_eager", fullgraph=True)(table, ids)
+    with FakeTensorMode():
+        fake = speedtorch.pinned_gather(torch.empty(8, 2), torch.empty(3, dtype=torch.int64))
+    assert fake.shape == (3, 2)
     trained = table.clone().requires_grad_()
     speedtorch.pinned_gather(trained, ids).sum().backward()
     assert trained.grad is not None
     yield trained.grad.to_dense()
+    with Ops() as dispatched:
+        speedtorch.pinned_gather(table, ids)
+    assert dispatched.names == ["pinned_gather_detached"]
     if (child := os.fork()) == 0:
         os._exit(int(speedtorch.pinned_gather(table, ids).equal(table[ids])))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

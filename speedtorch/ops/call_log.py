@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import reprlib
 import sys
 import threading
 import time
@@ -22,22 +23,26 @@ _log = logging.getLogger("speedtorch.calls")
 _busy: set[int] = set()  # threads within a public call: its own calls are not logged
 
 
-def call_text(value: object, depth: int = 0) -> str:
-    """Text of an argument or a result. No tensor is read, and nothing waits for a GPU."""
-    if isinstance(value, Tensor):
-        with as_plain():
-            dtype = str(value.dtype).removeprefix("torch.")
-            shape = "[nested]" if value.is_nested else list(value.shape)
-            return f"{dtype}{shape}@{value.device}"
-    if isinstance(value, str):
-        return repr(value if len(value) <= 60 else f"{value[:57]}...")
-    name = type(value).__name__
-    if isinstance(value, list | tuple | dict) and name in ("list", "tuple", "dict") and depth < 3:
-        parts: list[object] = [*(value.items() if isinstance(value, dict) else value)]
-        shown = [call_text(part, depth + 1) for part in parts[:6]] + ["..."] * (len(parts) > 6)
-        return f"{name}({', '.join(shown)})"
-    is_short = value is None or isinstance(value, Number | torch.dtype | torch.device)
-    return str(value) if is_short else name
+class _Texts(reprlib.Repr):
+    """Texts of arguments and results. No tensor is read, and nothing waits for a GPU."""
+
+    def repr_instance(self, x: object, level: int) -> str:
+        """A tensor's dtype, shape and device, a short value as it is, or the type of another."""
+        if isinstance(x, Tensor):
+            with as_plain():
+                shape = "[nested]" if x.is_nested else list(x.shape)
+                return f"{str(x.dtype).removeprefix('torch.')}{shape}@{x.device}"
+        is_short = x is None or isinstance(x, Number | torch.dtype | torch.device)
+        return str(x) if is_short else type(x).__name__
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """The first items, unsorted: a comparison of tensors would read them."""
+        return f"dict{self.repr_list([*x.items()], level)}"
+
+    repr_set = repr_frozenset = repr_instance
+
+
+call_text = _Texts().repr
 
 
 def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:

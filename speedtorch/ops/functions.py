@@ -76,6 +76,8 @@ except ImportError as error:
 
 def _checked(op: Any) -> Callable[..., Any]:
     """An op that raises torch.OutOfMemoryError, which no library of the stable ABI can throw."""
+    if DUMPED_CALLS:
+        op = kept(op)
 
     def call(*args: object) -> Any:
         try:
@@ -85,7 +87,7 @@ def _checked(op: Any) -> Callable[..., Any]:
                 raise torch.OutOfMemoryError(str(error)) from None
             raise
 
-    return kept(op, call) if DUMPED_CALLS else call
+    return call
 
 
 def _overloads(name: str) -> dict[str, Any]:

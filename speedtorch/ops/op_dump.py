@@ -109,19 +109,19 @@ def _write(why: str) -> None:
 atexit.register(_write, "the program ends")
 
 
-def kept(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of an op, which keeps its inputs and digests of its results."""
+def kept(op: Any) -> Callable[..., Any]:
+    """An op whose calls keep their inputs and digests of their results."""
     if not is_operator(op):
-        return call
+        return op  # type: ignore[no-any-return]
 
     def keep(*arguments: object) -> Any:
         if torch.compiler.is_compiling() or os.getpid() != _process or _is_recording():
-            return call(*arguments)
+            return op(*arguments)
         name = [op._schema.name.partition("::")[2], op._overloadname]
         made = {"op": name, "grad": torch.is_grad_enabled(), "inputs": _copied(arguments)}
         _calls.append(made)
         try:
-            results = call(*arguments)
+            results = op(*arguments)
         except Exception as error:
             made["error"] = f"{type(error).__name__}: {error}"
             _write(f"{'.'.join(name)} raised {type(error).__name__}")

@@ -90,13 +90,13 @@ def test_values_are_shown_without_what_tensors_hold() -> None:
         "float32[2]@meta": torch.empty(2, device="meta"),
         "float32[nested]@cpu": torch.nested.nested_tensor([[1.0], [2.0, 3.0]]),
         "Linear": nn.Linear(2, 2),
-        "tuple(None, True, 1.5, torch.int8, cpu)": (
+        "(None, True, 1.5, torch.int8, cpu)": (
             *(None, True, 1.5, torch.int8, torch.device("cpu")),
         ),
-        "dict(tuple('rows', list(int32[2, 3]@cpu)))": {"rows": [rows]},
-        "list(0, 1, 2, 3, 4, 5, ...)": list(range(7)),
-        "list(list(list(list)))": [[[[1]]]],
-        "'" + "a" * 57 + "...'": "a" * 61,
+        "dict[('rows', [int32[2, 3]@cpu]), (int32[2, 3]@cpu, 1)]": {"rows": [rows], rows: 1},
+        "[0, 1, 2, 3, 4, 5, ...]": list(range(7)),
+        "set": {rows},
+        "'aaaaaaaaaaaa...aaaaaaaaaaaaa'": "a" * 61,
     }
     assert {text: call_text(value) for text, value in shown.items()} == {
         each: each for each in shown
@@ -154,10 +154,10 @@ for mistake in (
     assert lines[:-2] == [
         "HostTable.__init__(9, 2, memory='plain') -> None",
         "HostTable.gather(int64[2]@cpu, field='weight') -> float32[2, 2]@cpu",
-        "RowWiseAdagrad.__init__(list(float32[3, 2]@cpu)) -> None",
+        "RowWiseAdagrad.__init__([float32[3, 2]@cpu]) -> None",
         "RowWiseAdagrad.step() -> None",
-        f"plan_rows(int64[1]@cpu, 9) -> list({plan})",
-        f"sum_rows(float32[1, 2]@cpu, list({plan}), 9) -> float32[1, 2]@cpu",
+        f"plan_rows(int64[1]@cpu, 9) -> [{plan}]",
+        f"sum_rows(float32[1, 2]@cpu, [{plan}], 9) -> float32[1, 2]@cpu",
     ]
     assert lines[-2].startswith("HostTable.gather() raised TypeError: HostTable.gather() missing")
     assert lines[-1].startswith(
