@@ -8,7 +8,7 @@ import torch
 
 from speedtorch.memory import empty
 from speedtorch.ops.call_log import call_text
-from speedtorch.ops.functions import _FAKE_KERNELS, _ops, _overloads
+from speedtorch.ops.functions import _FAKE_KERNELS, _overloads
 from speedtorch.ops.op_dump import DUMP_FORMAT, digests_of, is_operator, wait_for_gpu
 from speedtorch.torch_internals import tree_leaves
 
@@ -31,11 +31,10 @@ def _repeated(call: dict[str, Any]) -> tuple[str, bool]:
     full_name = name if overload == "default" else f"{name}.{overload}"
     if full_name not in _FAKE_KERNELS or not is_operator(op := _overloads(name)[overload]):
         return "not run: a dump holds no such operator", False
-    run, began = getattr(_ops, name), time.perf_counter()
-    error, results = "", None
+    error, results, began = "", None, time.perf_counter()
     try:
         with torch.set_grad_enabled(call["grad"]):
-            results = (run if overload == "default" else getattr(run, overload))(*inputs)
+            results = op(*inputs)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     wait_for_gpu()

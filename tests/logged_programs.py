@@ -87,7 +87,7 @@ def threads() -> Iterator[Tensor]:
 
 
 def ops() -> Iterator[Tensor]:
-    """Compiled, scripted and traced ops, ops with gradients, in a dispatch mode, and in a forked child."""
+    """Compiled, scripted and traced ops, ops with gradients, in a mode, and in a forked child."""
     table, ids = torch.randn(8, 2), torch.tensor([3, 3, 0])
     yield torch.jit.script(Gather())(table, ids)
     yield torch.jit.trace(lambda ids: speedtorch.pinned_gather(table, ids), (ids,))(ids)
