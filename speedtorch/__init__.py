@@ -1,5 +1,7 @@
 """Train on rows that live in host memory: tables larger than the GPU, at the speed of its link."""
 
+import sys
+
 from speedtorch import optim as optim
 from speedtorch.info import info
 from speedtorch.layers.host_init import host_init
@@ -51,6 +53,7 @@ from speedtorch.ops.functions import (
     synchronize,
     table_ids,
 )
+from speedtorch.ops.log_switches import LOGS_CALLS, REPORTS_ALIVE
 from speedtorch.optim.attach import attach, detach
 from speedtorch.parallel.checkpoints import async_save, load, save
 from speedtorch.parallel.clip import clip_grad_norm_
@@ -131,3 +134,12 @@ __all__ = [
 ]
 
 load_costs_with_first_gpu()
+
+if LOGS_CALLS:
+    from speedtorch.ops.call_log import log_calls
+
+    log_calls(sys.modules[__name__], optim)
+if REPORTS_ALIVE:
+    from speedtorch.alive_report import report_at_exit
+
+    report_at_exit()

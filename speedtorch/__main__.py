@@ -1,4 +1,4 @@
-"""The command line: `speedtorch info`, `doctor`, `calibrate` and `demo NAME`.
+"""The command line: `speedtorch info`, `doctor`, `calibrate`, `replay FILE` and `demo NAME`.
 
 `python -m speedtorch` is the same command.
 """
@@ -15,6 +15,7 @@ from speedtorch.demo.command import add_demos, run_demo
 from speedtorch.doctor import run_doctor
 from speedtorch.info import info
 from speedtorch.memory.calibration import calibrate
+from speedtorch.replay import replay
 from speedtorch.version import __version__
 
 __all__ = ["main"]
@@ -25,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 1 if a comparison found a difference, if this machine cannot be
-        measured, if `doctor` found something wrong or if nothing reads the output any more, 2 for a
-        wrong use, 130 after Ctrl-C.
+        measured, if `doctor` found something wrong, if `replay` found other results or if nothing
+        reads the output any more, 2 for a wrong use, 130 after Ctrl-C.
     """
     try:
         status = _run(arguments)
@@ -52,6 +53,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         help="measures how fast a file of 256 MiB is written and read there",
     )
     commands.add_parser("calibrate", help="measures what moving a row takes here, and keeps it")
+    again = commands.add_parser("replay", help="runs the operators of a dump again, and compares")
+    again.add_argument("file", help="written by a program under SPEEDTORCH_LOG=dump")
     add_demos(commands.add_parser("demo", help="see it work"))
     chosen = parser.parse_args(arguments)
     if chosen.command == "demo":
@@ -60,6 +63,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return run_doctor(chosen.folder, as_json=chosen.json)
     if chosen.command == "calibrate":
         return _calibrate()
+    if chosen.command == "replay":
+        return replay(chosen.file)
     print(info().as_json() if chosen.json else info())
     return 0
 

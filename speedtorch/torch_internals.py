@@ -56,6 +56,7 @@ __all__ = [
     "current_backward",
     "current_node",
     "current_stream",
+    "dispatch_modes",
     "foreach_add",
     "foreach_add_",
     "foreach_addcdiv_",
@@ -267,6 +268,9 @@ is_tracing = torch._C._is_tracing
 
 is_transformed = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func runs."""
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes that see each op, such as those of fake tensors."""
 
 is_batched = torch._C._functorch.is_batchedtensor
 """Whether a tensor is one of vmap's."""

@@ -37,6 +37,7 @@ __all__ = [
     "memory_stats",
     "pin_if_possible",
     "pin_memory_",
+    "pinned_tensors",
     "registration_seams",
     "release",
     "unpin_memory_",
@@ -175,6 +176,11 @@ def pin_if_possible(tensor: Tensor) -> str:
     except RuntimeError as error:
         return f"not registered, so that a GPU gets its rows by staged copies: {error}"
     return ""
+
+
+def pinned_tensors() -> list[Tensor]:
+    """The tensors that pin_memory_ has pinned."""
+    return [found[0] for pin, _ in [*_pinned.values()] if (found := pin.peek()) is not None]
 
 
 def keep_pinned(view: Tensor, pinned: Tensor) -> Tensor:

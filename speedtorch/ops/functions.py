@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from speedtorch.ops.log_switches import DUMPED_CALLS
 from speedtorch.torch_internals import (
     below_autograd,
     is_forward_mode,
@@ -29,6 +30,9 @@ from speedtorch.torch_internals import (
     storage_id,
     written_arguments,
 )
+
+if DUMPED_CALLS:
+    from speedtorch.ops.op_dump import kept
 
 __all__ = [
     "optimizer_state_swap",
@@ -72,6 +76,8 @@ except ImportError as error:
 
 def _checked(op: Any) -> Callable[..., Any]:
     """An op that raises torch.OutOfMemoryError, which no library of the stable ABI can throw."""
+    if DUMPED_CALLS:
+        op = kept(op)
 
     def call(*args: object) -> Any:
         try:

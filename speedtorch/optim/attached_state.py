@@ -19,10 +19,13 @@ from speedtorch.step.row_weight import RowWeight, dense
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table.shared_rows import SharedRows
 
-__all__ = ["CALL_HOOKS", "AttachedState", "SavedState", "state_of"]
+__all__ = ["AttachedState", "SavedState", "calls_load_hooks", "state_of"]
 
-# What loads by torch's load_state_dict, with its hooks.
-CALL_HOOKS = (Optimizer.load_state_dict, RowWiseAdagrad.load_state_dict)
+
+def calls_load_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer loads by torch's load_state_dict, with its hooks."""
+    methods = Optimizer.load_state_dict, RowWiseAdagrad.load_state_dict
+    return type(optimizer).load_state_dict in methods
 
 
 class Loading(NamedTuple):
@@ -433,7 +436,7 @@ class SavedState:
             optimizer.register_state_dict_pre_hook(lambda _: self._await_steps()),
             optimizer.register_state_dict_post_hook(self._complete),
         ]
-        if type(optimizer).load_state_dict in CALL_HOOKS:
+        if calls_load_hooks(optimizer):
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._finish))
         else:

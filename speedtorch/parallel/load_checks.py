@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from speedtorch.optim.attach import saved_state_of
-from speedtorch.optim.attached_state import CALL_HOOKS
+from speedtorch.optim.attached_state import calls_load_hooks
 from speedtorch.parallel.sharded_tensors import has_dtensors
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
@@ -101,7 +101,7 @@ def _differences(
 def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> bool:
     saved = saved_state_of(optimizer)
     others = load_hooks(optimizer) - (saved is not None)
-    if type(optimizer).load_state_dict not in CALL_HOOKS or others:
+    if not calls_load_hooks(optimizer) or others:
         return False
     try:
         groups, entries = state["param_groups"], state["state"]

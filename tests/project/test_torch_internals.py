@@ -331,6 +331,18 @@ def test_top_saved_tensors_hooks() -> None:
     assert torch_internals.top_saved_tensors_hooks(True) is None
 
 
+def test_dispatch_modes() -> None:
+    class Through(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Through(), Through():
+        assert torch_internals.dispatch_modes() == 2
+    assert torch_internals.dispatch_modes() == 0
+
+
 def test_is_tracing() -> None:
     found = [torch_internals.is_tracing()]
 

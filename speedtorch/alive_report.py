@@ -1,0 +1,50 @@
+"""Tables, pinned tensors and streams alive at exit; SPEEDTORCH_LOG=alive loads this file."""
+
+import atexit
+import gc
+import logging
+import os
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from speedtorch.memory.host_memory import memory_stats, pinned_tensors
+from speedtorch.ops.call_log import call_text
+from speedtorch.table.host_table import HostTable
+
+__all__ = ["report_at_exit"]
+
+_PACKAGE = str(Path(__file__).parent)
+_places: WeakKeyDictionary[HostTable, str] = WeakKeyDictionary()
+
+
+def _report(process: int) -> None:
+    if os.getpid() != process:  # a forked child, which has copies of all objects
+        return
+    gc.collect()  # objects in cycles alone are not alive
+    tables = [f"\n  {table!r}, made at {place}" for table, place in _places.items()]
+    pinned = [f"\n  {call_text(each)}, {each.nbytes} bytes" for each in pinned_tensors()]
+    types = [type(each) for each in gc.get_objects()]
+    cuda = Counter(t.__name__ for t in types if issubclass(t, torch.cuda.Stream | torch.cuda.Event))
+    logging.getLogger("speedtorch.alive").warning(
+        "alive at exit: %d tables%s\n%d pinned tensors%s\nbytes of host memory: %s\n"
+        "streams and events of the whole program: %s",
+        *(len(tables), "".join(tables), len(pinned), "".join(pinned), memory_stats(), dict(cuda)),
+    )
+
+
+def report_at_exit() -> None:
+    """Notes from now on which line makes a table, and logs at exit what is alive."""
+    make = HostTable._lie_in
+
+    def noted(table: HostTable, *arguments: Any) -> None:
+        make(table, *arguments)
+        lines = [each for each in traceback.extract_stack() if _PACKAGE not in each.filename]
+        _places[table] = f"{lines[-1].filename}:{lines[-1].lineno}"
+
+    setattr(HostTable, "_lie_in", noted)  # noqa: B010
+    atexit.register(_report, os.getpid())

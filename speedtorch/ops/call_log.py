@@ -1,0 +1,98 @@
+"""Calls as text, and a line of logging for each public call under SPEEDTORCH_LOG=calls."""
+
+import inspect
+import logging
+import reprlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from numbers import Number
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtorch.torch_internals import as_plain
+
+__all__ = ["call_text", "log_calls"]
+
+_log = logging.getLogger("speedtorch.calls")
+_busy: set[int] = set()  # threads within a public call: its own calls are not logged
+
+
+class _Texts(reprlib.Repr):
+    """Texts of arguments and results. No tensor is read, and nothing waits for a GPU."""
+
+    def repr_instance(self, x: object, level: int) -> str:
+        """A tensor's dtype, shape and device, a short value as it is, or the type of another."""
+        if isinstance(x, Tensor):
+            with as_plain():
+                shape = "[nested]" if x.is_nested else list(x.shape)
+                return f"{str(x.dtype).removeprefix('torch.')}{shape}@{x.device}"
+        is_short = x is None or isinstance(x, Number | torch.dtype | torch.device)
+        return str(x) if is_short else type(x).__name__
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """The first items, unsorted: a comparison of tensors would read them."""
+        return f"dict{self.repr_list([*x.items()], level)}"
+
+    repr_set = repr_frozenset = repr_instance
+
+
+call_text = _Texts().repr
+
+
+def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
+    """A function that logs its calls; a method is named by the type of its object."""
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        # torch.compile follows this branch alone.
+        if torch.compiler.is_compiling() or (thread := threading.get_ident()) in _busy:
+            return function(*arguments, **named)
+        shown = [*map(call_text, arguments), *(f"{k}={call_text(v)}" for k, v in named.items())]
+        name = function.__qualname__
+        if of_object and arguments:
+            kind = arguments[0] if isinstance(arguments[0], type) else type(arguments[0])
+            name, shown = f"{kind.__name__}.{function.__name__}", shown[1:]
+        said, began = "", time.perf_counter()
+        _busy.add(thread)
+        try:
+            result = function(*arguments, **named)
+            said = f"-> {call_text(result)}"
+            return result
+        except BaseException as error:
+            said = f"raised {type(error).__name__}: {error}"
+            raise
+        finally:
+            taken = (time.perf_counter() - began) * 1e6
+            _busy.discard(thread)
+            _log.info("%s(%s) %s, %.0f us", name, ", ".join(shown), said, taken)
+
+    return call
+
+
+def log_calls(*modules: ModuleType) -> None:
+    """Logs the calls of the public functions, constructors and methods of modules from now on."""
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda _: not logging.getLogger().handlers)  # which print the line, too
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    owners: dict[Any, list[str]] = {module: module.__all__ for module in modules}
+    for kind in [vars(module)[name] for module in modules for name in module.__all__]:
+        for base in inspect.getmro(kind) if inspect.isclass(kind) else ():
+            if base.__module__.startswith("speedtorch."):
+                owners[base] = [name for name in vars(base) if not name.startswith("_")]
+                owners[base] += ["__init__"] if "__init__" in vars(base) else []
+    for owner, names in owners.items():
+        for name, member in [(name, vars(owner)[name]) for name in names]:
+            function = getattr(member, "__func__", member)  # of a class method or a static one
+            if inspect.isfunction(function):
+                is_static = owner in modules or isinstance(member, staticmethod)
+                logged = _logged(function, of_object=not is_static)
+                setattr(owner, name, logged if function is member else type(member)(logged))
+                if owner in modules:  # pickle finds functions in the module that defines them
+                    setattr(sys.modules[function.__module__], name, logged)

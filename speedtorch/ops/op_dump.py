@@ -1,0 +1,132 @@
+"""Keeps the last operators' inputs for `speedtorch replay`; SPEEDTORCH_LOG=dump loads this file."""
+
+import atexit
+import hashlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedtorch import torch_internals as internals
+from speedtorch.ops.call_log import call_text
+from speedtorch.ops.log_switches import DUMPED_CALLS
+
+__all__ = ["DUMP_FORMAT", "digests_of", "is_operator", "kept", "wait_for_gpu"]
+
+DUMP_FORMAT = "speedtorch dump 1"
+_MOST_BYTES = 64 << 20  # of a call's inputs: large tables would fill the host's memory
+# Results of these ops have entries that no kernel writes: the number of whole results.
+_WHOLE_RESULTS = {"plan_batch": 5, "merge_rows": 3, "diff_ids": 0}
+_process = os.getpid()  # calls of a forked child are not kept
+_path = Path(f"speedtorch-dump-{_process}.pt").absolute()
+_calls: deque[dict[str, Any]] = deque(maxlen=DUMPED_CALLS)
+
+
+def is_operator(op: Any) -> bool:
+    """Whether an op takes tensors, and returns tensors or writes to them."""
+    takes, _, returns = str(op._schema).partition("->")
+    return "Tensor" in takes and ("Tensor" in returns or bool(internals.written_arguments(op)))
+
+
+def wait_for_gpu() -> None:
+    """Waits for kernels that may still write to the tensors of a call."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def digests_of(op: Any, arguments: Sequence[object], results: object) -> list[str]:
+    """Digests of an op's results, and of the arguments that it has written to."""
+    wait_for_gpu()
+    found = internals.tree_leaves(results)[: _WHOLE_RESULTS.get(op._schema.name.partition("::")[2])]
+    for place in internals.written_arguments(op).values():
+        found += internals.tree_leaves(arguments[place : place + 1])
+    small = [each for each in found if isinstance(each, Tensor) and each.nbytes <= _MOST_BYTES]
+    copies = (each.detach().clone(memory_format=torch.contiguous_format) for each in small)
+    return [
+        hashlib.sha256(each.cpu().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        for each in copies
+    ]
+
+
+def _is_recording() -> bool:
+    """Whether copies would become a part of a trace, a transform or a capture."""
+    if internals.is_tracing() or internals.is_transformed() or internals.dispatch_modes():
+        return True
+    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return has_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def _copied(arguments: Sequence[object]) -> Any:
+    """Arguments in new memory: tensors that share memory share the copy. Text: not copied."""
+    copies: dict[int, torch.UntypedStorage] = {}
+
+    def copy(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+        if not is_plain or value.is_conj() or value.is_neg():
+            return f"{call_text(value)} is not kept: it is not a plain tensor"
+        storage: Any = value.untyped_storage()
+        if (key := internals.storage_id(storage)) not in copies:
+            if sum(each.nbytes() for each in (storage, *copies.values())) > _MOST_BYTES:
+                return f"{call_text(value)} is not kept: a call has over {_MOST_BYTES >> 20} MiB"
+            copies[key] = storage.clone()
+        made = torch.empty(0, dtype=value.dtype, device=value.device)
+        made.set_(copies[key], value.storage_offset(), value.shape, value.stride())
+        return made.requires_grad_(value.requires_grad)
+
+    wait_for_gpu()
+    with torch.no_grad(), internals.as_plain():
+        return internals.tree_map(copy, [*arguments])
+
+
+def _write(why: str) -> None:
+    """Writes the last calls to a file in the folder in which the program began."""
+    if os.getpid() != _process or not _calls:
+        return
+    log, new = logging.getLogger("speedtorch.dump"), _path.with_suffix(f".{threading.get_ident()}")
+    try:
+        with new.open("wb") as file:
+            torch.save({"format": DUMP_FORMAT, "calls": [*map(dict, _calls.copy())]}, file)
+        new.replace(_path)
+    except (OSError, RuntimeError) as error:  # torch's, of a full disk
+        new.unlink(missing_ok=True)
+        log.error("%s, and %s cannot be written: %s", why, _path, error)
+        return
+    atexit.unregister(_write)  # what an operator's error has written remains
+    log.warning(
+        "%s: `speedtorch replay %s` runs the last operators again (at most %d of %d MiB each)",
+        *(why, _path, DUMPED_CALLS, _MOST_BYTES >> 20),
+    )
+
+
+atexit.register(_write, "the program ends")
+
+
+def kept(op: Any) -> Callable[..., Any]:
+    """An op whose calls keep their inputs and digests of their results."""
+    if not is_operator(op):
+        return op  # type: ignore[no-any-return]
+
+    def keep(*arguments: object) -> Any:
+        if torch.compiler.is_compiling() or os.getpid() != _process or _is_recording():
+            return op(*arguments)
+        name = [op._schema.name.partition("::")[2], op._overloadname]
+        made = {"op": name, "grad": torch.is_grad_enabled(), "inputs": _copied(arguments)}
+        _calls.append(made)
+        try:
+            results = op(*arguments)
+        except Exception as error:
+            made["error"] = f"{type(error).__name__}: {error}"
+            _write(f"{'.'.join(name)} raised {type(error).__name__}")
+            raise
+        made["digests"] = digests_of(op, arguments, results)
+        return results
+
+    return keep

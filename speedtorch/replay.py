@@ -1,0 +1,68 @@
+"""`speedtorch replay FILE`: runs the operators of a dump again, and compares their results."""
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from speedtorch.memory import empty
+from speedtorch.ops.call_log import call_text
+from speedtorch.ops.functions import _FAKE_KERNELS, _overloads
+from speedtorch.ops.op_dump import DUMP_FORMAT, digests_of, is_operator, wait_for_gpu
+from speedtorch.torch_internals import tree_leaves
+
+__all__ = ["replay"]
+
+
+def _placed(storage: Any, location: str) -> Any:
+    """A storage of a dump on the current GPU, if it was on one and there is one, or pinned."""
+    if location.startswith("cuda") and torch.cuda.is_available():
+        return storage.cuda()
+    return empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage, False)
+
+
+def _repeated(call: dict[str, Any]) -> tuple[str, bool]:
+    """Runs a call again: what to print, and whether it did the same."""
+    inputs, (name, overload) = call["inputs"], call["op"]
+    for value in tree_leaves(inputs):
+        if isinstance(value, str):
+            return f"not run: {value}", False
+    full_name = name if overload == "default" else f"{name}.{overload}"
+    if full_name not in _FAKE_KERNELS or not is_operator(op := _overloads(name)[overload]):
+        return "not run: a dump holds no such operator", False
+    error, results, began = "", None, time.perf_counter()
+    try:
+        with torch.set_grad_enabled(call["grad"]):
+            results = op(*inputs)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    wait_for_gpu()
+    taken = f"{(time.perf_counter() - began) * 1e6:.0f} us"
+    if (error or digests_of(op, inputs, results)) == call.get("error", call.get("digests")):
+        return f"{taken}, the same {error or 'results'}", True
+    recorded = call.get("error", "other results" if "digests" in call else "no end of the call")
+    return f"{taken}, {error or 'results'}; recorded: {recorded}", False
+
+
+def replay(path: str) -> int:
+    """Prints for each operator of a dump whether it does the same here; no code in a file is run.
+
+    Returns 0 if all results and errors are as recorded, else 1.
+    """
+    try:
+        saved = torch.load(path, map_location=_placed, weights_only=True)
+        if saved["format"] != DUMP_FORMAT:
+            raise ValueError(f"the format {saved['format']!r}")
+    except Exception as error:  # torch.load raises many types for files of other programs
+        wanted = f"expected a file that SPEEDTORCH_LOG=dump has written ({DUMP_FORMAT!r})"
+        print(f"speedtorch: {path}: {wanted}, got {error!r}", file=sys.stderr)
+        return 1
+    same = 0
+    for number, call in enumerate(saved["calls"], 1):
+        said, is_same = _repeated(call)
+        name = ".".join(part for part in call["op"] if part != "default")
+        print(f"{number:3} {name}({', '.join(map(call_text, call['inputs']))}): {said}")
+        same += is_same
+    print(f"{same} of {len(saved['calls'])} operators did the same")
+    return int(same != len(saved["calls"]))

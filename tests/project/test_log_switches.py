@@ -1,0 +1,303 @@
+"""SPEEDTORCH_LOG: what its values log, keep and report, and that they change no result."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from torch import nn
+from warm_python import finished, warm_python
+
+import speedtorch
+from speedtorch.__main__ import main
+from speedtorch.ops import log_switches
+from speedtorch.ops.call_log import call_text
+
+ROOT = Path(speedtorch.__file__).parents[1]
+CALLS_OF_ALL_OPS = """
+from op_arguments import op_arguments
+from speedtorch.ops.functions import _ops
+for op, arguments in op_arguments("cpu").values():
+    call = getattr(_ops, op._schema.name.partition("::")[2])
+    (call if op._overloadname == "default" else getattr(call, op._overloadname))(*arguments)
+"""
+A_STEP = """
+import sys, torch, speedtorch
+emb = speedtorch.Embedding(9, 2, device="cpu")
+optimizer = torch.optim.Adam(emb.parameters())
+speedtorch.attach(optimizer, emb)
+files = set()
+sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename))
+emb(torch.tensor([2, 2])).sum().backward()
+optimizer.step()
+sys.setprofile(None)
+names = {"call_log.py", "op_dump.py", "alive_report.py", "log_switches.py"}
+print(sorted(name for name in names for file in files if file.endswith(name)))
+print(sorted({name[:-3] for name in names} & {name.rpartition(".")[2] for name in sys.modules}))
+"""
+
+
+def run(value: str, program: str, folder: Path) -> CompletedProcess[str]:
+    """A program in a fresh process with a value of the variable; it must succeed."""
+    environment = os.environ | {"SPEEDTORCH_LOG": value, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    what = ("-m", program) if program.isidentifier() else ("-c", program)
+    done = finished([warm_python(), *what], env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def dump_of(program: str, folder: Path, value: str = "dump:100") -> Path:
+    """The dump that a program has written."""
+    said = run(value, program, folder).stderr
+    (path,) = folder.glob("*")
+    assert f"`speedtorch replay {path}`" in said and path.name.startswith("speedtorch-dump-")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", (False, 0, False)),
+        ("calls", (True, 0, False)),
+        ("alive,dump", (False, 16, True)),
+        ("dump:999,calls,", (True, 999, False)),
+    ],
+)
+def test_values(value: str, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEEDTORCH_LOG", value)
+    read = runpy.run_path(log_switches.__file__)
+    assert (read["LOGS_CALLS"], read["DUMPED_CALLS"], read["REPORTS_ALIVE"]) == expected
+
+
+@pytest.mark.parametrize("value", ["call", "1", "dump:0", "dump:", "dump:1000", "calls;dump"])
+def test_an_unknown_value_raises(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEEDTORCH_LOG", value)
+    expected = f"expected 'calls', 'dump', .* or 'alive', .*, got '{value}'; unset"
+    with pytest.raises(ValueError, match=expected):
+        runpy.run_path(log_switches.__file__)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_values_are_shown_without_what_tensors_hold() -> None:
+    rows = torch.zeros(2, 3, dtype=torch.int32)
+    shown = {
+        "int32[2, 3]@cpu": rows,
+        "float32[2]@meta": torch.empty(2, device="meta"),
+        "float32[nested]@cpu": torch.nested.nested_tensor([[1.0], [2.0, 3.0]]),
+        "Linear": nn.Linear(2, 2),
+        "(None, True, 1.5, torch.int8, cpu)": (
+            *(None, True, 1.5, torch.int8, torch.device("cpu")),
+        ),
+        "dict[('rows', [int32[2, 3]@cpu]), (int32[2, 3]@cpu, 1)]": {"rows": [rows], rows: 1},
+        "[0, 1, 2, 3, 4, 5, ...]": list(range(7)),
+        "set": {rows},
+        "'aaaaaaaaaaaa...aaaaaaaaaaaaa'": "a" * 61,
+    }
+    assert {text: call_text(value) for text, value in shown.items()} == {
+        each: each for each in shown
+    }
+
+
+@pytest.mark.slow
+def test_without_the_variable_a_step_runs_no_code_of_it(tmp_path: Path) -> None:
+    files, modules = run("", A_STEP, tmp_path).stdout.splitlines()
+    assert (files, modules) == ("[]", "['log_switches']")
+    files, modules = run("calls,dump,alive", A_STEP, tmp_path).stdout.splitlines()
+    assert files == "['call_log.py', 'op_dump.py']"
+    assert modules == "['alive_report', 'call_log', 'log_switches', 'op_dump']"
+
+
+@pytest.fixture(scope="module")
+def plain_results(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run("", "logged_programs", tmp_path_factory.mktemp("plain")).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["calls", "dump:3", "alive", "calls,dump,alive"])
+def test_results_are_bitwise_those_without_it(
+    value: str, plain_results: str, tmp_path: Path
+) -> None:
+    assert len(plain_results.splitlines()) == 7
+    assert run(value, "logged_programs", tmp_path).stdout == plain_results
+
+
+@pytest.mark.slow
+def test_calls_are_lines_with_shapes_and_times(tmp_path: Path) -> None:
+    program = """
+import pickle, weakref, torch, speedtorch
+table = speedtorch.HostTable(9, 2, memory="plain")
+rows = table.gather(torch.tensor([1, 2]), field="weight")
+gone = weakref.ref(rows)
+del rows
+assert gone() is None
+assert pickle.loads(pickle.dumps(speedtorch.empty)) is speedtorch.empty
+speedtorch.optim.RowWiseAdagrad([torch.zeros(3, 2, requires_grad=True)]).step()
+speedtorch.sum_rows(torch.ones(1, 2), speedtorch.plan_rows(torch.tensor([7]), 9), 9)
+for mistake in (
+    lambda: speedtorch.HostTable.gather(),
+    lambda: speedtorch.pinned_gather(torch.zeros(3, 2), torch.tensor([5])),
+):
+    try:
+        mistake()
+    except (IndexError, TypeError):
+        print("raised")
+"""
+    done = run("calls", program, tmp_path)
+    lines = [re.sub(r", \d+ us$", "", line) for line in done.stderr.splitlines()]
+    plan = ", ".join(["int64[1]@cpu"] * 3 + ["int64[2]@cpu", "int64[8]@cpu"])
+    assert done.stdout == "raised\nraised\n"
+    assert lines[:-2] == [
+        "HostTable.__init__(9, 2, memory='plain') -> None",
+        "HostTable.gather(int64[2]@cpu, field='weight') -> float32[2, 2]@cpu",
+        "RowWiseAdagrad.__init__([float32[3, 2]@cpu]) -> None",
+        "RowWiseAdagrad.step() -> None",
+        f"plan_rows(int64[1]@cpu, 9) -> [{plan}]",
+        f"sum_rows(float32[1, 2]@cpu, [{plan}], 9) -> float32[1, 2]@cpu",
+    ]
+    assert lines[-2].startswith("HostTable.gather() raised TypeError: HostTable.gather() missing")
+    assert lines[-1].startswith(
+        "pinned_gather(float32[3, 2]@cpu, int64[1]@cpu) raised IndexError: pinned_gather: id 5 at"
+    )
+
+
+@pytest.mark.slow
+def test_every_operator_is_replayed_with_the_same_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = dump_of(CALLS_OF_ALL_OPS, tmp_path)
+    assert main(["replay", str(path)]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == f"{len(lines)} of {len(lines)} operators did the same"
+    assert len({line.split()[1].partition("(")[0] for line in lines}) > 25
+    saved = torch.load(path, weights_only=True)
+    saved["calls"][4]["digests"][0] = ""
+    torch.save(saved, path)
+    assert main(["replay", str(path)]) == 1
+    assert capsys.readouterr().out.splitlines()[4].endswith("us, results; recorded: other results")
+
+
+@pytest.mark.slow
+def test_an_operator_that_raises_is_dumped_and_raises_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = """
+import torch, speedtorch
+table = torch.zeros(3, 2)
+for _ in range(4):
+    speedtorch.pinned_scatter(table, torch.tensor([1]), torch.ones(1, 2), accumulate=True)
+try:
+    speedtorch.pinned_gather(table, torch.tensor([5]))
+except IndexError:
+    speedtorch.pinned_gather(table, torch.tensor([1]))  # is not in the dump
+"""
+    path = dump_of(program, tmp_path, "dump:3")
+    assert main(["replay", str(path)]) == 0
+    first, second, third, _ = capsys.readouterr().out.splitlines()
+    assert first.endswith("us, the same results") and second.endswith("us, the same results")
+    assert "us, the same IndexError: pinned_gather: id 5 at position 0" in third
+    saved = torch.load(path, weights_only=True)
+    assert [call["inputs"][0].tolist()[1] for call in saved["calls"]] == [[2, 2], [3, 3], [4, 4]]
+    del saved["calls"][1]["digests"]
+    saved["calls"][2]["error"] = "OutOfMemoryError: no memory"
+    torch.save(saved, path)
+    assert main(["replay", str(path)]) == 1
+    _, second, third, last = capsys.readouterr().out.splitlines()
+    assert second.endswith("us, results; recorded: no end of the call")
+    assert third.endswith("; recorded: OutOfMemoryError: no memory")
+    assert last == "1 of 3 operators did the same"
+
+
+@pytest.mark.slow
+def test_a_dump_that_cannot_be_written_does_not_replace_the_error(tmp_path: Path) -> None:
+    program = """
+import os, torch, speedtorch
+os.rmdir(os.getcwd())
+try:
+    speedtorch.pinned_gather(torch.zeros(3, 2), torch.tensor([5]))
+except IndexError:
+    os._exit(0)
+"""
+    (tmp_path / "gone").mkdir()
+    (line,) = run("dump", program, tmp_path / "gone").stderr.splitlines()
+    assert line.startswith("pinned_gather_detached.default raised IndexError, and /")
+    assert ".pt cannot be written: [Errno 2] No such file or directory" in line
+
+
+@pytest.mark.slow
+def test_inputs_that_a_dump_does_not_hold_are_not_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = """
+import torch, speedtorch
+speedtorch.pinned_gather(torch.zeros(17 << 20, 1), torch.tensor([5]))
+speedtorch.pinned_gather(torch.zeros(3, dtype=torch.complex64).conj(), torch.tensor([1]))
+"""
+    path = dump_of(program, tmp_path)
+    assert main(["replay", str(path)]) == 1
+    large, conjugated, last = capsys.readouterr().out.splitlines()
+    assert large.endswith("not run: float32[17825792, 1]@cpu is not kept: a call has over 64 MiB")
+    assert conjugated.endswith("not run: complex64[3]@cpu is not kept: it is not a plain tensor")
+    assert last == "0 of 2 operators did the same"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            b"",
+            "has written ('speedtorch dump 1'), got EOFError",
+        ),
+        (
+            b"junk",
+            "file: expected a file that SPEEDTORCH_LOG=dump has written",
+        ),
+        ({"weight": torch.zeros(2)}, "got KeyError('format')"),
+        ({"format": "other"}, "got ValueError(\"the format 'other'\")"),
+        (print, "got UnpicklingError"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_other_files_are_errors(
+    content: object, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    assert main(["replay", str(path)]) == 1
+    assert expected in capsys.readouterr().err
+
+
+def test_a_dump_names_operators_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = {"op": ["host_unregister", "default"], "grad": True, "inputs": [1, True]}
+    torch.save({"format": "speedtorch dump 1", "calls": [call]}, tmp_path / "file")
+    assert main(["replay", str(tmp_path / "file")]) == 1
+    line = "  1 host_unregister(1, True): not run: a dump holds no such operator\n"
+    assert capsys.readouterr().out == f"{line}0 of 1 operators did the same\n"
+
+
+@pytest.mark.slow
+def test_live_tables_are_reported_with_their_places(tmp_path: Path) -> None:
+    program = """
+import os, sys, torch, speedtorch
+gone = speedtorch.HostTable(5, 2, memory="plain")
+cycle = [gone]
+cycle.append(cycle)
+table = speedtorch.HostTable(3, 2, memory="plain")
+del gone, cycle
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+"""
+    *_, first, second, third, fourth, fifth = run("alive", program, tmp_path).stderr.splitlines()
+    assert first == "alive at exit: 1 tables"
+    assert second == f"  {speedtorch.HostTable(3, 2, memory='plain')!r}, made at <string>:6"
+    assert third == "0 pinned tensors"
+    assert fourth.startswith("bytes of host memory: {'plain': 24, 'registered': 0, ")
+    assert fifth == "streams and events of the whole program: {}"
