@@ -115,7 +115,7 @@ class FixedExchange(Exchange):
             return
         if now.captured:
             return
-        is_settled = now.stepped and now.transfer is None and blocks.is_settled
+        is_settled = now.stepped and now.transfer is None and not blocks.left_some
         is_settled = is_settled and not (now.copy is Copy.STALE and blocks.hold_some)
         if not is_settled or not blocks.are_for(self.device, self.fields):
             raise RuntimeError(
@@ -143,7 +143,7 @@ class FixedExchange(Exchange):
         if captured and self._next_ids is not None:
             come = None
         if captured:
-            blocks.watch_graph()
+            blocks.graphs.watch(blocks.ids)
         if not blocks.are_for(self.device, self.fields):
             blocks.make(self.device, self.fields)
         elif now.copy is Copy.STALE:
@@ -216,7 +216,7 @@ class FixedExchange(Exchange):
             return now
         # With a gradient that is left an optimizer steps them once more; a CUDA graph does not know
         # that the table has changed, and reads what it holds by itself.
-        captured, is_stale = blocks.is_captured, now.copy is Copy.STALE
+        captured, is_stale = blocks.graphs.are_alive, now.copy is Copy.STALE
         view = self._view
         has_gradient = view.has_gradient() if now.stepped else view.parameter.grad is not None
         stay = not self.is_over() or (not captured and has_gradient)
@@ -316,7 +316,7 @@ class FixedExchange(Exchange):
         self.raise_faults()
         if not self._blocks.are_for(self.device, self.fields):
             self._blocks.make(self.device, self.fields)
-        self._blocks.halt()
+        self._blocks.is_halted.fill_(1)
 
     @alone
     def move_again(self) -> None:
@@ -355,11 +355,11 @@ class FixedExchange(Exchange):
     @property
     def is_captured(self) -> bool:
         """As Exchange.is_captured."""
-        return self._blocks.is_captured
+        return self._blocks.graphs.are_alive
 
     def refuse_if_captured(self, what: str) -> None:
         """As Exchange.refuse_if_captured."""
-        if self._blocks.stay_captured():
+        if self._blocks.graphs.remain(self.device):
             raise RuntimeError(
                 f"{self.name}: {what} is refused while a captured CUDA graph uses its rows: let the"
                 " graph go first (del graph)"
