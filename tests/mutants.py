@@ -325,7 +325,7 @@ MUTANTS = [
     # ---- exchange.py and fixed_blocks.py: blocks of one size
     Mutant(
         "rows beyond the count stay what an optimizer made of them",
-        "step/fixed_exchange.py",
+        "step/block_exchange.py",
         "            self._view.put_back(self.now)\n        self._blocks.clear_others()\n",
         "            self._view.put_back(self.now)\n",
         "tests/nn/test_capacity.py::test_rows_beyond_the_count_are_zeros_before_and_after_a_step",
@@ -344,7 +344,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows of a capacity are not read again",
-        "step/fixed_exchange.py",
+        "step/block_exchange.py",
         "        blocks.read_again()\n",
         "",
     ),
