@@ -222,12 +222,12 @@ MUTANTS = [
     ),
     Mutant(
         "an earlier step's gradient is taken for this one's",
-        "step/trained_rows.py",
+        "step/whole_weight.py",
         "        if not self.exchange.holds(number):\n",
         "        if False:\n",
         "tests/nn/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
     ),
-    # ---- exchange.py: shown rows; trained_rows.py
+    # ---- exchange.py: shown rows; whole_weight.py and trained_rows.py
     Mutant(
         "a zero_grad is not noticed",
         "step/row_weight.py",
@@ -236,7 +236,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
-        "step/trained_rows.py",
+        "step/whole_weight.py",
         "            self.parameter.grad = summed\n"
         "            self.parameter_view.note_gradient()\n",
         "            self.parameter.grad = summed\n",
@@ -285,7 +285,7 @@ MUTANTS = [
     ),
     Mutant(
         "a read does not see the step",
-        "step/trained_rows.py",
+        "step/whole_weight.py",
         "        self.exchange.write_back(changes=False)\n",
         "",
     ),
@@ -325,7 +325,7 @@ MUTANTS = [
     # ---- exchange.py and fixed_blocks.py: blocks of one size
     Mutant(
         "rows beyond the count stay what an optimizer made of them",
-        "step/fixed_exchange.py",
+        "step/block_exchange.py",
         "            self._view.put_back(self.now)\n        self._blocks.clear_others()\n",
         "            self._view.put_back(self.now)\n",
         "tests/nn/test_capacity.py::test_rows_beyond_the_count_are_zeros_before_and_after_a_step",
@@ -344,7 +344,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows of a capacity are not read again",
-        "step/fixed_exchange.py",
+        "step/block_exchange.py",
         "        blocks.read_again()\n",
         "",
     ),

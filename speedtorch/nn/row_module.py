@@ -31,7 +31,8 @@ from speedtorch.step.rounding import (
     stored_dtypes,
 )
 from speedtorch.step.row_weight import dense
-from speedtorch.step.trained_rows import Bags, TrainedRows, random_seed
+from speedtorch.step.trained_rows import Bags, TrainedRows
+from speedtorch.step.whole_weight import random_seed
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, Portion
 from speedtorch.table.lazy_table import LazyTable

@@ -14,7 +14,8 @@ from speedtorch.nn.row_module import Device, RowModule
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_ranges import TableIds, TableRanges
 from speedtorch.step.rounding import RoundingMode, StoredAs
-from speedtorch.step.trained_rows import Bags, random_seed
+from speedtorch.step.trained_rows import Bags
+from speedtorch.step.whole_weight import random_seed
 from speedtorch.table.lazy_init import LazyInit
 from speedtorch.torch_internals import as_plain
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import operator
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.optim.optimizer_copy import group_of, settings_of, snapshot
-from speedtorch.optim.probe import OptimizerProbe, forgotten_by, learn_state, probe_optimizer
+from speedtorch.optim.lent_state import LentState, listed
+from speedtorch.optim.optimizer_copy import group_of
+from speedtorch.optim.probe import forgotten_by
 from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad
-from speedtorch.step.row_weight import RowWeight, dense
+from speedtorch.step.row_weight import dense
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table.shared_rows import SharedRows
 
@@ -49,136 +49,13 @@ class Loading(NamedTuple):
         )
 
 
-class AttachedState:
+class AttachedState(LentState):
     """The state that an optimizer keeps of one Embedding's rows, which is what its probe found."""
 
-    def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self._rows_reference = weakref.ref(rows)
-        self.probe = probe
-        self.names = tuple(probe.row_state)
-        self.sparse = probe.sparse
-        self._has_stepped = False
-        """Whether the state is that of after some step; the optimizer's own state has it then."""
-        self._held: list[Tensor] = []
-        """The state of the step's rows."""
-        self._aside: dict[str, Any] = {}
-        """What the optimizer's entries were before its own step function."""
-        self._is_lent = False
-        """Whether its own step function surely has the state of the step's rows."""
-        self.loading: Loading | None = None
-        """What load_state_dict gives the rows; None once all of it is in the table."""
-        self._counts_anew = False
-        """Whether the rows' state comes from a file, and the step count from nowhere."""
-        self._entries: dict[str, Any] = {}
-        self._settings = settings_of(optimizer, rows.weight)
-
-    @property
-    def table_rows(self) -> TrainedRows:
-        """The rows, which their module or their weight keeps alive, and with them this."""
-        if (rows := self._rows_reference()) is None:
-            raise RuntimeError("the rows of an attached optimizer are gone")
-        return rows
-
-    def entries(self) -> dict[str, Any]:
-        """The optimizer's own state of the weight; the last one if either is gone."""
-        optimizer, rows = self.optimizer(), self._rows_reference()
-        if optimizer is not None and rows is not None:
-            entries = optimizer.state.get(rows.parameter)  # within its own step function
-            if entries is None and (weight := rows._weight()) is not None:
-                entries = optimizer.state.get(weight)
-            return {} if entries is None else entries
-        return self._entries
-
-    def _keep(self, entries: Mapping[str, Any]) -> None:
-        """Keeps the entries but the state of all rows, which keeps the rows and so this alive."""
-        self._entries = {n: value for n, value in entries.items() if n not in self.names}
-
-    def rows(self) -> list[Tensor]:
-        """See OptimizerState."""
-        optimizer, rows = self.optimizer(), self._rows_reference()
-        if optimizer is not None and rows is not None and self.names:
-            entries = optimizer.state.get(rows.parameter)
-            if entries is not None:
-                self._take_step(entries)
-        return list(self._held)
-
-    def _take_step(self, entries: Mapping[str, Any]) -> None:
-        """Takes over the state of the step's rows from the optimizer's own step function."""
-        held = []
-        for name, before in zip(self.names, self._held, strict=True):
-            value = entries.get(name)
-            if isinstance(value, RowWeight) or (value is None and not self._is_lent):
-                value = before  # an interrupt came before it was lent, or after it was taken back
-            if not isinstance(value, Tensor):
-                raise self._lost(name)
-            held.append(value.detach() if value.requires_grad else value)
-        self._held = held
-
-    def _lost(self, name: str) -> RuntimeError:
-        return RuntimeError(
-            f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
-            " rows; detach it before its state is cleared"
-        )
-
-    def first_rows(self) -> Mapping[str, Tensor]:
-        """See OptimizerState."""
-        self._take_given()
-        return self.probe.row_state
-
-    def follow_table(self) -> None:
-        """See OptimizerState."""
-        rows, entries = self.table_rows, self.entries()
-        entries.update({n: self._of_all(rows, n) for n in self.names if n in entries})
-
-    def hold(self, rows: Sequence[Tensor]) -> None:
-        """See OptimizerState."""
-        self._held = list(rows)
-
-    def _lend(self) -> None:
-        """Gives the optimizer the state of all rows.
-
-        Before the first step the optimizer has none, as in plain torch: torch's get_state_dict()
-        fills the state of an optimizer that has none at all.
-        """
-        rows = self._rows_reference()
-        optimizer, weight = self.optimizer(), None if rows is None else rows._weight()
-        if not self.names or rows is None or optimizer is None or weight is None:
-            return
-        entries = optimizer.state.setdefault(weight, {})
-        of_all = {name: self._of_all(rows, name) for name in self.names}
-        entries.update(self._missing(entries) | of_all)
-        self._keep(entries)
-
-    def _missing(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimizer keeps for all rows and has no entry of, as before the first step."""
-        scalars = self.probe.scalar_state.items()
-        return {name: snapshot(value) for name, value in scalars if name not in entries}
-
-    def _of_all(self, rows: TrainedRows, name: str) -> Tensor:
-        """What the optimizer has outside of its own step function: the state of all rows.
-
-        It keeps the rows alive, so that this object must not keep it.
-        """
-        before = self._aside.get(name)
-        if isinstance(before, RowWeight):
-            return before
-        return RowWeight.of(rows, rows, field=name)
-
-    def _take_given(self) -> None:
-        """Loads a state of all rows that user code has assigned to an entry."""
-        rows = self.table_rows
-        entries = self.entries()
-        for name in self.names:
-            value = entries.get(name)
-            if isinstance(value, RowWeight) and value._rows is rows and value._field == name:
-                continue
-            if value is None and not self._has_stepped:
-                continue
-            if not isinstance(value, Tensor):
-                raise self._lost(name)
-            rows.load(dense(value), name)
-            entries[name] = self._of_all(rows, name)
+    loading: Loading | None = None
+    """What load_state_dict gives the rows; None once all of it is in the table."""
+    _counts_anew = False
+    """Whether the rows' state comes from a file, and the step count from nowhere."""
 
     def complete(self) -> None:
         """See OptimizerState."""
@@ -206,8 +83,8 @@ class AttachedState:
         if self._counts_anew:
             self._counts_anew = False
             warnings.warn(
-                f"{self.table_rows.name}: {_listed(self.names)} of the rows come from a file, but"
-                f" {_listed(self.probe.scalar_state)} starts anew; load the optimizer's state_dict"
+                f"{self.table_rows.name}: {listed(self.names)} of the rows come from a file, but"
+                f" {listed(self.probe.scalar_state)} starts anew; load the optimizer's state_dict"
                 " to go on as before",
                 stacklevel=4,
             )
@@ -219,65 +96,6 @@ class AttachedState:
             for other in group["params"]:
                 if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
                     optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
-
-    def _follow(self, optimizer: Optimizer) -> None:
-        """Lets the state start as the settings of now say, until the first step."""
-        rows, before, probe = self.table_rows, self.probe, self.probe
-        settings = settings_of(optimizer, rows.weight)
-        if _switches(settings) != _switches(self._settings):
-            probe = probe_optimizer(optimizer, rows.weight, sparse=probe.sparse)
-        elif settings != self._settings and not self._has_stepped:  # Rprop's starts with its lr
-            probe = learn_state(optimizer, rows.weight, sparse=probe.sparse)
-        if probe.row_state.keys() != set(self.names):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} keeps {_listed(probe.row_state)} of each row of"
-                f" {rows.name} with its settings of now, and kept {_listed(self.names)} when it was"
-                " attached: give it its settings first, or detach and attach it again; nothing was"
-                " stepped"
-            )
-        if probe is not before and not self._has_stepped:
-            for (name, row), held in zip(probe.row_state.items(), self._held, strict=True):
-                if not torch.equal(row, before.row_state[name]):
-                    rows.flush()
-                    rows.fields.begin(name, row.cpu())
-                    held.copy_(row.expand_as(held))
-            if made := optimizer.state.get(rows.weight):  # by the optimizer's constructor
-                made.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
-            self.probe, self.sparse = probe, probe.sparse
-        self._settings = settings
-
-    def begin_step(self, rows: TrainedRows, weight: RowWeight) -> None:
-        """Called when the optimizer's own step function is about to run."""
-        optimizer = self.optimizer()
-        if optimizer is None or not (self._has_stepped or rows.parameter.grad is not None):
-            return
-        if self.names:
-            entries = optimizer.state.get(weight)
-            entries = {} if entries is None else entries
-            lent = self._missing(entries) | dict(zip(self.names, self._held, strict=True))
-            self._aside = {name: entries.get(name) for name in self.names}
-            optimizer.state.setdefault(weight, {}).update(lent)
-            self._is_lent = True
-        self._has_stepped = True
-
-    def end_step(self, rows: TrainedRows, weight: RowWeight) -> None:
-        """Called when it has ended: the optimizer has the state of all rows again."""
-        if not self.names or (optimizer := self.optimizer()) is None:
-            return
-        entries = optimizer.state.get(rows.parameter)
-        if entries is None:
-            entries = optimizer.state.get(weight)
-        if entries is not None and not entries.keys().isdisjoint(self.names):
-            self._take_step(entries)
-            entries.update({name: self._of_all(rows, name) for name in self.names})
-            self._keep(entries)
-            self._is_lent, self._aside = False, {}
-
-    def begin_replay(self) -> None:
-        """Called when a CUDA graph is about to step all rows."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._lend()
 
     def after_step(self) -> None:
         """Called after a step; RuntimeError if it keeps more of each row than when attached."""
@@ -292,7 +110,7 @@ class AttachedState:
             if isinstance(value := entries[name], Tensor) and value.shape[: len(shape)] == shape:
                 raise error(
                     f"{self.table_rows.name}: there is a state {name!r} of each row, but the"
-                    f" attached optimizer kept {_listed(self.names)} when it was attached: attach"
+                    f" attached optimizer kept {listed(self.names)} when it was attached: attach"
                     " one of the class, and with the settings, that the state is of"
                 )
 
@@ -311,8 +129,7 @@ class AttachedState:
 
     def was_written(self, entries: Mapping[str, Any]) -> None:
         """Takes on what is kept for all rows at once; held rows are read again before their use."""
-        self._lend()
-        self._has_stepped = True
+        self._set_stepped(True)
         self.entries().update({n: v for n, v in entries.items() if n not in self.names})
         self.table_rows.flush()
 
@@ -341,7 +158,7 @@ class AttachedState:
         name, rows = self.table_rows.name, self.table_rows.table.whole_rows
         self._refuse_unknown(entries, rows, ValueError)
         if missing := [name for name in self.probe.scalar_state if name not in entries]:
-            raise ValueError(f"the state of {name} has no {_listed(missing)}; nothing was loaded")
+            raise ValueError(f"the state of {name} has no {listed(missing)}; nothing was loaded")
         for field, row in self.probe.row_state.items():
             expected, value = (rows, *row.shape), entries.get(field)
             if isinstance(value, Tensor):
@@ -391,23 +208,12 @@ class AttachedState:
                 self.table_rows.fields.load(name, dense(entries[name]))
             elif not was_read:
                 fill(name, row.cpu())
-        self._has_stepped = was_read or entries is not None
         self._counts_anew = was_read and entries is None and bool(self.probe.scalar_state)
-        if self._has_stepped:
-            self._lend()
+        self._set_stepped(was_read or entries is not None)
 
 
 def _in_own_memory(field: Tensor) -> Tensor:
     return field if isinstance(field, SharedRows) else field.contiguous()
-
-
-def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:
-    """Which settings are not zero: momentum that is switched on keeps a buffer."""
-    return {name: bool(value) for name, value in settings.items() if name != "lr"}
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "nothing"
 
 
 def state_of(rows: TrainedRows) -> AttachedState | None:

@@ -28,8 +28,9 @@ from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.row_weight import RowWeight
+from speedtorch.step.stepping import places_of_weights, stepping
 from speedtorch.step.timeline import in_timeline
-from speedtorch.step.trained_rows import TrainedRows, places_of_weights, rows_held_by, stepping
+from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.step.turn import Turns
 from speedtorch.torch_internals import (
     FOUND_INF,

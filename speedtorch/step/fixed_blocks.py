@@ -7,8 +7,6 @@ interrupted is done again.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,12 +15,11 @@ from torch import Tensor
 from speedtorch.memory import empty
 from speedtorch.ops.functions import _ops
 from speedtorch.plan.fixed_size_batch import BAD_IDS, TOO_MANY, Changes, FixedSizeBatch, too_many
+from speedtorch.step.capturing_graphs import CapturingGraphs
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
 __all__ = ["OTHER_MODULE", "OVER_SHARE", "REFUSED", "FixedBlocks", "of_ranks"]
 
-_SECONDS_TO_GO = 0.2
-"""What CUDA's own thread takes at most to say that a graph has gone."""
 OVER_SHARE, OTHER_MODULE, REFUSED = 3, 4, 5
 """Why ranks that hold rows together cannot, beside what may be wrong with a batch."""
 
@@ -74,13 +71,14 @@ class FixedBlocks:
         self._padding = padding
         self.begun = 0
         """How many batches have begun."""
-        self._left_some = False
+        self.left_some = False
         """Whether rows may lie in `_left` that have yet to go home."""
         self._foresees = False
         """Whether a CUDA graph sends for the rows of the step after it."""
-        self._made: tuple[torch.device, Fields] | None = None
-        self._graphs: list[int] = []
-        """The captures that use the blocks."""
+        self._device: torch.device | None = None
+        """Where there are blocks, if there are."""
+        self._fields: Fields = {}
+        self.graphs = CapturingGraphs()
 
     def use(self, store: RowStore) -> None:
         """Exchanges rows with another store of the same table from now on."""
@@ -88,7 +86,7 @@ class FixedBlocks:
 
     def are_for(self, device: torch.device, fields: Fields) -> bool:
         """Whether there are blocks for rows of these fields on a device."""
-        return self._made is not None and self._made[0] == device and self._made[1] is fields
+        return self._device == device and self._fields is fields
 
     def make(self, device: torch.device, fields: Fields) -> None:
         """Makes blocks for rows of these fields on a device, which hold none."""
@@ -127,12 +125,12 @@ class FixedBlocks:
                 self._padding_id = torch.tensor([self._padding], device=device)
         # Read without a call of torch, at every lookup.
         self._seen_fault = self._fault.numpy()
-        self._left_some = False
-        self._made, self.rows = (device, fields), rows
+        self.left_some = False
+        self._device, self._fields, self.rows = device, fields, rows
 
     def tensors(self) -> Iterator[Tensor]:
         """All memory of the blocks on their device."""
-        if self._made is not None:
+        if self._device is not None:
             yield from (*self.rows, *self._coming, *self._left)
             yield from (self.ids, self._status, self._left_ids, self._left_count)
             yield from (self._halt, self._none, self._came, self._every)
@@ -142,42 +140,10 @@ class FixedBlocks:
         """The rows that have left for the table and are still here."""
         return Counted(self._left, self._left_ids, self._every, self._left_count)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no rows are on their way that were put aside."""
-        return not self._left_some
-
-    def watch_graph(self) -> None:
-        """Says that the CUDA graph that is captured now uses the blocks while it is there."""
-        self._graphs.append(_ops.watch_graph(self._status))
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether a CUDA graph uses the blocks that is still there."""
-        alive = _ops.graph_is_alive
-        self._graphs = [each for each in self._graphs if alive(each)]
-        return bool(self._graphs)
-
-    def stay_captured(self) -> bool:
-        """Whether one does that is not just going: CUDA lets it go when all its work is done."""
-        if not self.is_captured:
-            return False
-        gc.collect()
-        torch.cuda.synchronize(self._status.device)
-        until = time.monotonic() + _SECONDS_TO_GO
-        while self.is_captured and time.monotonic() < until:
-            time.sleep(1e-3)
-        return self.is_captured
-
     def forget(self) -> None:
         """Gives the memory back."""
-        self._made, self.rows = None, []
+        self._device, self.rows = None, []
         self._coming = self._left = []
-
-    @property
-    def _fields(self) -> Fields:
-        assert self._made is not None
-        return self._made[1]
 
     def ids_held(self, begun: int) -> Tensor:
         """Ids of the rows of the last batch, when `begun` had this number; waits for the device."""
@@ -202,7 +168,7 @@ class FixedBlocks:
         next rows: those that the last replay has foreseen have come, or all are read now.
         """
         self.begun += 1
-        if self._left_some:
+        if self.left_some:
             self.send(None)
         changes = batch.compared(self.ids, self._status, self._halt, self._fault)
         lists = (changes.arriving, changes.arriving_places)
@@ -218,7 +184,7 @@ class FixedBlocks:
                 self._fields, leaving, Counted(self._coming, *lists, number)
             )
         put_aside = come is not False
-        self._left_some, self.hold_some = put_aside, True
+        self.left_some, self.hold_some = put_aside, True
         _ops.hold_rows(
             self._trained,
             self._coming,
@@ -275,13 +241,13 @@ class FixedBlocks:
             self._forget_foreseen()
         self.store.exchange_counted(self._fields, self.put_aside, arriving)
         self._left_count.zero_()
-        self._left_some = False
+        self.left_some = False
 
     def go_home(self, *, stay: bool) -> None:
         """Writes the held rows to the table; without `stay` none is held after that."""
-        if self._made is None:
+        if self._device is None:
             return
-        if self._left_some:
+        if self.left_some:
             self.send(None)
         self._forget_foreseen()
         self.store.exchange_counted(self._fields, self._held(), self._nowhere(self._coming))
@@ -310,9 +276,9 @@ class FixedBlocks:
 
     def with_fields(self, fields: Fields) -> FixedBlocks:
         """Blocks for rows of other fields, which hold the same ones once they are read again."""
-        assert self._made is not None
+        assert self._device is not None
         made = FixedBlocks(self._name, self.store, self.capacity, self._padding)
-        made.make(self._made[0], fields)
+        made.make(self._device, fields)
         made.ids, made._status, made._halt = self.ids, self._status, self._halt
         made._number, made.is_halted = self._number, self.is_halted
         made._fault, made._seen_fault = self._fault, self._seen_fault
@@ -337,10 +303,6 @@ class FixedBlocks:
         if self.rows:  # a step before the first lookup finds none made
             _ops.clear_rows(self._trained, self._number)
 
-    def halt(self) -> None:
-        """Lets no row move."""
-        self.is_halted.fill_(1)
-
     def go_on(self) -> None:
         """Lets rows move again."""
         self._halt.zero_()
@@ -350,10 +312,10 @@ class FixedBlocks:
 
         Raises IndexError for ids out of range and RuntimeError for too many rows.
         """
-        if self._made is None or not self._seen_fault[0]:
+        if self._device is None or not self._seen_fault[0]:
             return
-        if self._made[0].type == "cuda":
-            torch.cuda.synchronize(self._made[0])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         kind, distinct, size, bad, position, bad_id, count, rows = self._fault.tolist()
         more = int(self._halt[1])
         self._halt.zero_()

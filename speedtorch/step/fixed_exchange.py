@@ -6,7 +6,6 @@ is found on the device: no row moves then, and the next lookup raises it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,14 +14,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import raises_later
 from speedtorch.plan.fixed_size_batch import FixedSizeBatch, raises_at_once
 from speedtorch.step.announcements import Announced
-from speedtorch.step.exchange import Exchange
-from speedtorch.step.fixed_blocks import REFUSED, FixedBlocks, of_ranks
-from speedtorch.step.parameter_view import ParameterView
-from speedtorch.step.row_store import RowStore
-from speedtorch.step.step import Batch, Copy, LookupPlaces, PendingTransfer, Prefetched, Rows, Step
+from speedtorch.step.block_exchange import BlockExchange
+from speedtorch.step.fixed_blocks import REFUSED, of_ranks
+from speedtorch.step.step import Batch, Copy, LookupPlaces, PendingTransfer, Prefetched, Step
 from speedtorch.step.turn import alone
 
 __all__ = ["FaultAllReduce", "FixedExchange"]
@@ -40,37 +36,15 @@ class FaultAllReduce(Protocol):
         """Raises RuntimeError if ranks were at different exchanges since the last lookup."""
 
 
-class FixedExchange(Exchange):
+class FixedExchange(BlockExchange):
     """Rows of at most `capacity` a step, none of which join one that has begun."""
 
     takes_more = False
-    capacity: int
-
-    def __init__(
-        self,
-        name: str,
-        store: RowStore,
-        view: ParameterView,
-        padding: int | None,
-        capacity: int,
-    ) -> None:
-        self.capacity = capacity
-        self._blocks = FixedBlocks(name, store, capacity, padding)
-        self._next_ids: Sequence[Tensor] | None = None
-        """Those of the step after the one that a CUDA graph is captured of."""
-        self._ranks: FaultAllReduce | None = None
-        self._is_agreed = False
-        """Whether the ranks have been asked at this lookup."""
-        super().__init__(name, store, view, padding)
-        raises_later(weakref.WeakMethod(self.raise_faults))
-
-    @property
-    def _store(self) -> RowStore:
-        return self._blocks.store
-
-    @_store.setter
-    def _store(self, store: RowStore) -> None:
-        self._blocks.use(store)
+    _next_ids: Sequence[Tensor] | None = None
+    """Those of the step after the one that a CUDA graph is captured of."""
+    _ranks: FaultAllReduce | None = None
+    _is_agreed = False
+    """Whether the ranks have been asked at this lookup."""
 
     def _plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FixedSizeBatch:
         assert after is None or isinstance(after, FixedSizeBatch)
@@ -78,34 +52,6 @@ class FixedExchange(Exchange):
         return FixedSizeBatch(
             parts, rows, device, padding, self.capacity, after=after, name=self.name
         )
-
-    def _nothing(self) -> tuple[Tensor, Rows]:
-        self._blocks.forget()
-        return torch.empty(0, dtype=torch.int64, device=self.device), self._no_rows()
-
-    def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
-        """As Exchange.ids_of: nothing waits before they are asked for."""
-        return partial(self._blocks.ids_held, self._blocks.begun) if step.batches else step.ids
-
-    def _no_rows(self) -> Rows:
-        fields = self.fields.values()
-        return [
-            torch.empty((0, *shape), dtype=dtype, device=self.device) for shape, dtype in fields
-        ]
-
-    def _loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
-        if not step.batches:
-            return step.ids, self._no_rows()
-        blocks = self._blocks
-        if not blocks.are_for(self.device, self.fields):
-            blocks = blocks.with_fields(self.fields)
-        blocks.read_again()
-        self._blocks = blocks
-        return blocks.ids, list(blocks.rows)
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from super()._tensors()
-        yield from self._blocks.tensors()
 
     def _before_lookup(self) -> None:
         now, blocks = self.now, self._blocks
@@ -115,7 +61,7 @@ class FixedExchange(Exchange):
             return
         if now.captured:
             return
-        is_settled = now.stepped and now.transfer is None and blocks.is_settled
+        is_settled = now.stepped and now.transfer is None and not blocks.left_some
         is_settled = is_settled and not (now.copy is Copy.STALE and blocks.hold_some)
         if not is_settled or not blocks.are_for(self.device, self.fields):
             raise RuntimeError(
@@ -143,7 +89,7 @@ class FixedExchange(Exchange):
         if captured and self._next_ids is not None:
             come = None
         if captured:
-            blocks.watch_graph()
+            blocks.graphs.watch(blocks.ids)
         if not blocks.are_for(self.device, self.fields):
             blocks.make(self.device, self.fields)
         elif now.copy is Copy.STALE:
@@ -164,26 +110,6 @@ class FixedExchange(Exchange):
             prefetches=prefetches,
             captured=captured,
         )
-
-    def _take(self, *, stepped: bool = False) -> bool:
-        """Takes the held rows to their blocks; whether they were elsewhere."""
-        blocks, view, now = self._blocks, self._view, self.now
-        # Where an exception has left the blocks of other fields, the table has all rows; and rows
-        # that a step is not known to have changed are where a CUDA graph changes them.
-        if not (blocks.are_for(self.device, self.fields) and blocks.have(now.rows)):
-            return False
-        taken = (stepped or now.copy is Copy.DIRTY) and blocks.take(view.rows_of(now))
-        if taken:
-            blocks.clear_others()  # whatever an optimizer that failed has left there
-        return taken
-
-    def _after_step(self) -> None:
-        if self._take(stepped=True):
-            self._view.put_back(self.now)
-        self._blocks.clear_others()
-
-    def _after_failed_step(self) -> None:
-        self._blocks.clear_others()
 
     def _extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
         """Finds rows among those that are held already: no others fit."""
@@ -216,7 +142,7 @@ class FixedExchange(Exchange):
             return now
         # With a gradient that is left an optimizer steps them once more; a CUDA graph does not know
         # that the table has changed, and reads what it holds by itself.
-        captured, is_stale = blocks.is_captured, now.copy is Copy.STALE
+        captured, is_stale = blocks.graphs.are_alive, now.copy is Copy.STALE
         view = self._view
         has_gradient = view.has_gradient() if now.stepped else view.parameter.grad is not None
         stay = not self.is_over() or (not captured and has_gradient)
@@ -242,19 +168,6 @@ class FixedExchange(Exchange):
             raise
         if self._ranks is not None:
             self._ranks.check()
-
-    @property
-    def halted(self) -> Tensor | None:
-        """As Exchange.halted."""
-        return self._blocks.is_halted if self.now.batches else None
-
-    def stop(self, fault: Tensor) -> None:
-        """Where `fault`, `[1]` on the device, is not 0: rows go to the table, and none is stepped.
-
-        Until resume(), which the caller calls after it has raised why. Called within a turn.
-        """
-        if self.now.batches:
-            self._blocks.stop(fault)
 
     @alone
     def resume(self) -> None:
@@ -316,7 +229,7 @@ class FixedExchange(Exchange):
         self.raise_faults()
         if not self._blocks.are_for(self.device, self.fields):
             self._blocks.make(self.device, self.fields)
-        self._blocks.halt()
+        self._blocks.is_halted.fill_(1)
 
     @alone
     def move_again(self) -> None:
@@ -351,16 +264,3 @@ class FixedExchange(Exchange):
         self._read_again()
         self._store.before_replay()
         self._end_step()
-
-    @property
-    def is_captured(self) -> bool:
-        """As Exchange.is_captured."""
-        return self._blocks.is_captured
-
-    def refuse_if_captured(self, what: str) -> None:
-        """As Exchange.refuse_if_captured."""
-        if self._blocks.stay_captured():
-            raise RuntimeError(
-                f"{self.name}: {what} is refused while a captured CUDA graph uses its rows: let the"
-                " graph go first (del graph)"
-            )

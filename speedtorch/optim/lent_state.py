@@ -1,0 +1,214 @@
+"""LentState: an attached optimizer's state of a step's rows, lent to its own step function."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtorch.optim.optimizer_copy import settings_of, snapshot
+from speedtorch.optim.probe import OptimizerProbe, learn_state, probe_optimizer
+from speedtorch.step.row_weight import RowWeight, dense
+from speedtorch.step.trained_rows import TrainedRows
+
+__all__ = ["LentState", "listed"]
+
+
+class LentState:
+    """Exchanges the state of all rows for that of the step's rows while an optimizer steps."""
+
+    def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self._rows_reference = weakref.ref(rows)
+        self.probe = probe
+        self.names = tuple(probe.row_state)
+        self.sparse = probe.sparse
+        self._has_stepped = False
+        """Whether the state is that of after some step; the optimizer's own state has it then."""
+        self._held: list[Tensor] = []
+        """The state of the step's rows."""
+        self._aside: dict[str, Any] = {}
+        """What the optimizer's entries were before its own step function."""
+        self._is_lent = False
+        """Whether its own step function surely has the state of the step's rows."""
+        self._entries: dict[str, Any] = {}
+        self._settings = settings_of(optimizer, rows.weight)
+
+    @property
+    def table_rows(self) -> TrainedRows:
+        """The rows, which their module or their weight keeps alive, and with them this."""
+        if (rows := self._rows_reference()) is None:
+            raise RuntimeError("the rows of an attached optimizer are gone")
+        return rows
+
+    def entries(self) -> dict[str, Any]:
+        """The optimizer's own state of the weight; the last one if either is gone."""
+        optimizer, rows = self.optimizer(), self._rows_reference()
+        if optimizer is not None and rows is not None:
+            entries = optimizer.state.get(rows.parameter)  # within its own step function
+            if entries is None and (weight := rows._weight()) is not None:
+                entries = optimizer.state.get(weight)
+            return {} if entries is None else entries
+        return self._entries
+
+    def _keep(self, entries: Mapping[str, Any]) -> None:
+        """Keeps the entries but the state of all rows, which keeps the rows and so this alive."""
+        self._entries = {n: value for n, value in entries.items() if n not in self.names}
+
+    def rows(self) -> list[Tensor]:
+        """See OptimizerState."""
+        optimizer, rows = self.optimizer(), self._rows_reference()
+        if optimizer is not None and rows is not None and self.names:
+            entries = optimizer.state.get(rows.parameter)
+            if entries is not None:
+                self._take_step(entries)
+        return list(self._held)
+
+    def hold(self, rows: Sequence[Tensor]) -> None:
+        """See OptimizerState."""
+        self._held = list(rows)
+
+    def _take_step(self, entries: Mapping[str, Any]) -> None:
+        """Takes over the state of the step's rows from the optimizer's own step function."""
+        held = []
+        for name, before in zip(self.names, self._held, strict=True):
+            value = entries.get(name)
+            if isinstance(value, RowWeight) or (value is None and not self._is_lent):
+                value = before  # an interrupt came before it was lent, or after it was taken back
+            if not isinstance(value, Tensor):
+                raise self._lost(name)
+            held.append(value.detach() if value.requires_grad else value)
+        self._held = held
+
+    def _lost(self, name: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
+            " rows; detach it before its state is cleared"
+        )
+
+    def follow_table(self) -> None:
+        """See OptimizerState."""
+        rows, entries = self.table_rows, self.entries()
+        entries.update({n: self._of_all(rows, n) for n in self.names if n in entries})
+
+    def _set_stepped(self, has_stepped: bool) -> None:
+        """Sets whether there was a step; gives the optimizer the state of all rows then.
+
+        Before the first step the optimizer has none, as in plain torch: torch's get_state_dict()
+        fills the state of an optimizer that has none at all.
+        """
+        self._has_stepped, rows = has_stepped, self._rows_reference()
+        optimizer, weight = self.optimizer(), None if rows is None else rows._weight()
+        if not (has_stepped and self.names) or rows is None or optimizer is None or weight is None:
+            return
+        entries = optimizer.state.setdefault(weight, {})
+        of_all = {name: self._of_all(rows, name) for name in self.names}
+        entries.update(self._missing(entries) | of_all)
+        self._keep(entries)
+
+    def _missing(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """What the optimizer keeps for all rows and has no entry of, as before the first step."""
+        scalars = self.probe.scalar_state.items()
+        return {name: snapshot(value) for name, value in scalars if name not in entries}
+
+    def _of_all(self, rows: TrainedRows, name: str) -> Tensor:
+        """What the optimizer has outside of its own step function: the state of all rows.
+
+        It keeps the rows alive, so that this object must not keep it.
+        """
+        before = self._aside.get(name)
+        if isinstance(before, RowWeight):
+            return before
+        return RowWeight.of(rows, rows, field=name)
+
+    def first_rows(self) -> Mapping[str, Tensor]:
+        """See OptimizerState."""
+        self._take_given()
+        return self.probe.row_state
+
+    def _take_given(self) -> None:
+        """Loads a state of all rows that user code has assigned to an entry."""
+        rows = self.table_rows
+        entries = self.entries()
+        for name in self.names:
+            value = entries.get(name)
+            if isinstance(value, RowWeight) and value._rows is rows and value._field == name:
+                continue
+            if value is None and not self._has_stepped:
+                continue
+            if not isinstance(value, Tensor):
+                raise self._lost(name)
+            rows.load(dense(value), name)
+            entries[name] = self._of_all(rows, name)
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Lets the state start as the settings of now say, until the first step."""
+        rows, before, probe = self.table_rows, self.probe, self.probe
+        settings = settings_of(optimizer, rows.weight)
+        if _switches(settings) != _switches(self._settings):
+            probe = probe_optimizer(optimizer, rows.weight, sparse=probe.sparse)
+        elif settings != self._settings and not self._has_stepped:  # Rprop's starts with its lr
+            probe = learn_state(optimizer, rows.weight, sparse=probe.sparse)
+        if probe.row_state.keys() != set(self.names):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} keeps {listed(probe.row_state)} of each row of"
+                f" {rows.name} with its settings of now, and kept {listed(self.names)} when it was"
+                " attached: give it its settings first, or detach and attach it again; nothing was"
+                " stepped"
+            )
+        if probe is not before and not self._has_stepped:
+            for (name, row), held in zip(probe.row_state.items(), self._held, strict=True):
+                if not torch.equal(row, before.row_state[name]):
+                    rows.flush()
+                    rows.fields.begin(name, row.cpu())
+                    held.copy_(row.expand_as(held))
+            if made := optimizer.state.get(rows.weight):  # by the optimizer's constructor
+                made.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
+            self.probe, self.sparse = probe, probe.sparse
+        self._settings = settings
+
+    def begin_step(self, rows: TrainedRows, weight: RowWeight) -> None:
+        """Called when the optimizer's own step function is about to run."""
+        optimizer = self.optimizer()
+        if optimizer is None or not (self._has_stepped or rows.parameter.grad is not None):
+            return
+        if self.names:
+            entries = optimizer.state.get(weight)
+            entries = {} if entries is None else entries
+            lent = self._missing(entries) | dict(zip(self.names, self._held, strict=True))
+            self._aside = {name: entries.get(name) for name in self.names}
+            optimizer.state.setdefault(weight, {}).update(lent)
+            self._is_lent = True
+        self._has_stepped = True
+
+    def end_step(self, rows: TrainedRows, weight: RowWeight) -> None:
+        """Called when it has ended: the optimizer has the state of all rows again."""
+        if not self.names or (optimizer := self.optimizer()) is None:
+            return
+        entries = optimizer.state.get(rows.parameter)
+        if entries is None:
+            entries = optimizer.state.get(weight)
+        if entries is not None and not entries.keys().isdisjoint(self.names):
+            self._take_step(entries)
+            entries.update({name: self._of_all(rows, name) for name in self.names})
+            self._keep(entries)
+            self._is_lent, self._aside = False, {}
+
+    def begin_replay(self) -> None:
+        """Called when a CUDA graph is about to step all rows."""
+        if not self._has_stepped:
+            self._set_stepped(True)
+
+
+def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Which settings are not zero: momentum that is switched on keeps a buffer."""
+    return {name: bool(value) for name, value in settings.items() if name != "lr"}
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of state, as errors list them."""
+    return ", ".join(names) or "nothing"

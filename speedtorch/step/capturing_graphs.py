@@ -1,0 +1,45 @@
+"""CapturingGraphs: whether CUDA graphs that use the same memory still exist."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.functions import _ops
+
+__all__ = ["CapturingGraphs"]
+
+_SECONDS_TO_GO = 0.2
+"""What CUDA's own thread takes at most to say that a graph has gone."""
+
+
+class CapturingGraphs:
+    """Watches CUDA graphs from their captures until CUDA has freed them."""
+
+    def __init__(self) -> None:
+        self._captures: list[int] = []
+
+    def watch(self, on: Tensor) -> None:
+        """Adds the graph that is captured now on the device of a tensor."""
+        self._captures.append(_ops.watch_graph(on))
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether one of the graphs still exists."""
+        alive = _ops.graph_is_alive
+        self._captures = [each for each in self._captures if alive(each)]
+        return bool(self._captures)
+
+    def remain(self, device: torch.device) -> bool:
+        """Whether one exists that is not just going: CUDA lets it go when all its work is done."""
+        if not self.are_alive:
+            return False
+        gc.collect()
+        torch.cuda.synchronize(device)
+        until = time.monotonic() + _SECONDS_TO_GO
+        while self.are_alive and time.monotonic() < until:
+            time.sleep(1e-3)
+        return self.are_alive

@@ -1,0 +1,193 @@
+"""ClaimedRows: the rows of a table that one module trains, and the weight that stands for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from speedtorch.step.counted_exchange import CountedExchange
+from speedtorch.step.exchange import Exchange
+from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.parameter_view import OptimizerState, ParameterView
+from speedtorch.step.rounding import Rounding
+from speedtorch.step.row_store import RowStore
+from speedtorch.step.row_weight import RowWeight
+from speedtorch.step.turn import alone
+from speedtorch.table.lazy_table import LazyTable
+from speedtorch.table.whole_fields import WholeFields
+from speedtorch.torch_internals import TensorWeakRef, as_plain, version_of
+
+__all__ = ["ClaimedRows"]
+
+
+class ClaimedRows:
+    """Claims a module's table for training, and writes the step's rows back to the table.
+
+    The arguments are those of TrainedRows, with a view of the parameter instead of the parameter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        table: LazyTable,
+        view: ParameterView,
+        padding: int | None,
+        capacity: int | None,
+        rounding: Rounding | None,
+    ) -> None:
+        self.name = name
+        self.table = table
+        self.fields = WholeFields(table)
+        self.parameter_view, self.parameter = view, view.parameter
+        store = RowStore(table, view.parameter.dtype, rounding)
+        self.held_dtype, self.rounding = store.held_dtype, rounding
+        self._padding = None if padding == table.rows else padding
+        self.exchange: Exchange
+        if capacity is None:
+            self.exchange = CountedExchange(name, store, view, padding)
+        else:
+            self.exchange = FixedExchange(name, store, view, padding, capacity)
+        self.turn = self.exchange.turn
+        """Held while a thread uses the rows; see Exchange."""
+        self._weight: Callable[[], RowWeight | None] = lambda: None
+        self.untraceable = (
+            f"{name}: torch.export, torch.jit and ONNX cannot keep a lookup, as its table is in"
+            " host memory; export what follows it, given the rows emb(ids), or a torch.nn module"
+            " that has loaded its state_dict()"
+        )
+        self.is_left = False
+        """Whether the module is gone, so that a new one may train the rows."""
+        if view.parameter.requires_grad and table.writable:
+            table.claim.take(self)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weights that are here."""
+        return torch.Size((self.table.rows, *self.table.row_shape))
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the weight of all rows, also where only some are here."""
+        return (self.table.whole_rows, *self.table.row_shape)
+
+    @property
+    def _store(self) -> RowStore:
+        return self.exchange.store
+
+    @property
+    def padding(self) -> int | None:
+        """Id of the row that is never trained, if all rows are here."""
+        return self._padding if self.table.portion is None else None
+
+    @property
+    def state(self) -> OptimizerState | None:
+        """What keeps the state of the held rows."""
+        return self.parameter_view.kept.state
+
+    def fields_shape(self, field: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape of all rows of a field, and the dtype that they have in a step."""
+        shape, dtype = self.exchange.fields[field]
+        return (self.table.whole_rows, *shape), dtype
+
+    def make_weight(self, lookups: Any) -> RowWeight:
+        """Makes the parameter that stands for all rows; `lookups` returns rows by their ids."""
+        weight = RowWeight.of(self, lookups, requires_grad=self.parameter.requires_grad)
+        vars(weight)["_is_param"] = True  # which makes it an nn.Parameter to isinstance
+        return self.take_weight(weight, lookups)
+
+    def take_weight(self, weight: RowWeight, lookups: Any) -> RowWeight:
+        """Makes a weight of the same shape stand for these rows."""
+        vars(weight).update(_rows=self, _lookups=lookups, _count=self.table.whole_rows)
+        self._weight = TensorWeakRef(weight)
+        return weight
+
+    def weight_on(self, device: torch.device) -> RowWeight:
+        """A tensor like the weight for a device, whose place it can take."""
+        return RowWeight.of(self, None, device=device)
+
+    def moment(self) -> tuple[int, int]:
+        """Another pair whenever the step's rows may have changed, or are those of another step."""
+        return self.exchange.now.number, version_of(self.parameter)
+
+    @property
+    def weight(self) -> RowWeight:
+        """The parameter that stands for all rows; RuntimeError once it is gone."""
+        if (weight := self._weight()) is None:
+            raise RuntimeError(f"{self.name}: its weight is gone, and its module before it")
+        return weight
+
+    def claim(self) -> None:
+        """Trains the rows from now on, or refuses to if another module was made to.
+
+        Raises ValueError if they cannot be written.
+        """
+        self.table.check_writable(f"{self.name}: training its rows")
+        holder = self.table.claim.holder
+        if holder is self:
+            return
+        if holder is None or (isinstance(holder, ClaimedRows) and holder.is_left):
+            self.table.claim.take(self)
+        else:
+            self._refuse_replaced()
+
+    def _check_claim(self) -> None:
+        if self.table.claim.was_replaced:
+            self._refuse_replaced()
+
+    def _refuse_replaced(self) -> None:
+        raise RuntimeError(
+            f"{self.name}: another module was made to train the rows of its HostTable, and each"
+            " would miss the changes of the other; use that one in both places"
+        )
+
+    @alone
+    def write_back(self) -> None:
+        """See RowHolder; the CPU sees the rows, too, after this."""
+        if self.exchange.is_inherited:  # and what is on its way on a GPU is the parent's
+            return
+        with as_plain():
+            self.exchange.write_back()
+            self._store.settle(self.exchange.device)
+            self.exchange.raise_faults()
+
+    def flush(self) -> None:
+        """Brings the table up to date, until the CPU sees it."""
+        self._check_claim()
+        self.write_back()
+
+    @property
+    def is_captured(self) -> bool:
+        """See RowHolder."""
+        return self.exchange.is_captured
+
+    def refuse_if_captured(self, what: str) -> None:
+        """See RowHolder."""
+        self.exchange.refuse_if_captured(what)
+
+    @alone
+    def let_go(self) -> None:
+        """Called when the module goes: its rows are in the table, and its weight keeps them alive.
+
+        A weight that an optimizer or a caller still has stands for the table as before.
+        """
+        self.is_left = True
+        self._come_home()
+
+    def _come_home(self) -> None:
+        """As write_back(), as the last that is done with held rows; nothing in a forked child.
+
+        Those that are on a GPU it cannot read.
+        """
+        if not self.exchange.is_of_fork:
+            self.write_back()
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or "exchange" not in vars(self):
+            return
+        try:
+            self._come_home()
+        finally:
+            self.table.claim.drop(self)

@@ -1,0 +1,383 @@
+"""WholeWeight: the values and the gradient of all rows, which a RowWeight shows to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from speedtorch.step.claimed_rows import ClaimedRows
+from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
+from speedtorch.step.parameter_view import ParameterView
+from speedtorch.step.rounding import Rounding
+from speedtorch.step.row_weight import RowWeight
+from speedtorch.step.sparse_rows import RowContent, SparseRows
+from speedtorch.step.stepping import Entered, places_of_weights, stepping
+from speedtorch.step.turn import alone
+from speedtorch.table.host_table import HostTable
+from speedtorch.table.lazy_init import LazyInit
+from speedtorch.table.lazy_table import LazyTable
+from speedtorch.torch_internals import as_plain, sparse_coo, sparse_indices, sparse_values
+
+__all__ = ["WholeWeight", "random_seed"]
+
+
+class WholeWeight(ClaimedRows):
+    """Reads and writes all rows, and shows and assigns their gradient."""
+
+    def __init__(
+        self,
+        name: str,
+        table: LazyTable,
+        parameter: nn.Parameter,
+        padding: int | None,
+        capacity: int | None = None,
+        rounding: Rounding | None = None,
+    ) -> None:
+        self._sums = GradientSums()
+        self._zeroed = WeakMethod(self._note_zeroed)
+        view = ParameterView(name, parameter, WeakMethod(self.set_gradient))
+        super().__init__(name, table, view, padding, capacity, rounding)
+
+    @alone
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows by their ids as they are now, whatever holds them, outside of any step."""
+        self._check_claim()
+        self.exchange.write_back(changes=False)
+        self.exchange.raise_faults()
+        self.table.claim.write_back_others()
+        shape = (*ids.shape, *self._store.row_shape)
+        out = torch.empty(shape, dtype=self.held_dtype, device=self.exchange.device)
+        self._store.read(ids.detach(), out)
+        return out
+
+    @alone
+    def memory(self, field: str = "weight") -> Tensor:
+        """All rows of a field in host memory, as they are now; they may be written to.
+
+        Rows that are stored in another dtype than a step has are copied; see store().
+        """
+        with as_plain():
+            self._check_claim()
+            self.table.home_of(field).settle()
+            rows = self.table.field(field)[:]  # a tensor of the caller's
+            return rows.to(self.exchange.fields[field][1])
+
+    @alone
+    def copied(self, rows: slice) -> Tensor:
+        """A copy on the CPU of some rows `[n, ...]`, as they are now."""
+        with as_plain():
+            some = self.memory()[rows]
+            return some.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    @alone
+    def store(self, field: str, rows: Tensor) -> None:
+        """Stores all rows of a field; nothing happens to those that are in the table's memory."""
+        with as_plain():
+            if self.table.field(field).data_ptr() != rows.data_ptr():
+                self.fields.load(field, rows)
+
+    @alone
+    def load(self, values: Tensor, field: str = "weight") -> None:
+        """Copies values `[rows, ...]` to all rows of a field."""
+        if tuple(values.shape) != (shape := self.fields_shape(field)[0]):
+            raise ValueError(
+                f"{self.name}: its {field} stands for a table of {[*shape]}, got values of"
+                f" {list(values.shape)}: write to emb.table to change some rows"
+            )
+        with as_plain():
+            self.fields.load(field, values)
+
+    @alone
+    def load_some(self, values: Tensor, first: int) -> None:
+        """Copies values `[n, ...]` to rows `first` to `first + n`."""
+        with as_plain():
+            self.fields.load("weight", values, first)
+
+    @alone
+    def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
+        """Changes all rows, at first need if they were never used; see LazyInit."""
+        with as_plain():
+            self.table.draw(LazyInit((function,), random_seed(), None), anew=anew)
+
+    @alone
+    def insert(
+        self,
+        first: int,
+        count: int,
+        fill: Callable[[HostTable], object],
+        follow: Callable[[], object],
+    ) -> None:
+        """Adds rows before row `first` with their state, all or, if this raises, none of them.
+
+        Args:
+            first: Where.
+            count: How many.
+            fill: Writes the weights of the new rows, zeros so far, to the larger table.
+            follow: Called whenever there is another number of rows.
+        """
+        self._check_claim()
+        state = self.state
+        with as_plain(), torch.inference_mode(False), torch.no_grad():
+            first_rows = {} if state is None else state.first_rows()
+            self.exchange.end_for_resize()
+            before = self.table.place()
+            made = self.table.with_rows(first, count, first_rows)
+            fill(made)
+            try:
+                self.table.move_to(made)
+                self._follow_table(follow)
+            except BaseException:
+                self.table.move_to(*before)
+                self._follow_table(follow)
+                raise
+            for table in before:
+                if table is not None:
+                    table.be_held(None)
+                    table.close()
+
+    def _follow_table(self, follow: Callable[[], object]) -> None:
+        self.exchange.hold_none()
+        weight = self.weight
+        weight.data = self.weight_on(self.parameter.device)
+        vars(weight)["_count"] = self.table.whole_rows
+        if self.state is not None:
+            self.state.follow_table()
+        follow()
+
+    @alone
+    def add_rows(self, content: RowContent, method: str, options: Mapping[str, Any]) -> None:
+        """Adds rows to those of their ids by `method`, "add_" or "sub_"; no other row changes."""
+        with as_plain(), torch.no_grad():
+            self.exchange.change()
+            held, values = self.parameter.detach(), content.values
+            if content.are_of(self.exchange.now.ids) and len(values) == len(held):
+                getattr(held, method)(values, **options)
+                return
+            ids = content.ids
+            rows = self.read(ids)
+            getattr(rows, method)(content.rows, **options)
+            self.exchange.write_back()
+            self._store.write(ids, rows)
+
+    def add_gradient(
+        self, gradient: Tensor, ids: Tensor, number: int, places: Callable[[], Tensor]
+    ) -> None:
+        """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
+
+        The padding's row is the last. `places` are those among them that the lookup names. Called
+        within a turn. Raises RuntimeError if the rows have left.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.add_gradient(gradient, ids, number, places)
+        with as_plain():
+            self.exchange.await_step()
+            if number != self.exchange.now.number:
+                if (named := places()).numel() == 0:
+                    return
+                self.check_held(number)
+                gradient, ids = _named_alone(gradient, ids, named)
+                if len(ids) == 0:
+                    return
+                self.exchange.rejoin(ids)
+            step = self.exchange.now
+            self.parameter_view.show(step)
+            self.parameter_view.collect()
+            added, held = gradient, step.rows[0].shape[0]
+            if ids is not step.ids:
+                added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
+            elif gradient.is_sparse:
+                added = of_rows(gradient, sparse_indices(gradient), held)
+            added = self.parameter_view.summand(added)
+            more_to_come = self.exchange.expects_gradient()
+            summed = self._sums.add(self.parameter.grad, added, more_to_come=more_to_come)
+            self.parameter.grad = summed
+            self.parameter_view.note_gradient()
+
+    def check_held(self, number: int) -> None:
+        """Raises RuntimeError if rows that a step of this number has looked up have left."""
+        if not self.exchange.holds(number):
+            raise RuntimeError(
+                f"{self.name}: backward through a lookup of an earlier step, whose rows have gone"
+                " back to the table: call backward before the lookup that follows the optimizer's"
+                " step"
+            )
+
+    def step_ids(self) -> Tensor:
+        """Ids of the step's rows, without the padding's, in the order of the rows on the device."""
+        ids = self.exchange.step_ids()
+        return ids if (portion := self.table.portion) is None else portion.numbers(ids)
+
+    def own_gradient(self) -> Tensor | None:
+        """The gradient of the step's rows, as the optimizer is given it, within a turn."""
+        self.exchange.await_step()
+        self.parameter_view.show(self.exchange.now)
+        self.parameter_view.collect()
+        self.parameter_view.divide()
+        return self.parameter.grad
+
+    def weight_gradient(self) -> Tensor | None:
+        """The gradient of the weight: that of the step's rows, and zero for all others."""
+        if (now := stepping.now) is not None:
+            self._check_entered(*now)
+        with self.turn:
+            gradient, view = self.own_gradient(), self.parameter_view
+            step = self.exchange.now
+            if step.before is not None and step.before.gradient is not None:
+                gradient, step = step.before.gradient, step.before
+            if gradient is None and (gradient := view.make_zeros()) is None:
+                self.exchange.note_zero_grad()
+                return None
+            view.note_read()
+            if (shown := view.shown_of(gradient)) is not None:
+                return shown
+            if gradient.is_sparse and self.table.portion is None:
+                ids, shape = self.step_ids(), (self.table.whole_rows, *gradient.shape[1:])
+                (places,), values = sparse_indices(gradient), sparse_values(gradient)
+                is_coalesced = gradient.is_coalesced()
+                if is_coalesced and len(places) == len(gradient):  # all rows of the device in order
+                    places, values = places[: len(ids)], values[: len(ids)]
+                shown = sparse_coo(ids[places][None], values, shape, is_coalesced=is_coalesced)
+            else:
+                values = sparse_values(gradient) if gradient.is_sparse else gradient
+                local_only = None
+                if self.table.portion is not None:
+                    local_only = (
+                        f"{self.name} needs the rows of all ranks, and each has the gradient of its"
+                        " own: use speedtorch.clip_grad_norm_ (in transformers' Trainer and with"
+                        " accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_; in"
+                        " Lightning: in the module's configure_gradient_clipping()), and"
+                        " speedtorch.GradScaler"
+                    )
+                content = RowContent(
+                    self.exchange.ids_of(step), values, local_only=local_only, zeroed=self._zeroed
+                )
+                shown = SparseRows.of(self.table.whole_rows, content)
+            view.note_shown(shown, gradient, values)
+            return shown
+
+    def _check_entered(self, optimizer: torch.optim.Optimizer, entered: Entered) -> None:
+        """Raises RuntimeError within a step of an optimizer that was given the weight unseen."""
+        weight = self.weight
+        if any(each is weight for each in entered.weights):
+            return
+        if any(held[place] is weight for held, place in places_of_weights(optimizer)):
+            entered.forget()
+            stepping.end()  # by the error
+            raise RuntimeError(
+                f"{self.name}: its weight took the place of a parameter in a group of this"
+                f" {type(optimizer).__name__} that has stepped before, which nothing has told: none"
+                " of its rows was stepped. The next step() finds it; assign a new list to"
+                " group['params'], or build the optimizer with it, and no step is missed"
+            )
+
+    def _note_zeroed(self) -> None:
+        """Called when the gradient was filled with zeros, as by zero_grad(set_to_none=False)."""
+        with self.turn:
+            self.parameter_view.collect()
+            before = self.exchange.now.before
+            gradient = None if before is None else before.gradient
+            self.parameter_view.note_zeros(self.parameter.grad if gradient is None else gradient)
+            self.exchange.note_zero_grad(is_zero=True)
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Sets the gradient of the weight, `[N, ...]`, dense or sparse.
+
+        Rows that have a gradient and are not on the device join the step. Raises RuntimeError for
+        another shape or dtype, NotImplementedError if the rows do not fit into a capacity.
+        """
+        with self.turn:
+            self.exchange.await_step()
+            view = self.parameter_view
+            view.show(self.exchange.now)
+            if value is None:
+                self.parameter.grad = None
+                view.note_none()
+                self.exchange.note_zero_grad()
+            else:
+                self._set_rows_gradient(value)
+
+    def _set_rows_gradient(self, value: Tensor) -> None:
+        with torch.no_grad():
+            view = self.parameter_view
+            if isinstance(value, RowWeight):
+                raise NotImplementedError(
+                    f"{self.name}: its gradient cannot share the memory of a weight: use clone()"
+                )
+            shape, dtype = self.fields_shape("weight")
+            if tuple(value.shape) != shape or value.dtype != dtype:
+                raise RuntimeError(
+                    f"{self.name}: attempting to assign a gradient of {list(value.shape)}"
+                    f" {value.dtype} to a weight of {list(shape)} {dtype}"
+                )
+            content = value.content if isinstance(value, SparseRows) else None
+            is_zero = content is not None and content.is_constant and content.fill == 0
+            if self.table.portion is not None and not is_zero:
+                raise NotImplementedError(
+                    f"{self.name}: its rows are sharded among ranks, so no gradient of all rows can"
+                    " be assigned; scale or clip the one that it has in place"
+                )
+            self.exchange.note_gradient_asked()
+            view.show(self.exchange.now)
+            ids, rows = _with_gradient(value.to(self.exchange.device))
+            if self._padding is not None and bool((ids == self._padding).any()):
+                raise NotImplementedError(
+                    f"{self.name}: the row of padding_idx={self._padding} is never trained, and the"
+                    " gradient that is assigned has one for it; set that row of it to zero"
+                )
+            own = self.step_ids()
+            if missing := ids[~torch.isin(ids, own)].shape[0]:
+                if not self.exchange.takes_more:
+                    raise NotImplementedError(
+                        f"{self.name}: {missing} rows with a gradient are not among the step's, and"
+                        " with capacity none can join it: look them up in this step"
+                    )
+                self.exchange.rejoin(ids[~torch.isin(ids, own)])
+                own = self.step_ids()
+            self.exchange.reopen()
+            places = torch.searchsorted(own, ids)
+            if value.is_sparse:
+                shape = tuple(self.parameter.shape)
+                self.parameter.grad = sparse_coo(places[None], rows, shape, is_coalesced=True)
+            else:
+                gradient = torch.zeros_like(self.parameter.detach())
+                gradient[places] = rows
+                self.parameter.grad = gradient
+            view.note_gradient()
+
+
+def _named_alone(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of those of the rows `ids` that are at these places, and their ids, ascending.
+
+    A place after the last is that of the padding.
+    """
+    named = torch.unique(places)
+    named = named[named < ids.shape[0]]
+    if gradient.is_sparse:
+        among = torch.searchsorted(named, sparse_indices(gradient))
+        return of_rows(gradient, among, named.shape[0]), ids[named]
+    return gradient[named], ids[named]
+
+
+def _with_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids of the rows of a gradient `[N, ...]` that are not zero, ascending, and the rows."""
+    if isinstance(gradient, SparseRows):
+        content = gradient.content
+        if content.dense is None and content.fill == 0:
+            ids, order = torch.sort(content.ids)
+            return ids.to(gradient.device), content.rows[order]
+        gradient = gradient.to_dense()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        return sparse_indices(gradient)[0], sparse_values(gradient)
+    ids = (gradient != 0).flatten(1).any(1).nonzero().squeeze(1)
+    return ids, gradient[ids]
+
+
+def random_seed() -> int:
+    """A seed from torch's default generator."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
