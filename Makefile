@@ -3,9 +3,12 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, check, test, examples, nightly, soak and bench
+#   ARGS     more arguments for demo, check, test, examples, nightly, soak, flaky and bench
 #   PROGRAMS how many random programs make nightly runs
 #   SHARE    of the full size that make soak runs
+#   N, SEED  how many runs make flaky makes, and the seed of the first
+#   STAGES   of make gpu that run; empty: it writes the report of the records it has
+#   RECORDS  the folder with records and logs of these stages
 #   PLATFORM the tag of make wheel's wheel, which auditwheel checks
 
 PYTHON ?= python3
@@ -14,6 +17,10 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 PROGRAMS ?= 100000
 SHARE ?= 1
+N ?= 10
+SEED ?= 0
+STAGES ?= all
+RECORDS ?= build/gpu
 # The lowest that holds for a library built on Debian 12; docs/releasing.md says why.
 PLATFORM ?= manylinux_2_34_$(shell uname -m)
 SPEEDTORCH_CUDA ?= auto
@@ -51,7 +58,10 @@ WHEEL_TOOLS := .venv-wheel
 WHEEL_TRIED := build/wheel-tried
 WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
 
-.PHONY: help setup demo check test examples nightly soak clients lint sanitize coverage bench notebooks docs wheel sdist clean force
+# Of compute-sanitizer.
+GPU_TOOLS := memcheck racecheck initcheck synccheck
+
+.PHONY: help setup demo check test examples nightly soak flaky clients lint sanitize $(GPU_TOOLS) gpu coverage bench notebooks docs wheel sdist clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -77,6 +87,9 @@ nightly: setup ## the tests, whole grids, errors at every line, and make sanitiz
 # One process a core; with a GPU the GPU's parts, too.
 soak: setup ## by hand: 10^9 rows on a GPU, 10,000 kills, 5 million files, ends of processes: hours
 	SPEEDTORCH_SOAK=$(SHARE) $(TEST) --dist load -m soak $(PATIENT) $(ARGS)
+
+flaky: setup ## the tests N times in random order with random seeds; continues where it was stopped
+	$(PY) tests/flaky.py $(N) $(SEED) $(AT_ONCE) $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)
@@ -109,13 +122,17 @@ TESTS_OF_KERNELS := tests/nn/test_bad_batches.py $(addprefix tests/ops/test_,cou
     split_plan.py::test_each_table_gets_the_plan_of_its_own_ids \
     sum_rows.py::test_ids_have_the_rows_of_their_sources swap_places.py table_ids.py)
 TESTS_OF_HOST_CODE := $(addprefix tests/,ops plan memory step table)
-GPU_TOOLS := memcheck racecheck initcheck synccheck
 
 sanitize: setup ## the ops' tests with gcc's sanitizers, and on a GPU with compute-sanitizer's
 	$(PY) tests/sanitized.py address,undefined $(PATIENT) $(TESTS_OF_BOUNDS) $(ARGS)
 	$(PY) tests/sanitized.py thread $(PATIENT) $(TESTS_OF_THREADS) $(ARGS)
-	for tool in $(GPU_TOOLS); do \
-	    $(PY) tests/sanitized.py $$tool $(PATIENT) $(TESTS_OF_KERNELS) $(ARGS) || exit; done
+	for tool in $(GPU_TOOLS); do $(MAKE) $$tool || exit; done
+
+$(GPU_TOOLS): setup
+	$(PY) tests/sanitized.py $@ $(PATIENT) $(TESTS_OF_KERNELS) $(ARGS)
+
+gpu: setup ## on GPUs: tests, sanitizers, a share of make soak, small benchmarks, and a report
+	$(PY) -m benchmarks.gpu_report --stages '$(STAGES)' --folder '$(RECORDS)'
 
 # Lists of missing lines come first, the figures last.
 coverage: setup ## lines and branches of the package, and lines of csrc's host code, that tests run

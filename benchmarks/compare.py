@@ -34,8 +34,9 @@ from benchmarks.processes import ROOT, STEMS, commit_of, run_stem
 
 LIBRARIES = ("old", "new")
 TOLERANCE = 1.03
-# Ways of others, and what bounds ours: they tell how much the machine itself has changed.
-PEERS = ("bound", "alone", "torch", "cupy")
+OTHERS = ("torch", "cupy", "fbgemm")
+# Beside ways of others what bounds ours: they tell how much the machine itself has changed.
+BOUNDS = ("bound", "alone")
 
 Run = dict[str, Any]
 """What one process did: stem, round, library, seconds, figures by name, error."""
@@ -66,23 +67,38 @@ class Line:
         return "as before"
 
 
-def figures_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Milliseconds by a name that no other figure of the result has."""
-    figures: dict[str, dict[str, Any]] = {}
+def names_of(result: dict[str, Any]) -> list[str]:
+    """A name for each figure of the result, which no other of its figures has."""
+    names: list[str] = []
     for each in result["figures"]:
-        kind = str(each["parameters"].get("kind", "")).lower()
         # Numbers that were measured cannot name a figure.
         known = {k: v for k, v in each["parameters"].items() if not isinstance(v, float)}
         name = f"{each['section']}: {each['name']}"
-        if name in figures or each["section"].startswith("curve"):
+        if name in names or each["section"].startswith("curve"):
             name += "".join(f", {key} {value}" for key, value in known.items() if key != "kind")
-        figures[name] = {"ms": each["median_ms"], "peer": kind.startswith(PEERS)}
+        names.append(name)
+    return names
+
+
+def peer_of(figure: dict[str, Any]) -> str:
+    """The way of another library that a figure measures; empty for a way of ours."""
+    ways = (str(figure["parameters"].get("kind", "")), figure["name"])
+    return next((way for way in ways if way.lower().startswith(OTHERS)), "")
+
+
+def figures_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Milliseconds by a name that no other figure of the result has."""
+    figures: dict[str, dict[str, Any]] = {}
+    for name, each in zip(names_of(result), result["figures"], strict=True):
+        kind = str(each["parameters"].get("kind", ""))
+        peer = kind.startswith(BOUNDS) or bool(peer_of(each))
+        figures[name] = {"ms": each["median_ms"], "peer": peer}
         if "issued_us" in each["parameters"]:
             issued = each["parameters"]["issued_us"] / 1e3
-            figures[f"{name}, issued"] = {"ms": issued, "peer": kind.startswith(PEERS)}
+            figures[f"{name}, issued"] = {"ms": issued, "peer": peer}
     for name, facts in result["extra"].items():
         if isinstance(facts, dict) and "seconds" in facts:
-            figures[name] = {"ms": facts["seconds"] * 1e3, "peer": name.startswith(PEERS)}
+            figures[name] = {"ms": facts["seconds"] * 1e3, "peer": name.startswith(OTHERS)}
     return figures
 
 

@@ -2,9 +2,9 @@
 
 A benchmark is a module `bench_<stem>` with a TITLE and a function `measured`, which yields its
 figures and, as pairs of name and value, facts beside them. A figure is the median of several
-repetitions with its lowest and highest; every repetition gets inputs of its own, made before the
-clock starts, because translations of addresses that were used before make a repetition look too
-good.
+repetitions with their lowest, highest, 20th and 80th percentile; every repetition gets inputs of
+its own, made before the clock starts, because translations of addresses that were used before make
+a repetition look too good.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from benchmarks.processes import commit_of
@@ -43,6 +44,8 @@ class Figure:
     name: str
     median_ms: float
     low_ms: float
+    p20_ms: float
+    p80_ms: float
     high_ms: float
     gigabytes_per_s: float
     share_of_bound: float | None
@@ -81,7 +84,9 @@ def figure_of(
     median = statistics.median(times)
     share = bound.median_ms / median if bound else None
     rate = nbytes / median / 1e6
-    return Figure(section, name, median, min(times), max(times), rate, share, parameters)
+    p20, p80 = map(float, np.percentile(times, (20, 80)))
+    spread = (min(times), p20, p80, max(times))
+    return Figure(section, name, median, *spread, rate, share, parameters)
 
 
 def run(stem: str) -> None:

@@ -1,4 +1,4 @@
-"""Writes README.md's table of steps and the tables of docs/performance.md from results/*.json."""
+"""Brings the documents' tables and results/history.csv up to date with results/*.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import plots
+from benchmarks import history, plots
 from benchmarks.fbgemm import PLACES
 from benchmarks.harness import RESULTS, results_folder
 from benchmarks.marked_text import replaced
@@ -327,8 +327,9 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def write_documents() -> None:
-    """Replaces what stands between the markers."""
+    """Adds figures to the history, and replaces what stands between the markers."""
     results = read_results(RESULTS)
+    history.append(history.PATH, results.values())
     for document, begin, end, made in (
         (README, FIRST, LAST, steps_table(results)),
         (PERFORMANCE, BEGIN, END, tables(results)),

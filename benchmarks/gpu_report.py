@@ -1,0 +1,167 @@
+"""Runs the stages of a report on a machine with GPUs, and writes the report.
+
+`python -m benchmarks.gpu_report --stages suite,memcheck` runs these stages. A stage that is green
+for this commit and this number of GPUs does not run again. A subfolder of `--folder`, named after
+the commit, keeps a record and a log of each stage, so that several calls make one report. Copy the
+records of other machines to that subfolder; `--stages ''` reports them without running a stage. A
+report with all stages, all green, replaces tests/gpu_report.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from benchmarks.harness import machine
+from benchmarks.marked_text import replaced
+from benchmarks.processes import ROOT
+
+PAGE, CONTRIBUTING = ROOT / "tests/gpu_report.md", ROOT / "CONTRIBUTING.md"
+BEGIN, END = "<!-- gpu -->", "<!-- /gpu -->"
+COUNTS = ("passed", "failed", "skipped")
+_SUMMARY = re.compile(r"\d+ (?:passed|failed|skipped|error).* in \d+\.\d+s")
+Record: TypeAlias = dict[str, Any]
+"""Result of a stage: stage, command, machine, gpus, code, seconds, counts, rows, green, log."""
+
+
+class Stage(NamedTuple):
+    """A command, the minutes after which it ends, and whether it runs pytest."""
+
+    name: str
+    command: tuple[str, ...]
+    minutes: float
+    runs_tests: bool = True
+
+
+_SMOKE = ("env", "OUT=build/gpu/benchmarks", sys.executable, "-m", "benchmarks", "--small")
+STAGES = (
+    Stage("suite", ("make", "test"), 10),
+    Stage("memcheck", ("make", "memcheck"), 10),
+    Stage("racecheck", ("make", "racecheck"), 10),
+    Stage("initcheck", ("make", "initcheck"), 10),
+    Stage("synccheck", ("make", "synccheck"), 10),
+    Stage("soak", ("make", "soak", "SHARE=0.001"), 10),
+    Stage("benchmarks", _SMOKE, 10, False),
+    Stage("rows", (sys.executable, "-m", "benchmarks.gather_rate"), 5, False),
+)
+
+
+def run(stage: Stage, folder: Path, gpus: int) -> Record:
+    """Runs a stage on this machine with `gpus` GPUs, and writes its record to the folder."""
+    path = folder / f"{stage.name}-{gpus}.json"
+    if path.exists() and (known := json.loads(path.read_text()))["green"]:
+        return dict(known)
+    log = path.with_suffix(".log")
+    limit = ("timeout", "--signal=INT", "--kill-after=30", f"{stage.minutes * 60:g}")
+    begin = time.monotonic()
+    with log.open("w") as file:
+        command = [*limit, *stage.command]
+        code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode
+    seconds = time.monotonic() - begin
+    lines = log.read_text(errors="replace").splitlines()
+    summary = next((line for line in reversed(lines) if _SUMMARY.search(line)), "")
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", summary)}
+    record = {
+        "stage": stage.name,
+        "command": " ".join(stage.command).replace(sys.executable, "python"),
+        "machine": machine(),
+        "gpus": gpus,
+        "code": code,
+        "seconds": round(seconds, 1),
+        "counts": counts,
+        "rows": [line for line in lines if line.startswith("rows")],
+        # Without compute-sanitizer no test runs, and the exit code is 0.
+        "green": code == 0 and (counts.get("passed", 0) > 0 or not stage.runs_tests),
+        "log": log.name,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def machines(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each machine."""
+    found: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        facts = record["machine"]
+        versions = ", ".join(f"{name} {facts[name]}" for name in ("driver", "torch", "cuda"))
+        found[f"{record['gpus']} x {facts['gpu']}, {versions}"].append(record)
+    return dict(sorted(found.items()))
+
+
+def report(records: Sequence[Record], commit: str) -> str:
+    """The report in Markdown."""
+    dates = sorted({record["machine"]["date"] for record in records})
+    parts = [
+        "# Tests on GPUs",
+        f"Commit {commit}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+    ]
+    for name, found in machines(records).items():
+        table = [f"| stage | command | exit code | {' | '.join(COUNTS)} | seconds | log |"]
+        table.append("|---|" + "---|" * (len(COUNTS) + 4))
+        for record in found:
+            counts = (str(record["counts"].get(count, "")) for count in COUNTS)
+            cells = (record["stage"], f"`{record['command']}`", str(record["code"]), *counts)
+            table.append(f"| {' | '.join(cells)} | {record['seconds']:.0f} | {record['log']} |")
+        parts += [f"## {name}", "\n".join(table)]
+        rates = [f"- {line}" for record in found for line in record["rows"]]
+        parts += ["\n".join(rates)] if rates else []
+    return "\n\n".join(parts) + "\n"
+
+
+def main(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    stages: Sequence[Stage] = STAGES,
+    page: Path = PAGE,
+    contributing: Path = CONTRIBUTING,
+) -> int:
+    """Runs the named stages and writes the report; 1 if a recorded stage is not green."""
+    gpus, commit = torch.cuda.device_count(), machine()["commit"]
+    if names and not gpus:
+        raise SystemExit("gpu_report: no GPU here; run the stages on a machine with one")
+    if commit == "unknown":
+        raise SystemExit("gpu_report: the commit is unknown; set SPEEDTORCH_COMMIT to its id")
+    folder = folder / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    for stage in stages:
+        if stage.name in names:
+            record = run(stage, folder, gpus)
+            print(f"{stage.name}: exit code {record['code']}, {record['counts']}", flush=True)
+    order = [stage.name for stage in stages]
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    records.sort(key=lambda record: order.index(record["stage"]))
+    if not records:
+        raise SystemExit(f"gpu_report: {folder} has no record of a stage; name stages to run")
+    text = report(records, commit)
+    (folder / "report.md").write_text(text)
+    print(text)
+    if not all(record["green"] for record in records):
+        return 1
+    if {record["stage"] for record in records} == set(order):
+        page.write_text(text)
+        link = f"The last green report: [commit {commit}]({page.relative_to(contributing.parent)})."
+        contributing.write_text(replaced(contributing.read_text(), BEGIN, END, link))
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report", description=__doc__)
+    known = [stage.name for stage in STAGES]
+    parser.add_argument("--stages", default="all", help=f"of {', '.join(known)}; or all")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/gpu", help="of the records")
+    arguments = parser.parse_args()
+    chosen = known if arguments.stages == "all" else [*filter(None, arguments.stages.split(","))]
+    if unknown := set(chosen) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    sys.exit(main(chosen, arguments.folder))

@@ -1,0 +1,132 @@
+"""Tests that depend on chance or on their order are found, and an interrupted search continues."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import flaky
+import pytest
+from warm_python import warm_python
+
+CHANCE = """
+import os, random, numpy, torch
+
+def test_depends_on_chance():
+    assert random.random() < 0.5
+
+def test_seeds_of_torch_and_numpy():
+    with open("numbers", "a") as file:
+        print(torch.rand(()).item(), numpy.random.rand(), file=file)
+
+def test_always_passes():
+    assert True
+"""
+ORDER = """
+import pytest
+
+state = []
+
+def test_leaves_something():
+    state.append(1)
+
+def test_depends_on_order():
+    assert not state
+
+@pytest.mark.parametrize("way", range(3))
+def test_is_skipped(way):
+    pytest.skip("not here")
+"""
+CRASH = """
+import os
+
+def test_ends_the_process():
+    if not os.path.exists("crashed"):
+        open("crashed", "w").close()
+        os._exit(3)
+
+def test_passes():
+    assert True
+"""
+RUNS = 6
+
+
+@pytest.fixture(autouse=True)
+def torch_is_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs start without waiting for it."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A folder with tests of which one depends on chance and one on its order."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_chance.py").write_text(CHANCE)
+    (tmp_path / "test_order.py").write_text(ORDER)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_chance_and_order_are_found_with_the_seed_that_repeats_them(
+    suite: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert flaky.main(RUNS, 0, "-q", root=suite) == 1
+    told = capsys.readouterr().out
+    found = [line for line in told.splitlines() if line.startswith("test_")]
+    assert [line.partition(":: ")[0].split(": ")[0] for line in found] == [
+        "test_chance.py::test_depends_on_chance",
+        "test_order.py::test_depends_on_order",
+    ]
+    assert all("passed with " in line and "failed with " in line for line in found)
+    numbers = (suite / "numbers").read_text().splitlines()
+    assert len(set(numbers)) == len(numbers) == RUNS
+    recorded = flaky.folder_of(suite, ("-q",)).glob("*.jsonl")
+    first_files = {next(iter(flaky.outcomes(path))).partition("::")[0] for path in recorded}
+    assert first_files == {"test_chance.py", "test_order.py"}
+    for line in told.splitlines():
+        if "--order-seed" in line:
+            options = line.split("pytest ")[1].split()
+            environment = {"PYTHONPATH": str(Path(flaky.__file__).parent)}
+            again = [sys.executable, "-m", "pytest", *options]
+            assert subprocess.run(again, cwd=suite, env=environment).returncode == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_continues_and_other_arguments_begin_anew(suite: Path) -> None:
+    flaky.main(1, 7, "-q", root=suite)
+    folder = flaky.folder_of(suite, ("-q",))
+    assert flaky.folder_of(suite, ("-v",)) != folder
+    whole = (folder / "7.jsonl").read_text().splitlines()
+    (folder / "7.jsonl").write_text("".join(f"{line}\n" for line in whole[:2]))
+    (folder / "7.ended").unlink()
+    flaky.main(1, 7, "-q", root=suite)
+    again = (folder / "7.jsonl").read_text().splitlines()
+    assert again[:2] == whole[:2]
+    tests = [[json.loads(line)["test"] for line in lines] for lines in (whole, again)]
+    assert sorted(tests[0]) == sorted(tests[1])
+
+
+@pytest.fixture
+def crashing(tmp_path: Path) -> Path:
+    """A folder with a test that ends its process the first time."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_crash.py").write_text(CRASH)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_crash_is_a_failure_and_the_tests_after_it_run(
+    crashing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert flaky.main(2, 1, "-n", "1", "--max-worker-restart", "0", root=crashing) == 1
+    told = capsys.readouterr().out
+    assert "test_ends_the_process: failed with 1; passed with 2: " in told
+    assert "1 tests failed or changed; 2 runs of 2, 2 tests" in told
+
+
+@pytest.mark.slow
+def test_a_crash_of_the_process_that_records_ends_the_search(crashing: Path) -> None:
+    with pytest.raises(SystemExit, match="seed 1: pytest ended with status 3"):
+        flaky.main(1, 1, root=crashing)
