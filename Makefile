@@ -3,9 +3,11 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, check, test, examples, nightly, soak and bench
+#   ARGS     more arguments for demo, check, test, examples, nightly, soak, stress and bench
 #   PROGRAMS how many random programs make nightly runs
 #   SHARE    of the full size that make soak runs
+#   HOURS    how long make stress runs; fractions are allowed
+#   SEED     of the one program that make stress runs, as a fault prints it
 #   PLATFORM the tag of make wheel's wheel, which auditwheel checks
 
 PYTHON ?= python3
@@ -14,6 +16,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 PROGRAMS ?= 100000
 SHARE ?= 1
+HOURS ?= 0.1
+SEED ?=
 # The lowest that holds for a library built on Debian 12; docs/releasing.md says why.
 PLATFORM ?= manylinux_2_34_$(shell uname -m)
 SPEEDTORCH_CUDA ?= auto
@@ -51,7 +55,7 @@ WHEEL_TOOLS := .venv-wheel
 WHEEL_TRIED := build/wheel-tried
 WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
 
-.PHONY: help setup demo check test examples nightly soak clients lint sanitize coverage bench notebooks docs wheel sdist clean force
+.PHONY: help setup demo check test examples nightly soak stress clients lint sanitize coverage bench notebooks docs wheel sdist clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -77,6 +81,10 @@ nightly: setup ## the tests, whole grids, errors at every line, and make sanitiz
 # One process a core; with a GPU the GPU's parts, too.
 soak: setup ## by hand: 10^9 rows on a GPU, 10,000 kills, 5 million files, ends of processes: hours
 	SPEEDTORCH_SOAK=$(SHARE) $(TEST) --dist load -m soak $(PATIENT) $(ARGS)
+
+# Adds to tests/stress/progress.json; with SEED it runs one program alone.
+stress: setup ## random programs of all features beside a mirror of all rows, for HOURS= hours
+	PYTHONPATH=.:tests $(PY) -m stress --hours $(HOURS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)
