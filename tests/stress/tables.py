@@ -125,7 +125,7 @@ class Owner:
         return settings
 
     def drawn_memory(self) -> str:
-        choices = ["auto", "auto", "plain", "shared"]
+        choices = ["auto", "auto", "plain"] + ["shared"] * (not self.is_shared)
         choices += ["file", "file"] if self.of_records and not self.is_shared else []
         memory = self.draw.choice(choices)
         if memory in ("file", "shared"):
@@ -135,7 +135,7 @@ class Owner:
     # ---- the module
 
     def built(self) -> nn.Module:
-        """A module with the mirror's weights."""
+        """A module with the mirror's weights; with any, where ranks are to share the rows."""
         raise NotImplementedError
 
     def table(self, rows: Tensor) -> HostTable:
@@ -265,14 +265,15 @@ class Owner:
 class OneTable(Owner):
     of_records = True
 
-    def made_of(self, weight: Tensor | HostTable, **more: Any) -> nn.Module:
+    def made_of(self, weight: Tensor | HostTable | None, **more: Any) -> nn.Module:
         raise NotImplementedError
 
     def built(self) -> nn.Module:
         rows, settings = torch.from_numpy(self.mirror.fields["weight"].copy()), dict(self.settings)
         if self.memory in ("file", "shared"):
             return self.made_of(self.table(rows), **settings)
-        return self.made_of(rows, memory=self.memory, **settings)
+        weight = None if self.is_shared else rows
+        return self.made_of(weight, memory=self.memory, **settings)
 
 
 class OneEmbedding(OneTable):
@@ -281,7 +282,7 @@ class OneEmbedding(OneTable):
     def drawn_padding(self) -> int | None:
         return self.draw.choice([None, None, 0])
 
-    def made_of(self, weight: Tensor | HostTable, **more: Any) -> nn.Module:
+    def made_of(self, weight: Tensor | HostTable | None, **more: Any) -> nn.Module:
         return speedtorch.Embedding(
             self.counts[0],
             self.width,
@@ -293,7 +294,8 @@ class OneEmbedding(OneTable):
 
     def input(self, parts: list[Part]) -> Input:
         ids = self.ids(parts[0])
-        if len(ids) % 2 == 0 and self.draw.random() < 0.5:
+        is_square = self.draw.random() < 0.5  # drawn alike on every rank
+        if is_square and len(ids) % 2 == 0:
             ids = ids.view(2, -1)
         return Input((ids,), ids)
 
@@ -308,7 +310,7 @@ class OneBag(OneTable):
         self.mode = self.draw.choice(["sum", "mean"])
         return None
 
-    def made_of(self, weight: Tensor | HostTable, **more: Any) -> nn.Module:
+    def made_of(self, weight: Tensor | HostTable | None, **more: Any) -> nn.Module:
         return speedtorch.EmbeddingBag(
             self.counts[0],
             self.width,
@@ -344,9 +346,12 @@ class Tables(Owner):
         ]
         weight = torch.from_numpy(self.mirror.fields["weight"].copy())
         rows = dict(zip(self.names, weight.split(self.counts), strict=True))
-        made: nn.Module = self.collection.from_pretrained(
-            configs, rows, freeze=False, device=self.device, memory=self.memory, **self.settings
-        )
+        more = {"device": self.device, "memory": self.memory, **self.settings}
+        made: nn.Module
+        if self.is_shared:
+            made = self.collection(tables=configs, **more)
+        else:
+            made = self.collection.from_pretrained(configs, rows, freeze=False, **more)
         return made
 
     def resized(self, total: int) -> tuple[Any, ...]:
