@@ -178,6 +178,15 @@ class Mirror:
             after[name][held] = rounded(values, self.stored.get(name, ""))
         return after
 
+    def squares(self) -> float:
+        """The sum of the squares of the gradients of the rows that are trained."""
+        if self.gradient is None:
+            return 0.0
+        gradient = self.gradient.astype(np.float64) / self.divisor
+        if self.padding is not None:
+            gradient[self.padding] = 0
+        return float(np.square(gradient).sum())
+
     def step(self) -> None:
         self.fields = self.stepped()
         self.give_up()

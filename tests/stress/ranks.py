@@ -30,7 +30,7 @@ class RanksProgram(Program):
     def actions(self) -> list[Callable[[], object]]:
         actions: list[Callable[[], object]] = [self.train_one] * 6
         actions += [self.loop, self.loop, self.evaluate, self.train_without_backward]
-        return [*actions, self.save, self.save, self.load, self.start_again, self.check]
+        return [*actions, self.save, self.save, self.load, self.start_again, self.follow]
 
     def share(self) -> None:
         self.rank = dist.get_rank()

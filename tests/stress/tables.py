@@ -88,6 +88,8 @@ class Owner:
         self.features = {self.kind}
         self.padding = self.drawn_padding()
         self.settings = self.drawn_settings(rule)
+        if not sum(self.counts):
+            self.features.add("no rows")
         stored = self.settings.get("stored") or {}
         self.stored = {name: str(dtype).removeprefix("torch.") for name, dtype in stored.items()}
         self.memory = self.drawn_memory()
@@ -103,7 +105,7 @@ class Owner:
     # ---- what is drawn
 
     def drawn_counts(self) -> tuple[int, ...]:
-        return (self.draw.choice([1, 5, 24, 24, 60]),)
+        return (self.draw.choice([0, 1, 5, 24, 24, 60]),)
 
     def drawn_padding(self) -> int | None:
         return None
@@ -115,7 +117,7 @@ class Owner:
             self.features.add("cache")
         if draw.random() < 0.4:
             capacity = 100 if self.is_shared else draw.choice([3, 8, 100])
-            settings["capacity"] = min(capacity, sum(self.counts))
+            settings["capacity"] = max(1, min(capacity, sum(self.counts)))
             self.features.add("capacity")
         if draw.random() < 0.35:
             dtype = draw.choice([torch.bfloat16, torch.float16])
@@ -280,7 +282,7 @@ class OneEmbedding(OneTable):
     kind = "embedding"
 
     def drawn_padding(self) -> int | None:
-        return self.draw.choice([None, None, 0])
+        return self.draw.choice([None, None, 0]) if self.counts[0] else None
 
     def made_of(self, weight: Tensor | HostTable | None, **more: Any) -> nn.Module:
         return speedtorch.Embedding(
@@ -337,7 +339,7 @@ class Tables(Owner):
     collection: Any
 
     def drawn_counts(self) -> tuple[int, ...]:
-        return (self.draw.choice([1, 7]), self.draw.choice([2, 12, 30]))
+        return (self.draw.choice([1, 7]), self.draw.choice([1, 2, 12, 30]))
 
     def built(self) -> nn.Module:
         configs = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import math
 import random
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -263,7 +265,7 @@ class Program(Training):
             self.fail,
             self.train_without_backward,
         ]
-        actions += [self.save, self.save, self.save, self.load, self.start_again]
+        actions += [self.save, self.save, self.save, self.load, self.start_again, self.follow]
         actions += [self.sleep, self.sleep, self.grow, self.change_cache]
         if self.can_graph:
             actions += [self.replay] * 4
@@ -376,6 +378,8 @@ class Program(Training):
         self.mirror_dense(factor)
         if way in ("apart", "twice"):
             self.features.add("several backwards")
+        if draw.random() < 0.15:
+            self.check_norm()
         if way == "no step":
             self.drop()
             return True
@@ -386,7 +390,21 @@ class Program(Training):
         self.steps += 1
         if draw.random() < 0.75:
             self.drop()
+        self.take_freed_memory()
         return True
+
+    def check_norm(self) -> None:
+        """Compares the norm of all gradients, which clipping to a large one leaves as they are."""
+        self.features.add("gradient norm")
+        norm = speedtorch.clip_grad_norm_(self.model.parameters(), 1e9)
+        expected = math.sqrt(sum(mirror.squares() for mirror in self.mirrors()))
+        if not math.isclose(float(norm), expected, rel_tol=1e-5):
+            raise Difference(f"the gradients' norm: {float(norm)} for {expected}")
+
+    def take_freed_memory(self) -> None:
+        """Writes into memory that the step has freed, which nothing may still read."""
+        for count in (4, 16, 64, 256, 1024):
+            torch.full((count,), float("nan"), device=self.device)
 
     def announce(self, batch: Batch, inputs: list[Input]) -> None:
         for module, given in self.announced(batch, inputs).items():
@@ -453,8 +471,12 @@ class Program(Training):
     def train_without_backward(self) -> None:
         """Many lookups in training mode of which none goes backward."""
         self.features.add("no backward")
-        self.say("many lookups without a backward")
-        for _ in range(self.draw.randint(1, 30)):
+        count, before = self.draw.choice([20, 30, 200]), speedtorch.memory_stats()
+        self.say(f"{count} batches without a backward")
+        for number in range(count):
+            if number == count // 2:  # each module has made by now what it keeps
+                gc.collect()  # or memory of another program would count
+                before = speedtorch.memory_stats()
             batch = self.batch()
             self.drop()
             inputs = self.inputs(batch)
@@ -462,6 +484,9 @@ class Program(Training):
             for (name, lookup), given in zip(batch, inputs, strict=True):
                 self.look_up(name, lookup[self.rank], given)
         self.drop()
+        now = speedtorch.memory_stats()
+        if any(now[kind] > before[kind] for kind in now):
+            raise Difference(f"memory: {now} after batches without a backward, {before} before")
 
     # ---- rows
 
@@ -485,6 +510,8 @@ class Program(Training):
         self.drop()
         name, owner = self.draw.choice(list(self.owners.items()))
         total = sum(owner.counts)
+        if not total:
+            return
         ids = np.unique(owner.numbers.integers(0, total, self.draw.randint(1, 5)))
         rows = owner.numbers.integers(-16, 17, (len(ids), owner.width)).astype(np.float32) / 8
         how = self.draw.choice(["scatter", "view"])
@@ -591,6 +618,20 @@ class Program(Training):
             raise Difference(f"values: {found} for {self.steps}")
         self.check()
 
+    def follow(self) -> None:
+        """Loads a generation into new modules, and then only what has changed since."""
+        self.wait()
+        if len(self.saved) < 2 or self.graph is not None:
+            return
+        self.features.add("delta loads")
+        since, last = self.draw.choice(sorted(self.saved)[:-1]), max(self.saved)
+        self.say(f"load {since}, and {last} since then")
+        self.rebuild()
+        speedtorch.load(self.saves, generation=since, **self.parts())
+        speedtorch.load(self.saves, since=since, **self.parts())
+        self.restore(self.saved[last])
+        self.check()
+
     def start_again(self) -> None:
         """Loads the last generation into new modules, as after an end of the process."""
         self.wait()
@@ -615,13 +656,12 @@ class Program(Training):
         parts = self.draw.choice([None, ["weights"], ["optimizer", "gradients"]])
         self.say(f"sleep {parts}")
         self.state.sleep(parts)
-        taken = torch.full((1 << 12,), float("nan"), device=self.device)
+        self.take_freed_memory()
         if self.draw.random() < 0.5:
             self.save()
             self.wait()
         self.check()
         self.state.wake()
-        del taken
         dense = alias["dense.weight"].cpu().clone().numpy()
         self.compare("a view of before the sleep", dense, self.dense_mirror.fields["weight"])
         self.check()
