@@ -53,7 +53,7 @@ def small_numbers(draw: np.random.Generator, *shape: int) -> Array:
 
 
 class Owner:
-    """A module with one parameter of rows, drawn with its options.
+    """A module with one parameter of rows, whose options are drawn.
 
     Args:
         draw: Draws the options.
@@ -81,7 +81,7 @@ class Owner:
         ranks: int = 0,
         divisor: int = 1,
     ) -> None:
-        self.draw, self.device, self.folder, self.is_shared = draw, device, folder, ranks > 0
+        self.draw, self.device, self.folder, self.is_sharded = draw, device, folder, ranks > 0
         self.numbers = np.random.default_rng(draw.getrandbits(60))
         self.width = draw.choice([1, 2, 4, 8])
         self.counts = self.drawn_counts()
@@ -116,7 +116,7 @@ class Owner:
             settings["cache"] = draw.choice([128, 400, 1024, 8192])
             self.features.add("cache")
         if draw.random() < 0.4:
-            capacity = 100 if self.is_shared else draw.choice([3, 8, 100])
+            capacity = 100 if self.is_sharded else draw.choice([3, 8, 100])
             settings["capacity"] = max(1, min(capacity, sum(self.counts)))
             self.features.add("capacity")
         if draw.random() < 0.35:
@@ -127,8 +127,8 @@ class Owner:
         return settings
 
     def drawn_memory(self) -> str:
-        choices = ["auto", "auto", "plain"] + ["shared"] * (not self.is_shared)
-        choices += ["file", "file"] if self.of_records and not self.is_shared else []
+        choices = ["auto", "auto", "plain"] + ["shared"] * (not self.is_sharded)
+        choices += ["file", "file"] if self.of_records and not self.is_sharded else []
         memory = self.draw.choice(choices)
         if memory in ("file", "shared"):
             self.features.add(f"{memory} table")
@@ -142,11 +142,11 @@ class Owner:
 
     def table(self, rows: Tensor) -> HostTable:
         """A table of the drawn memory with these rows, and fields for the state or none."""
-        names = self.mirror.rule.state if self.has_state else {}
         stored = self.settings.get("stored") or {}
+        names = self.mirror.rule.state if self.has_state else {}
         state = {
             name: (self.width if is_wide else 1, stored.get(name, torch.float32))
-            for name, is_wide in (names.items() if self.has_state else ())
+            for name, is_wide in names.items()
         }
         path = self.folder / f"{self.kind}-{self.draw.getrandbits(60):x}.rows"
         table = HostTable(
@@ -169,10 +169,11 @@ class Owner:
     @property
     def is_growing(self) -> bool:
         """Whether resize() adds rows."""
-        return self.memory in ("auto", "plain") and not self.is_shared
+        return self.memory in ("auto", "plain") and not self.is_sharded
 
     def grow(self) -> None:
-        rows = small_numbers(self.numbers, self.draw.choice([0, 1, 7]), self.width)
+        count = self.draw.choice([0, 1, 7] if self.counts[-1] else [1, 7])
+        rows = small_numbers(self.numbers, count, self.width)
         total = self.counts[-1] + len(rows)
         self.module.resize(*self.resized(total), rows=torch.from_numpy(rows.copy()))
         self.mirror.grow(rows)
@@ -201,10 +202,8 @@ class Owner:
             lengths = np.ones(samples, np.int64)
             if self.pools:
                 lengths = self.numbers.integers(0, 3, samples)
-            if not len(pool):
-                lengths = lengths * 0
-                samples_of = samples if self.pools else 0
-                lengths = lengths[:samples_of]
+            if not len(pool):  # of bags as many samples as of the other table, without ids
+                lengths = lengths[: samples if self.pools else 0] * 0
             ids = self.numbers.choice(pool, lengths.sum()) if lengths.sum() else pool[:0]
             coefficients = self.numbers.integers(-4, 5, (len(lengths), self.width))
             parts.append(Part(ids, lengths, coefficients.astype(np.float32)))
@@ -274,7 +273,7 @@ class OneTable(Owner):
         rows, settings = torch.from_numpy(self.mirror.fields["weight"].copy()), dict(self.settings)
         if self.memory in ("file", "shared"):
             return self.made_of(self.table(rows), **settings)
-        weight = None if self.is_shared else rows
+        weight = None if self.is_sharded else rows
         return self.made_of(weight, memory=self.memory, **settings)
 
 
@@ -350,7 +349,7 @@ class Tables(Owner):
         rows = dict(zip(self.names, weight.split(self.counts), strict=True))
         more = {"device": self.device, "memory": self.memory, **self.settings}
         made: nn.Module
-        if self.is_shared:
+        if self.is_sharded:
             made = self.collection(tables=configs, **more)
         else:
             made = self.collection.from_pretrained(configs, rows, freeze=False, **more)

@@ -18,6 +18,7 @@ from interrupts import ONLY_COUNTING, TRAINING, Lines, out_of_memory
 from torch import Tensor, nn
 
 import speedtorch
+from speedtorch.files.generations import generations_of
 from stress.mirror import RULES, Array, Fields, Mirror, differing
 from stress.tables import Input, Lookup, Owner, Part, drawn_owner
 
@@ -241,8 +242,6 @@ class Training:
 
 class Program(Training):
     """A random program, which its seed repeats."""
-
-    SLEEPS = True
 
     def __init__(self, seed: int, folder: Path, device: str, *, ranks: int = 0) -> None:
         self.saved: dict[int, Snapshot] = {}
@@ -594,8 +593,11 @@ class Program(Training):
             self.saving = future, snapshot
         else:
             self.features.add("saves")
-            made = speedtorch.save(self.saves, keep=99, base=base, **given)
-            self.saved[made.generation] = snapshot
+            self.done("save", lambda: speedtorch.save(self.saves, keep=99, base=base, **given))
+            # An interrupted one is there as a whole, or not at all.
+            made = max(generations_of(str(self.saves)), default=0)
+            if made > max(self.saved, default=0):
+                self.saved[made] = snapshot
 
     def wait(self) -> None:
         if self.saving is not None:
@@ -655,13 +657,14 @@ class Program(Training):
         alias = self.model.state_dict()
         parts = self.draw.choice([None, ["weights"], ["optimizer", "gradients"]])
         self.say(f"sleep {parts}")
-        self.state.sleep(parts)
+        state = self.state
+        self.done("sleep", lambda: state.sleep(parts))
         self.take_freed_memory()
         if self.draw.random() < 0.5:
             self.save()
             self.wait()
         self.check()
-        self.state.wake()
+        state.wake()
         dense = alias["dense.weight"].cpu().clone().numpy()
         self.compare("a view of before the sleep", dense, self.dense_mirror.fields["weight"])
         self.check()
