@@ -19,7 +19,7 @@ from stress.progress import Progress
 from speedtorch import HostTable
 from speedtorch.step.row_store import RowStore
 
-PROGRAMS = {"training": 15, "ranks": 2, "kills": 1, "readers": 2}
+PROGRAMS = {"training": 12, "ranks": 2, "kills": 1, "readers": 2}
 """Of each kind in the ordinary run."""
 
 

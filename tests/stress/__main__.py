@@ -43,14 +43,16 @@ def run_for(seconds: float, progress: Progress, first: int) -> tuple[int, int]:
     begun = saved = time.monotonic()
     draw, count, failed = random.Random(first), 0, 0
     kinds, shares = list(MODES), [mode.share for mode in MODES.values()]
-    while (now := time.monotonic()) < begun + seconds:
-        (kind,) = draw.choices(kinds, shares)
-        failed += not run_program(f"{kind}-{first + count}", progress)
-        count += 1
-        if now > saved + SAVED_EVERY:
-            progress.save()
-            saved = now
-    progress.save()
+    try:
+        while (now := time.monotonic()) < begun + seconds:
+            (kind,) = draw.choices(kinds, shares)
+            failed += not run_program(f"{kind}-{first + count}", progress)
+            count += 1
+            if now > saved + SAVED_EVERY:
+                progress.save()
+                saved = now
+    finally:  # also after Ctrl-C
+        progress.save()
     return count, failed
 
 
