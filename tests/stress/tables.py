@@ -115,9 +115,10 @@ class Owner:
         if draw.random() < 0.4:
             settings["cache"] = draw.choice([128, 400, 1024, 8192])
             self.features.add("cache")
-        if draw.random() < 0.4:
+        # More rows do not raise a capacity that a table without rows has limited to none.
+        if draw.random() < 0.4 and sum(self.counts):
             capacity = 100 if self.is_sharded else draw.choice([3, 8, 100])
-            settings["capacity"] = max(1, min(capacity, sum(self.counts)))
+            settings["capacity"] = min(capacity, sum(self.counts))
             self.features.add("capacity")
         if draw.random() < 0.35:
             dtype = draw.choice([torch.bfloat16, torch.float16])
