@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -73,6 +74,7 @@ def main(arguments: list[str]) -> int:
         "--progress", type=Path, default=Path(__file__).with_name("progress.json"), metavar="FILE"
     )
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # saves, and ends the other processes
     prepare()
     if given.seed:
         return int(not run_program(given.seed, None))
