@@ -3,10 +3,12 @@
 #   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
 #   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
 #   TORCH    what to install where PYTHON has no torch >= 2.11
-#   ARGS     more arguments for demo, check, test, examples, nightly, soak, flaky and bench
+#   ARGS     more arguments for demo, check, test, examples, nightly, soak, flaky, stress and bench
 #   PROGRAMS how many random programs make nightly runs
 #   SHARE    of the full size that make soak runs
-#   N, SEED  how many runs make flaky makes, and the seed of the first
+#   HOURS    how long make stress runs; fractions are allowed
+#   N        how many runs make flaky makes
+#   SEED     of the first of these (0), or of the one program that make stress runs, as a fault prints it
 #   STAGES   of make gpu that run; empty: it writes the report of the records it has
 #   RECORDS  the folder with records and logs of these stages
 #   PLATFORM the tag of make wheel's wheel, which auditwheel checks
@@ -17,8 +19,9 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 PROGRAMS ?= 100000
 SHARE ?= 1
+HOURS ?= 0.1
 N ?= 10
-SEED ?= 0
+SEED ?=
 STAGES ?= all
 RECORDS ?= build/gpu
 # The lowest that holds for a library built on Debian 12; docs/releasing.md says why.
@@ -61,7 +64,7 @@ WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
 # Of compute-sanitizer.
 GPU_TOOLS := memcheck racecheck initcheck synccheck
 
-.PHONY: help setup demo check test examples nightly soak flaky clients lint sanitize $(GPU_TOOLS) gpu coverage bench notebooks docs wheel sdist clean force
+.PHONY: help setup demo check test examples nightly soak flaky stress clients lint sanitize $(GPU_TOOLS) gpu coverage bench notebooks docs wheel sdist clean force
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -89,7 +92,11 @@ soak: setup ## by hand: 10^9 rows on a GPU, 10,000 kills, 5 million files, ends 
 	SPEEDTORCH_SOAK=$(SHARE) $(TEST) --dist load -m soak $(PATIENT) $(ARGS)
 
 flaky: setup ## the tests N times in random order with random seeds; continues where it was stopped
-	$(PY) tests/flaky.py $(N) $(SEED) $(AT_ONCE) $(ARGS)
+	$(PY) tests/flaky.py $(N) $(or $(SEED),0) $(AT_ONCE) $(ARGS)
+
+# Adds to tests/stress/progress.json; with SEED it runs one program alone.
+stress: setup ## random programs of all features beside a mirror of all rows, for HOURS= hours
+	PYTHONPATH=.:tests $(PY) -m stress --hours $(HOURS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)

@@ -28,12 +28,12 @@ from hypothesis import HealthCheck, settings
 from ordinary_run import dealt, process_count
 from recorded_streams import RecordedStreams
 from reference import layout_copy
+from restless_caches import make_restless
 from torch import Tensor
 
 import speedtorch
 from speedtorch import memory_stats
 from speedtorch.files import field_blocks, table_files
-from speedtorch.step import hot_rows
 
 # Large tables of tests are no reason to measure the machine.
 os.environ["SPEEDTORCH_CALIBRATE"] = "0"
@@ -262,10 +262,7 @@ def on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a cache change places before every exchange, for the smallest gain."""
-    monkeypatch.setattr(hot_rows, "FIRST", range(1 << 20))
-    monkeypatch.setattr(hot_rows, "EVERY", 16)
-    monkeypatch.setattr(hot_rows, "_SURE", 0.0)
-    monkeypatch.setattr(hot_rows, "CHUNK_BYTES", 100)  # a row or two at once
+    make_restless(monkeypatch)
 
 
 @pytest.fixture

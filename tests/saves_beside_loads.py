@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     table = Table(folder, anew=False)
     table.save(0)
-    writers = [_forked(lambda first=first: _save(table, first)) for first in (1, 1001)]
-    readers = [_forked(lambda names=names: _open(table, names)) for names in (None, FIELDS)]
+    writers = [forked(lambda first=first: _save(table, first)) for first in (1, 1001)]
+    readers = [forked(lambda names=names: _open(table, names)) for names in (None, FIELDS)]
     ended = [os.waitpid(child, 0)[1] for child in writers]
     (folder.parent / "end").write_bytes(b"")
     ended += [os.waitpid(child, 0)[1] for child in readers]
@@ -25,13 +26,16 @@ def main(folder: Path) -> None:
     assert len(os.listdir(folder)) == len(FIELDS), os.listdir(folder)
 
 
-def _forked(work: Callable[[], None]) -> int:
+def forked(work: Callable[[], object]) -> int:
+    """A child that does the work, prints what it raises, and ends with 0 or 1."""
     if child := os.fork():
         return child
     status = 1
     try:
         work()
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(status)

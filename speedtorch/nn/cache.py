@@ -79,5 +79,6 @@ def share_cache(modules: Sequence[RowModule], nbytes: int) -> None:
                 f"cache: {nbytes} bytes are {share} for a table whose rows take {least} each, with"
                 f" {BYTES_OF_SLOT} for their ids; give more"
             )
+    spare = left // len(modules)  # for optimizer state that is attached later
     for each, share in shares.items():
-        each.set_cache(share)
+        each.set_cache(share + spare)

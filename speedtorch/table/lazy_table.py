@@ -235,7 +235,8 @@ class LazyTable:
                 " larger.load(path, rows=slice(n)) from what table.save(path) wrote, and build the"
                 " module anew"
             )
-        homes = {name: home for home in (before, self._beside) if home for name in home.fields}
+        places = [home for home in (before, self._beside) if home is not None]
+        homes = {name: home for home in places for name in home.fields}
         if before.was_read and (unused := homes.keys() - {"weight", *state}):
             raise RuntimeError(
                 f"{self.name}: its table was read from a file with the state"

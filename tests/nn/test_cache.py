@@ -241,6 +241,15 @@ def test_a_cache_larger_than_the_table_is_the_table() -> None:
 
 
 @pytest.mark.usefixtures("restless")
+def test_bytes_that_a_collection_is_built_with_hold_state_that_is_attached_later() -> None:
+    configs = [speedtorch.EmbeddingBagConfig(count, 4, f"t{count}") for count in (1, 9)]
+    tables = speedtorch.EmbeddingBagCollection(tables=configs, cache="1MiB")
+    optimizer = optim.Adam(tables.parameters())
+    speedtorch.attach(optimizer, tables)
+    tables({"t1": torch.tensor([0]), "t9": torch.tensor([8])})
+    assert [each.slots for each in tables.report().values()] == [10]
+
+
 def test_a_collection_and_a_model_share_a_budget_out() -> None:
     configs = [speedtorch.EmbeddingConfig(rows, 4, name) for rows, name in ((3, "a"), (100, "b"))]
     collection = speedtorch.EmbeddingCollection(configs, cache="1KiB")

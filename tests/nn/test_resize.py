@@ -131,6 +131,14 @@ def test_new_rows_are_drawn_where_none_are_given() -> None:
     assert embedding.padding_idx == 2
 
 
+def test_a_table_without_rows_gets_its_first_ones() -> None:
+    module = speedtorch.Embedding(0, DIM)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    speedtorch.attach(optimizer, module)
+    module.resize(NEW - OLD, rows=NEW_ROWS)
+    assert torch.equal(module(torch.arange(NEW - OLD)), NEW_ROWS)
+
+
 def test_rows_are_added_again_and_again_before_and_after_attach() -> None:
     embedding = speedtorch.Embedding(OLD, DIM, _weight=rows_at_first())
     embedding.resize(8, rows=NEW_ROWS[:2])

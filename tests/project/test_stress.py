@@ -1,0 +1,152 @@
+"""The stress test finds no difference, and would find a lost row and a torn row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stress.__main__ as command
+import torch
+from stress.histories import History, check_histories, run_shared_table
+from stress.kills import run_killed_training
+from stress.modes import MODES
+from stress.progress import Progress
+
+from speedtorch import HostTable
+from speedtorch.step.row_store import RowStore
+
+PROGRAMS = {"training": 12, "ranks": 2, "kills": 1, "readers": 2}
+"""Of each kind in the ordinary run."""
+
+
+@pytest.fixture(autouse=True)
+def as_a_run(one_thread: None) -> Iterator[None]:
+    """Programs run as in a stress run."""
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MODES)
+def test_programs_find_no_difference(kind: str, tmp_path: Path) -> None:
+    features = set[str]()
+    for seed in range(PROGRAMS[kind]):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        features |= MODES[kind].run(seed, folder)
+    assert features
+
+
+@pytest.fixture
+def lost_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange loses the last of the rows that it writes back, if that is row 3, 8, 13 ..."""
+    exchange = RowStore.exchange
+
+    def lossy(self: RowStore, names: Any, leaving: Any, arriving: Any) -> None:
+        if leaving is None or not len(leaving.ids) or int(leaving.ids[-1]) % 5 != 3:
+            exchange(self, names, leaving, arriving)
+            return
+        fields, last = self.fields(names), int(leaving.ids[-1])
+        before = [each[last].clone() for each in fields]
+        exchange(self, names, leaving, arriving)
+        for field, row in zip(fields, before, strict=True):
+            field[last] = row
+
+    monkeypatch.setattr(RowStore, "exchange", lossy)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_lost_row_is_found_and_its_seed_finds_it_again(
+    lost_rows: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(tmp_path / "progress.json", "cpu")
+    seed = next(
+        f"training-{n}" for n in range(40) if not command.run_program(f"training-{n}", progress)
+    )
+    said = capsys.readouterr().out
+    assert f"make stress SEED={seed} repeats it" in said
+    found = said.partition("found a fault: ")[2].split("\n")[0]
+    assert command.main(["--seed", seed]) == 1
+    assert f"{seed} found a fault: {found}" in capsys.readouterr().out
+
+
+def test_a_torn_row_of_a_reader_is_found(tmp_path: Path) -> None:
+    first, last = np.zeros((3, 2), np.float32), np.float32([[0, 0], [1, 1], [2, 2]])
+    writer = History(tmp_path, "writer")
+    writer.add("write", 2, torch.tensor([1, 2]), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
+    reader = History(tmp_path, "reader")
+    reader.add("read", 0, torch.tensor([1]), torch.zeros(1, 2))
+    reader.add("read", 2, torch.tensor([1, 0]), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+    check_histories(tmp_path, first, last)
+    reader.add("read", 2, torch.tensor([0, 2]), torch.tensor([[0.0, 0.0], [2.0, 0.0]]))
+    with pytest.raises(AssertionError, match=r"reader: rows \[2\] are not those of version 2"):
+        check_histories(tmp_path, first, last)
+
+
+def test_rows_and_blocks_that_are_lost_are_found(tmp_path: Path) -> None:
+    rows = np.zeros((3, 2), np.float32)
+    writer = History(tmp_path, "writer")
+    writer.add("train", 2, torch.tensor([1, 1]), torch.full((2, 2), 4.0))
+    with pytest.raises(AssertionError, match=r"the table: rows \[1\]"):
+        check_histories(tmp_path, rows, rows)
+    writer.add("write", 6, torch.tensor([1]), torch.zeros(1, 2))
+    with pytest.raises(AssertionError, match="version 4 is missing"):
+        check_histories(tmp_path, rows, rows)
+
+
+def test_reads_before_earlier_ones_are_found(tmp_path: Path) -> None:
+    rows = np.zeros((3, 2), np.float32)
+    History(tmp_path, "writer").add("write", 2, torch.tensor([1]), torch.zeros(1, 2))
+    reader = History(tmp_path, "reader")
+    for version in (2, 0):
+        reader.add("read", version, torch.tensor([1]), torch.zeros(1, 2))
+    with pytest.raises(AssertionError, match="reader: version 0 after 2"):
+        check_histories(tmp_path, rows, rows)
+
+
+@pytest.mark.slow
+def test_a_torn_row_is_found_in_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Readers that take no lock read blocks that are half written."""
+    monkeypatch.setattr(HostTable, "read_consistently", lambda self, read: read())
+    with pytest.raises(AssertionError, match=r"reader-\d: (rows|version)"):
+        for seed in range(50):
+            folder = tmp_path / str(seed)
+            folder.mkdir()
+            run_shared_table(seed, folder)
+
+
+@pytest.mark.slow
+def test_a_save_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows that a save leaves out are missing in the life that loads them."""
+    monkeypatch.setattr(HostTable, "changed", lambda self, since: torch.arange(1))
+    with pytest.raises(AssertionError, match="life [1-9]"):
+        for seed in range(20):
+            folder = tmp_path / str(seed)
+            folder.mkdir()
+            run_killed_training(seed, folder)
+
+
+def test_features_of_a_fault_begin_anew(tmp_path: Path) -> None:
+    progress = Progress(tmp_path / "progress.json", "cpu")
+    progress.add({"cache", "sleep"}, 2.0)
+    progress.add({"cache"}, 1.5, "training-7")
+    progress.add({"cache"}, 0.25)
+    progress.save()
+    found = json.loads(progress.path.read_text())["cpu"]
+    assert found["cache"]["seconds"] == 0.25 and found["cache"]["fault"] == "training-7"
+    assert found["sleep"]["seconds"] == 2.0 and found["sleep"]["fault"] == ""
+
+
+def test_runs_of_several_machines_add_up(tmp_path: Path) -> None:
+    for machine, seconds in (("cpu", 2.0), ("gpu", 1.0), ("cpu", 3.0)):
+        progress = Progress(tmp_path / "progress.json", machine)
+        progress.add({"cache"}, seconds)
+        progress.save()
+    every = progress.read()
+    assert [every[machine]["cache"].seconds for machine in ("cpu", "gpu")] == [5.0, 1.0]
+    assert "cpu cache" in str(progress)

@@ -1,0 +1,90 @@
+"""`python -m stress --hours 0.5` runs random programs, `--seed training-17` repeats one."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import paces
+import torch
+
+from stress.modes import DEVICE, MODES, FailedProgram
+from stress.progress import Progress
+
+SAVED_EVERY = 60.0
+"""Seconds between two writes of the progress file."""
+
+
+def run_program(name: str, progress: Progress | None) -> bool:
+    """Runs the program of a seed such as "training-17"; whether it found no difference."""
+    kind, _, number = name.rpartition("-")
+    began, fault = time.monotonic(), ""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            features = MODES[kind].run(int(number), Path(folder))
+        except FailedProgram as error:
+            features, fault = error.features, name
+            print(
+                f"{name} found a fault: {error}\n  make stress SEED={name} repeats it", flush=True
+            )
+    if progress is not None:
+        progress.add(features, time.monotonic() - began, fault)
+    return not fault
+
+
+def run_for(seconds: float, progress: Progress, first: int) -> tuple[int, int]:
+    """Runs programs of all kinds; how many there were, and how many found a fault."""
+    begun = saved = time.monotonic()
+    draw, count, failed = random.Random(first), 0, 0
+    kinds, shares = list(MODES), [mode.share for mode in MODES.values()]
+    try:
+        while (now := time.monotonic()) < begun + seconds:
+            (kind,) = draw.choices(kinds, shares)
+            failed += not run_program(f"{kind}-{first + count}", progress)
+            count += 1
+            if now > saved + SAVED_EVERY:
+                progress.save()
+                saved = now
+    finally:  # also after Ctrl-C
+        progress.save()
+    return count, failed
+
+
+def prepare() -> None:
+    """Makes this process fit for many small programs."""
+    torch.set_num_threads(1)
+    paces.install()
+    warnings.simplefilter("ignore")
+    gc.collect()
+    gc.freeze()  # or each program would look at all that torch made
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="stress", description=__doc__)
+    parser.add_argument("--hours", type=float, default=0.1, help="fractions are allowed")
+    parser.add_argument("--seed", default="", help="of the program to repeat, such as training-17")
+    parser.add_argument(
+        "--progress", type=Path, default=Path(__file__).with_name("progress.json"), metavar="FILE"
+    )
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # saves, and ends the other processes
+    prepare()
+    if given.seed:
+        return int(not run_program(given.seed, None))
+    progress = Progress(given.progress, "gpu" if DEVICE == "cuda" else "cpu")
+    first = random.SystemRandom().randrange(1 << 40)
+    count, failed = run_for(given.hours * 3600, progress, first)
+    print(progress)
+    print(f"{count:,} programs, {failed} of them found a fault")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

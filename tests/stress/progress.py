@@ -1,0 +1,98 @@
+"""The time that each feature has run without a fault, in a file to which all machines add."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+__all__ = ["Figures", "Progress", "commit"]
+
+
+def commit() -> str:
+    """The commit of the sources, or "" outside of a checkout."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+
+
+@dataclass
+class Figures:
+    """Runs of a feature on one kind of machine since its last fault.
+
+    Attributes:
+        seconds: Of all programs that used the feature.
+        programs: How many there were.
+        since: The date of the fault, or of the first run.
+        commit: That was run then.
+        fault: The seed of the program that found the fault; "" if there was none.
+    """
+
+    seconds: float = 0.0
+    programs: int = 0
+    since: str = ""
+    commit: str = ""
+    fault: str = ""
+
+
+class Progress:
+    """The figures of a file, by kind of machine and feature.
+
+    Args:
+        path: A JSON file, made by the first save.
+        machine: "cpu" or "gpu".
+    """
+
+    def __init__(self, path: Path, machine: str) -> None:
+        self.path, self.machine, self.commit = path, machine, commit()
+        self._new: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
+
+    def read(self) -> dict[str, dict[str, Figures]]:
+        if not self.path.exists():
+            return {}
+        return {
+            machine: {name: Figures(**each) for name, each in features.items()}
+            for machine, features in json.loads(self.path.read_text()).items()
+        }
+
+    def add(self, features: Iterable[str], seconds: float, fault: str = "") -> None:
+        """Adds a program; its features begin anew if it has found a fault."""
+        for name in features:
+            self._new[name].append((seconds, fault))
+
+    def save(self) -> None:
+        """Adds what is new to the file."""
+        every = self.read()
+        mine = every.setdefault(self.machine, {})
+        for name, programs in self._new.items():
+            figures = mine.setdefault(name, self._begun())
+            for seconds, fault in programs:
+                if fault:
+                    figures = mine[name] = self._begun(fault)
+                else:
+                    figures.seconds = round(figures.seconds + seconds, 3)
+                    figures.programs += 1
+        self._new.clear()
+        text = {
+            machine: {name: asdict(features[name]) for name in sorted(features)}
+            for machine, features in sorted(every.items())
+        }
+        beside = self.path.with_suffix(".new")
+        beside.write_text(json.dumps(text, indent=1) + "\n")
+        beside.replace(self.path)
+
+    def _begun(self, fault: str = "") -> Figures:
+        today = datetime.now(timezone.utc).date().isoformat()
+        return Figures(since=today, commit=self.commit, fault=fault)
+
+    def __str__(self) -> str:
+        lines = []
+        for machine, features in self.read().items():
+            for name, each in features.items():
+                said = f"{machine} {name:<18}{each.seconds / 3600:>9.3f} h"
+                said += f"{each.programs:>10,} programs since {each.since} {each.commit}"
+                lines.append(said + (f", fault {each.fault}" if each.fault else ""))
+        return "\n".join(lines)
