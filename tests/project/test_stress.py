@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,34 @@ def test_runs_of_several_machines_add_up(tmp_path: Path) -> None:
     every = progress.read()
     assert [every[machine]["cache"].seconds for machine in ("cpu", "gpu")] == [5.0, 1.0]
     assert "cpu cache" in str(progress)
+
+
+def test_a_program_that_ended_the_process_is_run_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Crash:
+        share = 1
+
+        def run(self, seed: int, folder: Path) -> set[str]:
+            os._exit(9)
+
+    class Passes:
+        share = 1
+
+        def run(self, seed: int, folder: Path) -> set[str]:
+            seeds.append(seed)
+            return {"crashes"}
+
+    seeds, progress = list[int](), Progress(tmp_path / "progress.json", "cpu")
+    monkeypatch.setattr(command, "MODES", {"training": Crash()})
+    if (child := os.fork()) == 0:
+        try:
+            command.run_for(60.0, progress, 5)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    monkeypatch.setattr(command, "MODES", {"training": Passes()})
+    command.run_for(0.05, progress, 70)
+    assert seeds[:2] == [5, 71]
+    assert "training-5 did not end in the run before" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [progress.path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import random
 import signal
@@ -17,6 +18,7 @@ import torch
 
 from stress.modes import DEVICE, MODES, FailedProgram
 from stress.progress import Progress
+from stress.running import Running
 
 SAVED_EVERY = 60.0
 """Seconds between two writes of the progress file."""
@@ -40,18 +42,27 @@ def run_program(name: str, progress: Progress | None) -> bool:
 
 
 def run_for(seconds: float, progress: Progress, first: int) -> tuple[int, int]:
-    """Runs programs of all kinds; how many there were, and how many found a fault."""
+    """Runs programs of all kinds; how many there were, and how many found a fault.
+
+    A program within which the run before has crashed or hung is the first.
+    """
     begun = saved = time.monotonic()
     draw, count, failed = random.Random(first), 0, 0
     kinds, shares = list(MODES), [mode.share for mode in MODES.values()]
+    running = Running(progress.path.with_suffix(".running"))
+    if name := running.left:
+        print(f"{name} did not end in the run before; make stress SEED={name} repeats it")
     try:
-        while (now := time.monotonic()) < begun + seconds:
-            (kind,) = draw.choices(kinds, shares)
-            failed += not run_program(f"{kind}-{first + count}", progress)
-            count += 1
-            if now > saved + SAVED_EVERY:
-                progress.save()
-                saved = now
+        with running:
+            while (now := time.monotonic()) < begun + seconds:
+                (kind,) = draw.choices(kinds, shares)
+                name = name or f"{kind}-{first + count}"
+                running.begin(name)
+                failed += not run_program(name, progress)
+                count, name = count + 1, ""
+                if now > saved + SAVED_EVERY:
+                    progress.save()
+                    saved = now
     finally:  # also after Ctrl-C
         progress.save()
     return count, failed
@@ -61,6 +72,8 @@ def prepare() -> None:
     """Makes this process fit for many small programs."""
     torch.set_num_threads(1)
     paces.install()
+    faulthandler.enable(sys.__stderr__)
+    faulthandler.register(signal.SIGALRM, file=sys.__stderr__, chain=True)  # a program hangs
     warnings.simplefilter("ignore")
     gc.collect()
     gc.freeze()  # or each program would look at all that torch made
