@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant(
         "rows that stay in the next step count as the table's",
         "step/counted_exchange.py",
-        "copy, held = Copy.DIRTY, Block(",
-        "copy, held = Copy.CLEAN, Block(",
+        "            return Copy.DIRTY, Block(",
+        "            return Copy.CLEAN, Block(",
     ),
     Mutant(
         "rows that an interrupted step wrote to count as the table's",
@@ -134,20 +134,14 @@ MUTANTS = [
     Mutant(
         "state of the rows that others join is lost",
         "step/counted_exchange.py",
-        "zip(rows, self._view.rows_of(now), strict=True)",
-        "zip(rows[:1], self._view.rows_of(now), strict=False)",
+        "merge_rows(self._view.rows_of(now), now.ids, load)",
+        "merge_rows([each * (k < 1) for k, each in enumerate(now.rows)], now.ids, load)",
     ),
     Mutant(
         "a gradient is lost while rows join",
         "step/counted_exchange.py",
         "gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),",
         "gradient=None,",
-    ),
-    Mutant(
-        "the padding's row is not fetched behind rows that joined",
-        "step/counted_exchange.py",
-        "        if self._padding is not None:  # the last row before and now\n",
-        "        if False:\n",
     ),
     # ---- exchange.py: batches that are planned ahead
     Mutant(
@@ -217,8 +211,8 @@ MUTANTS = [
     Mutant(
         "zeros of zero_grad move rows",
         "step/exchange.py",
-        "if gradient is not None and not view.has_gradient():",
-        "if False:",
+        "            view.drop_zeros()\n            gradient = parameter.grad\n",
+        "            gradient = parameter.grad\n",
     ),
     Mutant(
         "an earlier step's gradient is taken for this one's",
@@ -230,9 +224,9 @@ MUTANTS = [
     # ---- exchange.py: shown rows; whole_weight.py and trained_rows.py
     Mutant(
         "a zero_grad is not noticed",
-        "step/row_weight.py",
-        "        if zeroes:\n",
-        "        if False:\n",
+        "step/whole_weight.py",
+        "                view.note_none()\n                self.exchange.note_zero_grad()\n",
+        "                view.note_none()\n",
     ),
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
@@ -292,8 +286,8 @@ MUTANTS = [
     Mutant(
         "announcements of an earlier step are those of this one",
         "step/exchange.py",
-        "                self.forget_announced()\n                has_gradient",
-        "                has_gradient",
+        "                self.forget_announced()\n                stepped = ",
+        "                stepped = ",
     ),
     # ---- gradient_sums.py and plan/planned_batch.py
     Mutant(
@@ -315,12 +309,11 @@ MUTANTS = [
         "            places = torch.where(unique == self._padding, len(ids), places)\n",
         "            pass\n",
     ),
-    # ---- row_store.py
     Mutant(
         "a flush writes rows of other places",
-        "step/row_store.py",
-        "        return numbers[:count]\n",
-        "        return numbers.flip(0)[:count]\n",
+        "step/counted_exchange.py",
+        "            leaving = Block(self._view.rows_of(now), now.ids)\n",
+        "            leaving = Block([each.flip(0) for each in now.rows], now.ids)\n",
     ),
     # ---- exchange.py and fixed_blocks.py: blocks of one size
     Mutant(
@@ -380,15 +373,15 @@ MUTANTS = [
     Mutant(
         "a closure sees the weight as the optimizer does",
         "optim/step_hooks.py",
-        "            self.paused = True\n            self.show()\n",
-        "",
+        "            self.paused = True\n            self._restore()\n",
+        "            self.paused = True\n",
         "tests/step/test_embedding_steps.py::test_a_closure_sees_the_weight_as_the_table",
     ),
     Mutant(
         "an interrupt between two tables steps one of them",
         "optim/step_hooks.py",
-        "        self.done = True\n        self._frame = None\n",
-        "        self._frame = None\n",
+        "        self.done = True\n        stepped = self._rows\n        self.stop()\n",
+        "        stepped = self._rows\n        self.stop()\n",
     ),
     Mutant(
         "a loop does not end for the rows",

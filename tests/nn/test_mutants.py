@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from mutants import MUTANTS, PACKAGE, Mutant, mutated_copy
 
-pytestmark = pytest.mark.nightly
-
 # What judges a copy of the package, and how many programs it runs, others at every call.
 MACHINE = "tests/nn/test_embedding_machine.py"
 PROGRAMS = {"SPEEDTORCH_PROGRAMS": "4000", "SPEEDTORCH_SHRINK": "0"}
@@ -40,11 +38,13 @@ def test_every_mutants_text_is_in_the_source() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.nightly
 def test_the_package_itself_passes_its_judges(tmp_path: Path) -> None:
     result = judge(mutated_copy(tmp_path, None), MACHINE, *NAMED)
     assert result.returncode == 0, result.stdout[-4000:]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_a_mutant_is_found(mutant: Mutant, tmp_path: Path) -> None:
     result = judge(mutated_copy(tmp_path, mutant), mutant.found_by or MACHINE)
