@@ -119,7 +119,9 @@ def test_a_closure_sees_the_weight_as_the_table() -> None:
     seen = []
 
     def closure() -> float:
-        seen.append(tuple(ours.weight.shape))
+        (of_optimizer,) = sgd.param_groups[0]["params"]
+        assert of_optimizer is ours.weight
+        seen.append(tuple(of_optimizer.shape))
         loss = ours(IDS).sum()
         loss.backward()
         return loss.item()
