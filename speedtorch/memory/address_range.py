@@ -27,7 +27,7 @@ def _allocator() -> Any:
 def _refuse_open_capture() -> None:
     """Raises RuntimeError if torch's allocator is within a capture.
 
-    A pool empties its cache when it goes. If that fails, torch ends the process.
+    The destructor of a pool empties the cache. If that fails, torch ends the process.
     """
     try:
         torch.cuda.empty_cache()
@@ -43,8 +43,8 @@ def _refuse_open_capture() -> None:
 class AddressRange:
     """Addresses of a GPU, rounded up to 2 MiB, which begin without memory behind them.
 
-    They go once the object is gone and torch has no tensor there. RuntimeError if CUDA refuses, or
-    torch's allocator is one that has no pools.
+    The addresses are freed once the object and all tensors there are freed. RuntimeError if CUDA
+    refuses, or torch's allocator is one that has no pools.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:

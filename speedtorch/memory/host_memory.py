@@ -256,7 +256,7 @@ def available_bytes() -> int:
 def release(tensor: Tensor | None = None) -> None:
     """Says that no captured CUDA graph will use this tensor again: its memory goes with it.
 
-    None stands for all tensors that are gone: their memory goes now ("captured" in memory_stats).
+    With None the memory of all freed tensors is released now ("captured" in memory_stats).
     """
     if tensor is None:
         _ops.let_orphans_go()

@@ -16,7 +16,7 @@ __all__ = ["cache", "share_cache"]
 def cache(module: nn.Module, nbytes: int | str | None) -> None:
     """Keeps the rows that steps load most often, with their state, in memory of the device.
 
-    Steps give the numbers that they give without. Rows that are in the cache do not cross the link:
+    A cache changes no result of a step. Rows that are in the cache do not cross the link:
     where ids follow a power law a tenth of the rows saves half of what crosses it, and where all
     ids are as frequent it saves its share. Which rows it has is decided by how often they were
     loaded, after 4, 16, 64 and then every 64 exchanges, between two steps; a row takes the place of

@@ -219,8 +219,8 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     Planning ahead takes time of the host. Where the GPU waits for that, the loop measures steps
     without it and goes on with the faster way; ranks of one machine that share rows out decide that
     together, and those of several machines always plan. Without a GPU, and within another loop over
-    the same rows, it hands the batches through. `ids` is not called for a batch that is handed
-    through on a GPU if the first batch has one lookup in each module and no capacity.
+    the same rows, it hands the batches through. On a GPU `ids` is not called for such a batch if
+    the last batch that it was called for has one lookup in each module, and no capacity.
 
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
     but are looked for, and the host waits for that. Where rows have a capacity and a step several

@@ -2,8 +2,8 @@
 
 Ids go to the owners of their rows, each distinct one once. Requests of a batch that is announced,
 or planned by a loop, are asked then; at the lookup they are known again by their tensors, never by
-values: all ranks run the same code, and have other values. Each serves one lookup, so that ranks
-which give several lookups one tensor, as an empty one, ask as those do that give each another.
+values: all ranks run the same code, and have other values. A request serves one lookup. A rank
+that passes one tensor, such as an empty one, to several lookups therefore asks as often as others.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class CountedExchange(Exchange):
         return Copy.CLEAN, Block(now.rows, now.ids[:0])
 
     def _joined(self, batch: PlannedBatch, rows: Rows) -> Block | None:
-        """Puts those that stay beside rows that have arrived; gives the others, which leave."""
+        """Carries staying rows into the prefetched rows; returns the rows that leave."""
         now = self.now
         self._travel.join()
         old = self._view.rows_of(now)
