@@ -11,7 +11,8 @@ import operator
 import sys
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
 from types import CodeType
@@ -52,6 +53,7 @@ __all__ = [
     "call_with_first_gpu",
     "calls_under_way",
     "can_skip",
+    "capturing",
     "composable_data_parallel",
     "current_backward",
     "current_node",
@@ -644,6 +646,24 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     """As torch.cuda.current_stream(), of a GPU that has been used, without making the object."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _stream_of(*torch._C._cuda_getCurrentStream(index))
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """As torch.cuda.graph(); if the capture fails, torch's allocator is out of it as well.
+
+    Torch does not close the graph's pool if CUDA refuses to end the capture. A pool that is freed
+    later, such as the one of AddressRange, then ends the process.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            yield
+    except BaseException:
+        with suppress(RuntimeError):  # CUDA has ended the capture, and torch has closed the pool
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            torch._C._cuda_releasePool(stream.device_index, pool)
+        raise
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

@@ -24,22 +24,6 @@ def _allocator() -> Any:
     return made.allocator()
 
 
-def _refuse_open_capture() -> None:
-    """Raises RuntimeError if torch's allocator is within a capture.
-
-    The destructor of a pool empties the cache. If that fails, torch ends the process.
-    """
-    try:
-        torch.cuda.empty_cache()
-    except RuntimeError as error:
-        if "captures_underway" not in str(error):
-            raise
-        raise RuntimeError(
-            "address range: torch's allocator is within the capture of a CUDA graph, or an error"
-            " has left it there, and addresses cannot be kept; sleep when no thread captures"
-        ) from error
-
-
 class AddressRange:
     """Addresses of a GPU, rounded up to 2 MiB, which begin without memory behind them.
 
@@ -66,7 +50,6 @@ class AddressRange:
         There is no memory yet: nothing may be written or read.
         """
         with torch.cuda.device(self._device):  # a pool is one of the current GPU
-            _refuse_open_capture()
             pool = torch.cuda.MemPool(_allocator())
         _ops.open_range(self.base)
         try:

@@ -18,7 +18,7 @@ from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.trained_rows import TrainedRows
-from speedtorch.torch_internals import as_plain, tree_leaves, tree_map
+from speedtorch.torch_internals import as_plain, capturing, tree_leaves, tree_map
 
 __all__ = ["GraphedStep", "graphed"]
 
@@ -125,7 +125,7 @@ class _Captured(GraphedStep):
         # On one stream with the warm-ups, as nodes of autograd that are still alive belong to it.
         with (
             _told_apart(),
-            torch.cuda.graph(self._graph, stream=side),
+            capturing(self._graph, side),
             ExitStack() as foreseen,
         ):
             for module, parts in self._next.items():

@@ -112,30 +112,6 @@ def test_torchs_pool_is_one_of_the_gpu(
     assert of_pools == [GPU.index]
 
 
-@pytest.mark.parametrize(
-    ("told", "raised"),
-    [
-        ("captures_underway.empty() INTERNAL ASSERT FAILED", "within the capture of a CUDA graph"),
-        ("CUDA error: an illegal memory access", "an illegal memory access"),
-    ],
-)
-def test_no_pool_is_made_that_could_not_go_again(
-    told: str, raised: str, driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch ends the process when a pool goes while its allocator is within a capture."""
-
-    def empty_cache() -> None:
-        raise RuntimeError(told)
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda _: pytest.fail("a pool was made"))
-    made = AddressRange(MIB, GPU)
-    with pytest.raises(RuntimeError, match=raised), made.allocating():
-        pass
-    assert made.nbytes == 0
-
-
 @pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize("owner_first", [False, True])
 def test_a_range_goes_with_its_owner_and_its_last_segment(

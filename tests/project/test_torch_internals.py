@@ -69,7 +69,9 @@ def test_every_part_has_a_test() -> None:
         "annotations",
         "cache",
         "cast",
+        "contextmanager",
         "partial",
+        "suppress",
         "timedelta",
         "wraps",
     }
@@ -362,6 +364,23 @@ def test_current_stream() -> None:
         with torch.cuda.stream(side):
             assert torch_internals.current_stream(device) == side
             assert torch_internals.current_stream(device) is torch_internals.current_stream(device)
+
+
+@NEEDS_GPU
+def test_capturing() -> None:
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    graph, value = torch.cuda.CUDAGraph(), torch.ones(3, device="cuda")
+    with torch_internals.capturing(graph, side):
+        value += 1
+    graph.replay()
+    assert value.tolist() == [2, 2, 2]
+    for fails in (lambda: side.wait_stream(other), lambda: 1 // 0):
+        with (
+            pytest.raises((RuntimeError, ZeroDivisionError)),
+            torch_internals.capturing(torch.cuda.CUDAGraph(), side),
+        ):
+            fails()
+        torch.cuda.MemPool()  # ends the process where the allocator is within a capture
 
 
 def test_storage_uses() -> None:
