@@ -8,8 +8,9 @@
 namespace speedtorch {
 
 // exchange_rows of one table: `evict` are the ids of the first rows of leaving, `load` of arriving.
+// Unless it `evicts`, rows in both lists are loaded from `leaving`, and none is written to the host.
 void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-              const Tensors& arriving, const Tensor& load);
+              const Tensors& arriving, const Tensor& load, bool evicts);
 // Both on the CPU, of one shape and dtype; `to` is contiguous.
 void copy_ids(const Tensor& index, const Tensor& to);
 // The op.

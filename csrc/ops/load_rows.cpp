@@ -27,9 +27,10 @@ Tensor first(const Tensor& list, int64_t count) {
 }
 
 // A row of each of the ids `load`, field by field, as those of `leaving` are held; the first rows
-// of `leaving` go to the ids `evict`.
+// of `leaving` go to the ids `evict`, or with `evicts` false are the newest copy of these rows and
+// are not written.
 Tensors load_rows(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-                  const Tensor& load) {
+                  const Tensor& load, bool evicts) {
   constexpr const char* kOp = "load_rows";
   const Arguments all(kOp, {read("leaving", leaving), read("load", load)});
   Tensors made;
@@ -39,7 +40,7 @@ Tensors load_rows(const Tensors& host, const Tensors& leaving, const Tensor& evi
     shape[0] = load.numel();
     made.push_back(new_tensor(kOp, shape, leaving[k].scalar_type(), leaving[k]));
   }
-  exchange(host, leaving, evict, made, load);
+  exchange(host, leaving, evict, made, load, evicts);
   return made;
 }
 
@@ -93,13 +94,13 @@ Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64
 
 // As count_batch, with rows as load_rows gives them behind the ids.
 Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-                   const Tensor& index, int64_t rows, int64_t padding) {
+                   const Tensor& index, int64_t rows, int64_t padding, bool evicts) {
   constexpr const char* kOp = "load_batch";
   const Arguments all(kOp, {written("host", host, false), read("index", index)});
   check_fields(kOp, "leaving", leaving.size());
   all.check_memory();
   Tensors made = count_batch(index, leaving[0], rows, padding);
-  const Tensors found = load_rows(host, leaving, evict, made[kLoaded]);
+  const Tensors found = load_rows(host, leaving, evict, made[kLoaded], evicts);
   made.insert(made.begin() + kLoaded + 1, found.begin(), found.end());
   return made;
 }
@@ -108,10 +109,11 @@ Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& ev
 const Ops kOps{
     {"count_batch(Tensor index, Tensor like, int rows, int padding) -> Tensor[]",
      TORCH_BOX(&count_batch)},
-    {"load_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor load) -> Tensor[]",
+    {"load_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor load, bool "
+     "evicts=True) -> Tensor[]",
      TORCH_BOX(&load_rows)},
     {"load_batch(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor index, int rows, "
-     "int padding) -> Tensor[]",
+     "int padding, bool evicts=True) -> Tensor[]",
      TORCH_BOX(&load_batch)},
 };
 

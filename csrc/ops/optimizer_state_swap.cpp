@@ -198,9 +198,12 @@ class RowMover {
   int64_t host_bytes_;
 };
 
-// `write_through`: rows in both lists are written to the host as well.
+// Which rows of the list to evict are written to the host: all but those in both lists, all of them,
+// or none, where the list says only what is loaded from its side.
+enum class Evicts { kOthers, kAll, kNone };
+
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
-                       bool write_through) {
+                       Evicts evicts) {
   int64_t record_bytes = 1;
   for (const SwapField& field : table.fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
@@ -222,11 +225,12 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
       }
     }
   });
+  if (evicts == Evicts::kNone) return;
   parallel_for(0, evict.count, entries_per_task, [&](int64_t begin, int64_t end) {
     AscendingSearch loaded(load, evict.unique[begin]);
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];
-      if (!write_through && loaded.find(id) != nullptr) continue;
+      if (evicts == Evicts::kOthers && loaded.find(id) != nullptr) continue;
       for (size_t k = 0; k < table.fields.size(); ++k) {
         const SwapField& field = table.fields[k];
         RowMover(field).evict(table.row(k, id), field.leaving.row(evict.place(m)));
@@ -236,10 +240,10 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
 }
 
 void swap_on_cpu(const std::vector<SwapTable>& tables, const PlanView& evict, const PlanView& load,
-                 bool write_through = false) {
+                 Evicts evicts = Evicts::kOthers) {
   for (const SwapTable& table : tables) {
     swap_table_on_cpu(table, part_of(evict, table.first, table.end()),
-                      part_of(load, table.first, table.end()), write_through);
+                      part_of(load, table.first, table.end()), evicts);
   }
 }
 
@@ -303,9 +307,10 @@ void launch_swaps(const Tensors& host, const std::vector<SwapTable>& tables, con
   }
 }
 
-// Lists with places (`placed` is not null) have no status yet.
+// Lists with places (`placed` is not null) have no status yet. Rows in both lists are written to the
+// host as `placed` says.
 void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, PlanView evict,
-                 PlanView load, const PlacedLists* placed, const Tensor& on,
+                 PlanView load, const PlacedLists* placed, Evicts evicts, const Tensor& on,
                  const CurrentStream& stream, const Arguments& all) {
   if constexpr (kWithCuda) {
     const int64_t rows = tables.back().end();
@@ -331,6 +336,7 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, Plan
                                  stream.get()),
                kOp);
     all.mark_written();
+    if (evicts == Evicts::kNone) evict.count = 0;
     if (cached == nullptr) return launch_swaps(host, tables, {evict, load, scratch}, stream);
     SwapPart of_host{.fields = nullptr, .rows = rows, .lists = {}};
     SwapPart of_cache{.fields = nullptr, .rows = cached->end(), .lists = {}};
@@ -399,7 +405,7 @@ CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t 
 template <typename Take, typename Put>
 void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& evict,
                  const Tensors& arriving, const PlanView& load, const Take& take, const Put& put,
-                 const Arguments& all) {
+                 Evicts evicts, const Arguments& all) {
   Tensors left, arrived;
   for (size_t k = 0; k < host.size(); ++k) {
     left.push_back(copy_to_cpu(kOp, take(leaving[k])));
@@ -410,7 +416,7 @@ void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& ev
   const std::vector<SwapTable> tables =
       check_tables(host, 1, left, arrived, evict.count, load.count);
   all.mark_written();
-  swap_on_cpu(tables, evict, load);
+  swap_on_cpu(tables, evict, load, evicts);
   for (size_t k = 0; k < host.size(); ++k) put(arriving[k], arrived[k]);
 }
 
@@ -458,7 +464,7 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
         [&](const Tensor& side, const Tensor& staged) {
           copy(kOp, staged, first_rows(side, arrive.count), false);
         },
-        all);
+        Evicts::kOthers, all);
   }
   // Ids on the CPU are checked there, for repetitions too.
   if (evict_ids.on_cpu) plan_on_cpu("evict", evict_ids, std::nullopt, rows);
@@ -469,7 +475,8 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   };
   const RowIds leaves = plan_on_gpu("evict", evict_ids, evict_plan);
   const RowIds arrives = plan_on_gpu("load", load_ids, load_plan);
-  swap_on_gpu(host, tables, leaves.view.plan, arrives.view.plan, nullptr, on, stream, all);
+  swap_on_gpu(host, tables, leaves.view.plan, arrives.view.plan, nullptr, Evicts::kOthers, on, stream,
+              all);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -589,15 +596,17 @@ void put_rows_at(const Tensor& side, const PlacedList& list, const Tensor& stage
 
 // With counts, rows in both lists are written to the host as well, so that the caller may discard
 // the loaded rows. On a GPU a bad entry stops all others, or alone is not moved. `cache`: the
-// fields of slots, of one table; `hot`: the slot and the uses of each of its rows.
+// fields of slots, of one table; `hot`: the slot and the uses of each of its rows. Unless it
+// `evicts`, no row is written to the host.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const std::optional<Tensor>& evict_places,
                     const std::optional<Tensor>& evict_count, const Tensors& arriving,
                     const Tensor& load, const std::optional<Tensor>& load_places,
                     const std::optional<Tensor>& load_count, bool all_or_none,
-                    const Tensors& cache = {}, const std::optional<Tensor>& hot = std::nullopt) {
+                    const Tensors& cache = {}, const std::optional<Tensor>& hot = std::nullopt,
+                    bool evicts = true) {
   const Arguments all(
-      kOp, {written("host", host, evict.numel() > 0), written("cache", cache, evict.numel() > 0),
+      kOp, {written("host", host, evicts && evict.numel() > 0), written("cache", cache, evict.numel() > 0),
             written("hot", hot, load.numel() > 0), read("leaving", leaving), read("evict", evict),
             read("evict_places", evict_places), read("evict_count", evict_count),
             written("arriving", arriving, load.numel() > 0), read("load", load),
@@ -622,12 +631,13 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
     throw_value_error(kOp, "evict_count and load_count go together");
   }
   all.check_memory();
+  const Evicts which = !evicts ? Evicts::kNone : counted ? Evicts::kAll : Evicts::kOthers;
   const int64_t rows = tables.back().end();
   if (on.is_cpu()) {
     const PlanView evicted = view_placed_on_cpu(leaves, rows, all_or_none);
     const PlanView loaded = view_placed_on_cpu(arrives, rows, all_or_none);
     all.mark_written();
-    return swap_on_cpu(tables, evicted, loaded, counted);
+    return swap_on_cpu(tables, evicted, loaded, which);
   }
   const CurrentStream stream(kOp, on);
   if (all_mapped(host, tables, stream)) {
@@ -636,7 +646,8 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
                              .evict_count = counted ? data_of(*evict_count) : nullptr,
                              .load_count = counted ? data_of(*load_count) : nullptr,
                              .all_or_none = all_or_none};
-    return swap_on_gpu(host, tables, leaves.view(), arrives.view(), &placed, on, stream, all);
+    return swap_on_gpu(host, tables, leaves.view(), arrives.view(), &placed, which, on, stream,
+                       all);
   }
   if (counted || hot || tables.size() > 1) {
     throw_value_error(kOp, "a host field is in pageable memory, which takes the host, and ",
@@ -659,7 +670,7 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
       host, leaving, evicted, arriving, loaded,
       [&](const Tensor& side) { return rows_at(side, leaves, stream); },
       [&](const Tensor& side, const Tensor& staged) { put_rows_at(side, arrives, staged, stream); },
-      all);
+      which, all);
 }
 
 void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evict,
@@ -704,9 +715,9 @@ void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, c
 }  // namespace
 
 void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-              const Tensors& arriving, const Tensor& load) {
-  exchange_rows(host, leaving, evict, std::nullopt, arriving, load, std::nullopt, 1, std::nullopt,
-                std::nullopt);
+              const Tensors& arriving, const Tensor& load, bool evicts) {
+  swap_at_places(host, 1, leaving, evict, std::nullopt, std::nullopt, arriving, load, std::nullopt,
+                 std::nullopt, false, {}, std::nullopt, evicts);
 }
 
 namespace {

@@ -19,12 +19,16 @@ __all__ = ["CachedStore"]
 class CachedStore(RowStore):
     """As RowStore, with a cache of so many bytes on the device.
 
+    Rows leave for it at once: most of them do not cross the link.
+
     Args:
         name: What errors call it.
         table, held_dtype, rounding: As for RowStore.
         nbytes: Of the cache's rows and their ids.
         members: Ids of the rows that have the slots, as for HotRows.
     """
+
+    can_wait = False
 
     def __init__(
         self,
@@ -56,9 +60,17 @@ class CachedStore(RowStore):
         return rows
 
     def load_batch(
-        self, names: Iterable[str], leaving: Block, ids: Tensor, rows: int, padding: int
+        self,
+        names: Iterable[str],
+        leaving: Block,
+        ids: Tensor,
+        rows: int,
+        padding: int,
+        *,
+        evicts: bool = True,
     ) -> list[Tensor]:
-        """As RowStore.load_batch."""
+        """As RowStore.load_batch, which must evict."""
+        assert evicts
         made = count_batch(ids, leaving.ids, rows, padding)
         return [*made[:7], *self.load(names, leaving, made[6]), *made[7:]]
 

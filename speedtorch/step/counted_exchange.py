@@ -79,15 +79,28 @@ class CountedExchange(Exchange):
 
     def _begun_alone(self, ids: Tensor) -> Step:
         copy, held = self._all_leaving()
-        load = partial(self._store.load_batch, self.fields, held)
+        # If rows joined the step before, rows will probably join this one: rows that leave and
+        # rows that join then cross the link at once, and the lookup that counts them need not wait
+        # for the former.
+        waits = self.now.moved > 0 and copy is Copy.DIRTY and self._store.can_wait
+        load = partial(self._store.load_batch, self.fields, held, evicts=not waits)
         batch = LoadedBatch(ids, self._named_rows, self.device, self._padding, load, self.name)
-        return self.now.after(batch, batch.ids, batch.brought, set(), is_told=False, copy=copy)
+        leaving = held if waits else None
+        return self.now.after(
+            *(batch, batch.ids, batch.brought, set()),
+            is_told=False,
+            copy=copy,
+            leaving=leaving,
+            waits=waits,
+        )
 
     def _all_leaving(self) -> tuple[Copy, Block]:
         """The rows of now that leave where others take their place, and how those are then.
 
         Those that stay have not been in the table in between.
         """
+        if self.now.transfer is not None:  # rows that waited for a lookup that has not come
+            self.complete(ahead=False)
         self._drop_prefetched()
         if (now := self.now).copy is Copy.DIRTY:
             return Copy.DIRTY, Block(self._view.rows_of(now), now.ids)
@@ -109,14 +122,18 @@ class CountedExchange(Exchange):
         if batch.brings == 0:
             return self.now.with_batch(batch, is_planned=is_planned)
         self._drop_prefetched()
-        now, load = self.now, batch.arriving[0][: batch.brings]
+        now, load, leaving = self.now, batch.arriving[0][: batch.brings], None
+        if isinstance(now.transfer, PendingTransfer):
+            leaving = now.transfer.leaving
+        assert leaving is None or isinstance(leaving, Block)
         ids, before, places, *rows = merge_rows(self._view.rows_of(now), now.ids, load)
-        self._store.exchange(self._view.kept.fields, None, Block(rows, load, places))
+        self._store.exchange(self._view.kept.fields, leaving, Block(rows, load, places))
         gradient = self._view.parameter.grad if self._view.has_gradient() else None
         return now.with_batch(batch, is_planned=is_planned)._replace(
             ids=ids,
             rows=rows,
             places={},
+            transfer=None,
             moved=len(now.batches),
             gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),
         )

@@ -270,10 +270,11 @@ class Exchange(ABC):
         if self.now.stepped:
             self.now = self.now._replace(stepped=False)
 
-    def complete(self, *, ahead: bool = True) -> None:
+    def complete(self, *, ahead: bool = True, looks_up: bool = False) -> None:
         """Finishes what belongs to the step of now.
 
-        With `ahead` rows of the batch after it are sent for as well, if it is planned.
+        With `ahead` rows of the batch after it are sent for as well, if it is planned. `looks_up`:
+        as due() says.
         """
         view = self._view
         view.collect()
@@ -284,11 +285,11 @@ class Exchange(ABC):
         now = self.now
         if self._on_gpu:
             self._memory_stream.follow(self._tensors)
-        pending = None if now.transfer is None else due(now.transfer, ahead=ahead)
+        pending = now.transfer and due(now.transfer, ahead=ahead, looks_up=looks_up)
         if view.rows is not now.rows or pending is not None:
             if torch.is_inference_mode_enabled():  # rows that are held next could not be trained
                 with torch.inference_mode(False):
-                    return self.complete(ahead=ahead)
+                    return self.complete(ahead=ahead, looks_up=looks_up)
             view.show(now)
             if pending is not None:
                 self._send(pending, ahead)
@@ -492,7 +493,7 @@ class Exchange(ABC):
         """Completes the step of now; whether it is over, so that these ids begin another."""
         self._is_idle = False
         self._before_lookup()
-        self.complete()
+        self.complete(looks_up=True)
         is_over = self.now.stepped or self.is_over()
         if self.now.before is not None:
             # Rows that were brought for other ids than are asked for are those of no step.
@@ -522,7 +523,7 @@ class Exchange(ABC):
             seen = {(0, 0)} if is_part and len(told.parts) == 1 else set()
             told.count()  # bad ids change nothing
             self.now = self._begun(told, seen, is_told=True, prefetches=batch is not None)
-        self.complete()
+        self.complete(looks_up=True)
         return told, announced
 
     def _extend(self, parts: Sequence[Tensor], *, is_planned: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -85,7 +85,10 @@ class RowStore:
     Attributes:
         rows, row_shape: Of the weight.
         held_dtype: As given.
+        can_wait: Whether load_batch() may leave rows to the caller.
     """
+
+    can_wait: ClassVar[bool] = True
 
     def __init__(
         self, table: LazyTable, held_dtype: torch.dtype, rounding: Rounder | None = None
@@ -122,12 +125,22 @@ class RowStore:
             return load_rows(homes, leaving.rows, leaving.ids, ids)
 
     def load_batch(
-        self, names: Iterable[str], leaving: Block, ids: Tensor, rows: int, padding: int
+        self,
+        names: Iterable[str],
+        leaving: Block,
+        ids: Tensor,
+        rows: int,
+        padding: int,
+        *,
+        evicts: bool = True,
     ) -> list[Tensor]:
-        """As load, of ids `[n]` on the CPU that are planned first; gives what the op gives."""
+        """As load, of ids `[n]` that are planned first; gives what the op gives.
+
+        Unless it `evicts`, the caller writes the rows of `leaving` to the table later.
+        """
         homes = self.fields(names)
-        with self._writing(leaving):
-            return load_batch(homes, leaving.rows, leaving.ids, ids, rows, padding)
+        with self._writing(leaving if evicts else None):
+            return load_batch(homes, leaving.rows, leaving.ids, ids, rows, padding, evicts)
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
         """As `exchange`, of so many rows as the device says.

@@ -48,13 +48,18 @@ class PendingTransfer(NamedTuple):
     """Rows of the step before that have yet to be written to the table."""
     prefetches: bool
     """Whether the rows of the batch that was planned after this step's are to be read."""
+    waits: bool = False
+    """Whether it is queued together with the next lookup's rows, if the step has another lookup."""
 
 
-def due(transfer: object, *, ahead: bool) -> PendingTransfer | None:
-    """The transfer if it is to be queued now; without `ahead` only for the rows that leave."""
-    if isinstance(transfer, PendingTransfer) and (ahead or transfer.leaving is not None):
-        return transfer
-    return None
+def due(transfer: object, *, ahead: bool, looks_up: bool = False) -> PendingTransfer | None:
+    """The transfer if it is to be queued now; without `ahead` only for the rows that leave.
+
+    `looks_up`: A lookup asks, whose rows may join the step.
+    """
+    if not isinstance(transfer, PendingTransfer) or (looks_up and transfer.waits):
+        return None
+    return transfer if ahead or transfer.leaving is not None else None
 
 
 class Prefetched(NamedTuple):
@@ -145,17 +150,18 @@ class Step(NamedTuple):
         copy: Copy,
         leaving: Block | Counted | None = None,
         prefetches: bool = False,
+        waits: bool = False,
         before: Step | None = None,
         captured: bool = False,
     ) -> Step:
         """The step after this one, of a batch whose rows these are.
 
-        `is_told`: the batch was announced or planned by a loop. `leaving`, `prefetches`: as
-        PendingTransfer says.
+        `is_told`: the batch was announced or planned by a loop. `leaving`, `prefetches`, `waits`:
+        as PendingTransfer says.
         """
         transfer = None
         if leaving is not None or prefetches:
-            transfer = PendingTransfer(leaving, prefetches)
+            transfer = PendingTransfer(leaving, prefetches, waits)
         return Step(
             self.number + 1,
             ids,
@@ -219,7 +225,7 @@ class Step(NamedTuple):
         """The step with no rows of another batch, on their way or to be sent for."""
         kept = None
         if isinstance(self.transfer, PendingTransfer) and self.transfer.leaving is not None:
-            kept = PendingTransfer(self.transfer.leaving, prefetches=False)
+            kept = self.transfer._replace(prefetches=False)
         return self if kept is self.transfer else self._replace(transfer=kept)
 
     def unseen(self) -> list[tuple[int, int]]:

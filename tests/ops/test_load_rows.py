@@ -67,6 +67,24 @@ def test_rows_of_both_lists_are_carried_and_others_come_from_the_table(
         assert_same_bytes(mine, expected)
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_rows_that_do_not_leave_are_carried_and_the_table_stays(pinned: bool, device: str) -> None:
+    host, evict, index = table(pinned=pinned and device == "cuda"), some(300, 2), some(700, 3)
+    before = [field.clone() for field in host]
+    lists = left(300, device), evict.to(device)
+    planned = load_batch(host, *lists, index.to(device, copy=True), ROWS, -1, False)
+    alone = load_rows(host, *lists, index.to(device), False)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    carried = torch.isin(index, evict)
+    for number, (field, old) in enumerate(zip(host, before, strict=True)):
+        assert_same_bytes(field, old)
+        expected = old[index]
+        expected[carried] = 7
+        assert_same_bytes(planned[7 + number].cpu(), expected)
+        assert_same_bytes(alone[number].cpu(), expected)
+
+
 # Of the rows and of the ids.
 PLACES = [("cpu", "cpu"), *(pytest.param("cuda", ids, marks=NEEDS_GPU) for ids in ("cpu", "cuda"))]
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from reference import assert_same_bytes
+from torch import Tensor, nn
 
 import speedtorch
 from speedtorch.memory.side_stream import SideStream
+from speedtorch.step.row_store import Block, RowStore
 
 Reads = Callable[[speedtorch.Embedding], object]
 IDS = torch.tensor([1, 2])
@@ -44,6 +48,131 @@ def test_who_reads_waits_for_rows_on_their_way(
     travel.end = object()  # type: ignore[assignment]
     read(embedding)
     assert joined == [travel]
+
+
+class Crossings:
+    """Which rows each exchange of a module writes to the table, and which it loads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[list[int], list[int]]] = []
+        load_batch, exchange = RowStore.load_batch, RowStore.exchange
+
+        def load(
+            self: RowStore, names: Any, held: Block, ids: Tensor, *given: Any, evicts: bool = True
+        ) -> list[Tensor]:
+            crossings.seen.append((held.ids.tolist() if evicts else [], ids.unique().tolist()))
+            return load_batch(self, names, held, ids, *given, evicts=evicts)
+
+        def move(self: RowStore, names: Any, leaving: Block | None, arriving: Block | None) -> None:
+            both = ([] if each is None else each.ids.tolist() for each in (leaving, arriving))
+            crossings.seen.append((next(both), next(both)))
+            exchange(self, names, leaving, arriving)
+
+        crossings = self
+        monkeypatch.setattr(RowStore, "load_batch", load)
+        monkeypatch.setattr(RowStore, "exchange", move)
+
+    def taken(self) -> list[tuple[list[int], list[int]]]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+class Pair:
+    """Ours and torch's, with Adam and one step of two lookups behind them."""
+
+    def __init__(self, device: str) -> None:
+        self.plain = nn.Embedding(10, 2)
+        self.ours = speedtorch.Embedding.from_module(self.plain, device=device)
+        self.adam = torch.optim.Adam(self.ours.parameters())
+        speedtorch.attach(self.adam, self.ours)
+        self.device = device
+        self.batches: list[list[list[int]]] = []
+        self.step([1, 2], [3, 4, 4])
+
+    def look_up(self, *parts: list[int]) -> Tensor:
+        self.batches.append(list(parts))
+        looked_up = [self.ours(torch.tensor(part, device=self.device)) for part in parts]
+        return torch.stack([rows.square().sum() for rows in looked_up]).sum()
+
+    def step(self, *parts: list[int]) -> None:
+        self.finish(self.look_up(*parts))
+
+    def finish(self, loss: Tensor) -> None:
+        self.adam.zero_grad()
+        loss.backward()
+        self.adam.step()
+
+    def assert_exact(self) -> None:
+        """As the same Adam trains, on each batch's rows alone, the rows of torch's module."""
+        weight = self.plain.weight.detach().clone()
+        state = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        for number, parts in enumerate(self.batches):
+            ids = torch.tensor(sum(parts, [])).unique()
+            rows = nn.Parameter(weight[ids].to(self.device))
+            adam = torch.optim.Adam([rows])
+            kept = {name: each[ids].to(self.device) for name, each in state.items()}
+            adam.state[rows] = {"step": torch.tensor(float(number)), **kept}
+            places = [torch.searchsorted(ids, torch.tensor(part)) for part in parts]
+            found = [nn.functional.embedding(at.to(self.device), rows) for at in places]
+            torch.stack([each.square().sum() for each in found]).sum().backward()
+            adam.step()
+            weight[ids] = rows.detach().cpu()
+            for name, each in state.items():
+                each[ids] = adam.state[rows][name].cpu()
+        assert_same_bytes(self.ours.table["weight"][:], weight)
+        for name, each in state.items():
+            assert_same_bytes(self.ours.table[name][:], each)
+
+
+def test_rows_leave_with_those_that_join_the_next_step(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, crossings = Pair(device), Crossings(monkeypatch)
+    pair.step([1, 5], [4, 6], [5])
+    assert crossings.taken() == [([], [1, 5]), ([1, 2, 3, 4], [4, 6])]
+    pair.assert_exact()
+
+
+def test_rows_leave_before_a_step_whose_rows_none_join(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, crossings = Pair(device), Crossings(monkeypatch)
+    pair.step([1, 5])
+    assert crossings.taken() == [([], [1, 5]), ([1, 2, 3, 4], [])]
+    pair.step([2, 5], [7])  # none joined the step before: they leave at once
+    assert crossings.taken() == [([1, 5], [2, 5]), ([], [7])]
+    pair.assert_exact()
+
+
+def test_rows_leave_before_a_lookup_that_begins_another_step(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, crossings = Pair(device), Crossings(monkeypatch)
+    pair.look_up([1, 5])  # nobody keeps its graph
+    pair.batches.pop()
+    pair.step([2, 6], [7])
+    assert crossings.taken()[:2] == [([], [1, 5]), ([1, 2, 3, 4], [])]
+    pair.assert_exact()
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_rows_leave_before_a_reader_of_the_table(
+    read: Reads, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, crossings = Pair(device), Crossings(monkeypatch)
+    loss = pair.look_up([1, 5])
+    read(pair.ours)
+    assert ([1, 2, 3, 4], []) in crossings.taken()
+    pair.finish(loss)
+    pair.assert_exact()
+
+
+def test_rows_of_a_cache_leave_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(device)
+    speedtorch.cache(pair.ours, "1KiB")
+    pair.step([1, 5], [4, 6], [5])
+    pair.step([2, 5], [7])
+    pair.assert_exact()
 
 
 @NEEDS_GPU
