@@ -74,58 +74,58 @@ MUTANTS = [
     # ---- exchange.py: rows that leave, stay and arrive
     Mutant(
         "rows that join a step make the others clean",
-        "step/counted_exchange.py",
+        "step/counted_memory.py",
         "            moved=len(now.batches),\n",
         "            moved=len(now.batches),\n            copy=Copy.CLEAN,\n",
     ),
     Mutant(
         "a flush forgets that the step is over",
-        "step/counted_exchange.py",
+        "step/counted_memory.py",
         "_replace(copy=Copy.STALE if changes else Copy.CLEAN)",
         "_replace(copy=Copy.STALE if changes else Copy.CLEAN, stepped=False)",
     ),
     Mutant(
         "a flush leaves the table stale in silence",
-        "step/counted_exchange.py",
+        "step/counted_memory.py",
         "now._replace(copy=Copy.STALE if changes else Copy.CLEAN)",
         "now._replace(copy=Copy.CLEAN)",
     ),
     Mutant(
         "rows that became others in the table are not read again",
-        "step/exchange.py",
+        "step/held_rows.py",
         "        if self.now.copy is Copy.STALE:\n            self.show_anew()\n",
         "",
     ),
     Mutant(
         "rows that are read again lose their gradient",
-        "step/exchange.py",
+        "step/held_rows.py",
         "copy=Copy.CLEAN, gradient=gradient)",
         "copy=Copy.CLEAN, gradient=None)",
     ),
     Mutant(
         "rows that stay in the next step count as the table's",
-        "step/counted_exchange.py",
+        "step/counted_memory.py",
         "            return Copy.DIRTY, Block(",
         "            return Copy.CLEAN, Block(",
     ),
     Mutant(
         "rows that an interrupted step wrote to count as the table's",
-        "step/exchange.py",
-        "        if is_changed and self.now.copy is not Copy.DIRTY:\n"
-        "            self.now = self.now._replace(copy=Copy.DIRTY)\n",
+        "step/stepped_rows.py",
+        "        if is_changed and held.now.copy is not Copy.DIRTY:\n"
+        "            held.take(held.now._replace(copy=Copy.DIRTY))\n",
         "",
         "tests/step/test_embedding_interrupts.py"
         "::test_an_interrupt_within_torchs_step_leaves_what_it_leaves_of_plain_rows",
     ),
     Mutant(
         "rows that an optimizer stepped are not over",
-        "step/exchange.py",
+        "step/stepped_rows.py",
         "now._replace(copy=copy, stepped=True)",
         "now._replace(copy=copy)",
     ),
     Mutant(
         "a step with no gradient is over all the same",
-        "step/exchange.py",
+        "step/stepped_rows.py",
         "stepped = number == now.number and (has_gradient or written)",
         "stepped = number == now.number",
         "tests/step/test_embedding_steps.py"
@@ -133,58 +133,65 @@ MUTANTS = [
     ),
     Mutant(
         "state of the rows that others join is lost",
-        "step/counted_exchange.py",
-        "merge_rows(self._view.rows_of(now), now.ids, load)",
+        "step/counted_memory.py",
+        "merge_rows(held.view.rows_of(now), now.ids, load)",
         "merge_rows([each * (k < 1) for k, each in enumerate(now.rows)], now.ids, load)",
     ),
     Mutant(
         "a gradient is lost while rows join",
-        "step/counted_exchange.py",
+        "step/counted_memory.py",
         "gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),",
         "gradient=None,",
     ),
     # ---- exchange.py: batches that are planned ahead
     Mutant(
         "rows that arrived ahead count as the table's",
-        "step/counted_exchange.py",
-        "transfer, leaving, copy = self.now.transfer, None, Copy.DIRTY",
-        "transfer, leaving, copy = self.now.transfer, None, Copy.CLEAN",
+        "step/counted_memory.py",
+        "transfer, leaving, copy = held.now.transfer, None, Copy.DIRTY",
+        "transfer, leaving, copy = held.now.transfer, None, Copy.CLEAN",
     ),
     Mutant(
         "rows that arrived ahead are dropped, not written",
-        "step/counted_exchange.py",
-        "        self._store.exchange(self._view.kept.fields, arrived, None)\n",
+        "step/counted_memory.py",
+        "        self.held.store.exchange(self.held.fields, arrived, None)\n",
         "",
         "tests/nn/test_prefetch.py"
         "::test_rows_that_went_from_one_step_to_a_batch_ahead_are_not_lost",
     ),
     Mutant(
         "a flush leaves what arrived ahead",
-        "step/exchange.py",
-        "        self._drop_prefetched()\n        self.now = self._written_back(",
-        "        self.now = self._written_back(",
+        "step/held_rows.py",
+        "        self.drop_prefetched()\n        self.now = self.memory.written_back(",
+        "        self.now = self.memory.written_back(",
     ),
     Mutant(
         "rows that stay beside those that arrived ahead are taken from other places",
-        "step/counted_exchange.py",
+        "step/counted_memory.py",
         "carry_rows(rows, places, old, taken_from)",
         "carry_rows(rows, places, old, taken_from.flip(0))",
     ),
     Mutant(
         "state of rows that stay beside those that arrived ahead is lost",
-        "step/counted_exchange.py",
+        "step/counted_memory.py",
         "carry_rows(rows, places, old, taken_from)",
         "carry_rows(rows[:1], places, old[:1], taken_from)",
     ),
     Mutant(
         "rows that are owed to the table are not written",
-        "step/counted_exchange.py",
-        "self._store.exchange(self._view.kept.fields, leaving, arriving)",
-        "self._store.exchange(self._view.kept.fields, None, arriving)",
+        "step/counted_memory.py",
+        "held.store.exchange(held.fields, leaving, arriving)",
+        "held.store.exchange(held.fields, None, arriving)",
+    ),
+    Mutant(
+        "rows that wait for rows to join are not written",
+        "step/counted_memory.py",
+        "held.store.exchange(held.fields, leaving, Block(rows, load, places))",
+        "held.store.exchange(held.fields, None, Block(rows, load, places))",
+        "tests/step/test_rows_on_their_way.py::test_rows_leave_with_those_that_join_the_next_step",
     ),
     Mutant(
         "rows that are owed are written from the first places",
-        "step/counted_exchange.py",
+        "step/counted_memory.py",
         "Block(old, *batch.leaving)",
         "Block(old, batch.leaving[0])",
     ),
@@ -198,8 +205,8 @@ MUTANTS = [
     Mutant(
         "announced rows do not join a planned batch",
         "step/exchange.py",
-        "self._extend(parts, is_planned=True)\n            self._announced.forget()\n",
-        "pass\n            self._announced.forget()\n",
+        "self.extend(parts, is_planned=True)\n            held.announced.forget()\n",
+        "pass\n            held.announced.forget()\n",
     ),
     Mutant(
         "announced rows do not begin the step",
@@ -210,7 +217,7 @@ MUTANTS = [
     ),
     Mutant(
         "zeros of zero_grad move rows",
-        "step/exchange.py",
+        "step/stepped_rows.py",
         "            view.drop_zeros()\n            gradient = parameter.grad\n",
         "            gradient = parameter.grad\n",
     ),
@@ -248,7 +255,7 @@ MUTANTS = [
     Mutant(
         "state that is attached in a step takes rows from before it",
         "step/trained_rows.py",
-        "        self.exchange.write_back()\n        has_values",
+        "        self.exchange.held.write_back()\n        has_values",
         "        has_values",
         "tests/step/test_embedding_steps.py::test_rows_of_a_step_outlive_an_attach",
     ),
@@ -256,7 +263,7 @@ MUTANTS = [
     Mutant(
         "shortened rows of the step are not written",
         "step/trained_rows.py",
-        "                self.exchange.change()\n",
+        "                self.exchange.held.change()\n",
         "",
     ),
     Mutant(
@@ -268,7 +275,7 @@ MUTANTS = [
     Mutant(
         "evaluation shortens rows of the table, not those of the step",
         "step/trained_rows.py",
-        "            self.exchange.write_back()\n            self._store.write(",
+        "            self.exchange.held.write_back()\n            self._store.write(",
         "            self._store.write(",
     ),
     Mutant(
@@ -280,13 +287,13 @@ MUTANTS = [
     Mutant(
         "a read does not see the step",
         "step/whole_weight.py",
-        "        self.exchange.write_back(changes=False)\n",
+        "        self.exchange.held.write_back(changes=False)\n",
         "",
     ),
     Mutant(
         "announcements of an earlier step are those of this one",
-        "step/exchange.py",
-        "                self.forget_announced()\n                stepped = ",
+        "step/stepped_rows.py",
+        "                held.announced.give_up()\n                stepped = ",
         "                stepped = ",
     ),
     # ---- gradient_sums.py and plan/planned_batch.py
@@ -311,21 +318,21 @@ MUTANTS = [
     ),
     Mutant(
         "a flush writes rows of other places",
-        "step/counted_exchange.py",
-        "            leaving = Block(self._view.rows_of(now), now.ids)\n",
-        "            leaving = Block([each.flip(0) for each in now.rows], now.ids)\n",
+        "step/counted_memory.py",
+        "Block(held.view.rows_of(now), now.ids), None)",
+        "Block([each.flip(0) for each in now.rows], now.ids), None)",
     ),
     # ---- exchange.py and fixed_blocks.py: blocks of one size
     Mutant(
         "rows beyond the count stay what an optimizer made of them",
-        "step/block_exchange.py",
-        "            self._view.put_back(self.now)\n        self._blocks.clear_others()\n",
-        "            self._view.put_back(self.now)\n",
+        "step/block_memory.py",
+        "            self.held.view.put_back(self.held.now)\n        self._blocks.clear_others()\n",
+        "            self.held.view.put_back(self.held.now)\n",
         "tests/nn/test_capacity.py::test_rows_beyond_the_count_are_zeros_before_and_after_a_step",
     ),
     Mutant(
         "rows of a capacity that are stale leave for the table",
-        "step/fixed_exchange.py",
+        "step/fixed_memory.py",
         "                blocks.hold_none()  # the table has them, and perhaps newer ones\n",
         "                pass\n",
     ),
@@ -337,7 +344,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows of a capacity are not read again",
-        "step/block_exchange.py",
+        "step/block_memory.py",
         "        blocks.read_again()\n",
         "",
     ),
@@ -357,7 +364,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows that were announced and not looked up are stepped in silence",
-        "step/exchange.py",
+        "step/planned_steps.py",
         "        if now.stepped or now.before is not None or not self._checks_lookups:\n",
         "        if True:\n",
         "tests/step/test_announcements.py::test_a_step_that_leaves_an_announced_tensor_out_raises",
@@ -365,7 +372,7 @@ MUTANTS = [
     Mutant(
         "a failed backward refuses the lookups after it",
         "step/exchange.py",
-        "        forget_failed_backward(self.device)  # or its lookups count until the next\n",
+        "        forget_failed_backward(held.device)  # or its lookups count until the next\n",
         "",
         "tests/nn/test_capacity.py::test_a_backward_that_fails_refuses_no_lookup_after_it",
     ),

@@ -34,7 +34,7 @@ from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.fair_shares import fair_share
 from speedtorch.parallel.shard import shard
 from speedtorch.plan import fixed_size_batch
-from speedtorch.step import fixed_exchange
+from speedtorch.step import fixed_memory
 from speedtorch.table.row_blocks import rows_of_a_block
 
 TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
@@ -306,7 +306,7 @@ def check_rows_that_were_not_announced() -> None:
 def raised_late() -> Iterator[None]:
     """The CPU raises what is wrong with a batch as late as a GPU does."""
     with ExitStack() as stack:
-        for each in (fixed_size_batch, fixed_exchange, agreement, fixed_requests):
+        for each in (fixed_size_batch, fixed_memory, agreement, fixed_requests):
             stack.enter_context(patch.object(each, "raises_at_once", lambda device: False))
         yield
 

@@ -78,7 +78,7 @@ def check_whose_pace() -> None:
     """Ranks that cannot tell each other times plan ahead; on the CPU no rank does."""
     module = shared()
     assert prefetch_pace.pace_of([module]) is AT_ONCE
-    with patch.object(module.trained_rows.exchange, "device", torch.device("cuda")):
+    with patch.object(module.trained_rows.exchange.held, "device", torch.device("cuda")):
         assert isinstance(prefetch_pace.pace_of([module]), MeasuredPace)
         with patch.object(Ranks.of(), "_board", None):
             assert prefetch_pace.pace_of([shared_like(module)]) is AHEAD

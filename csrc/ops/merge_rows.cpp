@@ -100,7 +100,7 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
   return made;
 }
 
-// For speedtorch/step/counted_exchange.py.
+// For speedtorch/step/counted_memory.py.
 const Ops kOps{
     {"merge_rows(Tensor[] rows, Tensor held, Tensor more) -> Tensor[]", TORCH_BOX(&merge_rows)},
 };

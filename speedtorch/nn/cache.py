@@ -56,7 +56,7 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
             " collection in it"
         )
     for each in modules:  # before the first of them changes
-        each.trained_rows.exchange.refuse_if_captured("changing its cache")
+        each.trained_rows.exchange.memory.refuse_if_captured("changing its cache")
     if nbytes is None:
         for each in modules:
             each.set_cache(None)

@@ -19,7 +19,7 @@ from speedtorch.layers.state_tensors import state_tensors
 from speedtorch.optim.attached_state import AttachedState
 from speedtorch.optim.optimizer_copy import snapshot
 from speedtorch.optim.probe import learn_state
-from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.fixed_memory import FixedMemory
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import as_plain
@@ -189,11 +189,11 @@ def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
 def kept_as_before(
     modules: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
-    exchanges: Mapping[TrainedRows, FixedExchange],
+    memories: Mapping[TrainedRows, FixedMemory],
 ) -> Iterator[None]:
     """What is trained within leaves rows, parameters, states and random numbers as they were."""
-    device = next(iter(exchanges.values())).device
-    held = {id(each.weight) for each in exchanges}
+    device = next(iter(memories.values())).held.device
+    held = {id(each.weight) for each in memories}
     others = [p for each in modules for p in (*each.parameters(), *each.buffers())]
     others += [p for each in optimizers for group in each.param_groups for p in group["params"]]
     tensors = {id(p): p for p in others if id(p) not in held}
@@ -204,14 +204,14 @@ def kept_as_before(
     ]
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
     with as_plain():
-        for exchange in exchanges.values():
-            exchange.stand_still()
+        for memory in memories.values():
+            memory.stand_still()
     try:
         yield
     finally:
         with as_plain():
-            for exchange in exchanges.values():
-                exchange.move_again()
+            for memory in memories.values():
+                memory.move_again()
         torch.set_rng_state(random[0])
         torch.cuda.set_rng_state(random[1], device)
         with torch.no_grad(), as_plain():

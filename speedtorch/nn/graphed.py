@@ -16,7 +16,7 @@ from speedtorch.nn.captured_state import CapturedState, kept_as_before
 from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.optimizer_copy import settings_of
-from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.fixed_memory import FixedMemory
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import as_plain, capturing, tree_leaves, tree_map
 
@@ -101,18 +101,18 @@ class _Captured(GraphedStep):
         modules: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         next_ids: Any,
-        exchanges: Mapping[TrainedRows, FixedExchange],
+        memories: Mapping[TrainedRows, FixedMemory],
     ) -> None:
         super().__init__(step, modules, optimizers, next_ids)
-        self._exchanges = exchanges
-        self._device = next(iter(exchanges.values())).device
+        self._memories = memories
+        self._device = next(iter(memories.values())).held.device
         self._inputs = tree_map(self._own, example)
         self._next = {
             module: [self._own(each) for each in parts] for module, parts in self._named.items()
         }
         # Nodes of autograd that an eager step has left in a cycle would belong to its stream.
         gc.collect()
-        with kept_as_before(modules, optimizers, self._exchanges):
+        with kept_as_before(modules, optimizers, memories):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             # The warm-ups read what the current stream has written, which reads what they write.
             side.wait_stream(torch.cuda.current_stream(self._device))
@@ -129,12 +129,12 @@ class _Captured(GraphedStep):
             ExitStack() as foreseen,
         ):
             for module, parts in self._next.items():
-                exchange = self._exchanges[module.trained_rows]
-                foreseen.enter_context(exchange.foreseeing(parts))
+                memory = memories[module.trained_rows]
+                foreseen.enter_context(memory.foreseeing(parts))
             result = step(*self._inputs)
         # The nodes of autograd belong to the stream of the capture for good.
         self._result = _without_nodes(result)
-        self._state = CapturedState(modules, optimizers, [*exchanges])
+        self._state = CapturedState(modules, optimizers, [*memories])
 
     def _own(self, given: Any) -> Any:
         return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
@@ -143,8 +143,8 @@ class _Captured(GraphedStep):
         if not self._fits(batch):
             return self._step(*batch)
         with as_plain():
-            for exchange in self._exchanges.values():
-                exchange.before_replay()
+            for memory in self._memories.values():
+                memory.before_replay()
         self._state.before_replay()
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
             if _is_tensor(own):
@@ -228,30 +228,30 @@ def _listed(argument: str, given: object, kind: type[_Kind]) -> list[_Kind]:
     return several
 
 
-def _exchanges_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedExchange]:
-    exchanges: dict[TrainedRows, FixedExchange] = {}
+def _memories_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedMemory]:
+    memories: dict[TrainedRows, FixedMemory] = {}
     found = [each for module in modules for each in module.modules() if isinstance(each, RowModule)]
     for each in found:
-        name, exchange = each.trained_rows.name, each.trained_rows.exchange
-        if not isinstance(exchange, FixedExchange):
+        name, memory = each.trained_rows.name, each.trained_rows.exchange.memory
+        if not isinstance(memory, FixedMemory):
             raise ValueError(f"graphed: build {name} with capacity=, the most rows of a step")
         if each.lookups is not each.trained_rows:
             raise NotImplementedError(
                 f"graphed: the rows of {name} are shared out among ranks, whose exchanges are in no"
                 " CUDA graph; train them step by step"
             )
-        exchanges[each.trained_rows] = exchange
+        memories[each.trained_rows] = memory
     if not found:
         raise ValueError(
             "graphed: modules have no speedtorch.Embedding, EmbeddingBag or collection"
         )
-    on_cpu = [each.name for each in exchanges if not each.parameter.is_cuda]
-    if 0 < len(on_cpu) < len(exchanges):
+    on_cpu = [each.name for each in memories if not each.parameter.is_cuda]
+    if 0 < len(on_cpu) < len(memories):
         raise ValueError(
             f"graphed: {on_cpu[0]} holds its rows on the CPU, and others theirs on a GPU, whose"
             " graphs cannot reach it: move all of them to the GPU"
         )
-    return exchanges
+    return memories
 
 
 def graphed(
@@ -315,7 +315,7 @@ def graphed(
         raise TypeError(f"step: expected a function that trains a batch, got {step!r}")
     modules = _listed("modules", modules, nn.Module)
     optimizers = _listed("optimizers", optimizers, Optimizer)
-    exchanges = _exchanges_of(modules)
-    if all(each.parameter.is_cpu for each in exchanges):
+    memories = _memories_of(modules)
+    if all(each.parameter.is_cpu for each in memories):
         return _Uncaptured(step, modules, optimizers, next_ids)
-    return _Captured(step, example, modules, optimizers, next_ids, exchanges)
+    return _Captured(step, example, modules, optimizers, next_ids, memories)

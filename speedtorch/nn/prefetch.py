@@ -68,11 +68,11 @@ class Prefetch(Generic[_Batch]):
             for module in self._modules:
                 end.callback(_end_loop, module, loop)
                 module.trained_rows.claim()
-                is_alone &= module.lookups.exchange.start_loop(loop)
+                is_alone &= module.lookups.steps.start_loop(loop)
             pace = pace_of(self._modules) if is_alone else AT_ONCE
             pace.begin()
             given = self._planned(pace)
-            ahead = max(module.lookups.exchange.ahead for module in self._modules)
+            ahead = max(module.lookups.steps.ahead for module in self._modules)
             window = deque(islice(given, ahead))
             while window:
                 window.extend(islice(given, 1))
@@ -93,7 +93,7 @@ class Prefetch(Generic[_Batch]):
         """Says which planned batch each module's next step may take."""
         with as_plain(), torch.inference_mode(False):
             for module in self._modules:
-                module.lookups.exchange.expect(plans.get(module))
+                module.lookups.steps.expect(plans.get(module))
 
     def _planned(self, pace: Pace) -> Iterator[_Given[_Batch] | Exception]:
         """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
@@ -115,7 +115,7 @@ class Prefetch(Generic[_Batch]):
                         if plans is not None:
                             plans.restart()
                         for module, ids in parts.items():
-                            module.lookups.exchange.refuse_bad(ids)
+                            module.lookups.steps.refuse_bad(ids)
                 yield batch, parts, planned
         except DisagreementError:  # all ranks raise it now
             raise
@@ -147,7 +147,7 @@ class _Plans:
             last |= zip(modules, self._joint[exchange].take_apart(), strict=True)
         with together(alone, trains=True):
             for module, of_module in alone.items():
-                plan_ahead = module.lookups.exchange.plan_ahead
+                plan_ahead = module.lookups.steps.plan_ahead
                 last[module] = plan_ahead(of_module, last.get(module))
         return {module: last[module] for module in parts}
 
@@ -200,7 +200,7 @@ def _end_loop(module: RowModule, loop: _Loop) -> None:
     if sys.is_finalizing():  # torch aborts a Python that ends and makes tensors then
         return
     with as_plain():
-        module.lookups.exchange.end_loop(loop)
+        module.lookups.steps.end_loop(loop)
 
 
 def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:

@@ -137,7 +137,7 @@ _measured: weakref.WeakKeyDictionary[RowModule, MeasuredPace] = weakref.WeakKeyD
 
 def pace_of(modules: Sequence[RowModule]) -> Pace:
     """How a loop over batches of these modules goes; the same for all ranks that share rows out."""
-    devices = {each.trained_rows.exchange.device for each in modules}
+    devices = {each.trained_rows.exchange.held.device for each in modules}
     if all(device.type == "cpu" for device in devices):  # there is no link to hide
         return AT_ONCE
     shared = [each.lookups for each in modules if each.lookups is not each.trained_rows]

@@ -55,7 +55,7 @@ _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
 class Steps(Protocol):
-    """What is told of ids before they are looked up; Exchange says what each does."""
+    """What is told of ids before they are looked up; PlannedSteps says what each does."""
 
     @property
     def ahead(self) -> int:
@@ -90,8 +90,8 @@ class Lookups(Protocol):
     """Looks up rows by their ids; TrainedRows documents the methods."""
 
     @property
-    def exchange(self) -> Steps:
-        """The steps that announced ids join."""
+    def steps(self) -> Steps:
+        """What announced ids, and batches of a loop, are told to."""
 
     @property
     def can_agree(self) -> bool:
@@ -437,7 +437,7 @@ class RowModule(nn.Module):
         """How rows are stored, where lookups give them, and the memory that the table has."""
         memory = self.trained_rows.table.memory or "closed"
         stored = "".join(f"{name}={value!r}, " for name, value in self._stored_as().items())
-        return f"{stored}device={self.trained_rows.exchange.device}, memory={memory}"
+        return f"{stored}device={self.trained_rows.exchange.held.device}, memory={memory}"
 
     def init_(
         self: _Self,
@@ -532,7 +532,7 @@ class RowModule(nn.Module):
             if not self.trained_rows.parameter.requires_grad:
                 return lambda: None
             self.trained_rows.claim()
-            steps = self.lookups.exchange
+            steps = self.lookups.steps
             return partial(steps.announce, steps.plan_announced(ids))
 
     def fail(self, error: Exception, *, announced: int = 0) -> None:
@@ -760,7 +760,7 @@ class RowModule(nn.Module):
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{error}.")
             return
-        self.lookups.exchange.give_up()
+        self.lookups.steps.give_up()
         self.trained_rows.load(value)
 
     def load_rounding(self, key: str, state_dict: Mapping[str, Any]) -> None:

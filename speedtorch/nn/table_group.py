@@ -101,7 +101,7 @@ class TableGroup(RowModule):
 
     def ids_of(self, source: Source, *, planned: bool = False) -> TableIds:
         """Ids of the group's features as rows, looked up or `planned` for that; see TableRanges."""
-        device = self.trained_rows.exchange.device
+        device = self.trained_rows.exchange.held.device
         if self.lookups is self.trained_rows:
             return self.ranges.ids_of(source, device)
         return self.ranges.ids_of_rank(source, device, planned=planned)

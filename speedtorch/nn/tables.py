@@ -131,7 +131,7 @@ class Tables(nn.Module):
                 missing_keys.append(key)
                 continue
             shape = (rows.stop - rows.start, group.embedding_dim)
-            group.lookups.exchange.give_up()
+            group.lookups.steps.give_up()
             try:
                 group.trained_rows.load_some(loadable(key, state_dict[key], shape), rows.start)
             except (TypeError, ValueError) as error:

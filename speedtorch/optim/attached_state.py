@@ -351,13 +351,13 @@ class SavedState:
         for state in self.states:
             rows = state.table_rows
             with rows.turn:
-                rows.exchange.await_step()
-                rows.exchange.complete(ahead=False)
+                rows.exchange.stepping.await_step()
+                rows.exchange.held.complete(ahead=False)
 
     def _bring_home(self) -> None:
         """Called before state is loaded: the rows are in the tables, and of no batch any more."""
         for state in self.states:
-            state.table_rows.exchange.give_up()
+            state.table_rows.exchange.steps.give_up()
             state.table_rows.write_back()
 
 

@@ -173,7 +173,7 @@ class OptimizerStep:
         # All at once: a thread that has the turn of some rows may wait for the end of this call.
         with as_plain(), Turns(*[rows.turn for rows in self._rows]):
             for rows in self._rows:
-                rows.exchange.check_threads()
+                rows.exchange.stepping.check_threads()
             if not were_checked:
                 self._check(looks_up=looks_up)
             self._lent()
@@ -198,7 +198,7 @@ class OptimizerStep:
         for (rows, weight, _), number in zip(self._each(), self._groups, strict=True):
             _check(self.optimizer, rows, weight, groups[number], self._stateless)
             if not looks_up:
-                rows.exchange.check_lookups()
+                rows.exchange.steps.check_lookups()
         _check_capture(self.optimizer, self._rows)
 
     def _agree(self) -> bool:
@@ -206,13 +206,13 @@ class OptimizerStep:
 
         What keeps this one from it has been raised then. It has no turn while it waits for others.
         """
-        if not (agree := [a for each in self._rows if (a := each.exchange.agree_on_step)]):
+        if not (agree := [a for each in self._rows if (a := each.exchange.steps.agree_on_step)]):
             return False
         met: set[object] = set()
         try:
             with as_plain(), Turns(*[rows.turn for rows in self._rows]):
                 for rows in self._rows:
-                    rows.exchange.check_threads()
+                    rows.exchange.stepping.check_threads()
                 self._check(looks_up=False)
         except Exception:
             with suppress(DisagreementError):  # the caller raises this rank's own error
@@ -244,7 +244,7 @@ class OptimizerStep:
         with as_plain():
             for rows in stepped:
                 with rows.turn:
-                    rows.exchange.after_optimizer()
+                    rows.exchange.stepping.after()
                 if isinstance(state := rows.state, AttachedState):
                     state.after_step()
 
@@ -264,9 +264,9 @@ class OptimizerStep:
         return True
 
     def wait(self) -> None:
-        """Waits until it has ended if it runs in another thread; see Exchange.await_step."""
+        """Waits until it has ended if it runs in another thread; see SteppedRows.await_step."""
         for rows in list(self._rows):
-            rows.exchange.await_step()
+            rows.exchange.stepping.await_step()
 
     def runs_elsewhere(self) -> bool:
         """See OptimizerCall."""
@@ -459,7 +459,7 @@ def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], obj
 
     As a GradScaler lets it skip one with infinite gradients. Gives what undoes it.
     """
-    halted = [flag for each in rows if (flag := each.exchange.halted) is not None]
+    halted = [flag for each in rows if (flag := each.exchange.memory.halted) is not None]
     if not halted or not can_skip(optimizer):
         return lambda: None
     before = vars(optimizer).get(FOUND_INF)

@@ -18,7 +18,7 @@ from speedtorch.plan.fixed_size_batch import raises_at_once
 from speedtorch.plan.host_copy import HostCopy
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.fixed_blocks import of_ranks
-from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.fixed_memory import FixedMemory
 
 __all__ = ["Agreement"]
 
@@ -27,12 +27,12 @@ class Agreement:
     """What ranks have agreed on at their last lookups.
 
     Args:
-        exchange: of the rows that this rank owns, which asks by agree().
+        memory: Of the rows that this rank owns, which asks by agree().
         ranks: all that own some.
     """
 
-    def __init__(self, exchange: FixedExchange, ranks: Ranks) -> None:
-        self._exchange, self._ranks = exchange, ranks
+    def __init__(self, memory: FixedMemory, ranks: Ranks) -> None:
+        self._memory, self._ranks = memory, ranks
         self._last: list[HostCopy] = []
         """What has yet to be looked at."""
         self._known: Tensor | None = None
@@ -42,11 +42,11 @@ class Agreement:
     @property
     def compares_at_once(self) -> bool:
         """Whether ranks compare their calls before they exchange anything."""
-        return raises_at_once(self._exchange.device) or self._ranks.meets_beside_the_device
+        return raises_at_once(self._memory.held.device) or self._ranks.meets_beside_the_device
 
     def meet(self, calls: Sequence[Call]) -> Tensor | None:
         """As Requests.meet; several calls only if ranks compare them at once."""
-        name, device = self._exchange.name, self._exchange.device
+        name, device = self._memory.held.name, self._memory.held.device
         if self.compares_at_once:
             self._ranks.meet(name, calls, device)
             return None
@@ -58,7 +58,7 @@ class Agreement:
     def check(self) -> None:
         """As FaultAllReduce.check."""
         while self._calls:
-            self._ranks.refuse_if_differing(self._exchange.name, self._calls[0], 1)
+            self._ranks.refuse_if_differing(self._memory.held.name, self._calls[0], 1)
             del self._calls[0]
 
     def settle_calls(self) -> None:
@@ -67,18 +67,18 @@ class Agreement:
             self.check()
         except DisagreementError:
             self._calls, self._last = [], []
-            self._exchange.resume()
+            self._memory.resume()
             raise
 
     def stop(self, fault: Tensor) -> None:
-        """As FixedExchange.stop."""
-        with self._exchange.turn:
-            self._exchange.stop(fault)
+        """As FixedMemory.stop."""
+        with self._memory.turn:
+            self._memory.stop(fault)
 
     def expect(self, faults: list[Tensor]) -> None:
         """Says what may be wrong with ids of the next lookup: `[1]` each, on the device."""
         self._known = None
-        if not raises_at_once(self._exchange.device):  # or it has been raised
+        if not raises_at_once(self._memory.held.device):  # or it has been raised
             self._known = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
 
     def agree(self, fault: Tensor) -> Tensor | int:
@@ -96,7 +96,7 @@ class Agreement:
     def last(self) -> int:
         """What was wrong at the last lookups, since this was asked last; 0: nothing."""
         last, self._last = self._last, []
-        name = self._exchange.name
+        name = self._memory.held.name
         return max((self._ranks.read(name, each)[0] for each in last), default=0)
 
     def settle(self, fault: int) -> None:
@@ -105,15 +105,15 @@ class Agreement:
         Raises IndexError or RuntimeError, on the rank whose rows were wrong as its exchange does.
         """
         error: IndexError | RuntimeError | None = None
-        device = self._exchange.device
+        device = self._memory.held.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         try:
-            self._exchange.raise_faults()
+            self._memory.raise_faults()
         except (IndexError, RuntimeError) as found:
             error = found
         is_new = torch.tensor([error is not None], device=device).long()
         if int(self._ranks.most_(is_new)):
             self._ranks.count_fault()
             so = "its rows were looked up as zeros, and no table's were moved or changed"
-            raise error or of_ranks(self._exchange.name, fault, so)
+            raise error or of_ranks(self._memory.held.name, fault, so)

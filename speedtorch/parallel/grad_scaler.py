@@ -58,5 +58,5 @@ class GradScaler(HostGradScaler):
             most = torch.maximum(most, each.to(most.device))
         # Whatever the order of the parameters, which may have been those of a set.
         for ranks, rows in sorted(dict(sharing).items(), key=lambda each: each[0].name):
-            most = ranks.most_(most.to(rows.exchange.device))
+            most = ranks.most_(most.to(rows.exchange.held.device))
         return {most.device: most}

@@ -33,7 +33,7 @@ from speedtorch.step.announcements import Announced
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
-from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.fixed_memory import FixedMemory
 from speedtorch.step.step import Batch
 
 __all__ = ["PlannedRequests", "Requests"]
@@ -84,8 +84,8 @@ class PlannedRequests:
         return self.error is None
 
     def plan_announced(self, exchange: Exchange) -> None:
-        """Plans what the exchange is to announce of them; see Exchange.plan_announced."""
-        self.announced = exchange.plan_announced(self.ids)
+        """Plans what the exchange is to announce of them; see PlannedSteps.plan_announced."""
+        self.announced = exchange.steps.plan_announced(self.ids)
 
     @property
     def ids(self) -> list[Tensor]:
@@ -130,11 +130,11 @@ class RequestMaker:
     @property
     def shared_by(self) -> tuple[Ranks, torch.device]:
         """The ranks that own the rows, and where the rows of a step are."""
-        return self._ranks, self._exchange.device
+        return self._ranks, self._exchange.held.device
 
     def distances(self) -> Tensor:
         """Those of the blocks of rows, on the device, where they are from the first lookup on."""
-        if (device := self._exchange.device) != self._distances.device:
+        if (device := self._exchange.held.device) != self._distances.device:
             self._distances = self._distances.to(device)
         return self._distances
 
@@ -152,7 +152,7 @@ class RequestMaker:
 
     def made(self, parts: Sequence[Ids], trains: bool) -> list[LookupRequest]:
         """New requests of lookups, which no rank knows yet."""
-        fixed, device = self._fixed if trains else None, self._exchange.device
+        fixed, device = self._fixed if trains else None, self._exchange.held.device
         share, distances = -1 if fixed is None else fixed[0].rows, self.distances()
         made: list[LookupRequest] = []
         for ids in parts:
@@ -214,15 +214,15 @@ class Requests:
         self._planning = SideStream("planning")
         self._latest: PlannedRequests | None = None
         """What was looked up last."""
-        exchange.leave_lookups_unchecked()
-        exchange.agree_on_steps(WeakMethod(self.before_step))
+        exchange.steps.leave_lookups_unchecked()
+        exchange.steps.agree_on_steps(WeakMethod(self.before_step))
         self._agreement: Agreement | None = None
         fixed = None
-        if isinstance(exchange, FixedExchange):
+        if isinstance(memory := exchange.memory, FixedMemory):
             assert none is not None
-            self._agreement = Agreement(exchange, ranks)
-            exchange.agree_with(self._agreement)
-            fixed = FairShares.of(exchange.capacity, dealt, padded=padded), none, self._agreement
+            self._agreement = Agreement(memory, ranks)
+            memory.agree_with(self._agreement)
+            fixed = FairShares.of(memory.capacity, dealt, padded=padded), none, self._agreement
         self._maker = RequestMaker(exchange, dealt, ranks, number, fixed)
 
     def of(self, ids: Ids) -> LookupRequest:
@@ -267,7 +267,7 @@ class Requests:
         for planned in self._told:
             if not planned.is_asked:
                 self._ask_all(planned)
-                self._exchange.announce(planned.announced)
+                self._exchange.steps.announce(planned.announced)
         if found is not None and not is_next and self._agreement is not None:
             self._ask(found[0])
             raise RuntimeError(
@@ -284,7 +284,7 @@ class Requests:
         calls = [Call(kind, self._number, lookup)]
         if self._agreement is not None:
             return self._agreement.meet(calls)
-        self._ranks.meet(self._exchange.name, calls, self._exchange.device)
+        self._ranks.meet(self._exchange.name, calls, self._exchange.held.device)
         return None
 
     def before_gradients(self, lookup: int) -> None:
@@ -302,7 +302,7 @@ class Requests:
         if self._ranks.meets_beside_the_device and self._ranks not in met:
             met.add(self._ranks)
             call = Call(Kind.NO_STEP if fails else Kind.STEP, self._number)
-            self._ranks.meet(self._exchange.name, [call], self._exchange.device)
+            self._ranks.meet(self._exchange.name, [call], self._exchange.held.device)
 
     def of_no_step(self, ids: Ids) -> LookupRequest:
         """The request of a lookup that trains nothing; of any number of rows.
@@ -326,11 +326,11 @@ class Requests:
             self._told, self._expected = [], None
             self._maker.restart()
             with self._exchange.turn:
-                self._exchange.forget_announced()
+                self._exchange.held.announced.give_up()
 
     def _before_lookup(self) -> None:
         """Raises what was found wrong at the last lookup; RuntimeError within a CUDA graph."""
-        if self._exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._exchange.held.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self._exchange.name}: a CUDA graph cannot hold a lookup of rows that are shared"
                 " out among ranks; capture what comes after it"
@@ -360,34 +360,34 @@ class Requests:
             self._agreement.expect(faults)
 
     def plan_announced(self, parts: Sequence[Ids]) -> PlannedRequests:
-        """As Exchange.plan_announced; a batch before that may have been given up is."""
+        """As PlannedSteps.plan_announced; a batch before that may have been given up is."""
         self._forget_after_faults()
-        if self._was_looked_up or self._told_in != self._exchange.batches_over:
+        if self._was_looked_up or self._told_in != self._exchange.steps.batches_over:
             self._told, self._was_looked_up = [], False
         planned = PlannedRequests(self._maker.requests(parts), None)
-        if self._exchange.device.type == "cpu":  # nothing is gained by waiting later
+        if self._exchange.held.device.type == "cpu":  # nothing is gained by waiting later
             self._ask_all(planned)
         else:
             planned.tell()
         return planned
 
     def announce(self, announced: PlannedRequests) -> None:
-        """As Exchange.announce."""
-        self._told_in = self._exchange.batches_over
+        """As PlannedSteps.announce."""
+        self._told_in = self._exchange.steps.batches_over
         self._told.append(announced)
         if announced.is_asked:
-            self._exchange.announce(announced.announced)
+            self._exchange.steps.announce(announced.announced)
 
     def give_up(self) -> None:
-        """As Exchange.give_up."""
+        """As PlannedSteps.give_up."""
         self._told = []
-        self._exchange.give_up()
+        self._exchange.steps.give_up()
 
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
-        """As Exchange.plan_ahead; it plans the batch before this one, whose counts have come."""
+        """As PlannedSteps.plan_ahead; it plans the batch before, whose counts have come."""
         self._forget_after_faults()
         self._maker.distances()  # on the current stream
-        with self._planning.after_current(self._exchange.device):
+        with self._planning.after_current(self._exchange.held.device):
             planned = PlannedRequests(self._maker.requests(parts), after)
             planned.tell()
         planned.planned_until(self._planning.end)
@@ -396,26 +396,26 @@ class Requests:
         return planned
 
     def expect(self, batch: PlannedRequests | None) -> None:
-        """As Exchange.expect."""
+        """As PlannedSteps.expect."""
         self._forget_after_faults()
         self._expected = batch
         if batch is not None:
             if batch.waits_for_ranks:  # as the last batch of a loop does
                 self.meet(Kind.IDS, batch.requests[0].lookup)
             self._plan(batch)
-        self._exchange.expect(None if batch is None else batch.own)
+        self._exchange.steps.expect(None if batch is None else batch.own)
 
     def start_loop(self, loop: object) -> bool:
-        """As Exchange.start_loop."""
-        return self._exchange.start_loop(loop)
+        """As PlannedSteps.start_loop."""
+        return self._exchange.steps.start_loop(loop)
 
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
         """Nothing: the lookup raises it on all ranks."""
 
     def end_loop(self, loop: object) -> None:
-        """As Exchange.end_loop."""
+        """As PlannedSteps.end_loop."""
         self._expected = None
-        self._exchange.end_loop(loop)
+        self._exchange.steps.end_loop(loop)
 
     def _plan(self, batch: PlannedRequests) -> None:
         """Asks, and plans what this rank is asked for, as what follows the batch before.
@@ -424,14 +424,14 @@ class Requests:
         """
         if batch.is_asked:
             return
-        with self._planning.after_current(self._exchange.device):
+        with self._planning.after_current(self._exchange.held.device):
             batch.ask()
         batch.planned_until(self._planning.end)
         if isinstance(batch.error, DisagreementError):  # all ranks forget their batches
             raise batch.error
         if batch.error is None:
             before = None if batch.after is None else batch.after.own
-            batch.own = self._exchange.plan_ahead(batch.ids, before)
+            batch.own = self._exchange.steps.plan_ahead(batch.ids, before)
         batch.after = None
 
     def _ask_all(self, planned: PlannedRequests) -> None:

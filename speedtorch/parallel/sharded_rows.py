@@ -87,6 +87,7 @@ class ShardedRows(SharedLookups):
         padded = padding is not None
         self._joint: JointRows | None = None
         self.exchange = Requests(rows.exchange, dealt, ranks, number, own_padding, padded=padded)
+        self.steps = self.exchange
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -194,12 +195,12 @@ class ShardedRows(SharedLookups):
     @property
     def shared_by(self) -> tuple[Ranks, torch.device]:
         """The ranks that own the rows, and where the rows of a step are."""
-        return self._ranks, self._rows.exchange.device
+        return self._ranks, self._rows.exchange.held.device
 
     def meet_for_all(self) -> None:
         """Raises DisagreementError on all ranks unless all are about to call full()."""
         calls = [Call(Kind.FULL, self._number)]
-        self._ranks.meet(self._rows.name, calls, self._rows.exchange.device)
+        self._ranks.meet(self._rows.name, calls, self._rows.exchange.held.device)
 
     def empty_for_all(self, name: str) -> Tensor:
         """Host memory for all rows of a field."""
@@ -216,7 +217,7 @@ class ShardedRows(SharedLookups):
             parts = [range(min(begin, rows), min(begin + most, rows)) for rows in owned]
             own = parts[ranks.rank]
             sent = field[own.start : own.stop].reshape(len(own), elements).view(torch.uint8)
-            sent = sent.to(self._rows.exchange.device)
+            sent = sent.to(self._rows.exchange.held.device)
             got = ranks.collected(self._rows.name, sent, list(map(len, parts)))
             if every is not None:
                 ids = torch.cat([dealt.ids(rank, part) for rank, part in enumerate(parts)])

@@ -49,6 +49,8 @@ class Announcements:
         """The batch before that."""
         self._is_over = False
         """Whether the next announce() begins a new batch."""
+        self.batches_over = 0
+        """How often a batch has ended, or may have been given up."""
 
     def planned(self, parts: Sequence[Tensor], plan: Plan) -> Announced:
         """What add() is to announce: these ids beside those of their batch; nothing has changed.
@@ -68,8 +70,18 @@ class Announcements:
         self.latest = announced
 
     def end_batch(self) -> None:
-        """Called where a batch may have been given up."""
+        """Lets the next announce() begin a new batch."""
         self._is_over = self.latest is not None
+
+    def note_end(self) -> None:
+        """Called where a batch may have been given up."""
+        self.batches_over += 1
+        self.end_batch()
+
+    def give_up(self) -> None:
+        """Gives up all that waits, as a batch that has ended."""
+        self.batches_over += 1
+        self.forget()
 
     def forget(self) -> None:
         """Gives up all that waits."""

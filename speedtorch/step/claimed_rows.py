@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from speedtorch.step.counted_exchange import CountedExchange
 from speedtorch.step.exchange import Exchange
-from speedtorch.step.fixed_exchange import FixedExchange
 from speedtorch.step.parameter_view import OptimizerState, ParameterView
 from speedtorch.step.rounding import Rounding
 from speedtorch.step.row_store import RowStore
@@ -45,13 +43,10 @@ class ClaimedRows:
         store = RowStore(table, view.parameter.dtype, rounding)
         self.held_dtype, self.rounding = store.held_dtype, rounding
         self._padding = None if padding == table.rows else padding
-        self.exchange: Exchange
-        if capacity is None:
-            self.exchange = CountedExchange(name, store, view, padding)
-        else:
-            self.exchange = FixedExchange(name, store, view, padding, capacity)
+        self.exchange = Exchange(name, store, view, padding, capacity)
+        self.steps = self.exchange.steps
         self.turn = self.exchange.turn
-        """Held while a thread uses the rows; see Exchange."""
+        """Held while a thread uses the rows; see HeldRows."""
         self._weight: Callable[[], RowWeight | None] = lambda: None
         self.untraceable = (
             f"{name}: torch.export, torch.jit and ONNX cannot keep a lookup, as its table is in"
@@ -75,7 +70,7 @@ class ClaimedRows:
 
     @property
     def _store(self) -> RowStore:
-        return self.exchange.store
+        return self.exchange.held.store
 
     @property
     def padding(self) -> int | None:
@@ -89,7 +84,7 @@ class ClaimedRows:
 
     def fields_shape(self, field: str) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape of all rows of a field, and the dtype that they have in a step."""
-        shape, dtype = self.exchange.fields[field]
+        shape, dtype = self.exchange.held.fields[field]
         return (self.table.whole_rows, *shape), dtype
 
     def make_weight(self, lookups: Any) -> RowWeight:
@@ -110,7 +105,7 @@ class ClaimedRows:
 
     def moment(self) -> tuple[int, int]:
         """Another pair whenever the step's rows may have changed, or are those of another step."""
-        return self.exchange.now.number, version_of(self.parameter)
+        return self.exchange.held.now.number, version_of(self.parameter)
 
     @property
     def weight(self) -> RowWeight:
@@ -146,12 +141,12 @@ class ClaimedRows:
     @alone
     def write_back(self) -> None:
         """See RowHolder; the CPU sees the rows, too, after this."""
-        if self.exchange.is_inherited:  # and what is on its way on a GPU is the parent's
+        if self.exchange.held.is_inherited:  # and what is on its way on a GPU is the parent's
             return
         with as_plain():
-            self.exchange.write_back()
-            self._store.settle(self.exchange.device)
-            self.exchange.raise_faults()
+            self.exchange.held.write_back()
+            self._store.settle(self.exchange.held.device)
+            self.exchange.memory.raise_faults()
 
     def flush(self) -> None:
         """Brings the table up to date, until the CPU sees it."""
@@ -161,11 +156,11 @@ class ClaimedRows:
     @property
     def is_captured(self) -> bool:
         """See RowHolder."""
-        return self.exchange.is_captured
+        return self.exchange.memory.is_captured
 
     def refuse_if_captured(self, what: str) -> None:
         """See RowHolder."""
-        self.exchange.refuse_if_captured(what)
+        self.exchange.memory.refuse_if_captured(what)
 
     @alone
     def let_go(self) -> None:
@@ -181,7 +176,7 @@ class ClaimedRows:
 
         Those that are on a GPU it cannot read.
         """
-        if not self.exchange.is_of_fork:
+        if not self.exchange.held.is_of_fork:
             self.write_back()
 
     def __del__(self) -> None:
@@ -190,4 +185,5 @@ class ClaimedRows:
         try:
             self._come_home()
         finally:
+            self.exchange.end()
             self.table.claim.drop(self)

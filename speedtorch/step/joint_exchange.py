@@ -19,8 +19,9 @@ from speedtorch.memory.side_stream import MemoryStream, SideStream
 from speedtorch.ops.functions import carry_rows, exchange_rows
 from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.plan.planned_batch import BatchIds
-from speedtorch.step.counted_exchange import CountedExchange
 from speedtorch.step.exchange import Exchange
+from speedtorch.step.held_rows import HeldRows
+from speedtorch.step.joint_table import JointTable
 from speedtorch.step.row_store import Block, exchanged
 from speedtorch.step.step import Copy, PendingTransfer, Step, due
 from speedtorch.step.turn import Turns, unite
@@ -57,29 +58,29 @@ class Moves(NamedTuple):
 class JointExchange:
     """Steps of several tables of one layout, which begin together.
 
-    As in Exchange, what comes before the one assignment by which others are held can be thrown
+    As in HeldRows, what comes before the one assignment by which others are held can be thrown
     away, and what comes after it can be repeated.
 
     Args:
-        exchanges: Those of the tables, of one layout().
+        tables: They have one layout().
     """
 
-    def __init__(self, exchanges: Sequence[CountedExchange]) -> None:
-        self._exchanges = exchanges
-        self._fields = [each.fields for each in exchanges]
+    def __init__(self, tables: Sequence[JointTable]) -> None:
+        self._tables = tables
+        self._fields = [each.held.fields for each in tables]
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._now = Moves()
         self._memory_stream = MemoryStream(self._device)
         with torch.inference_mode(False):  # it is kept, for whatever comes
             self._nothing = self._memory(0)
-        for each in exchanges:
-            each.join(self)
+        for each in tables:
+            each.held.join(self)
 
     def plan_ahead(self, parts: Sequence[Sequence[Tensor]], after: JointBatch | None) -> JointBatch:
         """Plans a batch of a loop: the ids of each table, and the joint batch before it."""
         with self._planning.after_current(self._device):
-            pairs = zip(self._exchanges, parts, strict=True)
-            apart = [BatchIds(ids, of.rows, self._device, of.name) for of, ids in pairs]
+            pairs = zip(self._tables, parts, strict=True)
+            apart = [BatchIds(ids, of.rows, self._device, of.held.name) for of, ids in pairs]
             try:
                 batch = JointBatch(apart, self._device, after)
             except IndexError:
@@ -91,15 +92,15 @@ class JointExchange:
 
     @property
     def _device(self) -> torch.device:
-        return self._exchanges[0].device
+        return self._tables[0].held.device
 
     def complete(self, *, ahead: bool = True) -> None:
-        """Finishes what belongs to what is held now; see Exchange.complete()."""
+        """Finishes what belongs to what is held now; see HeldRows.complete()."""
         now = self._now
         self._memory_stream.follow(self._held_tensors)
         if not now.taken:
-            for each, step in zip(self._exchanges, now.steps, strict=True):
-                if each.now.number < step.number:
+            for each, step in zip(self._tables, now.steps, strict=True):
+                if each.held.now.number < step.number:
                     each.take(step)
             now = self._now = now._replace(taken=True)
         if (pending := due(now.transfer, ahead=ahead)) is not None:
@@ -119,17 +120,17 @@ class JointExchange:
         elif transfer is not None and transfer.leaving is not None:
             yield from (*transfer.leaving.rows, transfer.leaving.ids)
 
-    def begin(self, batch: JointBatch, asker: Exchange) -> bool:
+    def begin(self, batch: JointBatch, asker: HeldRows) -> bool:
         """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
-        if len(parts := batch.batches) != len(self._exchanges):  # one had to before
+        if len(parts := batch.batches) != len(self._tables):  # one had to before
             return False
         self.complete(ahead=False)
-        pairs = list(zip(self._exchanges, parts, self._fields, strict=True))
+        pairs = list(zip(self._tables, parts, self._fields, strict=True))
         batch.join()
         if self._memory_stream.has_changed:  # planned beside a stream that is no longer current
             self._memory_stream.record(batch.tensors())
         if not batch.count() or not all(
-            each.may_begin(part, fields, asked=each is asker) for each, part, fields in pairs
+            each.may_begin(part, fields, asked=each.held is asker) for each, part, fields in pairs
         ):
             self.drop_prefetched()
             batch.let_go()
@@ -144,8 +145,8 @@ class JointExchange:
             leaving = Block(before, *batch.leaving)
         else:  # from where the tables have them all
             self.drop_prefetched()
-            for each in self._exchanges:
-                each.write_back(changes=False)
+            for each in self._tables:
+                each.held.write_back(changes=False)
             rows = self._memory(batch.bounds[-1])
             numbers = batch.numbers[: batch.bounds[-1]]
             self._exchange(None, Block(rows, numbers))
@@ -154,7 +155,7 @@ class JointExchange:
         apart = zip(*(split_apart(field, held) for field in rows), strict=True)
         copy = Copy.CLEAN if leaving is None else Copy.DIRTY
         steps = tuple(
-            each.begun_jointly(part, list(own), self._nothing, asked=each is asker, copy=copy)
+            each.begun(part, list(own), self._nothing, asked=each.held is asker, copy=copy)
             for (each, part, _), own in zip(pairs, apart, strict=True)
         )
         transfer = PendingTransfer(leaving, prefetches=batch.following() is not None)
@@ -166,13 +167,13 @@ class JointExchange:
     def _hold_all(self, now: Moves) -> bool:
         """Whether every table holds what it took, and what the table itself has is older."""
         return all(
-            each.now.rows is step.rows and each.now.copy is Copy.DIRTY
-            for each, step in zip(self._exchanges, now.steps, strict=True)
+            each.held.now.rows is step.rows and each.held.now.copy is Copy.DIRTY
+            for each, step in zip(self._tables, now.steps, strict=True)
         )
 
     def _rows_now(self, now: Moves) -> Sequence[Tensor]:
         """The rows of all tables, as the optimizers have them now."""
-        for each, step in zip(self._exchanges, now.steps, strict=True):
+        for each, step in zip(self._tables, now.steps, strict=True):
             for own, trained in zip(step.rows, each.trained(), strict=True):
                 if own.data_ptr() != trained.data_ptr():
                     own.copy_(trained)
@@ -210,10 +211,10 @@ class JointExchange:
         lists = exchanged(leaving, arriving)
         homes = [
             field
-            for each, fields in zip(self._exchanges, self._fields, strict=True)
+            for each, fields in zip(self._tables, self._fields, strict=True)
             for field in each.reach(fields)
         ]
-        exchange_rows(homes, *lists, len(self._exchanges))
+        exchange_rows(homes, *lists, len(self._tables))
 
     def drop_prefetched(self) -> None:
         """Rows that arrived for the next batch go back, if some are nowhere else."""
@@ -228,16 +229,17 @@ class JointExchange:
 
 def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointExchange]]:
     """Joins exchanges whose rows are of one layout, two or more; gives their keys with each."""
-    alike: dict[Hashable, dict[_Key, CountedExchange]] = {}
+    alike: dict[Hashable, dict[_Key, JointTable]] = {}
     for key, each in exchanges.items():
-        if isinstance(each, CountedExchange) and (layout := each.layout()) is not None:
-            alike.setdefault(layout, {})[key] = each
+        table = JointTable(each)
+        if (layout := table.layout()) is not None:
+            alike.setdefault(layout, {})[key] = table
     made = []
     for layout, of_keys in alike.items():
         if len(of_keys) == 1:
             continue
         group = list(of_keys.values())
-        turns = [each.turn for each in group]
+        turns = [each.held.turn for each in group]
         with Turns(*turns):
             if all(each.layout() == layout for each in group):
                 unite(turns)  # each of them changes what the others hold

@@ -84,12 +84,12 @@ class TrainedRows(WholeWeight):
         if nbytes is not None and self.shape[0]:
             store = CachedStore(self.name, self.table, kind, nbytes, members, rounding)
         with as_plain():
-            self.exchange.use(store)
+            self.exchange.held.use(store)
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of a cache that has all rows, as they are kept now."""
-        fields = self._stored(self.exchange.fields).values()
+        fields = self._stored(self.exchange.held.fields).values()
         row_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in fields)
         return self.shape[0] * (row_bytes + BYTES_OF_SLOT)
 
@@ -129,13 +129,13 @@ class TrainedRows(WholeWeight):
                     " joined the step; announce() all ids of the step before its first lookup"
                 )
             # These count their own changes: rows that join the step are no change of these.
-            rows = self.exchange.now.rows[0].detach()
+            rows = self.exchange.held.now.rows[0].detach()
             if max_norm is not None:
-                self.exchange.change()
+                self.exchange.held.change()
                 torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
                 if self._padding is not None:
                     self._store.write(torch.tensor([self._padding]), rows[-1:])
-                    self.exchange.note_padding()
+                    self.exchange.memory.note_padding()
                 self.parameter_view.mark()
             # In lists, as autograd is to make no views of them.
             return found.positions, _rows_of_step(self.weight, [rows], [found.positions], self)
@@ -166,7 +166,7 @@ class TrainedRows(WholeWeight):
     ) -> tuple[Tensor, Tensor]:
         """As `rows_of`, but of rows that no step holds."""
         self._check_max_norm(max_norm)
-        batch = self.exchange.planned([ids])
+        batch = self.exchange.memory.planned([ids])
         batch.count()
         borrowed, local = batch.ids, batch.parts.local(0)
         if self._padding is not None:
@@ -176,7 +176,7 @@ class TrainedRows(WholeWeight):
             with torch.no_grad():
                 torch.embedding_renorm_(rows, local, max_norm, norm_type)
             # Those of them that a step holds are read again.
-            self.exchange.write_back()
+            self.exchange.held.write_back()
             self._store.write(borrowed, rows)
         return local, rows
 
@@ -216,14 +216,14 @@ class TrainedRows(WholeWeight):
         Raises MemoryError if there is no room for them; nothing has changed.
         """
         self.claim()
-        self.exchange.refuse_if_captured("attaching an optimizer")
-        self.exchange.raise_faults()
+        self.exchange.memory.refuse_if_captured("attaching an optimizer")
+        self.exchange.memory.raise_faults()
         if self.rounding is not None:
-            self.rounding.check_fields({"weight": self.exchange.fields["weight"], **fields})
-        self.exchange.write_back()
+            self.rounding.check_fields({"weight": self.exchange.held.fields["weight"], **fields})
+        self.exchange.held.write_back()
         has_values = self.table.make_room(self._stored(fields))
         self.parameter_view.keep(state, fields)
-        self.exchange.show_anew()
+        self.exchange.held.show_anew()
         return has_values
 
     @alone
@@ -232,11 +232,11 @@ class TrainedRows(WholeWeight):
 
         With `was_read` the next optimizer's state goes on with what a file has given.
         """
-        self.exchange.refuse_if_captured("detaching its optimizer")
-        self.exchange.raise_faults()
-        self.exchange.write_back()
+        self.exchange.memory.refuse_if_captured("detaching its optimizer")
+        self.exchange.memory.raise_faults()
+        self.exchange.held.write_back()
         self.parameter_view.keep(None, {})
-        self.exchange.show_anew()
+        self.exchange.held.show_anew()
         self.table.note_read(was_read)
 
 
@@ -251,9 +251,9 @@ class _RowsOfStep(torch.autograd.Function):
     def forward(
         ctx: Any, parameter: Tensor, rows: list[Tensor], places: list[Tensor], asker: TrainedRows
     ) -> Tensor:
-        step = asker.exchange.now
+        step = asker.exchange.held.now
         ctx.asker, ctx.ids, ctx.number, ctx.places = asker, step.ids, step.number, places
-        ctx.pending = asker.exchange.backwards.made(step.number)
+        ctx.pending = asker.exchange.held.backwards.made(step.number)
         return rows[0]  # in a list, or autograd would take the result for a view of an input
 
     @staticmethod
@@ -276,8 +276,8 @@ class _SummedLookup(torch.autograd.Function):
         ctx: Any, parameter: Tensor, found: LookupPlaces, bags: Bags | None, asker: TrainedRows
     ) -> Tensor:
         ctx.asker, ctx.batch, ctx.part, ctx.bags = asker, found.batch, found.part, bags
-        ctx.number = number = asker.exchange.now.number
-        ctx.pending = asker.exchange.backwards.made(number)
+        ctx.number = number = asker.exchange.held.now.number
+        ctx.pending = asker.exchange.held.backwards.made(number)
         held = asker.parameter.detach()
         if bags is None:
             return rows_at(held, found.positions)
@@ -290,7 +290,7 @@ class _SummedLookup(torch.autograd.Function):
         asker, batch, part = ctx.asker, ctx.batch, ctx.part
         with asker.turn:  # or another thread would find that no gradient is to come
             ctx.pending = None
-            if ctx.number != asker.exchange.now.number:
+            if ctx.number != asker.exchange.held.now.number:
                 if gradient.numel() == 0:
                     return None, None, None, None
                 asker.check_held(ctx.number)

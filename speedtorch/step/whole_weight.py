@@ -46,11 +46,11 @@ class WholeWeight(ClaimedRows):
     def read(self, ids: Tensor) -> Tensor:
         """Rows by their ids as they are now, whatever holds them, outside of any step."""
         self._check_claim()
-        self.exchange.write_back(changes=False)
-        self.exchange.raise_faults()
+        self.exchange.held.write_back(changes=False)
+        self.exchange.memory.raise_faults()
         self.table.claim.write_back_others()
         shape = (*ids.shape, *self._store.row_shape)
-        out = torch.empty(shape, dtype=self.held_dtype, device=self.exchange.device)
+        out = torch.empty(shape, dtype=self.held_dtype, device=self.exchange.held.device)
         self._store.read(ids.detach(), out)
         return out
 
@@ -64,7 +64,7 @@ class WholeWeight(ClaimedRows):
             self._check_claim()
             self.table.home_of(field).settle()
             rows = self.table.field(field)[:]  # a tensor of the caller's
-            return rows.to(self.exchange.fields[field][1])
+            return rows.to(self.exchange.held.fields[field][1])
 
     @alone
     def copied(self, rows: slice) -> Tensor:
@@ -152,15 +152,15 @@ class WholeWeight(ClaimedRows):
     def add_rows(self, content: RowContent, method: str, options: Mapping[str, Any]) -> None:
         """Adds rows to those of their ids by `method`, "add_" or "sub_"; no other row changes."""
         with as_plain(), torch.no_grad():
-            self.exchange.change()
+            self.exchange.held.change()
             held, values = self.parameter.detach(), content.values
-            if content.are_of(self.exchange.now.ids) and len(values) == len(held):
+            if content.are_of(self.exchange.held.now.ids) and len(values) == len(held):
                 getattr(held, method)(values, **options)
                 return
             ids = content.ids
             rows = self.read(ids)
             getattr(rows, method)(content.rows, **options)
-            self.exchange.write_back()
+            self.exchange.held.write_back()
             self._store.write(ids, rows)
 
     def add_gradient(
@@ -175,8 +175,8 @@ class WholeWeight(ClaimedRows):
             with torch.no_grad():
                 return self.add_gradient(gradient, ids, number, places)
         with as_plain():
-            self.exchange.await_step()
-            if number != self.exchange.now.number:
+            self.exchange.stepping.await_step()
+            if number != self.exchange.held.now.number:
                 if (named := places()).numel() == 0:
                     return
                 self.check_held(number)
@@ -184,7 +184,7 @@ class WholeWeight(ClaimedRows):
                 if len(ids) == 0:
                     return
                 self.exchange.rejoin(ids)
-            step = self.exchange.now
+            step = self.exchange.held.now
             self.parameter_view.show(step)
             self.parameter_view.collect()
             added, held = gradient, step.rows[0].shape[0]
@@ -193,7 +193,7 @@ class WholeWeight(ClaimedRows):
             elif gradient.is_sparse:
                 added = of_rows(gradient, sparse_indices(gradient), held)
             added = self.parameter_view.summand(added)
-            more_to_come = self.exchange.expects_gradient()
+            more_to_come = self.exchange.held.expects_gradient()
             summed = self._sums.add(self.parameter.grad, added, more_to_come=more_to_come)
             self.parameter.grad = summed
             self.parameter_view.note_gradient()
@@ -209,13 +209,13 @@ class WholeWeight(ClaimedRows):
 
     def step_ids(self) -> Tensor:
         """Ids of the step's rows, without the padding's, in the order of the rows on the device."""
-        ids = self.exchange.step_ids()
+        ids = self.exchange.memory.step_ids()
         return ids if (portion := self.table.portion) is None else portion.numbers(ids)
 
     def own_gradient(self) -> Tensor | None:
         """The gradient of the step's rows, as the optimizer is given it, within a turn."""
-        self.exchange.await_step()
-        self.parameter_view.show(self.exchange.now)
+        self.exchange.stepping.await_step()
+        self.parameter_view.show(self.exchange.held.now)
         self.parameter_view.collect()
         self.parameter_view.divide()
         return self.parameter.grad
@@ -226,7 +226,7 @@ class WholeWeight(ClaimedRows):
             self._check_entered(*now)
         with self.turn:
             gradient, view = self.own_gradient(), self.parameter_view
-            step = self.exchange.now
+            step = self.exchange.held.now
             if step.before is not None and step.before.gradient is not None:
                 gradient, step = step.before.gradient, step.before
             if gradient is None and (gradient := view.make_zeros()) is None:
@@ -253,8 +253,9 @@ class WholeWeight(ClaimedRows):
                         " Lightning: in the module's configure_gradient_clipping()), and"
                         " speedtorch.GradScaler"
                     )
+                ids_of = self.exchange.memory.ids_of
                 content = RowContent(
-                    self.exchange.ids_of(step), values, local_only=local_only, zeroed=self._zeroed
+                    ids_of(step), values, local_only=local_only, zeroed=self._zeroed
                 )
                 shown = SparseRows.of(self.table.whole_rows, content)
             view.note_shown(shown, gradient, values)
@@ -279,7 +280,7 @@ class WholeWeight(ClaimedRows):
         """Called when the gradient was filled with zeros, as by zero_grad(set_to_none=False)."""
         with self.turn:
             self.parameter_view.collect()
-            before = self.exchange.now.before
+            before = self.exchange.held.now.before
             gradient = None if before is None else before.gradient
             self.parameter_view.note_zeros(self.parameter.grad if gradient is None else gradient)
             self.exchange.note_zero_grad(is_zero=True)
@@ -291,9 +292,9 @@ class WholeWeight(ClaimedRows):
         another shape or dtype, NotImplementedError if the rows do not fit into a capacity.
         """
         with self.turn:
-            self.exchange.await_step()
+            self.exchange.stepping.await_step()
             view = self.parameter_view
-            view.show(self.exchange.now)
+            view.show(self.exchange.held.now)
             if value is None:
                 self.parameter.grad = None
                 view.note_none()
@@ -322,8 +323,8 @@ class WholeWeight(ClaimedRows):
                     " be assigned; scale or clip the one that it has in place"
                 )
             self.exchange.note_gradient_asked()
-            view.show(self.exchange.now)
-            ids, rows = _with_gradient(value.to(self.exchange.device))
+            view.show(self.exchange.held.now)
+            ids, rows = _with_gradient(value.to(self.exchange.held.device))
             if self._padding is not None and bool((ids == self._padding).any()):
                 raise NotImplementedError(
                     f"{self.name}: the row of padding_idx={self._padding} is never trained, and the"
@@ -331,14 +332,14 @@ class WholeWeight(ClaimedRows):
                 )
             own = self.step_ids()
             if missing := ids[~torch.isin(ids, own)].shape[0]:
-                if not self.exchange.takes_more:
+                if not self.exchange.memory.takes_more:
                     raise NotImplementedError(
                         f"{self.name}: {missing} rows with a gradient are not among the step's, and"
                         " with capacity none can join it: look them up in this step"
                     )
                 self.exchange.rejoin(ids[~torch.isin(ids, own)])
                 own = self.step_ids()
-            self.exchange.reopen()
+            self.exchange.held.reopen()
             places = torch.searchsorted(own, ids)
             if value.is_sparse:
                 shape = tuple(self.parameter.shape)

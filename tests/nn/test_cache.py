@@ -256,8 +256,8 @@ def test_a_collection_and_a_model_share_a_budget_out() -> None:
     model = nn.Sequential(collection, speedtorch.Embedding(2, 4))
     speedtorch.cache(model, "1KiB")
     few, many = model[1].trained_rows, collection.group_of("a").trained_rows
-    assert few.exchange.store.nbytes == 2 * (16 + 8)
-    assert many.exchange.store.nbytes == 1024 - 48
+    assert few.exchange.held.store.nbytes == 2 * (16 + 8)
+    assert many.exchange.held.store.nbytes == 1024 - 48
     collection({"a": torch.tensor([[1, 2]]), "b": torch.tensor([[5, 99]])})
     assert collection.report()["a"].slots == (1024 - 48) // 24
     speedtorch.cache(model, None)

@@ -172,7 +172,7 @@ class Side:
         self.optimizer.load_state_dict(optimizer)
 
     def refresh(self) -> None:
-        self.embedding.trained_rows.exchange.store.before_replay()
+        self.embedding.trained_rows.exchange.held.store.before_replay()
 
     def resize(self, slots: int | None, members: Tensor | None = None) -> None:
         self.run = None  # its graph uses the rows

@@ -64,7 +64,7 @@ class Training(loops.Training):
     @property
     def blocks(self) -> list[Tensor]:
         """The blocks of every field, as they are."""
-        return list(self.emb.trained_rows.exchange.now.rows)
+        return list(self.emb.trained_rows.exchange.held.now.rows)
 
 
 def rows_of(training: Training) -> Tensor:
@@ -479,8 +479,8 @@ def test_its_gradient_is_zero(faulty: Faulty) -> None:
 
 def test_later_batches_are_zeros_and_counted_until_somebody_is_told(faulty: Faulty) -> None:
     training = faulty()
-    exchange = type(training.emb.trained_rows.exchange)
-    with patch.object(exchange, "raise_faults", lambda self: None):  # nobody has seen it yet
+    memory = type(training.emb.trained_rows.exchange.memory)
+    with patch.object(memory, "raise_faults", lambda self: None):  # nobody has seen it yet
         for part in (GOOD, OTHER):
             assert not training.emb(part).any()
             training.optimizer.step()

@@ -38,9 +38,9 @@ def step(embedding: nn.Module, sgd: optim.Optimizer, ids: Tensor) -> None:
 
 
 def no_memory(rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
-    memory = rows.exchange._memory
+    memory = rows.exchange.memory._memory
     patch.setattr(
-        rows.exchange,
+        rows.exchange.memory,
         "_memory",
         lambda count: _raise(torch.OutOfMemoryError()) if fails() else memory(count),
     )
@@ -60,7 +60,7 @@ def bad_ids_of_an_earlier_op(
 def control_c_while_the_host_waits(
     rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]
 ) -> None:
-    following = rows.exchange._expected.following()
+    following = rows.exchange.steps.expected.following()
     count = following.count
     patch.setattr(following, "count", lambda: _raise(KeyboardInterrupt()) if fails() else count())
 
@@ -76,15 +76,15 @@ def test_rows_that_leave_are_not_lost(
     device: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedding, sgd, expected = made(device)
-    exchange = embedding.trained_rows.exchange
+    held = embedding.trained_rows.exchange.held
     failed = []
     for number, ids in enumerate(speedtorch.prefetch(BATCHES, embedding, ids=lambda b: b)):
         if number == 2:
-            before = exchange.now.number
+            before = held.now.number
 
             def fails(before: int = before) -> bool:
                 # Once, when the rows of the last step are held no more.
-                if failed or exchange.now.number == before:
+                if failed or held.now.number == before:
                     return False
                 failed.append(True)
                 return True

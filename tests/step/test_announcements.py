@@ -131,7 +131,7 @@ def test_a_step_that_was_given_up_raises_nothing_for_the_lookups_that_it_lacks()
     trained = Trained(capacity=8)
     trained.emb.announce(ids(1, 2), ids(3, 4, 5))
     trained.emb(ids(1, 2)).sum().backward()
-    trained.emb.trained_rows.exchange.resume()  # after what a device found has been raised
+    trained.emb.trained_rows.exchange.memory.resume()  # after what a device found has been raised
     trained.sgd.step()
 
 

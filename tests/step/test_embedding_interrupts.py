@@ -728,7 +728,7 @@ def test_an_error_at_any_line_that_moves_rows_of_a_cache_loses_none(
         cached.flush()
         store.before_replay()
 
-    every, store = torch.arange(ROWS, device=device), cached.trained_rows.exchange.store
+    every, store = torch.arange(ROWS, device=device), cached.trained_rows.exchange.held.store
 
     def move_and_fail(number: int | None, turn: int) -> Lines:
         with monkeypatch.context() as patch:

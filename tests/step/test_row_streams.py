@@ -14,10 +14,10 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.step import counted_exchange, joint_exchange
-from speedtorch.step.counted_exchange import CountedExchange
+from speedtorch.step import counted_memory, joint_exchange
+from speedtorch.step.counted_memory import CountedMemory
 from speedtorch.step.fixed_blocks import FixedBlocks
-from speedtorch.step.fixed_exchange import FixedExchange
+from speedtorch.step.fixed_memory import FixedMemory
 from speedtorch.step.joint_exchange import JointExchange
 from speedtorch.step.row_store import RowStore
 
@@ -64,12 +64,12 @@ def model(
     elif kind == "one table":
         streams.works(RowStore, "load", "exchange")
         streams.works(RowStore, "exchange", "exchange")
-        streams.works(CountedExchange, "_plan", "plan")
-        streams.works(counted_exchange, "carry_rows", "carry")
+        streams.works(CountedMemory, "plan", "plan")
+        streams.works(counted_memory, "carry_rows", "carry")
     else:
         capacity = 8
         streams.works(RowStore, "exchange_counted", "exchange")
-        streams.works(FixedExchange, "_plan", "plan")
+        streams.works(FixedMemory, "plan", "plan")
         streams.works(FixedBlocks, "begin", "carry", first=0)  # the first step carries none
     count = 1 + (kind == "two tables at once")
     yield nn.ModuleList(speedtorch.Embedding(20, 4, capacity=capacity) for _ in range(count))

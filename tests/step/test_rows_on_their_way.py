@@ -38,7 +38,7 @@ def test_who_reads_waits_for_rows_on_their_way(
 ) -> None:
     embedding = speedtorch.Embedding(5, 2)
     embedding(IDS).sum().backward()
-    travel, joined = embedding.trained_rows.exchange._travel, []
+    travel, joined = embedding.trained_rows.exchange.held.travel, []
 
     def join(stream: SideStream) -> None:
         joined.append(stream)
@@ -107,7 +107,7 @@ class Pair:
         weight = self.plain.weight.detach().clone()
         state = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
         for number, parts in enumerate(self.batches):
-            ids = torch.tensor(sum(parts, [])).unique()
+            ids = torch.cat([torch.tensor(part) for part in parts]).unique()
             rows = nn.Parameter(weight[ids].to(self.device))
             adam = torch.optim.Adam([rows])
             kept = {name: each[ids].to(self.device) for name, each in state.items()}

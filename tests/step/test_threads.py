@@ -25,7 +25,7 @@ from torch import Tensor, nn, optim
 from warm_python import warm_python
 
 import speedtorch
-from speedtorch.step import exchange
+from speedtorch.step import stepped_rows
 from speedtorch.step.turn import Turn, Turns, unite
 
 ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(10)))
@@ -340,7 +340,7 @@ def test_a_module_that_another_thread_steps_is_refused_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(exchange, "_PATIENCE", 0.05)
+    monkeypatch.setattr(stepped_rows, "_PATIENCE", 0.05)
     monkeypatch.chdir(tmp_path)
     model, optimizer = stepped_models(OPTIMIZERS[0], [3])
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""FixedExchange: steps in blocks of a fixed size, whose numbers of rows stay on the device.
+"""FixedMemory: steps in blocks of a fixed size, whose numbers of rows stay on the device.
 
 The host waits for nothing, so that a CUDA graph can hold a whole step. What is wrong with a batch
 is found on the device: no row moves then, and the next lookup raises it.
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from speedtorch.plan.fixed_size_batch import FixedSizeBatch, raises_at_once
-from speedtorch.step.announcements import Announced
-from speedtorch.step.block_exchange import BlockExchange
+from speedtorch.step.block_memory import BlockMemory
 from speedtorch.step.fixed_blocks import REFUSED, of_ranks
-from speedtorch.step.step import Batch, Copy, LookupPlaces, PendingTransfer, Prefetched, Step
+from speedtorch.step.step import Batch, Copy, PendingTransfer, Prefetched, Step
 from speedtorch.step.turn import alone
 
-__all__ = ["FaultAllReduce", "FixedExchange"]
+__all__ = ["FaultAllReduce", "FixedMemory"]
 
 _Made = TypeVar("_Made")
+_Arguments = ParamSpec("_Arguments")
 
 
 class FaultAllReduce(Protocol):
@@ -36,7 +35,7 @@ class FaultAllReduce(Protocol):
         """Raises RuntimeError if ranks were at different exchanges since the last lookup."""
 
 
-class FixedExchange(BlockExchange):
+class FixedMemory(BlockMemory):
     """Rows of at most `capacity` a step, none of which join one that has begun."""
 
     takes_more = False
@@ -46,16 +45,20 @@ class FixedExchange(BlockExchange):
     _is_agreed = False
     """Whether the ranks have been asked at this lookup."""
 
-    def _plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FixedSizeBatch:
+    def plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FixedSizeBatch:
+        """As RowMemory.plan."""
         assert after is None or isinstance(after, FixedSizeBatch)
-        rows, device, padding = self._named_rows, self.device, self._padding
+        held = self.held
+        rows, device, padding = held.named_rows, held.device, held.padding
         return FixedSizeBatch(
-            parts, rows, device, padding, self.capacity, after=after, name=self.name
+            parts, rows, device, padding, self.capacity, after=after, name=held.name
         )
 
-    def _before_lookup(self) -> None:
-        now, blocks = self.now, self._blocks
-        if not self._captures():
+    def before_lookup(self) -> None:
+        """As RowMemory.before_lookup."""
+        held = self.held
+        now, blocks = held.now, self._blocks
+        if not held.captures():
             if self._ranks is None:
                 self.raise_faults()
             return
@@ -63,17 +66,19 @@ class FixedExchange(BlockExchange):
             return
         is_settled = now.stepped and now.transfer is None and not blocks.left_some
         is_settled = is_settled and not (now.copy is Copy.STALE and blocks.hold_some)
-        if not is_settled or not blocks.are_for(self.device, self.fields):
+        if not is_settled or not blocks.are_for(held.device, held.fields):
             raise RuntimeError(
-                f"{self.name}: a CUDA graph begins with a step of its own: train a step or two"
+                f"{held.name}: a CUDA graph begins with a step of its own: train a step or two"
                 " as the graph will, then end prefetch(), and call zero_grad() and flush()"
             )
 
-    def _begun(
+    def begun(
         self, batch: Batch, seen: set[tuple[int, int]], *, is_told: bool, prefetches: bool
     ) -> Step:
+        """As RowMemory.begun."""
         assert isinstance(batch, FixedSizeBatch)
-        blocks, now = self._blocks, self.now
+        held = self.held
+        blocks, now = self._blocks, held.now
         if self._ranks is not None:
             fault = self._ask_ranks(self._ranks, batch.fault())
             if isinstance(fault, int):
@@ -82,21 +87,21 @@ class FixedExchange(BlockExchange):
                 batch.spoil(fault)
         come: bool | None = isinstance(now.transfer, Prefetched) and now.transfer.batch is batch
         if not come:
-            self._drop_prefetched()
-        elif self._travel.end is not None:
-            self._travel.join()
-        captured = self._captures()
+            held.drop_prefetched()
+        elif held.travel.end is not None:
+            held.travel.join()
+        captured = held.captures()
         if captured and self._next_ids is not None:
             come = None
         if captured:
             blocks.graphs.watch(blocks.ids)
-        if not blocks.are_for(self.device, self.fields):
-            blocks.make(self.device, self.fields)
+        if not blocks.are_for(held.device, held.fields):
+            blocks.make(held.device, held.fields)
         elif now.copy is Copy.STALE:
             if not captured:  # where none is held; a replay would lose those that it holds
                 blocks.hold_none()  # the table has them, and perhaps newer ones
         elif now.batches and self._take():
-            self._view.put_back(now)  # or they would be taken again, if this is interrupted
+            held.view.put_back(now)  # or they would be taken again, if this is interrupted
         blocks.begin(batch, come=come)
         leaving = None if come is False else blocks.put_aside
         return now.after(
@@ -111,41 +116,46 @@ class FixedExchange(BlockExchange):
             captured=captured,
         )
 
-    def _extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
+    def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
         """Finds rows among those that are held already: no others fit."""
+        held = self.held
         remedy = (
-            f"{self.name}: with capacity all lookups of a step are announced before the first of"
+            f"{held.name}: with capacity all lookups of a step are announced before the first of"
             " them, by announce(), prefetch() or in one lookup; this one"
         )
-        if self._captures():
+        if held.captures():
             raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot look what it names")
-        batch = self.planned(parts, self.now.batches[0])
+        batch = self.planned(parts, held.now.batches[0])
         if more := batch.brings:
             raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
-        return self.now.with_batch(batch, is_planned=is_planned)
+        return held.now.with_batch(batch, is_planned=is_planned)
 
-    def _sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
+    def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
+        """As RowMemory.sent."""
         assert following is None or isinstance(following, FixedSizeBatch)
-        with self._travel.after_current(self.device):
-            if self.now.captured and self._next_ids is not None:
-                self._blocks.send(self._plan(self._next_ids), foreseen=True)
+        held = self.held
+        with held.travel.after_current(held.device):
+            if held.now.captured and self._next_ids is not None:
+                self._blocks.send(self.plan(self._next_ids), foreseen=True)
             else:
                 self._blocks.send(following)
         return None if following is None else Prefetched(following, [])
 
-    def _return(self, prefetched: Prefetched) -> None:
+    def put_back(self, prefetched: Prefetched) -> None:
         """Nothing: what has arrived has not taken the place of what the table has."""
 
-    def _written_back(self, *, changes: bool) -> Step:
-        now, blocks = self.now, self._blocks
+    def written_back(self, *, changes: bool) -> Step:
+        """As RowMemory.written_back."""
+        held = self.held
+        now, blocks = held.now, self._blocks
         if not now.batches:
             return now
         # With a gradient that is left an optimizer steps them once more; a CUDA graph does not know
         # that the table has changed, and reads what it holds by itself.
         captured, is_stale = blocks.graphs.are_alive, now.copy is Copy.STALE
-        view = self._view
+        view = held.view
         has_gradient = view.has_gradient() if now.stepped else view.parameter.grad is not None
-        stay = not self.is_over() or (not captured and has_gradient)
+        stay = not held.is_over() or (not captured and has_gradient)
         if not is_stale:
             self._take()
             blocks.go_home(stay=stay)
@@ -160,11 +170,11 @@ class FixedExchange(BlockExchange):
 
     @alone
     def raise_faults(self) -> None:
-        """As Exchange.raise_faults; IndexError or RuntimeError, and the step is given up."""
+        """As RowMemory.raise_faults; IndexError or RuntimeError, and the step is given up."""
         try:
             self._blocks.check()
         except (IndexError, RuntimeError):
-            self._give_up_step()
+            self.held.give_up_step()
             raise
         if self._ranks is not None:
             self._ranks.check()
@@ -173,40 +183,40 @@ class FixedExchange(BlockExchange):
     def resume(self) -> None:
         """Lets rows move again after stop(), in a new step."""
         self._blocks.go_on()
-        self._give_up_step()
+        self.held.give_up_step()
 
     # ---- ranks, which make every lookup together
 
     def agree_with(self, ranks: FaultAllReduce) -> None:
         """Lets steps begin if they can on all ranks.
 
-        Every call of hold() and plan_announced() is one of all ranks then, which asks once whether
+        Every call of together() is one of all ranks then, which asks once whether
         something is wrong. What is found late is not raised at lookups: the ranks would not agree.
         """
         self._ranks = ranks
 
-    def _look_up(self, ids: Tensor) -> LookupPlaces | None:
-        hold = partial(super()._look_up, ids)
-        return hold() if self._ranks is None else self._with_ranks(self._ranks, hold)
-
-    def _announce(self, parts: Sequence[Tensor]) -> Announced | None:
-        plan = partial(super()._announce, parts)
-        return plan() if self._ranks is None else self._with_ranks(self._ranks, plan)
-
-    def _with_ranks(self, ranks: FaultAllReduce, hold: Callable[[], _Made]) -> _Made:
+    def together(
+        self,
+        look_up: Callable[_Arguments, _Made],
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> _Made:
         """Holds or plans rows; what one rank cannot hold, none does."""
-        self._is_agreed, before = False, self.now
+        if (ranks := self._ranks) is None:
+            return look_up(*args, **kwargs)
+        held, device = self.held, self.held.device
+        self._is_agreed, before = False, held.now
         try:
-            found = hold()
+            found = look_up(*args, **kwargs)
         except Exception:
             if not self._is_agreed:
-                self._ask_ranks(ranks, torch.full((1,), REFUSED, device=self.device))
+                self._ask_ranks(ranks, torch.full((1,), REFUSED, device=device))
             raise
         if not self._is_agreed:
-            fault = self._ask_ranks(ranks, torch.zeros(1, dtype=torch.int64, device=self.device))
+            fault = self._ask_ranks(ranks, torch.zeros(1, dtype=torch.int64, device=device))
             # Rows that a step finds among its own are counted at once, on a GPU, too.
-            found_more = len(self.now.batches) > len(before.batches)
-            if raises_at_once(self.device) or (found_more and self.now.number == before.number):
+            found_more = len(held.now.batches) > len(before.batches)
+            if raises_at_once(device) or (found_more and held.now.number == before.number):
                 self._raise_with_ranks(fault)
         return found
 
@@ -217,27 +227,29 @@ class FixedExchange(BlockExchange):
     def _raise_with_ranks(self, fault: Tensor | int) -> None:
         """Raises what some rank has found wrong."""
         if why := int(fault):
-            self.forget_announced()
-            raise of_ranks(self.name, why, "nothing has changed")
+            self.held.announced.give_up()
+            raise of_ranks(self.held.name, why, "nothing has changed")
 
     # ---- CUDA graphs
 
     @alone
     def stand_still(self) -> None:
         """Lets no row move until move_again(): lookups give zeros, and nothing is trained."""
-        self.write_back()
+        held = self.held
+        held.write_back()
         self.raise_faults()
-        if not self._blocks.are_for(self.device, self.fields):
-            self._blocks.make(self.device, self.fields)
+        if not self._blocks.are_for(held.device, held.fields):
+            self._blocks.make(held.device, held.fields)
         self._blocks.is_halted.fill_(1)
 
     @alone
     def move_again(self) -> None:
         """Ends stand_still()."""
-        self._drop_prefetched()
-        self._announced.forget()
+        held = self.held
+        held.drop_prefetched()
+        held.announced.forget()
         self._blocks.go_on()
-        self._end_step()
+        held.take(held.now._replace(stepped=True))  # the next lookup begins another
 
     @contextmanager
     def foreseeing(self, parts: Sequence[Tensor] | None) -> Iterator[None]:
@@ -251,16 +263,17 @@ class FixedExchange(BlockExchange):
         finally:
             self._next_ids = None
             try:
-                self._travel.join()
+                self.held.travel.join()
             finally:
-                self._travel.forget()  # its last work is the graph's
+                self.held.travel.forget()  # its last work is the graph's
 
     @alone
     def before_replay(self) -> None:
         """Called before a CUDA graph of a whole step of the rows is replayed."""
+        held = self.held
         self.raise_faults()
-        self.complete(ahead=False)
-        self._drop_prefetched()
-        self._read_again()
-        self._store.before_replay()
-        self._end_step()
+        held.complete(ahead=False)
+        held.drop_prefetched()
+        held.read_again()
+        held.store.before_replay()
+        held.take(held.now._replace(stepped=True))  # the next lookup begins another

@@ -1,4 +1,4 @@
-"""BlockExchange: an Exchange that keeps the rows of its steps in FixedBlocks."""
+"""BlockMemory: a RowMemory that keeps the rows of its steps in FixedBlocks."""
 
 from __future__ import annotations
 
@@ -10,106 +10,105 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import raises_later
-from speedtorch.step.exchange import Exchange
 from speedtorch.step.fixed_blocks import FixedBlocks
-from speedtorch.step.parameter_view import ParameterView
+from speedtorch.step.held_rows import HeldRows, RowMemory
 from speedtorch.step.row_store import RowStore
 from speedtorch.step.step import Copy, Rows, Step
 
-__all__ = ["BlockExchange"]
+__all__ = ["BlockMemory"]
 
 
-class BlockExchange(Exchange):
-    """Steps of at most `capacity` rows, in memory that all steps and CUDA graphs share."""
+class BlockMemory(RowMemory):
+    """Rows of at most `capacity` a step, in memory that all steps and CUDA graphs share."""
 
-    capacity: int
-
-    def __init__(
-        self, name: str, store: RowStore, view: ParameterView, padding: int | None, capacity: int
-    ) -> None:
-        self.capacity = capacity
-        self._blocks = FixedBlocks(name, store, capacity, padding)
-        super().__init__(name, store, view, padding)
+    def __init__(self, held: HeldRows, capacity: int) -> None:
+        super().__init__(held)
+        self.turn, self.capacity = held.turn, capacity
+        self._blocks = FixedBlocks(held.name, held.store, capacity, held.padding)
         raises_later(weakref.WeakMethod(self.raise_faults))
 
-    @property
-    def _store(self) -> RowStore:
-        return self._blocks.store
-
-    @_store.setter
-    def _store(self, store: RowStore) -> None:
+    def use(self, store: RowStore) -> None:
+        """As RowMemory.use."""
         self._blocks.use(store)
 
-    def _nothing(self) -> tuple[Tensor, Rows]:
+    def nothing(self) -> tuple[Tensor, Rows]:
+        """As RowMemory.nothing."""
         self._blocks.forget()
-        return torch.empty(0, dtype=torch.int64, device=self.device), self._no_rows()
+        return torch.empty(0, dtype=torch.int64, device=self.held.device), self._no_rows()
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
-        """As Exchange.ids_of: nothing waits before they are asked for."""
+        """As RowMemory.ids_of: nothing waits before they are asked for."""
         return partial(self._blocks.ids_held, self._blocks.begun) if step.batches else step.ids
 
     def _no_rows(self) -> Rows:
-        fields = self.fields.values()
+        held = self.held
+        fields = held.fields.values()
         return [
-            torch.empty((0, *shape), dtype=dtype, device=self.device) for shape, dtype in fields
+            torch.empty((0, *shape), dtype=dtype, device=held.device) for shape, dtype in fields
         ]
 
-    def _loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
+    def loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
+        """As RowMemory.loaded_again."""
+        held = self.held
         if not step.batches:
             return step.ids, self._no_rows()
         blocks = self._blocks
-        if not blocks.are_for(self.device, self.fields):
-            blocks = blocks.with_fields(self.fields)
+        if not blocks.are_for(held.device, held.fields):
+            blocks = blocks.with_fields(held.fields)
         blocks.read_again()
         self._blocks = blocks
         return blocks.ids, list(blocks.rows)
 
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from super()._tensors()
+    def tensors(self) -> Iterator[Tensor]:
+        """As RowMemory.tensors."""
+        yield from super().tensors()
         yield from self._blocks.tensors()
 
     def _take(self, *, stepped: bool = False) -> bool:
         """Takes the held rows to their blocks; whether they were elsewhere."""
-        blocks, view, now = self._blocks, self._view, self.now
+        held = self.held
+        blocks, view, now = self._blocks, held.view, held.now
         # Where an exception has left the blocks of other fields, the table has all rows; and rows
         # that a step is not known to have changed are where a CUDA graph changes them.
-        if not (blocks.are_for(self.device, self.fields) and blocks.have(now.rows)):
+        if not (blocks.are_for(held.device, held.fields) and blocks.have(now.rows)):
             return False
         taken = (stepped or now.copy is Copy.DIRTY) and blocks.take(view.rows_of(now))
         if taken:
             blocks.clear_others()  # whatever an optimizer that failed has left there
         return taken
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
+        """As RowMemory.after_step."""
         if self._take(stepped=True):
-            self._view.put_back(self.now)
+            self.held.view.put_back(self.held.now)
         self._blocks.clear_others()
 
-    def _after_failed_step(self) -> None:
+    def after_failed_step(self) -> None:
+        """As RowMemory.after_failed_step."""
         self._blocks.clear_others()
 
     @property
     def halted(self) -> Tensor | None:
-        """As Exchange.halted."""
-        return self._blocks.is_halted if self.now.batches else None
+        """As RowMemory.halted."""
+        return self._blocks.is_halted if self.held.now.batches else None
 
     def stop(self, fault: Tensor) -> None:
         """Where `fault`, `[1]` on the device, is not 0: rows go to the table, and none is stepped.
 
         Until resume(), which the caller calls after it has raised why. Called within a turn.
         """
-        if self.now.batches:
+        if self.held.now.batches:
             self._blocks.stop(fault)
 
     @property
     def is_captured(self) -> bool:
-        """As Exchange.is_captured."""
+        """As RowMemory.is_captured."""
         return self._blocks.graphs.are_alive
 
     def refuse_if_captured(self, what: str) -> None:
-        """As Exchange.refuse_if_captured."""
-        if self._blocks.graphs.remain(self.device):
+        """As RowMemory.refuse_if_captured."""
+        if self._blocks.graphs.remain(self.held.device):
             raise RuntimeError(
-                f"{self.name}: {what} is refused while a captured CUDA graph uses its rows: let the"
-                " graph go first (del graph)"
+                f"{self.held.name}: {what} is refused while a captured CUDA graph uses its rows:"
+                " let the graph go first (del graph)"
             )

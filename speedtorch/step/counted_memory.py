@@ -1,0 +1,198 @@
+"""CountedMemory: steps in as much memory as each needs, which the host counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.functions import carry_rows, merge_rows
+from speedtorch.plan.planned_batch import LoadedBatch, PlannedBatch
+from speedtorch.step.gradient_sums import among_more
+from speedtorch.step.held_rows import RowMemory
+from speedtorch.step.row_store import Block
+from speedtorch.step.step import Batch, Copy, PendingTransfer, Prefetched, Rows, Step
+
+__all__ = ["CountedMemory"]
+
+
+class CountedMemory(RowMemory):
+    """Rows of any number, of which more can join a step."""
+
+    takes_more = True
+    _has_new_padding = False
+    """Whether a lookup has written the padding's row to the table in this step."""
+
+    def plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> PlannedBatch:
+        """As RowMemory.plan."""
+        held = self.held  # not by planned(): this is every step's
+        rows, device, padding = held.named_rows, held.device, held.padding
+        return PlannedBatch(parts, rows, device, padding, after=after, name=held.name)
+
+    def nothing(self) -> tuple[Tensor, Rows]:
+        """As RowMemory.nothing."""
+        return torch.empty(0, dtype=torch.int64, device=self.held.device), self._memory(0)
+
+    def _memory(self, count: int) -> Rows:
+        """Memory for rows of every field."""
+        rows: Rows = []
+        for shape, dtype in self.held.fields.values():
+            rows.append(torch.empty((count, *shape), dtype=dtype, device=self.held.device))
+        return rows
+
+    def loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
+        """As RowMemory.loaded_again."""
+        held, nothing = self.held, self._memory(0)
+        if not step.batches:
+            return step.ids, nothing
+        ids = step.ids
+        if held.padding is not None:
+            ids = torch.cat([ids, ids.new_tensor([held.padding])])
+        return step.ids, held.store.load(held.fields, Block(nothing, ids[:0]), ids)
+
+    def before_lookup(self) -> None:
+        """As RowMemory.before_lookup."""
+        if self.held.on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.held.name}: a CUDA graph cannot hold a lookup, because the number of rows"
+                " changes from step to step; build it with capacity=, the most rows of a step, or"
+                " capture what comes after it"
+            )
+
+    def begun(
+        self, batch: Batch, seen: set[tuple[int, int]], *, is_told: bool, prefetches: bool
+    ) -> Step:
+        """As RowMemory.begun."""
+        assert isinstance(batch, PlannedBatch)
+        held = self.held
+        transfer, leaving, copy = held.now.transfer, None, Copy.DIRTY
+        if isinstance(transfer, Prefetched) and transfer.batch is batch:
+            rows = transfer.rows
+            leaving = self._joined(batch, rows)
+        else:
+            copy, left = self._all_leaving()
+            rows = held.store.load(held.fields, left, batch.loaded)
+        return held.now.after(
+            batch,
+            batch.ids,
+            rows,
+            seen,
+            is_told=is_told,
+            copy=copy,
+            leaving=leaving,
+            prefetches=prefetches,
+        )
+
+    def begun_alone(self, ids: Tensor) -> Step:
+        """As RowMemory.begun_alone."""
+        held, (copy, left) = self.held, self._all_leaving()
+        # If rows joined the step before, rows will probably join this one: rows that leave and
+        # rows that join then cross the link at once, and the lookup that counts them need not wait
+        # for the former.
+        waits = held.now.moved > 0 and copy is Copy.DIRTY and held.store.can_wait
+        load = partial(held.store.load_batch, held.fields, left, evicts=not waits)
+        batch = LoadedBatch(ids, held.named_rows, held.device, held.padding, load, held.name)
+        return held.now.after(
+            batch,
+            batch.ids,
+            batch.brought,
+            set(),
+            is_told=False,
+            copy=copy,
+            leaving=left if waits else None,
+            waits=waits,
+        )
+
+    def _all_leaving(self) -> tuple[Copy, Block]:
+        """The rows of now that leave where others take their place, and how those are then.
+
+        Those that stay have not been in the table in between.
+        """
+        held = self.held
+        if held.now.transfer is not None:  # rows that waited for a lookup that has not come
+            held.complete(ahead=False)
+        held.drop_prefetched()
+        if (now := held.now).copy is Copy.DIRTY:
+            return Copy.DIRTY, Block(held.view.rows_of(now), now.ids)
+        return Copy.CLEAN, Block(now.rows, now.ids[:0])
+
+    def _joined(self, batch: PlannedBatch, rows: Rows) -> Block | None:
+        """Carries staying rows into the prefetched rows; returns the rows that leave."""
+        held = self.held
+        held.travel.join()
+        old = held.view.rows_of(held.now)
+        places, taken_from = batch.staying
+        carry_rows(rows, places, old, taken_from)
+        if self._has_new_padding:  # the padding's row arrived before a lookup wrote it
+            held.store.read(torch.tensor([held.padding]), rows[0][-1:])
+            self._has_new_padding = False
+        leaving = Block(old, *batch.leaving)
+        return leaving if held.now.copy is Copy.DIRTY and len(leaving.ids) > 0 else None
+
+    def note_padding(self) -> None:
+        """As RowMemory.note_padding."""
+        self._has_new_padding = True
+
+    def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
+        """As RowMemory.extended."""
+        held = self.held
+        batch = self.planned(parts, held.now.ids)
+        if batch.brings == 0:
+            return held.now.with_batch(batch, is_planned=is_planned)
+        held.drop_prefetched()
+        now, load, leaving = held.now, batch.arriving[0][: batch.brings], None
+        if isinstance(now.transfer, PendingTransfer):
+            leaving = now.transfer.leaving
+        assert leaving is None or isinstance(leaving, Block)
+        ids, before, places, *rows = merge_rows(held.view.rows_of(now), now.ids, load)
+        held.store.exchange(held.fields, leaving, Block(rows, load, places))
+        gradient = held.view.parameter.grad if held.view.has_gradient() else None
+        return now.with_batch(batch, is_planned=is_planned)._replace(
+            ids=ids,
+            rows=rows,
+            places={},
+            transfer=None,
+            moved=len(now.batches),
+            gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),
+        )
+
+    def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
+        """As RowMemory.sent."""
+        assert following is None or isinstance(following, PlannedBatch)
+        held = self.held
+        leaving, arriving, prefetched = pending.leaving, None, None
+        assert leaving is None or isinstance(leaving, Block)
+        if following is not None:
+            try:
+                load = following.arriving
+            except IndexError:
+                following = None  # a lookup of its bad ids raises it
+        if following is not None or leaving is not None:
+            if leaving is not None:
+                held.travel.uses(leaving.rows)
+            with held.travel.after_current(held.device):
+                if following is not None:  # in memory that only this stream is given again
+                    count = following.held + (held.padding is not None)
+                    prefetched = Prefetched(following, self._memory(count))
+                    arriving = Block(prefetched.rows, *load)
+                held.store.exchange(held.fields, leaving, arriving)
+        return prefetched
+
+    def put_back(self, prefetched: Prefetched) -> None:
+        """As RowMemory.put_back."""
+        batch = prefetched.batch
+        assert isinstance(batch, PlannedBatch)
+        brings = batch.brings  # the padding's row is never written back
+        arrived = Block(prefetched.rows, *(each[:brings] for each in batch.arriving))
+        self.held.store.exchange(self.held.fields, arrived, None)
+
+    def written_back(self, *, changes: bool) -> Step:
+        """As RowMemory.written_back."""
+        held, now = self.held, self.held.now
+        if now.copy is Copy.DIRTY and now.ids.shape[0]:  # none without first values
+            held.store.exchange(held.fields, Block(held.view.rows_of(now), now.ids), None)
+        if now.copy is Copy.DIRTY or (changes and now.copy is Copy.CLEAN):
+            return now._replace(copy=Copy.STALE if changes else Copy.CLEAN)
+        return now
