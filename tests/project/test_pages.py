@@ -151,7 +151,7 @@ def defined_in(file: Path) -> set[str]:
 
 
 def test_the_ways_of_an_id_pass_functions_that_are_there() -> None:
-    section = (DOCS / "journeys.md").read_text().split("## Six ways of an id")[1]
+    section = (DOCS / "journeys.md").read_text().split("## Follow a row id by kind of step")[1]
     ways = section.split("```")[1].strip().splitlines()
     names = [line for line in ways if not line.startswith(" ")]
     assert names == ["plain", "prefetched", "capacity", "collection", "shard", "graph"]

@@ -1,0 +1,237 @@
+"""The program of docs/from_torchrec.md runs on ranks too, and its error messages are raised."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documents import ROOT, blocks
+from keyed_ids import KeyedIds
+from torch import nn, optim
+from warm_python import finished, warm_python
+
+import speedtorch
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim's
+PAGE = ROOT / "docs" / "from_torchrec.md"
+RANKS = ["--standalone", "--nproc-per-node", "2"]
+IDS = {"user": [[3], [19]], "seen": [[1, 2], []], "bought": [[], [4]]}
+
+
+class Ranker(nn.Module):
+    """The model of the page, with small tables."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.tables = tables(**settings)
+        self.score = nn.Linear(12, 1)
+
+    def forward(self, features: Any) -> torch.Tensor:
+        found: torch.Tensor = self.score(self.tables(features).values())
+        return found
+
+
+def tables(data_type: object = torch.float32, **settings: Any) -> Any:
+    kind = speedtorch.EmbeddingBagConfig
+    return speedtorch.EmbeddingBagCollection(
+        [kind(20, 4, "user", data_type), kind(30, 4, "item", data_type, ["seen", "bought"])],
+        **settings,
+    )
+
+
+class Strided(KeyedIds):
+    """As a KeyedJaggedTensor whose features have other numbers of samples."""
+
+    variable_stride_per_key = staticmethod(lambda: True)
+
+    def stride_per_key(self) -> list[int]:
+        return [2, 1, 1]
+
+
+class Deduplicated(KeyedIds):
+    """As a KeyedJaggedTensor whose samples are to be selected of the result's."""
+
+    def inverse_indices_or_none(self) -> object:
+        return self.keys(), torch.zeros(3, 2, dtype=torch.int64)
+
+
+def stepped_without_attach() -> None:
+    model = Ranker()
+    model(KeyedIds.of(IDS)).sum().backward()
+    optim.Adam(model.tables.parameters()).step()
+
+
+def stepped_in_backward() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+
+    apply_optimizer_in_backward(optim.SGD, Ranker().tables.parameters(), {"lr": 0.1})
+
+
+def sharded_after_a_lookup(process_group: object) -> None:
+    model = Ranker()
+    model(KeyedIds.of(IDS))
+    speedtorch.shard(model)
+
+
+def trained_by_data_parallel(process_group: object) -> None:
+    nn.parallel.DistributedDataParallel(Ranker())(KeyedIds.of(IDS))
+
+
+def with_ids(**changed: list[list[int]]) -> KeyedIds:
+    return KeyedIds.of({**IDS, **changed})
+
+
+Raises = tuple[str, type[Exception], Callable[..., object]]
+MESSAGES: list[Raises] = [
+    (
+        "rows are held on the CPU or a GPU, not meta",
+        NotImplementedError,
+        lambda: tables(device=torch.device("meta")),
+    ),
+    ("data_type must be one of … got", ValueError, lambda: tables(torch.int8)),
+    (
+        "keeps … of each row of tables … call speedtorch.attach",
+        RuntimeError,
+        stepped_without_attach,
+    ),
+    (
+        "view_as() of its weight would need all … rows",
+        NotImplementedError,
+        stepped_in_backward,
+    ),
+    (
+        "object has no attribute 'fused_optimizer'",
+        AttributeError,
+        lambda: Ranker().fused_optimizer,
+    ),
+    (
+        "has no 'is_leaf' of its own … set group='user' in its config",
+        RuntimeError,
+        lambda: optim.SGD([tables().embedding_bags["user"].weight]),
+    ),
+    (
+        "a collection looks its tables up together",
+        NotImplementedError,
+        lambda: tables().embedding_bags["user"](torch.tensor([3])),
+    ),
+    (
+        "features … are missing; given are",
+        KeyError,
+        lambda: tables()(KeyedIds.of({"user": [[3]], "seen": [[1]]})),
+    ),
+    (
+        "are those of no table",
+        KeyError,
+        lambda: tables()({key: torch.tensor([3]) for key in (*IDS, "word")}),
+    ),
+    (
+        "all features must have as many samples, got",
+        ValueError,
+        lambda: tables()(Strided.of(IDS)),
+    ),
+    (
+        "inverse_indices are not applied",
+        NotImplementedError,
+        lambda: tables()(Deduplicated.of(IDS)),
+    ),
+    (
+        "is_weighted asks for a weight of each id, got None",
+        ValueError,
+        lambda: tables(is_weighted=True)(KeyedIds.of(IDS)),
+    ),
+    (
+        "feature 'user': id … is out of range for table 'user' of … rows",
+        IndexError,
+        lambda: tables()(with_ids(user=[[3], [20]])),
+    ),
+    (
+        "its table stays torch.float32 and was asked to become torch.float16",
+        TypeError,
+        lambda: Ranker().half()(KeyedIds.of(IDS)),
+    ),
+    (
+        "torch.export, torch.jit and ONNX cannot keep a lookup",
+        NotImplementedError,
+        lambda: torch.export.export(
+            Ranker(), ({key: torch.tensor([3]) for key in IDS},), strict=False
+        ),
+    ),
+    (
+        "EmbeddingBagCollection is not pickled",
+        TypeError,
+        lambda: torch.save(Ranker(), os.devnull),
+    ),
+]
+RANK_MESSAGES: list[Raises] = [
+    (
+        "its rows have been used, or were given; shard a module whose rows are yet to be made",
+        RuntimeError,
+        sharded_after_a_lookup,
+    ),
+    (
+        "cannot average the gradients of rows that differ between processes",
+        NotImplementedError,
+        trained_by_data_parallel,
+    ),
+]
+
+
+def pattern(message: str) -> str:
+    """Of a message in the page, where `…` stands for what differs."""
+    return ".*".join(re.escape(piece.strip()) for piece in message.split("…"))
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Any:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("message", "kind", "call"), MESSAGES, ids=[each[0] for each in MESSAGES])
+def test_the_message_is_raised(
+    message: str, kind: type[Exception], call: Callable[[], object]
+) -> None:
+    with pytest.raises(kind, match=pattern(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "call"), RANK_MESSAGES, ids=[each[0] for each in RANK_MESSAGES]
+)
+def test_a_message_of_ranks_is_raised(
+    process_group: object, message: str, kind: type[Exception], call: Callable[[object], object]
+) -> None:
+    with pytest.raises(kind, match=pattern(message)):
+        call(process_group)
+
+
+def test_each_message_of_the_page_is_tried() -> None:
+    section = PAGE.read_text().partition("## Error messages")[2]
+    named = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert sorted(named) == sorted(message for message, *_ in MESSAGES + RANK_MESSAGES)
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize("ranks", [[], RANKS], ids=["one process", "two ranks"])
+def test_the_program_trains(ranks: list[str], tmp_path: Path) -> None:
+    (program,) = blocks(PAGE, "python")
+    (tmp_path / "train.py").write_text(program.text)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
+    launcher = ["-m", "torch.distributed.run", *ranks] if ranks else []
+    done = finished(
+        [warm_python(), *launcher, "-m", "train"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **hidden},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"loss (\S+), after 20 steps (\S+)", done.stdout)
+    assert len(losses) == (2 if ranks else 1)
+    assert all(float(last) < 0.8 * float(first) for first, last in losses)
