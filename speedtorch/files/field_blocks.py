@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.files.chunk_digests import CHUNK_BYTES
+from speedtorch.files.file_digests import CHUNK_BYTES
 from speedtorch.files.threads import MOST_THREADS, threads
 
 __all__ = ["SomeRows", "byte_rows", "have_same_bytes", "write_blocks"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.files import safetensors_format
-from speedtorch.files.chunk_digests import CHUNK_BYTES, all_digests, chunk_count
+from speedtorch.files.file_digests import CHUNK_BYTES, all_digests, chunk_count
 from speedtorch.files.file_format import StoredArray
 from speedtorch.files.generations import generations_of, path_of
 from speedtorch.files.saved_values import restored

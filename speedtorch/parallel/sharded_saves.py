@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.files.chunk_digests import chunk_count, digests_of
 from speedtorch.files.field_blocks import SomeRows, write_blocks
+from speedtorch.files.file_digests import chunk_count, digests_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
 from speedtorch.files.system_calls import about, calls, open_to_read, opened, write_all

@@ -11,8 +11,8 @@ from file_faults import fail
 from torch import Tensor
 
 from speedtorch.files import field_blocks
-from speedtorch.files.chunk_digests import CHUNK_BYTES
 from speedtorch.files.field_blocks import SomeRows, have_same_bytes, write_blocks
+from speedtorch.files.file_digests import CHUNK_BYTES
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.table_files import write_safetensors
 

@@ -11,7 +11,7 @@ import pytest
 from file_faults import fail
 
 from speedtorch.files import system_calls
-from speedtorch.files.chunk_digests import CHUNK_BYTES, all_digests, digests_of
+from speedtorch.files.file_digests import CHUNK_BYTES, all_digests, digests_of
 from speedtorch.files.system_calls import open_to_read
 
 
