@@ -83,7 +83,7 @@ def _settings_of(module: RowModule, *, average: bool) -> _Settings:
         "average": average,
         _VALUES: [
             f"values of digest {zlib.crc32(each.view(torch.uint8).numpy().tobytes()):08x}"
-            for each in table.samples()
+            for each in table.new.samples()
         ],
     }
     return {name: str(value) for name, value in settings.items()}
