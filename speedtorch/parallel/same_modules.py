@@ -10,7 +10,7 @@ from torch import nn
 
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.sharded_saves import agreed
+from speedtorch.parallel.together import agreed
 
 __all__ = ["same_modules"]
 

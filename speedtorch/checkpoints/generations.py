@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from speedtorch.files.new_files import TOKEN, new_token, rename_folder, swept_folder
 from speedtorch.files.system_calls import calls, opened_folder, sync_folder
 
-__all__ = ["Generation", "generations_of", "new_generation", "path_of"]
+__all__ = [
+    *("Generation", "check_number", "chosen", "generations_of", "new_generation", "path_of"),
+]
 
 _NAME = re.compile(r"generation-([0-9]{8,})")
 _HIDDEN = re.compile(rf"\.generation-\d+\.{TOKEN}\.(partial|old|ranks)")
@@ -52,6 +54,30 @@ def generations_of(folder: str) -> list[int]:
                 return found
             before = names  # the last one may have been removed since, after the next one came
     return []
+
+
+def check_number(what: str, given: object) -> None:
+    """Raises TypeError for what is no number of a generation, nor None."""
+    if isinstance(given, bool) or not isinstance(given, int | None):
+        raise TypeError(f"{what}: expected a number, as Saved.generation is, got {given!r}")
+
+
+def chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
+    """The number of a generation that is there: this one, or the last that is not `damaged`.
+
+    Raises FileNotFoundError if it is not there, ValueError if all are damaged.
+    """
+    there = generations_of(folder)
+    if generation in there:
+        return generation
+    if not there or generation is not None:
+        text = "there is no generation of a checkpoint in this folder"
+        text = f"there is no generation {generation}, but {there}" if there else text
+        raise FileNotFoundError(errno.ENOENT, text, folder)
+    if whole := [each for each in there if each not in damaged]:
+        return whole[-1]
+    texts = "; ".join(dict.fromkeys(damaged.values()))
+    raise ValueError(f"load: {folder!r} has no whole generation, but {there}: {texts}")
 
 
 @dataclass

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from warm_python import warm_python
 
 import speedtorch
+from speedtorch.checkpoints import generation_writer
+from speedtorch.checkpoints.generations import generations_of, new_generation
 from speedtorch.files import safetensors_format, system_calls
-from speedtorch.files.generations import generations_of, new_generation
-from speedtorch.parallel import checkpoints
 
 ROWS = 300
 
@@ -228,7 +228,7 @@ def test_tied_and_odd_tensors_are_there_once_and_come_back(tmp_path: Path) -> No
 
 
 def test_large_runs_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(generation_writer, "SHARD_BYTES", 5000)
     given = [torch.full((1000,), number) for number in range(5)]
     saved = speedtorch.save(tmp_path, given=given)
     assert len(os.listdir(saved.path)) == 5 + 2
@@ -463,7 +463,7 @@ class Synced:
 def test_all_is_on_the_disk_before_the_folder_switches_and_the_switch_before_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(generation_writer, "SHARD_BYTES", 100_000)
     files = len(os.listdir(speedtorch.save(tmp_path, **values(1)).path))
     assert files == 4
     early = late = 0

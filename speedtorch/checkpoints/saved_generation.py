@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtorch.checkpoints.generations import generations_of, path_of
+from speedtorch.checkpoints.saved_values import restored
 from speedtorch.files import safetensors_format
 from speedtorch.files.file_digests import CHUNK_BYTES, all_digests, chunk_count
 from speedtorch.files.file_format import StoredArray
-from speedtorch.files.generations import generations_of, path_of
-from speedtorch.files.saved_values import restored
 from speedtorch.files.system_calls import about, calls, open_to_read, read_file
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.ops.functions import pinned_scatter
