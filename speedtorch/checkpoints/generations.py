@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from speedtorch.files.new_files import TOKEN, new_token, rename_folder, swept_folder
-from speedtorch.files.system_calls import calls, opened_folder, sync_folder
+from speedtorch.files.new_files import TOKEN, new_folder, new_token, rename_folder
+from speedtorch.files.system_calls import calls, sync_folder
 
 __all__ = [
     *("Generation", "check_number", "chosen", "generations_of", "new_generation", "path_of"),
@@ -120,21 +120,12 @@ def new_generation(
     generations_of(folder)  # or it is no folder
     os.makedirs(folder, exist_ok=True)
     folder = os.path.realpath(folder)
-    token = new_token()
-    with swept_folder(folder, _HIDDEN) as descriptor:
-        number = max(generations_of(folder), default=0) + 1
-        partial = os.path.join(folder, f".generation-{number}.{token}.partial")
-        made = Generation(number, partial)
-        try:
-            calls.make_folder(partial)
-            yield made
-            with opened_folder(partial) as inner:
-                calls.fsync(inner)
-            bases = {each: base_of(each) for each in generations_of(folder)}
-            made.switch(folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    token, number = new_token(), max(generations_of(folder), default=0) + 1
+    made = Generation(number, os.path.join(folder, f".generation-{number}.{token}.partial"))
+
+    def switch(descriptor: int) -> None:
+        bases = {each: base_of(each) for each in generations_of(folder)}
+        made.switch(folder)
         sync_folder(folder, descriptor)
         bases[made.number] = base
         numbers = generations_of(folder)
@@ -147,6 +138,9 @@ def new_generation(
                     calls.unlink(hidden)
                 else:
                     shutil.rmtree(hidden)
+
+    with new_folder(folder, made.folder, _HIDDEN, switch):
+        yield made
 
 
 def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) -> list[int]:
