@@ -21,12 +21,7 @@ from speedtorch.checkpoints.generations import Generation, generations_of, new_g
 from speedtorch.checkpoints.joined_files import JoinedFile, JoinedRows
 from speedtorch.checkpoints.meeting import Meeting
 from speedtorch.checkpoints.noted_rows import Moments, moments_of, remember
-from speedtorch.checkpoints.saved_generation import (
-    FORMAT,
-    VERSION,
-    VERSION_OF_DELTA,
-    base_of,
-)
+from speedtorch.checkpoints.saved_generation import FORMAT, VERSION, base_of
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.files import safetensors_format
 from speedtorch.files.field_blocks import SomeRows
@@ -135,7 +130,7 @@ class GenerationWriter:
         )
         for at, each in enumerate(self._files):
             digests = [digest for of_rank in of_ranks for digest in of_rank[at]]
-            self._entries.append({"name": each.name, "bytes": each.nbytes, "crc32": digests})
+            self._entries.append({"name": each.name, "bytes": each.nbytes, "crc32c": digests})
         number, nbytes, digest = by_first(ranks, self._switch)
         remember(digest, self._moments)
         return number, nbytes
@@ -154,7 +149,7 @@ class GenerationWriter:
                 name, digests = f"tensors-{at + 1:05d}.safetensors", list[int]()
                 with replace_files([os.path.join(self._generation.folder, name)]) as (file,):
                     write_safetensors(file, job, digests, told)
-                self._entries.append({"name": name, "bytes": file.count, "crc32": digests})
+                self._entries.append({"name": name, "bytes": file.count, "crc32c": digests})
 
     def _switch(self) -> tuple[int, int, str]:
         """Puts the generation in its place; gives its number, all bytes, and its digest."""
@@ -164,7 +159,7 @@ class GenerationWriter:
             if against is not None:
                 base = {"generation": against.number, "sha256": against.digest}
                 base["rows"] = self.change.ids_of
-                content |= {"version": VERSION_OF_DELTA, "base": base}
+                content["base"] = base
             text = json.dumps({"format": FORMAT, **content}, separators=(",", ":")).encode()
             self._write_small("manifest.json", text)
             self._write_small("manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
