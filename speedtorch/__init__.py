@@ -3,6 +3,9 @@
 import sys
 
 from speedtorch import optim as optim
+from speedtorch.checkpoints.full_state_dict import full_state_dict
+from speedtorch.checkpoints.load import load
+from speedtorch.checkpoints.save import async_save, save
 from speedtorch.info import info
 from speedtorch.layers.host_init import host_init
 from speedtorch.layers.state_swapper import StateSwapper
@@ -55,9 +58,7 @@ from speedtorch.ops.functions import (
 )
 from speedtorch.ops.log_switches import LOGS_CALLS, REPORTS_ALIVE
 from speedtorch.optim.attach import attach, detach
-from speedtorch.parallel.checkpoints import async_save, load, save
 from speedtorch.parallel.clip import clip_grad_norm_
-from speedtorch.parallel.full_state_dict import full_state_dict
 from speedtorch.parallel.grad_scaler import GradScaler
 from speedtorch.parallel.row_parameters import row_parameters
 from speedtorch.parallel.shard import shard

@@ -3,6 +3,7 @@
 The functions that take or return them document them.
 """
 
+from speedtorch.checkpoints.save import Saved
 from speedtorch.info import Info
 from speedtorch.layers.auto import AutoOffload
 from speedtorch.layers.state_tensors import StatePart
@@ -15,7 +16,6 @@ from speedtorch.nn.embedding_bag import BagMode
 from speedtorch.nn.graphed import GraphedStep
 from speedtorch.nn.jagged import JaggedRows, KeyedFeatures, RowsByFeature
 from speedtorch.nn.prefetch import Prefetch
-from speedtorch.parallel.checkpoints import Saved
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.table.table_handle import TableHandle

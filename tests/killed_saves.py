@@ -15,8 +15,8 @@ import torch
 from ordinary_run import soaked
 
 import speedtorch
+from speedtorch.checkpoints.generations import generations_of
 from speedtorch.files import system_calls
-from speedtorch.files.generations import generations_of
 from speedtorch.files.table_files import open_fields, save_fields
 
 

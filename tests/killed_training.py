@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.files.generations import generations_of
+from speedtorch.checkpoints.generations import generations_of
 
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 ROWS, END, EVERY = 500, 540, 3

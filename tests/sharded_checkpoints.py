@@ -24,10 +24,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import speedtorch
+from speedtorch.checkpoints import generation_writer
+from speedtorch.checkpoints.joined_files import JoinedFile
+from speedtorch.checkpoints.saved_generation import DamagedError, SavedGeneration
 from speedtorch.files import system_calls
-from speedtorch.parallel import checkpoints
-from speedtorch.parallel.saved_generation import DamagedError, SavedGeneration
-from speedtorch.parallel.sharded_saves import JoinedFile
 from speedtorch.table.shared_rows import SharedRows
 
 ROWS, STEPS = 301, 5
@@ -98,7 +98,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def check_saved(folder: str, stored: Any) -> None:
     """Ranks save and go on; what they load goes on as well, bit for bit."""
     run = Run(stored=stored).train(0, STEPS)
-    with mock.patch.object(checkpoints, "SHARD_BYTES", 12_000):
+    with mock.patch.object(generation_writer, "SHARD_BYTES", 12_000):
         saved = speedtorch.save(folder, **run.parts(), step=STEPS, rank=dist.get_rank())
     assert saved.generation == 1 and saved.nbytes > 0
     names = sorted(each for each in os.listdir(saved.path) if each.startswith("rows"))
@@ -308,7 +308,7 @@ def check_without_room(folder: str) -> None:
         real(file, *given)
 
     with (
-        mock.patch.object(checkpoints, "SHARD_BYTES", 12_000),
+        mock.patch.object(generation_writer, "SHARD_BYTES", 12_000),
         mock.patch.object(JoinedFile, "write", write),
     ):
         most = 10_000 if rank else 1

@@ -18,10 +18,10 @@ from killed_saves import killed_at
 from sharded_checkpoints import STEPS, Run, assert_same, saved
 
 import speedtorch
+from speedtorch.checkpoints.meeting import Meeting
 from speedtorch.files import system_calls
-from speedtorch.parallel.meeting import Meeting
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.sharded_saves import agreed, by_first
+from speedtorch.parallel.together import agreed, by_first
 
 
 def met(folder: str, patience: float = 60) -> Meeting:

@@ -15,11 +15,11 @@ from sharded_training import raises
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.checkpoints.full_state_dict import full_state_dict
 from speedtorch.memory import host_memory
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel import sharded_rows
 from speedtorch.parallel.block_cyclic import BlockCyclic
-from speedtorch.parallel.full_state_dict import full_state_dict
 from speedtorch.parallel.shard import shard
 from speedtorch.table.row_blocks import rows_of_a_block
 from speedtorch.table.shared_rows import SharedRows

@@ -6,7 +6,6 @@ A field may be strided (one of several in a record), on the CPU or on a GPU; its
 from __future__ import annotations
 
 import math
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.files.chunk_digests import CHUNK_BYTES
+from speedtorch.files.file_digests import CHUNK_BYTES, crc32c_of_chunks
 from speedtorch.files.threads import MOST_THREADS, threads
 
 __all__ = ["SomeRows", "byte_rows", "have_same_bytes", "write_blocks"]
@@ -196,5 +195,4 @@ def _prepare(block: _Bytes, pieces: Sequence[_Piece], digested: bool) -> list[in
     """Gathers a block, and gives the digests of its chunks."""
     for each in pieces:
         _gather(*each)
-    chunks = range(0, len(block), CHUNK_BYTES) if digested else ()
-    return [zlib.crc32(block[at : at + CHUNK_BYTES].data) for at in chunks]
+    return crc32c_of_chunks(torch.from_numpy(block)) if digested else []

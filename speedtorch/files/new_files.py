@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from speedtorch.files.system_calls import (
@@ -34,7 +34,7 @@ from speedtorch.files.system_calls import (
     write_all,
 )
 
-__all__ = ["TOKEN", "NewFile", "new_token", "rename_folder", "replace_files", "swept_folder"]
+__all__ = ["TOKEN", "NewFile", "new_folder", "new_token", "rename_folder", "replace_files"]
 __all__ += ["switch_folder"]
 
 TOKEN = r"\d+-[0-9a-f]{8}"
@@ -154,33 +154,55 @@ def replace_files(
     _complete_earlier(whole)
     names = "|".join(re.escape(_base(os.path.basename(each))) for each in [whole, *targets])
     hidden = re.compile(rf"\.({names})\.{TOKEN}\.partial")
-    with swept_folder(folder, hidden) as descriptor, ExitStack() as stack:
+
+    def switch(_: int) -> None:
+        while not rename_folder(partial, switch_folder(whole)):
+            _complete_earlier(whole)
+        _complete(whole)
+
+    with ExitStack() as stack:
         if several:
             stack.callback(_complete, whole)  # also where Ctrl-C comes after the switch
-            stack.callback(_remove_folder, partial)
-            calls.make_folder(partial)
-        files: list[NewFile] = []
-        for target in targets:
-            within = os.path.join(partial, os.path.basename(target)) if several else partial
-            files.append(NewFile(target, within))
-            stack.callback(files[-1].clean)
-            files[-1].open()
-        yield files
-        for file in files:
-            file.finish()
-        if several:
-            with opened_folder(partial) as inner:
-                mode = stat.S_IMODE(os.fstat(inner).st_mode) | os.fstat(descriptor).st_mode & 0o777
-                with suppress(OSError):  # File systems without modes.
-                    calls.chmod(inner, mode)
-                with where_supported(), about(partial):
-                    calls.fsync(inner)
-            while not rename_folder(partial, switch_folder(whole)):
-                _complete_earlier(whole)
-            _complete(whole)
+            inner = stack.enter_context(new_folder(folder, partial, hidden, switch))
+            mode = stat.S_IMODE(os.fstat(inner).st_mode) | os.stat(folder).st_mode & 0o777
+            with suppress(OSError):  # File systems without modes.
+                calls.chmod(inner, mode)
         else:
-            calls.rename(partial, files[0].path)
-            sync_folder(folder, descriptor)
+            descriptor = stack.enter_context(_swept_folder(folder, hidden))
+        with ExitStack() as undone:
+            files: list[NewFile] = []
+            for target in targets:
+                within = os.path.join(partial, os.path.basename(target)) if several else partial
+                files.append(NewFile(target, within))
+                undone.callback(files[-1].clean)
+                files[-1].open()
+            yield files
+            for file in files:
+                file.finish()
+            if not several:
+                calls.rename(partial, files[0].path)
+                sync_folder(folder, descriptor)
+            undone.pop_all()
+
+
+@contextmanager
+def new_folder(
+    folder: str, partial: str, hidden: re.Pattern[str], switch: Callable[[int], None]
+) -> Iterator[int]:
+    """Makes a folder within another one, whose entries appear together.
+
+    The block writes and syncs them under the hidden name `partial`, and has its descriptor. Then it
+    is synced, and `switch` renames it, which has the descriptor of `folder`. An error before that
+    removes it. What killed processes left under `hidden` names is removed first.
+    """
+    with _swept_folder(folder, hidden) as descriptor, ExitStack() as stack:
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)  # unless it has its own name
+        calls.make_folder(partial)
+        inner = stack.enter_context(opened_folder(partial))
+        yield inner
+        with where_supported(), about(partial):
+            calls.fsync(inner)
+        switch(descriptor)
 
 
 def switch_folder(path: str) -> str:
@@ -258,7 +280,7 @@ def new_token() -> str:
 
 
 @contextmanager
-def swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
+def _swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
     """Opens a folder for new entries, and removes what killed processes left under hidden names.
 
     Nothing is removed while another process writes to the folder, which holds a lock, as this

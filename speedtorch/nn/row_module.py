@@ -36,6 +36,7 @@ from speedtorch.step.whole_weight import random_seed
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, Portion
 from speedtorch.table.lazy_table import LazyTable
+from speedtorch.table.new_table import NewTable
 from speedtorch.torch_internals import (
     active_data_parallel,
     as_plain,
@@ -199,7 +200,7 @@ class RowModule(nn.Module):
                     f"stored: the HostTable has weights of {table.stored_dtype}, not {of_weight}"
                 )
         else:
-            table = LazyTable(name, (*shape, of_weight), memory)
+            table = LazyTable(name, NewTable(name, *shape, of_weight, memory))
         if self.stored is not None:
             if settings.get("max_norm") is not None:
                 raise NotImplementedError(

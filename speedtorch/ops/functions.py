@@ -354,6 +354,14 @@ exchange_cached: Callable[..., None] = _ops.exchange_cached
 """
 
 
+# Not of _ops: a dump of the last operators is to have those of tables, and no contents of files.
+chunk_digests: Callable[..., Tensor] = torch.ops.speedtorch.chunk_digests.default
+"""The CRC-32C of each chunk of uint8 `[n]` on the CPU: `(data, chunk_bytes, by_tables=False)`.
+
+int64 `[chunks]`. Runs in the calling thread, without the GIL.
+"""
+
+
 numbers_to_host: Callable[..., None] = _ops.numbers_to_host
 """Queues a copy of int64 numbers of a GPU to the CPU: `(numbers, handle)`.
 
@@ -699,6 +707,10 @@ def _pool_rows_fake(
     return rows.new_empty((offsets.shape[0] - 1, rows.shape[1]))
 
 
+def _chunk_digests_fake(data: Tensor, chunk_bytes: int, by_tables: bool = False) -> Tensor:
+    return data.new_empty(-(-data.shape[0] // chunk_bytes), dtype=torch.int64)
+
+
 def _explain_move_fake(table: Tensor, ids: int, direction: int, accumulate: bool) -> Tensor:
     return table.new_empty(7, dtype=torch.float64, device="cpu")
 
@@ -722,6 +734,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "check_owner": _refuse_meta_mix,
     "throw_pending": _refuse_meta_mix,
     "explain_move": _explain_move_fake,
+    "chunk_digests": _chunk_digests_fake,
 }
 # They ask or change the process at their call. (Dynamo takes no op that returns a number.)
 _OF_THE_PROCESS = (

@@ -10,7 +10,7 @@ from torch import nn
 
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.sharded_saves import agreed
+from speedtorch.parallel.together import agreed
 
 __all__ = ["same_modules"]
 
@@ -83,7 +83,7 @@ def _settings_of(module: RowModule, *, average: bool) -> _Settings:
         "average": average,
         _VALUES: [
             f"values of digest {zlib.crc32(each.view(torch.uint8).numpy().tobytes()):08x}"
-            for each in table.samples()
+            for each in table.new.samples()
         ],
     }
     return {name: str(value) for name, value in settings.items()}

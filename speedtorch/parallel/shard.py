@@ -16,7 +16,7 @@ from speedtorch.parallel.row_parameters import row_parameters
 from speedtorch.parallel.same_modules import same_modules
 from speedtorch.parallel.sharded_rows import ShardedRows
 from speedtorch.table.lazy_init import Portion
-from speedtorch.table.lazy_table import waiting_bytes
+from speedtorch.table.new_table import waiting_bytes
 from speedtorch.table.row_blocks import rows_of_a_block
 from speedtorch.torch_internals import ignored_by_data_parallel
 
@@ -100,7 +100,7 @@ def shard(
         deals.append(BlockCyclic.of(module.num_embeddings, ranks.size, unit))
         blocks = list(deals[-1].blocks(ranks.rank))
         portions.append(Portion(module.num_embeddings, blocks, ranks.agreed))
-        needed += module.trained_rows.table.needed_bytes(portions[-1].size)
+        needed += module.trained_rows.table.new.bytes_of(portions[-1].size)
     machine.refuse_if_short(ranks, needed)
     own = row_parameters(model)
     for each in model.modules():  # DistributedDataParallel asks the one that it wraps

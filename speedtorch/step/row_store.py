@@ -168,7 +168,7 @@ class RowStore:
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Rows of a field by their ids: `out` is `[*ids.shape, ...]`, on either device."""
-        field = self._table.field_to_read(name)
+        field = self._table.home_of(name).rows_to_read(name)
         if field.dtype == out.dtype:
             pinned_gather(field, ids, out=out)
         else:

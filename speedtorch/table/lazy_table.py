@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from speedtorch.memory import host_memory
-from speedtorch.memory.placement import MemoryKind, check_kind, takes_host_memory
-from speedtorch.ops.shapes import row_shape
+from speedtorch.memory.placement import takes_host_memory
 from speedtorch.table.claim import Claim
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, Portion
-from speedtorch.table.record_layout import Fields, lay_out
+from speedtorch.table.new_table import NewTable
+from speedtorch.table.record_layout import Fields
 
-__all__ = ["LazyTable", "waiting_bytes"]
-
-# Tables that have yet to take their memory.
-_waiting: weakref.WeakSet[LazyTable] = weakref.WeakSet()
-
-
-def waiting_bytes() -> int:
-    """Bytes of host memory that portions of tables have yet to take."""
-    return sum(each.needed_bytes(each.rows) for each in _waiting if each.portion is not None)
+__all__ = ["LazyTable"]
 
 
 class LazyTable:
@@ -35,50 +25,33 @@ class LazyTable:
 
     Args:
         name: What errors call it.
-        table: The rows, or the number of rows and columns and the dtype of a table to be made.
-        memory: The kind of memory of a table to be made.
-        draws: First values of a table to be made.
-        portion: What a table to be made has of a larger one.
+        table: The rows, or a table to be made.
 
     Attributes:
         rows: That are here.
         whole_rows: Of the table, also of one that is not here as a whole.
         row_shape, stored_dtype: Of the weight, as the table has it.
         claim: What trains the rows.
+        new: What is made of the rows, at first use or in the place of another table.
     """
 
-    def __init__(
-        self,
-        name: str,
-        table: HostTable | tuple[int, int, torch.dtype],
-        memory: MemoryKind = "auto",
-        draws: Sequence[LazyInit] = (),
-        portion: Portion | None = None,
-    ) -> None:
+    def __init__(self, name: str, table: HostTable | NewTable) -> None:
         self.name = name
-        self.portion = portion
-        self._draws = tuple(draws)
         self._beside: HostTable | None = None
         """State of a table that another owns, or that there was no room to make anew."""
         self._table: HostTable | None = None
+        self._owned = isinstance(table, NewTable)
         if isinstance(table, HostTable):
-            self._table, self._owned = table, False
-            self._memory: MemoryKind = table.memory_beside
-            self.rows, (self.row_shape, self.stored_dtype) = table.rows, table.fields["weight"]
+            weight, self._table = table.fields["weight"], table
+            table = NewTable(name, table.rows, *weight, table.memory_beside)
         else:
-            rows, columns, self.stored_dtype = table
-            self._owned, self._memory = True, memory
-            check_kind(memory)
-            (self.rows,) = row_shape(rows, "rows")
-            self.row_shape = row_shape(columns)
-            self._refuse_if_short()
-            _waiting.add(self)
-        self.whole_rows = self.rows if portion is None else portion.rows
+            table.wait()
+        self.new, self.rows, self.portion = table, table.rows, table.portion
+        self.row_shape, self.stored_dtype = table.row_shape, table.dtype
+        self.whole_rows = self.rows if self.portion is None else self.portion.rows
         self.claim = Claim(self._table)
         self.version = 0
         """Another number whenever fields have come to lie elsewhere."""
-
-    # ---- the table
 
     @property
     def host_table(self) -> HostTable:
@@ -87,11 +60,7 @@ class LazyTable:
         Raises MemoryError if the machine has too little; nothing was taken.
         """
         table = self._in_memory()
-        if self._draws:
-            with torch.inference_mode(False):
-                for draw in self._draws:
-                    draw(table)
-            self._draws = ()
+        self.new.draw(table)
         return table
 
     @property
@@ -101,18 +70,13 @@ class LazyTable:
 
     def home_of(self, name: str, *, anew: bool = False) -> HostTable:
         """The table that has a field; with `anew` all values of the field are to be given next."""
-        beside = self._beside
-        if beside is not None and name in beside:
-            return beside
+        if self._beside is not None and name in self._beside:
+            return self._beside
         return self.host_table if name == "weight" and not anew else self._in_memory()
 
     def field(self, name: str) -> Tensor:
         """All rows of a field `[rows, ...]`, where they are now."""
         return self.home_of(name).rows_of(name)
-
-    def field_to_read(self, name: str) -> Tensor:
-        """As field(), for what reads alone."""
-        return self.home_of(name).rows_to_read(name)
 
     @property
     def notes_changes(self) -> bool:
@@ -123,14 +87,14 @@ class LazyTable:
     def memory(self) -> str | None:
         """The kind of memory, made or to be made; None once the table is closed."""
         if self._table is None:
-            return self._memory
+            return self.new.memory
         return None if self._table.closed else self._table.memory
 
     @property
     def is_in_place(self) -> bool:
         """Whether a GPU reads the rows in place, or will, if it can here, once they are made."""
         if self._table is None:
-            return takes_host_memory(self._memory) and self._memory != "plain"
+            return takes_host_memory(self.new.memory) and self.new.memory != "plain"
         return not self._table.closed and self._table.is_in_place
 
     @property
@@ -150,42 +114,14 @@ class LazyTable:
     def _in_memory(self, state: Fields | None = None) -> HostTable:
         """The table, perhaps without its first values; made now, if it is to be, with a state."""
         if self._table is None:
-            _waiting.discard(self)
-            try:
-                weight: Fields = {"weight": (self.row_shape, self.stored_dtype)}
-                self._adopt(self._made({**weight, **(state or {})}))
-            except BaseException:
-                if self._table is None:
-                    _waiting.add(self)
-                raise
+            self._adopt(self.new.make({**self.new.weight, **(state or {})}))
         assert self._table is not None
         return self._table
-
-    def _made(self, fields: Fields, rows: int | None = None) -> HostTable:
-        before = self._table if self._memory == "cuda" else None
-        device = None if before is None else before.device
-        try:
-            with torch.inference_mode(False):  # or nothing could ever be written to it
-                count = self.rows if rows is None else rows
-                return HostTable.from_fields(count, fields, self._memory, device=device)
-        except MemoryError as error:
-            raise MemoryError(f"{self.name}: {error}. {self._with_less(fields)}") from error
-
-    def _with_less(self, fields: Fields) -> str:
-        """How a table of these fields takes less memory."""
-        ways = ["speedtorch.shard shares rows out to ranks", "HostTable(memory='file') is a file"]
-        if self.stored_dtype.itemsize > 2:
-            ways.insert(0, "stored=torch.bfloat16 halves rows")
-        if fields.keys() - {"weight"}:
-            ways.insert(0, "speedtorch.optim.RowWiseAdagrad keeps one number of state for each row")
-        return f"With less memory: {'; '.join(ways)}"
 
     def _adopt(self, table: HostTable) -> None:
         self.claim.carry_to(table)
         self._table = table
         self.version += 1
-
-    # ---- fields of state
 
     def make_room(self, fields: Fields) -> bool:
         """Makes room for fields of every row's state, name to (row shape, dtype).
@@ -199,16 +135,16 @@ class LazyTable:
         made = None
         if self._owned and not table.was_shared:
             with suppress(MemoryError):  # there may be room for the state beside the old one
-                made = self._made({"weight": table.fields["weight"], **fields})
+                made = self.new.make({**self.new.weight, **fields}, before=table)
         if made is None:
-            made = self._made(fields)
+            made = self.new.make(fields, before=table)
             self.claim.share_with(made)
             if table.changes is not None:
                 made.track_changes()
             self._beside = made
             self.version += 1
             return False
-        if not self._draws:
+        if self.is_drawn:
             table.settle()  # a GPU may still write rows back
             made.rows_of("weight").copy_(table.rows_of("weight"))
         made.note_read(table.was_read)
@@ -217,8 +153,6 @@ class LazyTable:
         table.be_held(None)
         table.close()
         return False
-
-    # ---- more rows
 
     def with_rows(self, first: int, count: int, state: Mapping[str, Tensor]) -> HostTable:
         """Makes a table with `count` more rows before row `first`; nothing changes here.
@@ -235,7 +169,7 @@ class LazyTable:
                 " larger.load(path, rows=slice(n)) from what table.save(path) wrote, and build the"
                 " module anew"
             )
-        places = [home for home in (before, self._beside) if home is not None]
+        places = [before] if self._beside is None else [before, self._beside]
         homes = {name: home for home in places for name in home.fields}
         if before.was_read and (unused := homes.keys() - {"weight", *state}):
             raise RuntimeError(
@@ -243,8 +177,9 @@ class LazyTable:
                 f" {', '.join(sorted(unused))}, of which new rows begin as an optimizer says:"
                 " attach() the optimizer before resize()"
             )
-        made = self._made({n: home.fields[n] for n, home in homes.items()}, self.rows + count)
-        for home in dict.fromkeys(homes.values()):
+        fields = {name: home.fields[name] for name, home in homes.items()}
+        made = self.new.make(fields, count, before)
+        for home in places:
             home.settle()  # a GPU may still write rows back
         for name, home in homes.items():
             old, new = home.rows_of(name), made.rows_of(name)
@@ -262,6 +197,7 @@ class LazyTable:
     def move_to(self, table: HostTable, beside: HostTable | None = None) -> None:
         """Has the rows of another table from now on, perhaps more of them."""
         self.rows = self.whole_rows = table.rows
+        self.new = replace(self.new, rows=table.rows)
         self._beside = beside
         self._adopt(table)
 
@@ -275,69 +211,25 @@ class LazyTable:
         if self._table is not None:
             self._table.note_read(was_read)
 
-    # ---- first values
-
     @property
     def is_drawn(self) -> bool:
         """Whether the rows have their first values."""
-        return self._table is not None and not self._draws
+        return self._table is not None and not self.new.draws
 
     def draw(self, draw: LazyInit, *, anew: bool) -> None:
-        """Gives all rows other values, at first need if they were never used.
-
-        With `anew` values of before do not matter.
-        """
-        if self.portion is not None:
-            draw = self.portion.of(draw)
+        """Gives rows other values, at first need if they were never used; see NewTable.add."""
+        draw = draw if self.portion is None else self.portion.of(draw)
         if self.is_drawn:
             draw(self.host_table)
-            return
-        every = slice(None)
-        kept = [each for each in self._draws if not anew or draw.rows not in (every, each.rows)]
-        if kept and kept[-1].zero is None and draw.zero is None and kept[-1].rows == draw.rows:
-            before = kept.pop()
-            draw = before._replace(functions=(*before.functions, *draw.functions))
-        self._draws = (*kept, draw)
-
-    def note_loaded(self) -> None:
-        """Says that all weights were given: no draw is to replace them."""
-        self._draws = ()
-
-    def samples(self) -> list[Tensor]:
-        """Values of the first rows of each draw that rows still wait for; see LazyInit.sample."""
-        return [each.sample(self.rows, self.row_shape, self.stored_dtype) for each in self._draws]
-
-    # ---- tables that are made of this one
-
-    def needed_bytes(self, rows: int) -> int:
-        """Bytes of host memory that so many rows of the weight take."""
-        if not takes_host_memory(self._memory):
-            return 0
-        return rows * lay_out({"weight": (self.row_shape, self.stored_dtype)}).record_bytes
-
-    def _refuse_if_short(self) -> None:
-        """Raises MemoryError if this table and those that wait for their memory do not fit."""
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        needed, waiting = self.needed_bytes(self.rows), list(_waiting)
-        if distributed or not needed or not host_memory.is_checked():
-            return
-        others = sum(each.needed_bytes(each.rows) for each in waiting)
-        if needed + others > (available := host_memory.available_bytes()):
-            raise MemoryError(
-                f"{self.name}: a table of {self.rows:,} rows needs {needed:,} bytes of host memory,"
-                f" and {len(waiting)} others that have yet to be used need {others:,}; available"
-                f" are {available:,}: free memory, use fewer or narrower rows, or set"
-                f" SPEEDTORCH_MEMORY_CHECK=0 to try all the same. {self._with_less({})}"
-            )
+        else:
+            self.new.add(draw, anew=anew)
 
     def copied(self) -> LazyTable:
         """A table of its own with the same weights, or the same values to come."""
-        (columns,) = self.row_shape
-        size = (self.rows, columns, self.stored_dtype)
-        made = LazyTable(self.name, size, self._memory, self._draws, self.portion)
+        made = LazyTable(self.name, replace(self.new))
         if self.is_drawn:
             made.home_of("weight", anew=True).rows_of("weight").copy_(self.host_table["weight"])
-            made.note_loaded()
+            made.new.note_drawn()
         return made
 
     def refuse_if_used(self) -> None:
@@ -354,6 +246,6 @@ class LazyTable:
         Raises RuntimeError if the rows have been used.
         """
         self.refuse_if_used()
-        (columns,) = self.row_shape
-        draws, size = map(portion.of, self._draws), (portion.size, columns, self.stored_dtype)
-        return LazyTable(self.name, size, self._memory, tuple(draws), portion)
+        draws = tuple(map(portion.of, self.new.draws))
+        new = replace(self.new, rows=portion.size, draws=draws, portion=portion)
+        return LazyTable(self.name, new)

@@ -67,7 +67,7 @@ class WholeFields:
             home.settle()
         home.note_given(name)
         if name == "weight" and are_all:
-            self._table.note_loaded()
+            self._table.new.note_drawn()
 
     def _load_portion(
         self, field: Tensor, value: Tensor, blocks: list[tuple[range, range]]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from checksums import digests_by_tables
 from file_faults import fail
 from torch import Tensor
 
 from speedtorch.files import field_blocks
-from speedtorch.files.chunk_digests import CHUNK_BYTES
 from speedtorch.files.field_blocks import SomeRows, have_same_bytes, write_blocks
+from speedtorch.files.file_digests import CHUNK_BYTES
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.table_files import write_safetensors
 
@@ -57,8 +57,7 @@ def test_a_file_has_all_bytes_in_their_order_and_a_digest_for_each_chunk(
         write_blocks(file.write, begin, fields, digests, told.append)
     data = (tmp_path / "a").read_bytes()
     assert data == begin + b"".join(map(content, fields))
-    chunks = range(0, len(data), CHUNK_BYTES)
-    assert digests == [zlib.crc32(data[at : at + CHUNK_BYTES]) for at in chunks]
+    assert digests == digests_by_tables(data)
     assert sum(told) == len(data)
 
 

@@ -23,9 +23,9 @@ from ordinary_run import soaked
 from torch import optim
 
 import speedtorch
+from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.file_format import Read, StoredArray
-from speedtorch.parallel.saved_generation import SavedGeneration
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 import speedtorch
 from speedtorch import HostTable
+from speedtorch.checkpoints.meeting import Meeting
 from speedtorch.files import system_calls, table_files
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.memory import host_memory
-from speedtorch.parallel.meeting import Meeting
 
 GPU_KINDS = [pytest.param(kind, marks=NEEDS_GPU) for kind in ("managed", "registered", "cuda")]
 FIELDS = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import WithCheckpoint
 from loops import CAPACITY, JOINING, LOOPS, PLAIN, TORCH, Way, assert_same_numbers
 from optimizer_cases import CASES
 from torch import Tensor, nn, optim
+from torch_checkpoints import WithCheckpoint
 
 import speedtorch
 from speedtorch.step import hot_rows

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Training, WithCheckpoint
 from keyed_ids import KeyedIds
 from loops import sgd_step
 from reference import assert_same_bytes, assert_same_content
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
 )
+from torch_checkpoints import Training, WithCheckpoint
 
 import speedtorch
 from speedtorch import (

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Training, WithCheckpoint
 from optimizer_cases import CASES
 from rank_processes import in_processes
 from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch_checkpoints import Training, WithCheckpoint
 from warm_python import warm_python
 
 import speedtorch

@@ -166,6 +166,19 @@ for mistake in (
 
 
 @pytest.mark.slow
+def test_a_dump_has_no_contents_of_saved_files(tmp_path: Path) -> None:
+    program = """
+import os, tempfile, torch, speedtorch
+speedtorch.pinned_gather(torch.ones(3, 2), torch.tensor([1]))
+with tempfile.TemporaryDirectory() as folder:
+    speedtorch.save(folder, rows=torch.ones(3))
+    speedtorch.load(folder)
+"""
+    saved = torch.load(dump_of(program, tmp_path), weights_only=True)
+    assert [call["op"][0] for call in saved["calls"]] == ["pinned_gather_detached"]
+
+
+@pytest.mark.slow
 def test_every_operator_is_replayed_with_the_same_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

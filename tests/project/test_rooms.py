@@ -15,7 +15,7 @@ import speedtorch
 PACKAGE = Path(speedtorch.__file__).parent
 # From the ground up. Of two that know nothing of each other either may come first.
 ROOMS = ["ops", "plan", "files", "memory", "table", "step", "optim", "layers", "nn", "parallel"]
-ROOMS += ["legacy", "demo"]
+ROOMS += ["checkpoints", "legacy", "demo"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 CSRC = PACKAGE.parent / "csrc"
 CSRC_ROOMS = ["core", "memory", "call", "move", "plan", "ops", "python"]

@@ -19,7 +19,7 @@ from killed_saves import killed_at
 from saves_beside_loads import forked
 
 import speedtorch
-from speedtorch.files.generations import generations_of
+from speedtorch.checkpoints.generations import generations_of
 from stress.tables import Input
 from stress.training import Batch, Difference, Training
 

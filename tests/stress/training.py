@@ -18,7 +18,7 @@ from interrupts import ONLY_COUNTING, TRAINING, Lines, out_of_memory
 from torch import Tensor, nn
 
 import speedtorch
-from speedtorch.files.generations import generations_of
+from speedtorch.checkpoints.generations import generations_of
 from stress.mirror import RULES, Array, Fields, Mirror, differing
 from stress.tables import Input, Lookup, Owner, Part, drawn_owner
 

@@ -11,9 +11,10 @@ import torch
 
 import speedtorch
 from speedtorch.memory import host_memory
-from speedtorch.table import lazy_table
+from speedtorch.table import new_table
 from speedtorch.table.lazy_init import LazyInit
 from speedtorch.table.lazy_table import LazyTable
+from speedtorch.table.new_table import NewTable
 
 ROWS, WIDTH = 1000, 8
 NBYTES = 4 * ROWS * WIDTH
@@ -22,7 +23,7 @@ NBYTES = 4 * ROWS * WIDTH
 @pytest.fixture
 def room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were memory for one and a half of these tables."""
-    monkeypatch.setattr(lazy_table, "_waiting", weakref.WeakSet())  # without those of other tests
+    monkeypatch.setattr(new_table, "_waiting", weakref.WeakSet())  # without those of other tests
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * NBYTES // 2)
 
 
@@ -60,7 +61,7 @@ def test_too_little_memory_names_the_table_and_what_takes_less(
 
     embedding = speedtorch.Embedding(ROWS, WIDTH)
     optimizer = torch.optim.Adam(embedding.parameters())
-    monkeypatch.setattr(lazy_table.HostTable, "from_fields", full)
+    monkeypatch.setattr(speedtorch.HostTable, "from_fields", full)
     state = r"^Embedding: no room. With less memory: speedtorch.optim.RowWiseAdagrad .*stored="
     with pytest.raises(MemoryError, match=state):
         speedtorch.attach(optimizer, embedding)
@@ -168,7 +169,10 @@ def test_draws_of_the_same_rows_become_one_and_all_happen_in_order(
     zeros: tuple[int | None, ...], rows: tuple[slice, slice], draws: int
 ) -> None:
     """A draw with a zero row remains alone."""
-    table, expected = LazyTable("rows", (4, 3, torch.float32), "plain"), torch.zeros(4, 3)
+    table, expected = (
+        LazyTable("rows", NewTable("rows", 4, 3, torch.float32, "plain")),
+        torch.zeros(4, 3),
+    )
     functions: list[Callable[[torch.Tensor], object]]
     functions = [lambda x: x.fill_(2), lambda x: x.mul_(3), lambda x: x.add_(1)]
     for function, zero, which in zip(functions, zeros, (slice(None), *rows), strict=True):
@@ -176,5 +180,5 @@ def test_draws_of_the_same_rows_become_one_and_all_happen_in_order(
         function(expected[which])
         if zero is not None:
             expected[zero] = 0
-    assert len(table.samples()) == draws
+    assert len(table.new.samples()) == draws
     assert torch.equal(table.host_table["weight"], expected)

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from speedtorch.files.new_files import TOKEN, new_token, rename_folder, swept_folder
-from speedtorch.files.system_calls import calls, opened_folder, sync_folder
+from speedtorch.files.new_files import TOKEN, new_folder, new_token, rename_folder
+from speedtorch.files.system_calls import calls, sync_folder
 
-__all__ = ["Generation", "generations_of", "new_generation", "path_of"]
+__all__ = [
+    *("Generation", "check_number", "chosen", "generations_of", "new_generation", "path_of"),
+]
 
 _NAME = re.compile(r"generation-([0-9]{8,})")
 _HIDDEN = re.compile(rf"\.generation-\d+\.{TOKEN}\.(partial|old|ranks)")
@@ -52,6 +54,30 @@ def generations_of(folder: str) -> list[int]:
                 return found
             before = names  # the last one may have been removed since, after the next one came
     return []
+
+
+def check_number(what: str, given: object) -> None:
+    """Raises TypeError for what is no number of a generation, nor None."""
+    if isinstance(given, bool) or not isinstance(given, int | None):
+        raise TypeError(f"{what}: expected a number, as Saved.generation is, got {given!r}")
+
+
+def chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
+    """The number of a generation that is there: this one, or the last that is not `damaged`.
+
+    Raises FileNotFoundError if it is not there, ValueError if all are damaged.
+    """
+    there = generations_of(folder)
+    if generation in there:
+        return generation
+    if not there or generation is not None:
+        text = "there is no generation of a checkpoint in this folder"
+        text = f"there is no generation {generation}, but {there}" if there else text
+        raise FileNotFoundError(errno.ENOENT, text, folder)
+    if whole := [each for each in there if each not in damaged]:
+        return whole[-1]
+    texts = "; ".join(dict.fromkeys(damaged.values()))
+    raise ValueError(f"load: {folder!r} has no whole generation, but {there}: {texts}")
 
 
 @dataclass
@@ -94,21 +120,12 @@ def new_generation(
     generations_of(folder)  # or it is no folder
     os.makedirs(folder, exist_ok=True)
     folder = os.path.realpath(folder)
-    token = new_token()
-    with swept_folder(folder, _HIDDEN) as descriptor:
-        number = max(generations_of(folder), default=0) + 1
-        partial = os.path.join(folder, f".generation-{number}.{token}.partial")
-        made = Generation(number, partial)
-        try:
-            calls.make_folder(partial)
-            yield made
-            with opened_folder(partial) as inner:
-                calls.fsync(inner)
-            bases = {each: base_of(each) for each in generations_of(folder)}
-            made.switch(folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    token, number = new_token(), max(generations_of(folder), default=0) + 1
+    made = Generation(number, os.path.join(folder, f".generation-{number}.{token}.partial"))
+
+    def switch(descriptor: int) -> None:
+        bases = {each: base_of(each) for each in generations_of(folder)}
+        made.switch(folder)
         sync_folder(folder, descriptor)
         bases[made.number] = base
         numbers = generations_of(folder)
@@ -121,6 +138,9 @@ def new_generation(
                     calls.unlink(hidden)
                 else:
                     shutil.rmtree(hidden)
+
+    with new_folder(folder, made.folder, _HIDDEN, switch):
+        yield made
 
 
 def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) -> list[int]:

@@ -18,20 +18,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtorch.checkpoints.generations import generations_of, path_of
+from speedtorch.checkpoints.saved_values import restored
 from speedtorch.files import safetensors_format
-from speedtorch.files.chunk_digests import CHUNK_BYTES, all_digests, chunk_count
+from speedtorch.files.file_digests import CHUNK_BYTES, all_digests, chunk_count, crc32c
 from speedtorch.files.file_format import StoredArray
-from speedtorch.files.generations import generations_of, path_of
-from speedtorch.files.saved_values import restored
 from speedtorch.files.system_calls import about, calls, open_to_read, read_file
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.ops.functions import pinned_scatter
 from speedtorch.table.progress import progress_bar
 
-__all__ = ["FORMAT", "VERSION", "VERSION_OF_DELTA", "DamagedError", "SavedGeneration", "base_of"]
+__all__ = ["FORMAT", "VERSION", "DamagedError", "SavedGeneration", "base_of"]
 
 FORMAT = "speedtorch checkpoint"
-VERSION, VERSION_OF_DELTA = 1, 2
+VERSION = 3
+_CRC32_VERSIONS = (1, 2)  # that of a whole checkpoint and that of a delta; their digests are CRC-32
 _LARGEST_MANIFEST = 1 << 30
 
 
@@ -89,15 +90,16 @@ class SavedGeneration:
             if f"{zlib.crc32(text):08x}\n".encode() != digest:
                 raise ValueError("its bytes are not those that were written")
             content = json.loads(text)
-            version = VERSION_OF_DELTA if "base" in content else VERSION
-            if content["format"] != FORMAT or content["version"] != version:
-                raise ValueError(f"expected {FORMAT!r}, version {version}")
+            versions = (_CRC32_VERSIONS["base" in content], VERSION)
+            if content["format"] != FORMAT or content["version"] not in versions:
+                raise ValueError(f"expected {FORMAT!r}, version {versions[0]} or {VERSION}")
+            self._digests = "crc32c" if content["version"] == VERSION else "crc32"
             self.digest = hashlib.sha256(text).hexdigest()
             if not isinstance(content["parts"], dict):
                 raise ValueError("its parts have no names")
             self.manifest = dict(content)
             for each in self.manifest["files"]:
-                name, numbers = each["name"], [each["bytes"], *each["crc32"]]
+                name, numbers = each["name"], [each["bytes"], *each[self._digests]]
                 if not all(type(number) is int and number >= 0 for number in numbers):
                     raise ValueError("it has bytes or digests that are no numbers")
                 is_name = os.path.basename(name) == name and name.endswith(".safetensors")
@@ -209,11 +211,12 @@ class SavedGeneration:
                     bar.update(count)
 
             for of, entry in files:
-                name, nbytes, expected = entry["name"], entry["bytes"], entry["crc32"]
+                name, nbytes, expected = entry["name"], entry["bytes"], entry[of._digests]
+                digest_of = crc32c if of._digests == "crc32c" else zlib.crc32
                 with of._damage(name), open_to_read(os.path.join(of.path, name)) as file:
                     if len(expected) != (count := chunk_count(nbytes)):
                         raise ValueError(f"it has {count} chunks of {len(expected)}")
-                    found = all_digests(file.read, nbytes, told)
+                    found = all_digests(file.read, nbytes, told, digest_of)
                     for number, (digest, other) in enumerate(zip(found, expected, strict=True)):
                         if digest != other:
                             begin = number * CHUNK_BYTES

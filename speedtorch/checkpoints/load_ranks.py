@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.sharded_saves import Together
+from speedtorch.parallel.together import Together
 from speedtorch.torch_internals import prefix_store
 
 __all__ = ["LoadRanks"]

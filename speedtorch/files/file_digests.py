@@ -1,14 +1,17 @@
-"""Digests of files, a CRC-32 for each chunk."""
+"""Digests of files, a CRC-32C for each chunk."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
 
 from speedtorch.files.file_format import Read
 from speedtorch.files.threads import MOST_THREADS, threads
+from speedtorch.ops.functions import chunk_digests
 
-__all__ = ["CHUNK_BYTES", "all_digests", "chunk_count", "digests_of"]
+__all__ = ["CHUNK_BYTES", "all_digests", "chunk_count", "crc32c", "crc32c_of_chunks", "digests_of"]
 
 CHUNK_BYTES = 1 << 20
 
@@ -18,11 +21,23 @@ def chunk_count(nbytes: int) -> int:
     return -(-nbytes // CHUNK_BYTES)
 
 
+def crc32c_of_chunks(data: Tensor) -> list[int]:
+    """The digests of all chunks of bytes, uint8 `[n]` on the CPU."""
+    return chunk_digests(data, CHUNK_BYTES).tolist()
+
+
+def crc32c(data: memoryview) -> int:
+    """The digest of one chunk, which is not empty."""
+    (digest,) = crc32c_of_chunks(torch.frombuffer(data, dtype=torch.uint8))
+    return digest
+
+
 def digests_of(
     read: Read,
     nbytes: int,
     chunks: Iterable[int],
     told: Callable[[int], object] = lambda count: None,
+    digest_of: Callable[[memoryview], int] = crc32c,
 ) -> dict[int, int]:
     """The digests of some chunks of a file of `nbytes` bytes, by their numbers.
 
@@ -33,18 +48,23 @@ def digests_of(
         begin = number * CHUNK_BYTES
         data = buffer[: nbytes - begin]
         read(data, begin)
-        found[number] = zlib.crc32(data)
+        found[number] = digest_of(data)
         told(len(data))
     return found
 
 
-def all_digests(read: Read, nbytes: int, told: Callable[[int], object]) -> list[int]:
+def all_digests(
+    read: Read,
+    nbytes: int,
+    told: Callable[[int], object],
+    digest_of: Callable[[memoryview], int] = crc32c,
+) -> list[int]:
     """The digests of all chunks of a file, in their order; threads call `told`."""
     # Each thread takes the next chunk, so that the disk reads the file from its begin to its end.
     count = chunk_count(nbytes)
     numbers = iter(range(count))
     with threads(count) as pool:
-        work = read, nbytes, numbers, told
+        work = read, nbytes, numbers, told, digest_of
         parts = [pool.begin(digests_of, *work) for _ in range(min(count, MOST_THREADS))]
         found = {number: digest for part in parts for number, digest in pool.result(part).items()}
     return [found[number] for number in range(count)]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from speedtorch.files.saved_values import described, restored
+from speedtorch.checkpoints.saved_values import described, restored
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 KEYS = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from speedtorch.checkpoints.joined_files import JoinedFile, JoinedRows
 from speedtorch.files import field_blocks
 from speedtorch.files.field_blocks import have_same_bytes
 from speedtorch.files.threads import Threads, threads
-from speedtorch.parallel.sharded_saves import JoinedFile, JoinedRows
 
 RANKS, RUNS, ROWS = 2, 40, 3  # of a run
 FIELDS = {"long": 320, "short": 1}

@@ -1,41 +1,27 @@
-"""Deltas: of tables that note their changes, the rows written since another generation."""
+"""Rows of tables that note their changes: which checkpoints have them, and what changed since."""
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.files.field_blocks import SomeRows, have_same_bytes
-from speedtorch.parallel.saved_generation import SavedGeneration
-from speedtorch.parallel.sharded_saves import JoinedRows
 from speedtorch.table.host_table import HostTable, field_rows
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = [
-    "IDS",
-    "Changed",
-    "Moments",
-    "are_same",
-    "changed_rows",
-    "delta",
-    "joined",
-    "moments_of",
-    "place_of",
-    "remember",
+    *("Changed", "Moments", "are_same", "changed_rows", "moments_of", "place_of", "remember"),
     "write_changes",
 ]
 
 _Ranges = Sequence[tuple[range, range]]
 _Written = TypeVar("_Written")
-
-IDS = "changed rows"
-"""How the names of ids begin."""
 
 _known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str, str, int], int]]
 _known = weakref.WeakKeyDictionary()
@@ -71,25 +57,6 @@ class Changed(Generic[_Written]):
     ids: _Written
 
 
-def delta(
-    tensors: Mapping[str, _Written],
-    changed: Mapping[str, Changed[_Written]],
-    taken: Collection[str],
-) -> tuple[dict[str, _Written], dict[str, str]]:
-    """Tensors by key, of some only changed rows and their ids; and the ids' keys by the rows' keys.
-
-    The ids' keys are new ones, which are not `taken`.
-    """
-    made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
-    for key, each in changed.items():
-        if each.group not in names:
-            found = (f"{IDS}.{number}" for number in itertools.count(1))
-            names[each.group] = next(e for e in found if e not in made and e not in taken)
-            made[names[each.group]] = each.ids
-        made[key], ids_of[key] = each.rows, names[each.group]
-    return made, ids_of
-
-
 def changed_rows(
     base: SavedGeneration, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Changed[Tensor | SomeRows]]]:
@@ -118,33 +85,6 @@ def changed_rows(
         is_one, ids = _across(here, [(own, there) for there, own in place.blocks])
         group = groups.setdefault((table, moment, place.before, tuple(place.blocks)), key)
         yield key, Changed(group, SomeRows(place.rows, here[is_one]), ids)
-
-
-def joined(
-    shared: Mapping[str, SharedRows],
-    own: Mapping[str, Changed[Tensor | SomeRows]],
-    every: Sequence[Mapping[str, tuple[Hashable, int]]],
-    rank: int,
-) -> Iterator[tuple[str, Changed[JoinedRows]]]:
-    """What ranks write together of `shared` tensors whose changes all know; gives their keys.
-
-    `own` is what this rank knows; `every` has each rank's groups and numbers of changed rows.
-    """
-    for key, each in shared.items():
-        of_ranks = [known[key] for known in every if key in known]
-        if len(of_ranks) < len(every):
-            continue
-        counts = [count for _, count in of_ranks]
-        total, first = sum(counts), sum(counts[:rank])
-        shape = (total, *each.shape[1:])
-        yield (
-            key,
-            Changed(
-                tuple(group for group, _ in of_ranks),
-                JoinedRows(shape, each.dtype, {first: own[key].rows}),
-                JoinedRows((total,), torch.int64, {first: own[key].ids}),
-            ),
-        )
 
 
 def moments_of(tensors: Mapping[str, Tensor]) -> Moments:

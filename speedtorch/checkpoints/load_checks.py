@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from speedtorch.checkpoints.sharded_tensors import has_dtensors
 from speedtorch.optim.attach import saved_state_of
 from speedtorch.optim.attached_state import calls_load_hooks
-from speedtorch.parallel.sharded_tensors import has_dtensors
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.shared_rows import SharedRows
 from speedtorch.table.whole_fields import given_in_place

@@ -5,9 +5,11 @@ from __future__ import annotations
 import _thread
 import copy
 import errno
+import hashlib
 import json
 import os
 import random
+import stat
 import subprocess
 import threading
 import zlib
@@ -19,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from checksums import crc32c
 from file_faults import count_calls, fail
 from killed_saves import TURNS, check, values
 from safetensors.torch import load_file
@@ -28,9 +31,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from warm_python import warm_python
 
 import speedtorch
+from speedtorch.checkpoints import generation_writer
+from speedtorch.checkpoints.generations import generations_of, new_generation
 from speedtorch.files import safetensors_format, system_calls
-from speedtorch.files.generations import generations_of, new_generation
-from speedtorch.parallel import checkpoints
 
 ROWS = 300
 
@@ -228,7 +231,7 @@ def test_tied_and_odd_tensors_are_there_once_and_come_back(tmp_path: Path) -> No
 
 
 def test_large_runs_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 5000)
+    monkeypatch.setattr(generation_writer, "SHARD_BYTES", 5000)
     given = [torch.full((1000,), number) for number in range(5)]
     saved = speedtorch.save(tmp_path, given=given)
     assert len(os.listdir(saved.path)) == 5 + 2
@@ -463,7 +466,7 @@ class Synced:
 def test_all_is_on_the_disk_before_the_folder_switches_and_the_switch_before_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(generation_writer, "SHARD_BYTES", 100_000)
     files = len(os.listdir(speedtorch.save(tmp_path, **values(1)).path))
     assert files == 4
     early = late = 0
@@ -606,6 +609,21 @@ def test_a_strangers_lock_keeps_no_save_waiting(
         speedtorch.save(tmp_path, step=1)
     finally:
         os.close(descriptor)
+    assert speedtorch.load(tmp_path) == {"step": 1}
+
+
+def test_a_file_system_that_syncs_no_folder_has_generations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = system_calls.calls.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    monkeypatch.setattr(system_calls.calls, "fsync", fsync)
+    assert speedtorch.save(tmp_path, step=1).generation == 1
     assert speedtorch.load(tmp_path) == {"step": 1}
 
 
@@ -923,5 +941,56 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     assert file == {
         "name": "tensors-00001.safetensors",
         "bytes": len(data),
-        "crc32": [zlib.crc32(data)],
+        "crc32c": [crc32c(data)],
     }
+
+
+def as_of_crc32(saved: speedtorch.types.Saved, base: str | None = None) -> str:
+    """Gives a generation the manifest of the first versions; returns the manifest's digest."""
+    path = Path(saved.path) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["version"] = 1 if base is None else 2
+    for file in content["files"]:
+        data = (path.parent / file["name"]).read_bytes()
+        chunks = (data[at : at + (1 << 20)] for at in range(0, len(data), 1 << 20))
+        del file["crc32c"]
+        file["crc32"] = [zlib.crc32(each) for each in chunks]
+    if base is not None:
+        content["base"]["sha256"] = base
+    text = json.dumps(content).encode()
+    path.write_bytes(text)
+    path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
+    return hashlib.sha256(text).hexdigest()
+
+
+def test_checkpoints_of_the_first_versions_are_read(tmp_path: Path) -> None:
+    table = speedtorch.HostTable(300_000, 1, memory="plain").fill_(1.0)
+    table.track_changes()
+    whole = speedtorch.save(tmp_path, rows=table["weight"], step=1)
+    table.scatter(torch.tensor([7, 299_999]), torch.full((2, 1), 2.0), "weight")
+    delta = speedtorch.save(tmp_path, base=1, rows=table["weight"], step=2)
+    as_of_crc32(delta, as_of_crc32(whole))
+    found = speedtorch.load(tmp_path, generation=2)
+    assert found["step"] == 2 and torch.equal(found["rows"], table["weight"])
+    (file,) = Path(whole.path).glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"\xff")
+    for generation in (1, 2):
+        with pytest.raises(ValueError, match="its bytes from 1,048,576 on are not those written"):
+            speedtorch.load(tmp_path, generation=generation)
+
+
+@pytest.mark.parametrize(("version", "digests"), [(1, "crc32c"), (3, "crc32"), (2, "crc32")])
+def test_a_version_with_other_digests_is_damaged(
+    version: int, digests: str, tmp_path: Path
+) -> None:
+    path = Path(speedtorch.save(tmp_path, a=torch.ones(3)).path) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["version"] = version
+    content["files"][0][digests] = content["files"][0].pop("crc32c")
+    text = json.dumps(content).encode()
+    path.write_bytes(text)
+    path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
+    with pytest.raises(ValueError, match="manifest.json: is damaged, or none of ours"):
+        speedtorch.load(tmp_path)

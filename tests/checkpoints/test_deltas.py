@@ -19,9 +19,9 @@ from reference import as_bytes
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.checkpoints import deltas
+from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.files.safetensors_format import DTYPES
-from speedtorch.parallel import checkpoints
-from speedtorch.parallel.saved_generation import SavedGeneration
 from speedtorch.step.trained_rows import TrainedRows
 
 ROWS = 200
@@ -429,7 +429,7 @@ def test_tables_of_a_collection_go_by_rows(device: str, tmp_path: Path) -> None:
 
 
 def test_long_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "LONGEST_CHAIN", 40)
+    monkeypatch.setattr(deltas, "LONGEST_CHAIN", 40)
     table = speedtorch.HostTable(ROWS, 1, memory="plain")
     table.track_changes()
     limit = sys.getrecursionlimit()

@@ -12,7 +12,7 @@ from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.attached_state import state_of
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_rows import ShardedRows
-from speedtorch.parallel.sharded_saves import agreed
+from speedtorch.parallel.together import agreed
 
 __all__ = ["full_state_dict"]
 

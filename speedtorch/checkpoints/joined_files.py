@@ -9,92 +9,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from speedtorch.files.chunk_digests import chunk_count, digests_of
 from speedtorch.files.field_blocks import SomeRows, write_blocks
+from speedtorch.files.file_digests import chunk_count, digests_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
 from speedtorch.files.system_calls import about, calls, open_to_read, opened, write_all
+from speedtorch.parallel.together import Together
 from speedtorch.table.shared_rows import SharedRows
 
-__all__ = ["Alone", "JoinedFile", "JoinedRows", "Together", "agreed", "by_first", "check_same"]
-
-_Value = TypeVar("_Value")
-
-
-class Together(Protocol):
-    """The processes that write a generation; this one has the number `rank`."""
-
-    rank: int
-    size: int
-
-    def every(self, value: Any) -> list[Any]:
-        """What each of them says, by rank: all call it."""
-
-    def agreed(self, value: Any) -> Any:
-        """What the first one says: all call it."""
-        return self.every(value)[0]
-
-
-class Alone(Together):
-    """One process."""
-
-    rank, size = 0, 1
-
-    def every(self, value: Any) -> list[Any]:
-        """As of Together."""
-        return [value]
-
-
-def agreed(
-    ranks: Together,
-    stage: Callable[[], _Value],
-    call: str = "save",
-    error_of: Callable[[str], Exception] = RuntimeError,
-    tell: Callable[[Any], list[Any]] | None = None,
-) -> list[_Value]:
-    """What each rank gives, by rank, or what `tell` lets ranks tell; all call it, within `call`.
-
-    Raises what this rank's stage raises, and `error_of` a text if another's does.
-    """
-    tell = tell or ranks.every
-    try:
-        given = stage()
-    except Exception as error:
-        with suppress(Exception):  # the first error is the one to raise
-            tell((None, f"{type(error).__name__}: {error}"))
-        raise
-    told = tell((given, None))
-    for rank, (_, text) in enumerate(told):
-        if text is not None:
-            raise error_of(f"{call}: rank {rank} raises {text}")
-    return [value for value, _ in told]
-
-
-def by_first(ranks: Together, stage: Callable[[], _Value]) -> _Value:
-    """What the first rank gives, which alone makes the call; errors as of agreed()."""
-    own: Callable[[], Any] = (lambda: None) if ranks.rank else stage
-    given: list[_Value] = agreed(ranks, own, tell=lambda said: [ranks.agreed(said)])
-    return given[0]
-
-
-def check_same(ranks: Together, shared: Mapping[str, SharedRows], how: Mapping[str, Any]) -> None:
-    """Raises ValueError on all ranks unless all save the same tables in the same way."""
-    mine = [(key, tuple(each.shape), str(each.dtype)) for key, each in shared.items()], how
-    for rank, theirs in enumerate(ranks.every(mine)):
-        if theirs != mine:
-            (tables, way), (own, _) = theirs, mine
-            raise ValueError(
-                f"save: rank {rank} saves the rows of {[key for key, *_ in tables]} with {way}, and"
-                f" rank {ranks.rank} those of {[key for key, *_ in own]} with {how}, or of other"
-                " shapes"
-            )
+__all__ = ["JoinedFile", "JoinedRows"]
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from test_deltas import SETTINGS, Run, size
 from warm_python import warm_python
 
 import speedtorch
+from speedtorch.checkpoints import background_saves, generation_writer
+from speedtorch.checkpoints.background_saves import begin, fitting
 from speedtorch.files import system_calls
-from speedtorch.parallel import background_saves, checkpoints
-from speedtorch.parallel.background_saves import begin, fitting
 
 
 class SlowDisk:
@@ -121,7 +121,7 @@ def test_each_of_two_saves_that_began_at_once_is_waited_for(tmp_path: Path) -> N
 def test_what_has_no_room_is_written_before(
     share: float, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1000)  # a file for each large tensor
+    monkeypatch.setattr(generation_writer, "SHARD_BYTES", 1000)  # a file for each large tensor
     goes_on, real = threading.Event(), system_calls.calls.make_folder
     written: list[str] = []
 
@@ -130,7 +130,7 @@ def test_what_has_no_room_is_written_before(
         written.append(path)
 
     monkeypatch.setattr(system_calls.calls, "make_folder", make_folder)
-    monkeypatch.setattr(checkpoints, "remember", lambda *given: goes_on.wait(60))
+    monkeypatch.setattr(generation_writer, "remember", lambda *given: goes_on.wait(60))
     tensors = {name: torch.full((300,), float(n)) for n, name in enumerate("abcd")}
     most = max(1, int(share * 4 * 1200))
     saving = speedtorch.async_save(tmp_path, max_memory=most, tensors=tensors)
@@ -163,14 +163,14 @@ def test_an_error_is_told_and_leaves_what_was_there(
 
 def test_an_error_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[weakref.ref[Any]] = []
-    real = checkpoints.copies
+    real = generation_writer.copies
 
     def copies(shards: Any) -> Any:
         made = real(shards)
         copied.extend(weakref.ref(each) for shard in made for each in shard.values())
         return made
 
-    monkeypatch.setattr(checkpoints, "copies", copies)
+    monkeypatch.setattr(generation_writer, "copies", copies)
     fail(monkeypatch, "write")
     with pytest.warns(RuntimeWarning, match="has failed"):
         saving = speedtorch.async_save(tmp_path, rows=torch.ones(3))
@@ -300,8 +300,6 @@ def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     program = """
 import sys, time, torch, speedtorch
 from speedtorch.files import system_calls
-from speedtorch.parallel import background_saves, checkpoints
-from speedtorch.parallel.background_saves import fitting
 real = system_calls.calls.write
 def write(*args):
     time.sleep(0.2)

@@ -8,10 +8,11 @@ import zlib
 from pathlib import Path
 
 import pytest
+from checksums import digests_by_tables
 from file_faults import fail
 
 from speedtorch.files import system_calls
-from speedtorch.files.chunk_digests import CHUNK_BYTES, all_digests, digests_of
+from speedtorch.files.file_digests import CHUNK_BYTES, all_digests, digests_of
 from speedtorch.files.system_calls import open_to_read
 
 
@@ -26,13 +27,11 @@ def made(path: Path, nbytes: int) -> list[bytes]:
 def test_each_chunk_has_its_digest(tmp_path: Path, nbytes: int) -> None:
     chunks, told = made(tmp_path / "a", nbytes), list[int]()
     with open_to_read(tmp_path / "a") as file:
-        assert all_digests(file.read, file.size, told.append) == [
-            zlib.crc32(each) for each in chunks
-        ]
-        last = len(chunks) - 1
-        assert digests_of(file.read, file.size, [last, 0]) == {
-            n: zlib.crc32(chunks[n]) for n in (last, 0)
-        }
+        expected, last = digests_by_tables(b"".join(chunks)), len(chunks) - 1
+        assert all_digests(file.read, file.size, told.append) == expected
+        assert digests_of(file.read, file.size, [last, 0]) == {n: expected[n] for n in (last, 0)}
+        by_zlib = all_digests(file.read, file.size, lambda count: None, zlib.crc32)
+        assert by_zlib == [zlib.crc32(each) for each in chunks]
     assert sorted(told) == sorted(map(len, chunks))
 
 

@@ -25,7 +25,7 @@ from speedtorch.files.system_calls import (
     where_supported,
     write_all,
 )
-from speedtorch.parallel.sharded_saves import Together
+from speedtorch.parallel.together import Together
 
 __all__ = ["Meeting"]
 

@@ -1,0 +1,193 @@
+"""GenerationWriter: writes a new generation of a folder, by one process or by ranks together."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from speedtorch.checkpoints.background_saves import copies
+from speedtorch.checkpoints.deltas import Change
+from speedtorch.checkpoints.generations import Generation, generations_of, new_generation
+from speedtorch.checkpoints.joined_files import JoinedFile, JoinedRows
+from speedtorch.checkpoints.meeting import Meeting
+from speedtorch.checkpoints.noted_rows import Moments, moments_of, remember
+from speedtorch.checkpoints.saved_generation import FORMAT, VERSION, base_of
+from speedtorch.checkpoints.saved_tensors import SavedTensors
+from speedtorch.files import safetensors_format
+from speedtorch.files.field_blocks import SomeRows
+from speedtorch.files.new_files import replace_files
+from speedtorch.files.table_files import write_safetensors
+from speedtorch.parallel.together import Together, agreed, by_first
+from speedtorch.table.progress import progress_bar
+
+__all__ = ["GenerationWriter"]
+
+_Written = TypeVar("_Written", bound=Tensor | SomeRows | JoinedRows)
+SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
+
+
+@dataclass(eq=False)
+class GenerationWriter:
+    """A generation that is written, by one process or by ranks together.
+
+    Each method is called by all ranks, in the order in which they stand here. An error of one rank
+    raises on all of them, and the generations of before stay. Its caller closes `stack` once it is
+    written, or has failed.
+    """
+
+    _ranks: Together
+    _folder: str
+    change: Change
+    _values: Mapping[str, Any]
+    _stack: ExitStack
+
+    def __post_init__(self) -> None:
+        self._switching = self._stack.enter_context(ExitStack())
+        self._files = [
+            JoinedFile(f"rows-{at:05d}.safetensors", each)
+            for at, each in enumerate(_shards(self.change.shared), 1)
+        ]
+        # This rank's rows in each file of all ranks, and its own files.
+        self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
+        self.jobs += _shards(self.change.own)
+        self._entries: list[dict[str, Any]] = []
+        self._copies: list[dict[Any, Tensor]] = []
+        self._moments: Moments = []
+
+    def make(self, keep: int) -> None:
+        """Makes the folder, and the files of all ranks in it."""
+
+        def make() -> Generation:
+            needed = partial(base_of, self._folder)
+            new = new_generation(self._folder, keep, needed, self.change.base)
+            made = self._switching.enter_context(new)
+            every = (*self.change.own.values(), *self.change.shared.values())
+            nbytes, status = sum(each.nbytes for each in every), os.statvfs(self._folder)
+            if status.f_blocks and nbytes > (free := status.f_bavail * status.f_frsize):
+                text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
+                raise OSError(errno.ENOSPC, text, self._folder)
+            for each in self._files:
+                each.make(made.folder)
+            return made
+
+        # The first rank's is the object whose number is certain once it has switched.
+        self._generation = by_first(self._ranks, make)
+
+    def begin(self, tensors: SavedTensors, later: int, progress: bool | None) -> None:
+        """Writes the jobs, but for the last ones, so many, of which it makes copies."""
+        first = len(self.jobs) - later
+        now = self.jobs[:first]
+        total = sum(each.nbytes for job in now for each in job.values())
+
+        def begin() -> None:
+            self._moments = moments_of(tensors.all_by_key)
+            with progress_bar(total, progress, unit="B") as bar:
+                self._write(now, 0, bar.update)
+            self._copies = copies(self.jobs[first:])
+
+        agreed(self._ranks, begin)
+
+    def go_beside(self, patience: float) -> None:
+        """Lets ranks agree beside the collectives of training from now on; see Meeting."""
+        ranks = self._ranks
+        meeting = Meeting(self._generation.meeting, ranks.rank, ranks.size, patience)
+
+        def make() -> None:
+            self._stack.callback(meeting.remove)
+            meeting.make()
+
+        def enter() -> None:
+            self._stack.enter_context(meeting)
+
+        by_first(ranks, make)
+        agreed(ranks, enter)
+        meeting.look_for_locks(ranks)
+        self._ranks = meeting
+
+    def finish(self) -> tuple[int, int]:
+        """Writes the rest and switches; gives the number, and the bytes of all files."""
+        ranks = self._ranks
+
+        def write() -> None:
+            try:
+                self._write(self._copies, len(self.jobs) - len(self._copies), lambda _: None)
+            finally:
+                self._copies.clear()
+
+        agreed(ranks, write)
+        of_ranks = agreed(
+            ranks, lambda: [e.own_digests(self._generation.folder, ranks) for e in self._files]
+        )
+        for at, each in enumerate(self._files):
+            digests = [digest for of_rank in of_ranks for digest in of_rank[at]]
+            self._entries.append({"name": each.name, "bytes": each.nbytes, "crc32c": digests})
+        number, nbytes, digest = by_first(ranks, self._switch)
+        remember(digest, self._moments)
+        return number, nbytes
+
+    def _write(
+        self,
+        jobs: Sequence[Mapping[Any, Tensor | SomeRows]],
+        first: int,
+        told: Callable[[int], object],
+    ) -> None:
+        """Writes jobs, or copies of them, from the `first` on."""
+        for at, job in enumerate(jobs, first - len(self._files)):
+            if at < 0:
+                self._files[at].write(self._generation.folder, job)
+            else:
+                name, digests = f"tensors-{at + 1:05d}.safetensors", list[int]()
+                with replace_files([os.path.join(self._generation.folder, name)]) as (file,):
+                    write_safetensors(file, job, digests, told)
+                self._entries.append({"name": name, "bytes": file.count, "crc32c": digests})
+
+    def _switch(self) -> tuple[int, int, str]:
+        """Puts the generation in its place; gives its number, all bytes, and its digest."""
+        against = self.change.against
+        with self._switching.pop_all():
+            content = {"version": VERSION, "files": self._entries, "parts": self._values}
+            if against is not None:
+                base = {"generation": against.number, "sha256": against.digest}
+                base["rows"] = self.change.ids_of
+                content["base"] = base
+            text = json.dumps({"format": FORMAT, **content}, separators=(",", ":")).encode()
+            self._write_small("manifest.json", text)
+            self._write_small("manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
+            if against is not None and against.number not in generations_of(self._folder):
+                raise RuntimeError(
+                    f"save: generation {against.number}, the base, was removed meanwhile: save"
+                    " without it"
+                )
+        nbytes = sum(int(each["bytes"]) for each in self._entries) + len(text)
+        return self._generation.number, nbytes, hashlib.sha256(text).hexdigest()
+
+    def _write_small(self, name: str, data: bytes) -> None:
+        with replace_files([os.path.join(self._generation.folder, name)]) as (file,):
+            file.reserve(len(data))
+            file.write(data)
+
+
+def _shards(tensors: Mapping[str, _Written]) -> Iterator[dict[str, _Written]]:
+    """Those of one file each."""
+    shard: dict[str, _Written] = {}
+    nbytes = of_header = 0
+    for key, each in tensors.items():
+        of_entry = len(json.dumps([key, *each.shape])) + 100  # with its dtype and its offsets
+        is_full = nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS
+        if shard and (is_full or of_header + of_entry > safetensors_format.LARGEST_HEADER):
+            yield shard
+            shard, nbytes, of_header = {}, 0, 0
+        shard[key] = each
+        nbytes, of_header = nbytes + each.nbytes, of_header + of_entry
+    if shard:
+        yield shard

@@ -1,0 +1,238 @@
+"""load: fills objects with what save() has written of them, and returns the other values."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtorch.checkpoints.background_saves import wait_for
+from speedtorch.checkpoints.generations import check_number, chosen, generations_of
+from speedtorch.checkpoints.load_checks import check_loads, shares_rows
+from speedtorch.checkpoints.load_ranks import LoadRanks
+from speedtorch.checkpoints.noted_rows import (
+    are_same,
+    moments_of,
+    place_of,
+    remember,
+    write_changes,
+)
+from speedtorch.checkpoints.saved_generation import DamagedError, SavedGeneration
+from speedtorch.checkpoints.saved_tensors import SavedTensors
+from speedtorch.checkpoints.sharded_tensors import fill_shards
+from speedtorch.parallel.ranks import Ranks
+from speedtorch.parallel.together import Alone, Together, agreed
+from speedtorch.table.host_table import any_notes_changes
+from speedtorch.table.whole_fields import given_in_place
+from speedtorch.torch_internals import as_plain
+
+__all__ = ["load"]
+
+_TRIES = 100  # each but the last meets the end of another save
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    generation: int | None = None,
+    since: int | None = None,
+    verify: bool = True,
+    progress: bool | None = None,
+    **parts: Any,
+) -> dict[str, Any]:
+    """Loads what save() has written: into the objects that are given, and gives the rest.
+
+    Every byte is compared with its digest, and every part with its object, before anything is
+    loaded. Objects with load code of their own are the exception: what they raise is known once
+    they load, which they do first. Rows go from the file to the table without a copy in between.
+
+    Where ranks share rows out, all of them call it together: an error of one leaves the objects of
+    all as they were.
+
+    Args:
+        path: The folder that save() was given.
+        generation: Its number. By default the last one; if one of its files, or of its base's, is
+            damaged or missing, the last whole one, with a RuntimeWarning that names both.
+        since: The number of the generation that the parts have now. If this one was written against
+            that (`save(base=)`), or is that, only the rows that have changed since are written to
+            the tables, and other threads may look rows up meanwhile; else all is loaded.
+        verify: Compare all bytes with their digests.
+        progress: As of save().
+        **parts: By the names of save(): what has a load_state_dict(), or a list of such. Optimizers
+            of tables are attached before.
+
+    Returns:
+        All other parts by name; tensors are on the CPU.
+
+    Raises:
+        FileNotFoundError: There is no generation, or not this one.
+        KeyError: A part was not saved.
+        TypeError: A part has no load_state_dict().
+        ValueError: A file of this generation, or of each one, is damaged, cut, missing, or none of
+            ours, or an optimizer does not take its part; nothing has been loaded.
+        RuntimeError: A module does not take its part, or another rank has raised an error; nothing
+            has been loaded.
+
+    Example:
+        >>> import tempfile, torch, speedtorch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = speedtorch.save(folder, layer=layer, epoch=3)
+        ...     speedtorch.load(folder, layer=layer)
+        {'epoch': 3}
+    """
+    folder = os.fsdecode(path)
+    wait_for(folder)
+    is_shared = (
+        dist.is_available()
+        and dist.is_initialized()
+        and any(shares_rows(each) for part in parts.values() for each in _objects(part))
+    )
+    ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
+    ready: list[Callable[[], dict[str, Any]]] = []
+    damaged: dict[int, str] = {}
+
+    def prepare() -> tuple[str | None, list[tuple[int, str]]]:
+        """Gives the digest of the generation, None if it was removed meanwhile; and `damaged`."""
+        check_number("generation", generation)
+        check_number("since", since)
+        for name, part in parts.items():
+            if wrong := [each for each in _objects(part) if not hasattr(each, "load_state_dict")]:
+                raise TypeError(
+                    f"{name}: expected what has a load_state_dict(), got {type(wrong[0]).__name__};"
+                    " values are in what load() returns"
+                )
+        while True:
+            number = chosen(folder, generation, damaged)
+            try:
+                opened = SavedGeneration.opened(folder, number)
+                if bad := [each.number for each in opened.chain if each.number in damaged]:
+                    damaged[number] = damaged[bad[0]]
+                    continue
+                made = _prepared(opened, parts, since=since, verify=verify, progress=progress)
+            except DamagedError as error:
+                if number not in generations_of(folder):
+                    return None, [*damaged.items()]
+                if generation is not None:
+                    raise
+                damaged[number] = damaged[error.generation] = error.text
+            except Exception:
+                _warn_of(damaged, number)  # of before, whose parts may be others
+                raise
+            else:
+                _warn_of(damaged, number)
+                ready.append(made)
+                return opened.digest, [*damaged.items()]
+
+    for _ in range(_TRIES):
+        ready.clear()
+        digests, found = zip(*agreed(ranks, prepare, "load"), strict=True)
+        for each in found:
+            damaged.update(each)
+        if None not in digests and len(set(digests)) == 1:
+            return ready[0]()
+    raise RuntimeError(
+        f"load: {folder!r} has had another last generation at each of {_TRIES} looks, or is not the"
+        " same folder on all ranks: name a generation="
+    )
+
+
+def _prepared(
+    opened: SavedGeneration,
+    parts: Mapping[str, Any],
+    *,
+    since: int | None,
+    verify: bool,
+    progress: bool | None,
+) -> Callable[[], dict[str, Any]]:
+    """Reads and checks all that is loaded; what it returns fills parts, and gives the rest."""
+    if verify:
+        opened.verify(progress)
+    saved = opened.manifest["parts"]
+    if missing := [name for name in parts if name not in saved]:
+        raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
+    changes = ({} if since is None else opened.changed_since(since)) or {}
+    states: dict[str, Any] = {}
+    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
+    for name, part in parts.items():
+        live = _fields_in_place(opened, name, part) if changes else {}
+        kept = {key: each for key, each in live.items() if key in changes}
+        patches += [(each, changes[key]) for key, each in kept.items()]
+        states[name] = opened.value(name, kept, copies=_copies(part))
+    others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
+    pairs: list[tuple[str, Any, Any]] = []
+    for name, part in parts.items():
+        state = states[name]
+        if not isinstance(part, list | tuple):
+            pairs.append((name, part, state))
+            continue
+        if not isinstance(state, list) or len(part) != len(state):
+            count = len(state) if isinstance(state, list) else "no list"
+            raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
+        names = [f"{name}[{at}]" for at in range(len(part))]
+        pairs += zip(names, part, state, strict=True)
+    known = [check_loads(*each) for each in pairs]
+    for each in pairs:
+        fill_shards(*each)
+    # What may still raise loads first, while the other objects are unchanged.
+    order = sorted(range(len(pairs)), key=known.__getitem__)
+
+    def fill() -> dict[str, Any]:
+        for tensor, rows in patches:
+            write_changes(tensor, rows)
+        for part, state in [pairs[at][1:] for at in order]:
+            part.load_state_dict(state)
+            if isinstance(part, Optimizer):
+                opened.let_go(part)
+        if any_notes_changes():
+            # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
+            same = {
+                key: each
+                for name, part in parts.items()
+                for key, each in _fields_in_place(opened, name, part).items()
+                if are_same(each, opened.tensor(key))
+            }
+            remember(opened.digest, moments_of(same))
+        return others
+
+    return fill
+
+
+def _objects(part: Any) -> Sequence[Any]:
+    return part if isinstance(part, list | tuple) else [part]
+
+
+def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str, Tensor]:
+    """The fields of tables that a part and a generation have, by their keys there."""
+    if _copies(part):
+        return {}
+    tensors = SavedTensors()
+    with as_plain(), torch.no_grad(), given_in_place():
+        tensors.described(name, part)
+    return {
+        key: each
+        for key, each in tensors.all_by_key.items()
+        if place_of(each) and opened.has(key, each)
+    }
+
+
+def _copies(part: Any) -> bool:
+    """Whether what loads a part may keep the tensors that it is given."""
+    return not all(isinstance(each, nn.Module | Optimizer) for each in _objects(part))
+
+
+def _warn_of(damaged: Mapping[int, str], number: int) -> None:
+    """Warns if a generation is loaded instead of later ones."""
+    if later := {each: text for each, text in damaged.items() if each > number}:
+        texts = "; ".join(dict.fromkeys(later.values()))
+        warnings.warn(
+            f"load: generation {number} is loaded instead of {sorted(later)}, damaged: {texts}",
+            RuntimeWarning,
+            stacklevel=5,
+        )

@@ -1,0 +1,97 @@
+"""SavedTensors: the tensors of a run's parts, by the keys under which files have them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from speedtorch.checkpoints.saved_values import described
+from speedtorch.checkpoints.sharded_tensors import is_dtensor, rows_of_dtensor
+from speedtorch.files import safetensors_format
+from speedtorch.step.row_weight import RowWeight
+from speedtorch.table.read_only_rows import ReadOnlyRows
+from speedtorch.table.shared_rows import SharedRows
+
+__all__ = ["SavedTensors"]
+
+
+class SavedTensors:
+    """The tensors that a checkpoint has, each once.
+
+    Attributes:
+        by_key: Tensors of this process.
+        shared: Rows of which other ranks have some, too.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, Tensor] = {}
+        self.shared: dict[str, SharedRows] = {}
+        self._keys: dict[tuple[Any, ...], str] = {}
+
+    @property
+    def all_by_key(self) -> dict[str, Tensor]:
+        """Both."""
+        return {**self.by_key, **self.shared}
+
+    def described(self, name: str, part: Any) -> Any:
+        """What JSON can hold of a part's state, or of a value; its tensors are kept here."""
+        if isinstance(part, list | tuple) and part and all(hasattr(e, "state_dict") for e in part):
+            part = [each.state_dict() for each in part]
+        elif hasattr(part, "state_dict"):
+            part = part.state_dict()
+        return described(name, part, self._keep)
+
+    def _keep(self, name: str, tensor: Tensor) -> str:
+        """Takes one; what is the same memory in the same way has the same key."""
+        plain = name.replace("'][", ".").replace("['", ".").replace("']", "")
+        plain = plain.replace("][", ".").replace("[", ".").replace("]", "")
+        key = next(
+            each
+            for number in itertools.count()
+            if (each := plain + f"#{number}" * (number > 0)) != safetensors_format.RESERVED
+            and each not in self.by_key
+            and each not in self.shared
+        )
+        if is_dtensor(tensor):
+            tensor = rows_of_dtensor(name, tensor)
+        if isinstance(tensor, SharedRows):
+            self.shared[key] = tensor
+            return key
+        tensor = _dense(name, tensor)
+        same = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+        if tensor.numel() and same in self._keys:
+            return self._keys[same]
+        self.by_key[key] = tensor
+        return self._keys.setdefault(same, key) if tensor.numel() else key
+
+
+def _dense(name: str, tensor: Tensor) -> Tensor:
+    """A tensor whose rows can be written; raises for what has no plain elements."""
+    if isinstance(tensor, RowWeight):
+        raise TypeError(
+            f"{name}: stands for all rows of {tensor._rows.name}: give the module, its"
+            " state_dict(), or weight.detach().clone()"
+        )
+    if is_lazy(tensor) or tensor.is_nested:
+        what = "nested" if tensor.is_nested else "yet to be initialized, as of a lazy module"
+        raise ValueError(f"{name}: is {what}; expected a dense tensor with elements")
+    tensor = tensor.rows if isinstance(tensor, ReadOnlyRows) else tensor.detach()
+    if type(tensor) is not Tensor:
+        kind = type(tensor)
+        remedy = "save its plain values, or this object by torch.save(part.state_dict(), file)"
+        raise TypeError(
+            f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor: {remedy}"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        what = "quantized" if tensor.is_quantized else "of layout " + str(tensor.layout)
+        what = "on the device meta" if tensor.is_meta else what
+        raise ValueError(f"{name}: is {what}; expected a dense tensor with elements")
+    if tensor.dtype not in safetensors_format.DTYPES.values():
+        raise ValueError(f"{name}: safetensors files cannot hold {tensor.dtype}")
+    tensor = tensor.resolve_conj().resolve_neg()
+    is_in_rows = tensor.dim() > 0 and tensor.numel() > 0 and tensor[0].is_contiguous()
+    return tensor if is_in_rows else tensor.contiguous()

@@ -1,0 +1,109 @@
+"""NewTable: a table that has yet to take its memory: its size, kind of memory and first values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speedtorch.memory import host_memory
+from speedtorch.memory.placement import MemoryKind, check_kind, takes_host_memory
+from speedtorch.ops.shapes import row_shape
+from speedtorch.table.host_table import HostTable
+from speedtorch.table.lazy_init import LazyInit, Portion
+from speedtorch.table.record_layout import Fields, lay_out
+
+__all__ = ["NewTable", "waiting_bytes"]
+
+_waiting: weakref.WeakSet[NewTable] = weakref.WeakSet()
+
+
+def waiting_bytes() -> int:
+    """Bytes of host memory that portions of tables have yet to take."""
+    return sum(each.bytes_of(each.rows) for each in _waiting if each.portion is not None)
+
+
+@dataclass(eq=False)
+class NewTable:
+    """A table to be made, perhaps of a portion of a larger one's rows; errors call it `name`."""
+
+    name: str
+    rows: int
+    columns: int | Sequence[int]
+    dtype: torch.dtype
+    memory: MemoryKind = "auto"
+    draws: tuple[LazyInit, ...] = ()
+    portion: Portion | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self.memory)
+        (self.rows,) = row_shape(self.rows, "rows")
+        self.row_shape = row_shape(self.columns)
+        self.weight: Fields = {"weight": (self.row_shape, self.dtype)}
+
+    def bytes_of(self, rows: int) -> int:
+        """Bytes of host memory that so many rows of the weight take."""
+        return rows * lay_out(self.weight).record_bytes if takes_host_memory(self.memory) else 0
+
+    def wait(self) -> None:
+        """Begins to count for others; MemoryError if those that have yet to be made do not fit."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        needed, waiting = self.bytes_of(self.rows), list(_waiting)
+        if needed and not distributed and host_memory.is_checked():
+            others = sum(each.bytes_of(each.rows) for each in waiting)
+            if needed + others > (available := host_memory.available_bytes()):
+                raise MemoryError(
+                    f"{self.name}: a table of {self.rows:,} rows needs {needed:,} bytes of host"
+                    f" memory, and {len(waiting)} others that have yet to be used need {others:,};"
+                    f" available are {available:,}: free memory, use fewer or narrower rows, or set"
+                    f" SPEEDTORCH_MEMORY_CHECK=0 to try all the same. {self._with_less({})}"
+                )
+        _waiting.add(self)
+
+    def make(self, fields: Fields, more: int = 0, before: HostTable | None = None) -> HostTable:
+        """A table of these fields and perhaps more rows, or one in the place of another."""
+        device = before.device if before is not None and self.memory == "cuda" else None
+        try:
+            with torch.inference_mode(False):  # or nothing could ever be written to it
+                made = HostTable.from_fields(self.rows + more, fields, self.memory, device=device)
+        except MemoryError as error:
+            raise MemoryError(f"{self.name}: {error}. {self._with_less(fields)}") from error
+        _waiting.discard(self)
+        return made
+
+    def _with_less(self, fields: Fields) -> str:
+        """How a table of these fields takes less memory."""
+        ways = ["speedtorch.shard shares rows out to ranks", "HostTable(memory='file') is a file"]
+        if self.dtype.itemsize > 2:
+            ways.insert(0, "stored=torch.bfloat16 halves rows")
+        if fields.keys() - {"weight"}:
+            ways.insert(0, "speedtorch.optim.RowWiseAdagrad keeps one number of state for each row")
+        return f"With less memory: {'; '.join(ways)}"
+
+    def add(self, draw: LazyInit, *, anew: bool) -> None:
+        """Adds first values; with `anew` those of before do not matter."""
+        every = slice(None)
+        kept = [each for each in self.draws if not anew or draw.rows not in (every, each.rows)]
+        if kept and kept[-1].zero is None and draw.zero is None and kept[-1].rows == draw.rows:
+            before = kept.pop()
+            draw = before._replace(functions=(*before.functions, *draw.functions))
+        self.draws = (*kept, draw)
+
+    def draw(self, table: HostTable) -> None:
+        """Gives the rows of the table their first values, if they still wait for them."""
+        if self.draws:
+            with torch.inference_mode(False):
+                for draw in self.draws:
+                    draw(table)
+            self.note_drawn()
+
+    def note_drawn(self) -> None:
+        """Says that all weights were given: no draw is to replace them."""
+        self.draws = ()
+
+    def samples(self) -> list[Tensor]:
+        """Values of the first rows of each draw that rows still wait for; see LazyInit.sample."""
+        return [each.sample(self.rows, self.row_shape, self.dtype) for each in self.draws]
