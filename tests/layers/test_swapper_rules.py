@@ -18,6 +18,7 @@ from unit_models import assert_equal, tensors_of
 
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
+from speedtorch.layers.unit import Unit
 
 
 @pytest.fixture(autouse=True)
@@ -552,6 +553,64 @@ def test_what_is_no_unit_is_refused(call: str) -> None:
             called = getattr(swapper, call)(given)
             if call == "use":
                 called.__enter__()
+
+
+TWICE = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("modules", "kind", "text"),
+    [
+        (3, TypeError, "modules: expected an nn.Module or several, got int"),
+        ([], ValueError, "modules: there are none, and so no units"),
+        (nn.Identity(), ValueError, "Identity has no modules within, and so no units"),
+        ([nn.Identity(), 3], TypeError, "modules: expected nn.Modules, got int as 1"),
+        ([TWICE, nn.Sequential(TWICE)], ValueError, "modules: 1 and 0 have a module in common"),
+    ],
+)
+def test_modules_that_give_no_units_are_refused(
+    modules: Any, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        Swapper(modules, device="cpu")
+
+
+def test_a_unit_in_use_is_not_evicted_by_name() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    swapper = Swapper(layers, device="cpu")
+    with swapper.use(layers):
+        with pytest.raises(RuntimeError, match=r"units \['0', '1'\] are in use; evict them after"):
+            swapper.evict(layers)
+        assert swapper.report().resident == ("0", "1")
+    swapper.evict(layers)
+    assert not swapper.report().resident
+
+
+def test_a_swapper_without_an_optimizer_steps_none() -> None:
+    swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
+    with pytest.raises(RuntimeError, match="step: the swapper was made without an optimizer"):
+        swapper.step()
+
+
+def test_a_use_evicts_others_when_the_device_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    swapper = Swapper(layers, device="cpu", budget="1MiB")
+    with swapper.use(layers[0]):
+        pass
+    load = Unit.load
+
+    def load_alone(unit: Unit, *, state: bool) -> None:
+        if set(swapper.report().resident) - {unit.name}:
+            raise torch.OutOfMemoryError("pretended")
+        load(unit, state=state)
+
+    monkeypatch.setattr(Unit, "load", load_alone)
+    with swapper.use(layers[1]):
+        assert swapper.report().resident == ("1",)
+        with pytest.raises(torch.OutOfMemoryError, match="pretended"):
+            swapper.use(layers[0]).__enter__()
 
 
 def test_a_sparse_gradient_is_refused_where_it_came(device: str) -> None:
