@@ -18,6 +18,7 @@ from unit_models import assert_equal, tensors_of
 
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
+from speedtorch.layers.pack import Pack
 from speedtorch.layers.unit import Unit
 
 
@@ -611,6 +612,30 @@ def test_a_use_evicts_others_when_the_device_has_no_memory(
         assert swapper.report().resident == ("1",)
         with pytest.raises(torch.OutOfMemoryError, match="pretended"):
             swapper.use(layers[0]).__enter__()
+
+
+def test_a_unit_that_finds_no_memory_for_its_state_is_on_the_host(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, whole = pair(2)
+    optimizer = optim.Adam(made.parameters())
+    swapper = Swapper(made, optimizer, device=device)
+    train(made, optimizer, swapper)
+    whole.load_state_dict(made.state_dict())
+    swapper.evict()
+    loads, load = [], Pack.load
+
+    def load_first(pack: Pack, *args: Any, **kwargs: Any) -> None:
+        loads.append(pack)
+        if len(loads) == 2:
+            raise torch.OutOfMemoryError("pretended")
+        load(pack, *args, **kwargs)
+
+    monkeypatch.setattr(Pack, "load", load_first)
+    with pytest.raises(torch.OutOfMemoryError, match="pretended"):
+        swapper.use(made[0]).__enter__()
+    assert not swapper.report().resident and made[0].weight.is_cpu
+    assert same(made, whole)
 
 
 def test_a_sparse_gradient_is_refused_where_it_came(device: str) -> None:
