@@ -499,7 +499,7 @@ def test_an_optimizer_that_cannot_step_small_copies_is_refused(device: str) -> N
         lambda: StateSwapper(optimizer, budget=100),
         lambda: Swapper(layers, optimizer, device=device),
     ):
-        with pytest.raises(ValueError, match=r"Unable cannot be tried out on .* fails \(no kernel\)"):
+        with pytest.raises(ValueError, match=r"Unable cannot be tried out .* \(no kernel\)"):
             make()
 
 
