@@ -135,7 +135,7 @@ class Switcher(ABC):
         """Where the content of a file goes; called when it is known to fit."""
         return self._rows()
 
-    def _loaded(self, content: dict[str, Tensor]) -> None:
+    def _loaded(self, content: dict[str, Tensor]) -> None:  # noqa: B027
         """Called once all of a file's content is there."""
 
 
