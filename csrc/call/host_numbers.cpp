@@ -44,6 +44,8 @@ bool has_passed(HostSlot& slot) {
   return true;
 }
 
+#ifdef SPEEDTORCH_CUDA
+
 HostSlot* new_slot(const char* op, int device, size_t capacity) {
   const RelaxedCapture while_capturing;
   auto made = std::make_unique<HostSlot>(device, capacity);
@@ -75,6 +77,8 @@ HostSlot* take_slot(const char* op, int device, size_t count) {
   return new_slot(op, device, capacity);
 }
 
+#endif
+
 void give_back(HostSlot* slot) {
   FreeSlots& free = free_slots();
   const std::scoped_lock lock(free.mutex);
@@ -82,6 +86,8 @@ void give_back(HostSlot* slot) {
 }
 
 }  // namespace
+
+#ifdef SPEEDTORCH_CUDA
 
 HostNumbers::HostNumbers(const char* op, const Tensor& numbers, const CurrentStream& stream)
     : slot_(take_slot(op, stream.device(), static_cast<size_t>(numbers.numel()))),
@@ -98,6 +104,8 @@ HostNumbers::HostNumbers(const char* op, const Tensor& numbers, const CurrentStr
   // A slot whose copy no event follows is never used again.
   check_cuda(cuda_calls().event_record(slot_->event, stream.get()), op);
 }
+
+#endif
 
 HostNumbers::~HostNumbers() { give_back(slot_); }
 

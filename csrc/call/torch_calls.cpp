@@ -124,6 +124,8 @@ Tensor copy_to_cpu(const char* op, const Tensor& tensor) {
       [&] { return torch::stable::to(tensor, Device(kCpu)); });
 }
 
+#ifdef SPEEDTORCH_CUDA
+
 Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
                      const CurrentStream& stream) {
   stream.refuse_capture(
@@ -141,6 +143,8 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
   copy(op, source, there, false);
   return there;
 }
+
+#endif
 
 void copy(const char* op, const Tensor& from, const Tensor& to, bool wait) {
   Tensor target = to;

@@ -30,6 +30,7 @@ CurrentStreamOf current_stream_of() {
 constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimizer_state_swap",
                                     "sum_rows"};
 
+#ifdef SPEEDTORCH_CUDA
 constexpr int kKnownGpus = 64;  // GPUs whose answers are kept, and that have an error record
 
 // What each GPU answers to a question, asked for once.
@@ -47,6 +48,7 @@ struct Answers {
     return answer;
   }
 };
+#endif
 
 void refuse_if_capturing(void* stream, const char* op, const std::string& why) {
   int capturing = 0;
@@ -82,16 +84,6 @@ CurrentStream::CurrentStream(const char* op, const Tensor& tensor) {
   guard_.emplace(device_);
 }
 
-bool CurrentStream::has_bulk_copies() const {
-  static Answers answers{"bulk copies"};
-  return answers.of(device_, cuda_calls().bulk_copies) != 0;
-}
-
-int CurrentStream::multiprocessors() const {
-  static Answers answers{"number of multiprocessors"};
-  return answers.of(device_, cuda_calls().multiprocessors);
-}
-
 void CurrentStream::refuse_capture(const char* op, const std::string& why) const {
   refuse_if_capturing(stream_, op, why);
 }
@@ -111,6 +103,18 @@ void refuse_during_capture(const char* op, const std::string& why) {
   if (stream_of == nullptr || !succeeded(cuda_calls().get_device(&device))) return;
   void* stream = nullptr;
   if (stream_of(device, &stream) == 0) refuse_if_capturing(stream, op, why);
+}
+
+#ifdef SPEEDTORCH_CUDA
+
+bool CurrentStream::has_bulk_copies() const {
+  static Answers answers{"bulk copies"};
+  return answers.of(device_, cuda_calls().bulk_copies) != 0;
+}
+
+int CurrentStream::multiprocessors() const {
+  static Answers answers{"number of multiprocessors"};
+  return answers.of(device_, cuda_calls().multiprocessors);
 }
 
 ErrorRecord* error_record(int device) {
@@ -135,7 +139,10 @@ ErrorRecord* error_record(int device) {
   return records + gpu;
 }
 
+#endif
+
 void throw_pending() {
+  if constexpr (!kWithCuda) return;  // there are no kernels
   ErrorRecord* records = the_records;
   if (records == nullptr || records_owner != process_id()) return;
   for (int gpu = 0; gpu <= highest_gpu; ++gpu) {

@@ -24,7 +24,11 @@ struct Stream {
 // this lives.
 class CurrentStream {
  public:
+#ifdef SPEEDTORCH_CUDA
   CurrentStream(const char* op, const Tensor& tensor);
+#else  // throws, so that no code behind a stream is compiled
+  [[noreturn]] CurrentStream(const char* op, const Tensor& tensor);
+#endif
   CurrentStream(const CurrentStream&) = delete;
   CurrentStream& operator=(const CurrentStream&) = delete;
 

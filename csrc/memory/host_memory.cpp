@@ -593,15 +593,10 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
                                   [](void* data) { tensor_gone(static_cast<char*>(data)); });
 }
 
-// Pins the memory of a CPU tensor in place; keeps the tensor, so that its memory goes after it is
-// unpinned. Returns a number for host_unregister, 0 for a tensor without elements.
+// Pins the memory of a dense CPU tensor in place; keeps the tensor, so that its memory goes after
+// it is unpinned. Returns a number for host_unregister, 0 for a tensor without elements.
 int64_t host_register(const Tensor& tensor) {
   constexpr const char* kOp = "pin_memory_";
-  if (!tensor.is_cpu())
-    throw_value_error(kOp, "the tensor must be on the CPU, it is on ", device_text(tensor));
-  if (tensor.layout() != torch::headeronly::Layout::Strided) {
-    throw_value_error(kOp, "the tensor must be dense (strided)");
-  }
   if (tensor.numel() == 0) return 0;
   refuse_during_capture(kOp, kMakeBefore);
   const auto [base, bytes] = span_of(tensor);

@@ -187,6 +187,8 @@ int64_t num_sms() {
 
 Path path_for(const char* op, const Batch& batch) { return choose_path(op, batch, costs()).path; }
 
+#ifdef SPEEDTORCH_CUDA
+
 CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentStream& stream) {
   if (batch.access == Access::kOnGpu) return gpu_copy_kernel();
   // Measured: over small pages bulk copies in address order are a fifth to a half slower.
@@ -203,6 +205,8 @@ int link_sms(const CurrentStream& stream) {
 int swap_sms(const CurrentStream& stream) {
   return static_cast<int>(std::min<int64_t>(link_sms(stream), for_link(kSmsForSwap)));
 }
+
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // ops

@@ -24,10 +24,12 @@ void copy_on_gpu(const Rows& from, const Rows& to, Access access, bool to_host,
                  const CurrentStream& stream) {
   auto launch = [&](const Rows& in, const Rows& out) {
     if (out.count == 0) return;
-    const CopyKernel kernel =
-        to_host ? copy_kernel_for(batch_of(Direction::kOut, access, out, out.count), in, stream)
-                : copy_kernel_for(batch_of(Direction::kIn, access, in, out.count), out, stream);
-    if constexpr (kWithCuda) check_cuda(launch_copy(in, out, to_host, kernel, stream.get()), kOp);
+    if constexpr (kWithCuda) {
+      const CopyKernel kernel =
+          to_host ? copy_kernel_for(batch_of(Direction::kOut, access, out, out.count), in, stream)
+                  : copy_kernel_for(batch_of(Direction::kIn, access, in, out.count), out, stream);
+      check_cuda(launch_copy(in, out, to_host, kernel, stream.get()), kOp);
+    }
   };
   if (!is_one_run(from) || !is_one_run(to)) return launch(from, to);
   const int64_t bytes = to.count * to.row_bytes, cuts = bytes / kCutBytes;

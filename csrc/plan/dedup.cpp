@@ -1,5 +1,7 @@
 // Prepares ids on a GPU; see dedup.h. The kernels are in dedup.cu.
 
+#ifdef SPEEDTORCH_CUDA
+
 #include "plan/dedup.h"
 
 #include <bit>
@@ -36,8 +38,10 @@ RowIds find_row_ids(const char* op, const char* list, const Ids& ids, Path path,
     view.kept_at = view.slots + view.slot_count;
     view.repeated = view.kept_at + kept;
   }
-  if constexpr (kWithCuda) check_cuda(launch_dedup(view, keep, rows, stream), op);
+  check_cuda(launch_dedup(view, keep, rows, stream), op);
   return found;
 }
 
 }  // namespace speedtorch
+
+#endif

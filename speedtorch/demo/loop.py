@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,15 +42,15 @@ class Outcome:
     """Whether it was not stopped early."""
 
 
-class Model(nn.Module):
+class Model(nn.Module, ABC):
     """What the loop trains."""
 
     averages = False
     """Whether the loss is the mean of a batch's examples, not their sum."""
 
+    @abstractmethod
     def ids(self, batch: Any) -> dict[nn.Module, Any]:
         """The ids that a batch looks up in each Embedding, for prefetch."""
-        raise NotImplementedError
 
     def loss(self, batch: Any) -> Tensor:
         """Of a batch, a scalar; of a share of one, what it adds to that of the whole."""

@@ -72,9 +72,10 @@ def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
 
 
 def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> bytes:
-    """Length, JSON and padding to a multiple of 8 bytes; arrays follow `in_file_order`."""
-    if RESERVED in arrays:
-        raise ValueError(f"safetensors files cannot hold a field called {RESERVED!r}: rename it")
+    """Length, JSON and padding to a multiple of 8 bytes; arrays follow `in_file_order`.
+
+    No array has the name RESERVED.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {RESERVED: {"format": "pt"}} | dict.fromkeys(arrays)
     end = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 
 import torch
@@ -29,17 +30,17 @@ class BatchExchange(Switcher):
 
     embed_dimension: RowShape
 
+    @abstractmethod
     def _parameter(self) -> Tensor:
         """The variable."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _hold(self, rows: Rows) -> None:
         """Makes what trains hold these rows of every field, or leaves it as it was."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _held(self, name: str) -> tuple[Tensor, str]:
         """A field's rows that are trained, and what holds them."""
-        raise NotImplementedError
 
     def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
         """What to write in place of rows that are held."""

@@ -7,6 +7,7 @@ current; what follows can be repeated, and every method repeats it first until i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class Stored(NamedTuple):
     fields: dict[str, Tensor]
 
 
-class Switcher:
+class Switcher(ABC):
     """A set of fields, all with one row per class.
 
     A subclass with a `place`, one of the functions of families.py, gets a constructor with the
@@ -64,9 +65,9 @@ class Switcher:
     def _not_started(self) -> RuntimeError:
         return RuntimeError(f"{type(self).__name__} has no table yet: call {self._how_to_start}")
 
+    @abstractmethod
     def _row_fields(self) -> Fields:
         """Shape and dtype of a row of each field."""
-        raise NotImplementedError
 
     def _make(self, place: TablePlace, device: torch.device) -> Stored:
         return self._all_of(place.make_table(self.total_classes, self._row_fields(), device))
@@ -134,7 +135,7 @@ class Switcher:
         """Where the content of a file goes; called when it is known to fit."""
         return self._rows()
 
-    def _loaded(self, content: dict[str, Tensor]) -> None:
+    def _loaded(self, content: dict[str, Tensor]) -> None:  # noqa: B027
         """Called once all of a file's content is there."""
 
 

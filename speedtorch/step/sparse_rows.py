@@ -518,5 +518,4 @@ def for_each_of_lists(
 
 # torch.nn.utils uses functions of lists for tensors of these types only; so one gradient would
 # make it slow for the gradients of a whole model.
-if SparseRows not in FOREACH_TYPES:
-    FOREACH_TYPES.append(SparseRows)
+FOREACH_TYPES.append(SparseRows)

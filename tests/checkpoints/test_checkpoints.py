@@ -13,7 +13,7 @@ import stat
 import subprocess
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -351,15 +351,36 @@ def test_errors_of_use_and_of_the_disk_pass_over_no_generation(
         speedtorch.load(tmp_path, layer=nn.Linear(3, 3))
 
 
-@pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "../tensors.safetensors", "tensors"])
-def test_a_manifest_that_names_no_file_is_an_error(name: str, tmp_path: Path) -> None:
-    path = Path(speedtorch.save(tmp_path, a=torch.ones(3)).path) / "manifest.json"
+def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Writes a manifest with a change, and its digest."""
     content = json.loads(path.read_text())
-    content["files"][0]["name"] = name
+    change(content)
     text = json.dumps(content).encode()
     path.write_bytes(text)
     path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
+
+
+@pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "../tensors.safetensors", "tensors"])
+def test_a_manifest_that_names_no_file_is_an_error(name: str, tmp_path: Path) -> None:
+    path = Path(speedtorch.save(tmp_path, a=torch.ones(3)).path) / "manifest.json"
+    rewrite_manifest(path, lambda content: content["files"][0].update(name=name))
     with pytest.raises(ValueError, match=r"manifest.json: is damaged.*: it names the file '"):
+        speedtorch.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(parts=["a"]), "its parts have no names"),
+        (lambda content: content["files"][0]["crc32"].append(0), "it has 1 chunks of 2"),
+    ],
+)
+def test_a_manifest_of_other_contents_is_an_error(
+    change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path
+) -> None:
+    path = Path(speedtorch.save(tmp_path, a=torch.ones(3)).path) / "manifest.json"
+    rewrite_manifest(path, change)
+    with pytest.raises(ValueError, match=f"is damaged, or none of ours: {message}"):
         speedtorch.load(tmp_path)
 
 

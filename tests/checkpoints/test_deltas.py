@@ -493,18 +493,28 @@ def test_a_chain_with_a_damaged_link_falls_back_to_the_last_whole_run(
     assert verified == [3]  # the links above one that is known as damaged are not read
 
 
-def test_a_base_without_rows_by_name_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": "changed rows.1"}, "its changed rows have no names"),
+        ({"generation": 0}, "it was written against {'generation': 0"),
+        ({"generation": 7}, "it was written against generation 7, which came later"),
+    ],
+)
+def test_a_base_that_no_save_has_written_is_an_error(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     table = speedtorch.HostTable(ROWS, 1, memory="plain")
     table.track_changes()
     speedtorch.save(tmp_path, rows=table["weight"])
     saved = speedtorch.save(tmp_path, base=1, rows=table["weight"])
     path = Path(saved.path) / "manifest.json"
     content = json.loads(path.read_text())
-    content["base"]["rows"] = "changed rows.1"
+    content["base"].update(change)
     text = json.dumps(content).encode()
     path.write_bytes(text)
     path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
-    with pytest.raises(ValueError, match=r"manifest.json: is damaged.*changed rows have no names"):
+    with pytest.raises(ValueError, match=f"manifest.json: is damaged.*{message}"):
         speedtorch.load(tmp_path, generation=2)
 
 

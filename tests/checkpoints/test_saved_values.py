@@ -154,9 +154,24 @@ def test_what_is_within_itself_is_told() -> None:
         there_and_back(value)
 
 
-def test_a_device_that_is_none_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="expected a device, got 'garbage'"):
-        restored(["device", "garbage"], {}.__getitem__)
+NESTED: list[Any] = ["list"]
+for _ in range(300):
+    NESTED = ["list", NESTED]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (["device", "garbage"], "expected a device, got 'garbage'"),
+        (["dtype", "garbage"], r"expected a value, got \['dtype', 'garbage'\]"),
+        (["number", "|O", "00"], r"expected a type of numbers, got '\|O'"),
+        (["number", "float32", "00000000"], "expected a type of numbers, got 'float32'"),
+        (NESTED, "it is nested too deeply"),
+    ],
+)
+def test_a_text_that_no_value_has_is_a_value_error(content: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        restored(content, {}.__getitem__)
 
 
 JSON = st.recursive(

@@ -460,6 +460,20 @@ def test_without_locks_everything_works_and_nothing_is_cleaned_up(
     assert snapshot(folder) == {LEFT_BEHIND: b"", "a": NEW["a"], "b": b"old b"}
 
 
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / LEFT_BEHIND).write_bytes(b"")
+    monkeypatch.setattr(system_calls, "_LOCK_SECONDS", 0.02)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        replace(folder, "a")
+    finally:
+        os.close(descriptor)
+    assert snapshot(folder) == {LEFT_BEHIND: b"", "a": NEW["a"], "b": b"old b"}
+
+
 def test_another_users_left_over_does_not_stop_us(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

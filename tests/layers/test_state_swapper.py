@@ -485,6 +485,24 @@ def test_an_optimizer_that_steps_another_is_refused(device: str) -> None:
     StateSwapper(optimizer.inner, budget=100).close()
 
 
+class Unable(OwnOptimizer):
+    """Has no step for the parameters that it is given."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError("no kernel")
+
+
+def test_an_optimizer_that_cannot_step_small_copies_is_refused(device: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4)).to(device)
+    optimizer = Unable(layers.parameters())
+    for make in (
+        lambda: StateSwapper(optimizer, budget=100),
+        lambda: Swapper(layers, optimizer, device=device),
+    ):
+        with pytest.raises(ValueError, match=r"Unable cannot be tried out .* \(no kernel\)"):
+            make()
+
+
 class Clipped(OwnOptimizer):
     """Divides gradients by the norm of all of them."""
 
@@ -610,8 +628,9 @@ class Scaled(OwnOptimizer):
         return loss
 
 
+@pytest.mark.parametrize("first", ["by place", "by name"])
 @pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
-def test_what_a_step_is_given_is_given_to_each_part(kind: str, device: str) -> None:
+def test_what_a_step_is_given_is_given_to_each_part(kind: str, first: str, device: str) -> None:
     def train(is_swapped: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
@@ -629,7 +648,10 @@ def test_what_a_step_is_given_is_given_to_each_part(kind: str, device: str) -> N
             loss.backward()
             return loss.detach()
 
-        losses = [optimizer.step(closure, 0.5), optimizer.step(closure=closure, factor=0.1)]
+        calls = [((closure, 0.5), {}), ((), {"closure": closure, "factor": 0.1})]
+        if first == "by name":
+            calls.reverse()
+        losses = [optimizer.step(*args, **named) for args, named in calls]
         assert losses[0] != losses[1]
         optimizer.step(None, 2.0, more=0.1)
         if is_swapped:
@@ -1115,6 +1137,15 @@ def test_what_cannot_visit_the_device_is_named(device: str) -> None:
         optimizer.step()
     with pytest.raises(ValueError, match="expected one with memory, as 'cuda', got 'meta'"):
         StateSwapper(optim.SGD([nn.Parameter(base)]), budget=1, device="meta")
+
+
+def test_a_parameter_without_elements_is_stepped_with_others(device: str) -> None:
+    full, none = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))
+    optimizer = optim.SGD([none, full], lr=0.1)
+    StateSwapper(optimizer, budget="1KiB", device=device)
+    full.grad, none.grad = torch.ones(2), torch.ones(0)
+    optimizer.step()
+    assert torch.equal(full, torch.full((2,), 0.9)) and none.is_cpu
 
 
 def test_threads_and_streams_step_what_is_in_host_memory(device: str) -> None:

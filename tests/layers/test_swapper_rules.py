@@ -18,6 +18,8 @@ from unit_models import assert_equal, tensors_of
 
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
+from speedtorch.layers.pack import Pack
+from speedtorch.layers.unit import Unit
 
 
 @pytest.fixture(autouse=True)
@@ -552,6 +554,88 @@ def test_what_is_no_unit_is_refused(call: str) -> None:
             called = getattr(swapper, call)(given)
             if call == "use":
                 called.__enter__()
+
+
+TWICE = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("modules", "kind", "text"),
+    [
+        (3, TypeError, "modules: expected an nn.Module or several, got int"),
+        ([], ValueError, "modules: there are none, and so no units"),
+        (nn.Identity(), ValueError, "Identity has no modules within, and so no units"),
+        ([nn.Identity(), 3], TypeError, "modules: expected nn.Modules, got int as 1"),
+        ([TWICE, nn.Sequential(TWICE)], ValueError, "modules: 1 and 0 have a module in common"),
+    ],
+)
+def test_modules_that_give_no_units_are_refused(
+    modules: Any, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        Swapper(modules, device="cpu")
+
+
+def test_a_unit_in_use_is_not_evicted_by_name() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    swapper = Swapper(layers, device="cpu")
+    with swapper.use(layers):
+        with pytest.raises(RuntimeError, match=r"units \['0', '1'\] are in use; evict them after"):
+            swapper.evict(layers)
+        assert swapper.report().resident == ("0", "1")
+    swapper.evict(layers)
+    assert not swapper.report().resident
+
+
+def test_a_swapper_without_an_optimizer_steps_none() -> None:
+    swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
+    with pytest.raises(RuntimeError, match="step: the swapper was made without an optimizer"):
+        swapper.step()
+
+
+def test_a_use_evicts_others_when_the_device_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    swapper = Swapper(layers, device="cpu", budget="1MiB")
+    with swapper.use(layers[0]):
+        pass
+    load = Unit.load
+
+    def load_alone(unit: Unit, *, state: bool) -> None:
+        if set(swapper.report().resident) - {unit.name}:
+            raise torch.OutOfMemoryError("pretended")
+        load(unit, state=state)
+
+    monkeypatch.setattr(Unit, "load", load_alone)
+    with swapper.use(layers[1]):
+        assert swapper.report().resident == ("1",)
+        with pytest.raises(torch.OutOfMemoryError, match="pretended"):
+            swapper.use(layers[0]).__enter__()
+
+
+def test_a_unit_that_finds_no_memory_for_its_state_is_on_the_host(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, whole = pair(2)
+    optimizer = optim.Adam(made.parameters())
+    swapper = Swapper(made, optimizer, device=device)
+    train(made, optimizer, swapper)
+    whole.load_state_dict(made.state_dict())
+    swapper.evict()
+    loads, load = [], Pack.load
+
+    def load_first(pack: Pack, *args: Any, **kwargs: Any) -> None:
+        loads.append(pack)
+        if len(loads) == 2:
+            raise torch.OutOfMemoryError("pretended")
+        load(pack, *args, **kwargs)
+
+    monkeypatch.setattr(Pack, "load", load_first)
+    with pytest.raises(torch.OutOfMemoryError, match="pretended"):
+        swapper.use(made[0]).__enter__()
+    assert not swapper.report().resident and made[0].weight.is_cpu
+    assert same(made, whole)
 
 
 def test_a_sparse_gradient_is_refused_where_it_came(device: str) -> None:

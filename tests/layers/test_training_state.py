@@ -541,6 +541,15 @@ def test_a_tensor_that_is_only_a_name_for_tensors_within_sleeps(device: str) -> 
     assert layer.get_buffer("masked").sum() == 2
 
 
+def test_a_tensor_without_elements_sleeps_with_others(device: str) -> None:
+    layer = nn.Linear(2, 2, device=device)
+    layer.register_buffer("none", torch.empty(0, device=device))
+    state = TrainingState(layer)
+    with state.asleep() as report:
+        assert report.left == ()
+    assert layer.none.shape == (0,) and layer.none.device.type == device
+
+
 def test_state_under_keys_of_one_text_sleeps(device: str) -> None:
     training = Training(device)
     weight, flat = training.layer.into.weight, torch.arange(8.0, device=device)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -118,6 +120,16 @@ def test_memory_is_reused_behind_what_was_queued_after_the_use(
     marks.work += 1
     LEAVES[leave](training)
     marks.check()
+
+
+def test_a_weight_is_used_on_after_its_swapper_is_gone() -> None:
+    training = Training()
+    weight, swapper = training.weight, weakref.ref(training.swapper)
+    expected = weight.detach().clone()
+    del training.swapper
+    gc.collect()
+    assert swapper() is None
+    assert torch.equal(weight.mul(2), expected * 2)
 
 
 @pytest.mark.parametrize("access", ["the data of a weight are changed", "state is changed"])

@@ -125,6 +125,11 @@ def test_torch_files_with_other_content_are_refused() -> None:
         switcher.loadTorch("narrow.pt")
 
 
+def test_a_torch_file_that_is_not_there_raises_as_open_does() -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
+        GPUPytorchModelFactory(layer(), ROWS, WIDTH).loadTorch("none.pt")
+
+
 class Trap:
     """Would run code when it is unpickled."""
 

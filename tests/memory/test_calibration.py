@@ -238,22 +238,45 @@ def test_a_calibration_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None
     assert _ops.costs().tolist() == figures["costs"]
 
 
-@NEEDS_GPU
-def test_a_folder_that_cannot_be_written_is_told(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured of the GPU, which is pretended if there is none."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(calibration, "_steps", lambda: iter([lambda costs: costs.mul_(1.5)]))
+    monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "1")
+
+
+@pytest.mark.usefixtures("quick")
+def test_measured_costs_are_kept_and_used() -> None:
+    before = _ops.costs()
+    figures = speedtorch.calibrate(progress=False)
+    assert torch.equal(_ops.costs(), before * 1.5)
+    assert json.loads(cache_file().read_text()) == figures
+    assert figures["costs"] == _ops.costs().tolist()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("what", ["no folder", "no home"])
+def test_costs_that_cannot_be_kept_are_used_and_told(
+    what: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own_cache.write_text("a file where the folder belongs")
-    monkeypatch.setattr(calibration, "MOST_TABLE_BYTES", 256 << 20)
+    if what == "no folder":
+        own_cache.write_text("a file where the folder belongs")
+    else:
+        monkeypatch.setattr(calibration, "cache_file", lambda _: None)
     with caplog.at_level(logging.WARNING, logger="speedtorch"):
         figures = speedtorch.calibrate(progress=False)
     assert "cannot be written" in caplog.text
     assert _ops.costs().tolist() == figures["costs"]
 
 
-@NEEDS_GPU
-def test_the_first_large_table_calibrates_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick")
+def test_the_first_large_table_calibrates_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[bool] = []
-    monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "1")
     monkeypatch.setattr(calibration, "calibrate", lambda progress: calls.append(progress))
     calibration.calibrate_once(calibration.WORTH_BYTES - 1)
     assert calls == []
@@ -261,10 +284,27 @@ def test_the_first_large_table_calibrates_once(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [False]
     with cache_file().with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        calibration.calibrate_once(calibration.WORTH_BYTES)  # another process is at it
+        with caplog.at_level(logging.INFO, logger="speedtorch"):
+            calibration.calibrate_once(calibration.WORTH_BYTES)
+    assert caplog.messages == ["another process calibrates this machine"]
     monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "0")
     calibration.calibrate_once(calibration.WORTH_BYTES)
     written("")
     monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "1")
     calibration.calibrate_once(calibration.WORTH_BYTES)
     assert calls == [False]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_table_is_made_although_its_machine_cannot_be_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(costs: object) -> None:
+        raise MemoryError("pretended")
+
+    monkeypatch.setattr(calibration, "_steps", lambda: iter([fail]))
+    calibration.calibrate_once(calibration.WORTH_BYTES)
+    assert caplog.messages == [
+        "not calibrated (pretended); speedtorch.calibrate() tries again",
+    ]
+    assert not cache_file().exists()

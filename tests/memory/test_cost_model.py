@@ -93,6 +93,21 @@ def test_times_between_measured_lengths_lie_on_a_line(
     assert float(_ops.explain_move(table, 1000, GATHER, False)[1]) == pytest.approx(nanoseconds)
 
 
+@pytest.mark.parametrize("path", [DIRECT, DISTINCT, ORDERED])
+def test_a_forced_path_is_the_one_that_is_chosen(choose: Callable[..., int], path: int) -> None:
+    with cost_model.forced_path(cost_model.PATHS[path]):
+        assert choose("registered", 100) == path
+    assert choose("registered", 100) == DIRECT
+
+
+def test_a_path_that_is_not_possible_is_not_forced(choose: Callable[..., int]) -> None:
+    with (
+        cost_model.forced_path("distinct"),
+        pytest.raises(ValueError, match="explain: path 1 is not possible for 100 ids of this tab"),
+    ):
+        choose("registered", 100, SCATTER, accumulate=True)
+
+
 def test_costs_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"costs has shape \[3\], expected \[30\]"):
         _ops.set_costs(torch.zeros(3, dtype=torch.float64))

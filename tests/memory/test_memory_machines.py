@@ -29,6 +29,7 @@ from speedtorch.layers import Memory
 from speedtorch.layers.host_slab import copy_spans
 from speedtorch.memory.host_memory import registration_seams, release
 from speedtorch.ops.functions import _ops
+from speedtorch.torch_internals import storage_at
 
 MANAGED, MAPPED, ON_GPU, NOT = range(4)  # Access in csrc/memory/host_memory.h
 STREAM = 7
@@ -374,6 +375,29 @@ def test_released_memory_goes_behind_the_replays_of_its_graphs(gpu: int, is_gone
         back = [("set_device", 0)] if gpu else []
         assert calls[:-1] == [*chosen, ("device_synchronize",), *back]
         assert calls[-1][0] == "host_unregister" and driver.nothing_left()
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_what_a_graph_may_use_stays_pinned_until_it_is_released(
+    driver: PretendedDriver, is_left: bool
+) -> None:
+    release()  # what earlier tests left
+    tensor = pin_memory_(torch.zeros(1000))
+    driver.capturing = {STREAM}
+    use(tensor, 0)
+    driver.capturing = set()
+    if is_left:  # by the storage of the tensor, which has other memory now
+        (address,) = driver.registered
+        tensor.resize_(100_000)
+        there = torch.empty(0, dtype=torch.uint8).set_(storage_at(address, tensor.device, 4000))
+        assert (memory_kind(tensor), memory_kind(there)) == ("plain", "pinned")
+        assert memory_stats()["captured"] == 4000
+    with pytest.raises(RuntimeError, match="unpin_memory_: a captured CUDA graph may still use"):
+        unpin_memory_(tensor)
+    assert driver.registered
+    release() if is_left else release(tensor)
+    unpin_memory_(tensor)
+    assert not driver.registered
 
 
 # ------------------------------------------------------------------------------------------------

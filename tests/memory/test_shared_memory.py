@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 from contextlib import suppress
@@ -20,6 +21,34 @@ def test_a_field_is_filled_once_and_never_after_values_were_given() -> None:
     assert memory.begin(1, b"zeros", lambda: filled.append("given"))
     assert filled == ["first"]
     memory.close()
+
+
+def test_memory_is_made_where_linux_knows_no_seal_of_execution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, tried = os.memfd_create, list[int]()
+
+    def make_before_linux_6_3(name: str, flags: int) -> int:
+        tried.append(flags)
+        if flags > os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING:
+            raise OSError(errno.EINVAL, "pretended")
+        return make(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", make_before_linux_6_3)
+    memory = SharedMemory.made(8, fields=1)
+    assert len(tried) == 2 and memory.version == 0
+    memory.close()
+
+
+def test_a_process_without_free_descriptors_is_no_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "pretended")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with pytest.raises(OSError, match="pretended"):
+        SharedMemory.made(8, fields=1)
 
 
 @pytest.mark.parametrize("fields", [1, 3])

@@ -291,6 +291,21 @@ def test_a_cache_that_holds_no_row_is_told_at_once() -> None:
         speedtorch.cache(nn.Linear(2, 2), "1KiB")
 
 
+def test_a_cache_has_no_report_before_the_first_step() -> None:
+    embedding = speedtorch.Embedding(5, 4, cache="1KiB")
+    with pytest.raises(ValueError, match="no step has loaded rows yet; train one first"):
+        embedding.report()
+
+
+def test_a_cache_that_holds_no_row_with_its_state_is_told_by_the_first_step() -> None:
+    embedding = speedtorch.Embedding(5, 4, cache=48)
+    optimizer = optim.Adam(embedding.parameters())
+    speedtorch.attach(optimizer, embedding)
+    said = "a cache of 48 B holds no row of 48 bytes; give 56 bytes or more"
+    with pytest.raises(ValueError, match=said):
+        embedding(torch.tensor([1]))
+
+
 @pytest.mark.usefixtures("restless")
 def test_too_little_memory_for_a_refresh_leaves_the_rows_where_they_are(
     monkeypatch: pytest.MonkeyPatch,

@@ -452,3 +452,9 @@ def test_the_paddings_row_is_read_again_where_a_step_holds_no_other(
         assert rows.unique().tolist() == again.unique().tolist() == [5.0]
         assert embedding.table["weight"].unique().tolist() == [5.0]
         del rows, again
+
+
+def test_a_generator_for_first_values_is_refused_at_once() -> None:
+    embedding = speedtorch.Embedding(4, 2)
+    with pytest.raises(TypeError, match="generator: every block of rows has its own; give seed="):
+        embedding.init_(nn.init.normal_, generator=torch.Generator())

@@ -12,6 +12,7 @@ import torch
 from conftest import NEEDS_GPU
 from loops import CAPACITY, JOINING, LOOPS, ROWS, TORCH, Training, Way, first_rows
 from optimizer_cases import CASES
+from probed_optimizers import Own
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
@@ -397,10 +398,27 @@ def test_a_field_that_the_optimizer_does_not_keep_is_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()  # goes on as before
 
 
-def test_state_of_other_dtypes_is_refused() -> None:
+def test_a_number_of_all_rows_is_no_field() -> None:
     embedding = speedtorch.Embedding(5, 2, stored={"step": BF16})
     with pytest.raises(ValueError, match="no field 'step'"):
         speedtorch.attach(optim.Adam(embedding.parameters()), embedding)
+
+
+class Doubles(Own):
+    """Sums gradients in float64."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "sum" not in state:
+            state["sum"] = torch.zeros_like(parameter, dtype=torch.float64)
+        parameter.sub_(state["sum"].add_(gradient), alpha=group["lr"])
+
+
+def test_state_of_other_dtypes_is_refused() -> None:
+    embedding = speedtorch.Embedding(5, 2, stored={"sum": BF16})
+    said = "stored: 'sum' is torch.float64 in a step, and torch.bfloat16 can store float32 alone"
+    with pytest.raises(ValueError, match=said):
+        speedtorch.attach(Doubles(embedding.parameters()), embedding)
 
 
 @NEEDS_GPU

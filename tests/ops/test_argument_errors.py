@@ -224,6 +224,13 @@ def test_ids_that_are_no_tensor_are_refused_with_the_remedy(ids: object) -> None
             call()
 
 
+def test_a_graph_that_was_not_watched_is_refused() -> None:
+    with pytest.raises(ValueError, match="watch_graph: on must be on a GPU, got cpu"):
+        torch.ops.speedtorch.watch_graph(torch.zeros(1))
+    with pytest.raises(ValueError, match="graph_is_alive: there is no graph -1 among"):
+        torch.ops.speedtorch.graph_is_alive(-1)
+
+
 def test_meta_tensors_do_not_mix_with_real_ones() -> None:
     table, index = torch.zeros(3, 2), torch.tensor([0])
     rows = torch.zeros(1, 2)

@@ -425,6 +425,31 @@ def test_state_of_all_rows_that_only_the_constructor_makes_is_refused(
     assert not optimizer._optimizer_state_dict_post_hooks
 
 
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (
+            {"step": 3.0, "exp_avg": torch.rand(3, 4), "exp_avg_sq": torch.rand(3, 4)},
+            "Adam has the state of 3 rows of Embedding, which has 20: build a new optimizer",
+        ),
+        (
+            {"step": torch.tensor(3.0)},
+            "Adam has stepped Embedding with the state of a few rows only, or is a copy",
+        ),
+    ],
+    ids=["some rows", "a count"],
+)
+def test_an_optimizer_with_the_state_of_some_rows_is_refused(
+    kept: dict[str, Any], said: str
+) -> None:
+    model = Model()
+    optimizer = optim.Adam(model.parameters())
+    optimizer.state[model.words.weight] = kept
+    with pytest.raises(ValueError, match=said):
+        speedtorch.attach(optimizer, model)
+    assert list(model.words.table.fields) == ["weight"]
+
+
 class RowWise(Own):
     """Scales each row by its gradients so far, or each element where the gradient is dense.
 

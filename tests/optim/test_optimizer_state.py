@@ -71,6 +71,16 @@ class Signs(Own):
         parameter.sub_(mean.mul_(0.9).add_(gradient, alpha=0.1).sign(), alpha=group["lr"])
 
 
+class Merged(Own):
+    """Merges a dict into its state."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if not self.state[parameter]:
+            self.state[parameter] |= {"mean": torch.ones_like(parameter)}
+        mean = self.state[parameter]["mean"]
+        parameter.sub_(mean.mul_(0.9).add_(gradient, alpha=0.1), alpha=group["lr"])
+
+
 class RowMeans(Own):
     """Keeps one number per row, and assigns its state as a whole."""
 
@@ -115,6 +125,10 @@ def test_state_by_setdefault_and_update_is_learnt() -> None:
     probe = probed(Signs)
     assert_same_bytes(probe.row_state["mean"], torch.ones(5))
     assert probe.scalar_state == {"count": 0}  # which it gets, and never assigns
+
+
+def test_state_that_is_merged_is_learnt() -> None:
+    assert_same_bytes(probed(Merged).row_state["mean"], torch.ones(5))
 
 
 def test_state_that_is_assigned_as_a_whole_and_has_rows_of_its_own_shape_is_learnt() -> None:

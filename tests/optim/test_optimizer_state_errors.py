@@ -236,6 +236,46 @@ class KeepsMarked(Own):
         parameter.sub_(gradient, alpha=group["lr"])
 
 
+class NamesItWeight(Own):
+    """Keeps a state of a name that the rows themselves have."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "weight" not in state:
+            state["weight"] = torch.zeros_like(parameter)
+        parameter.sub_(state["weight"].lerp_(gradient, 0.1), alpha=group["lr"])
+
+
+class OfOneLength(Own):
+    """Steps as many rows as it has met first."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if self.state[parameter].setdefault("rows", len(parameter)) != len(parameter):
+            raise ValueError("another number of rows")
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class LargerFirst(Own):
+    """Moves further where it makes its state."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        scale = 1.0 if "mean" in state else 2.0
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(parameter)
+        parameter.sub_(state["mean"].lerp_(gradient, 0.1), alpha=scale * group["lr"])
+
+
+class NoneWhereLarge(Own):
+    """Keeps nothing of large parameters."""
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(parameter) if parameter.numel() < 4096 else None
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
 class TrainsNothing(Own):
     """Steps a copy of the rows."""
 
@@ -282,6 +322,10 @@ REFUSED = [
     (InBlocks, r"InBlocks cannot be used: its state 'largest' is of size \[13\] for 19 rows and"),
     (SmallOnly, r"SmallOnly cannot be used: its step fails where there are many rows \(too large"),
     (KeepsMarked, "KeepsMarked cannot be used: its state 'mean' is a Marked, but a table keeps"),
+    (NamesItWeight, "NamesItWeight cannot be used: a table cannot hold a state called 'weight'"),
+    (OfOneLength, r"OfOneLength .* its step fails when the rows change \(another number of rows\)"),
+    (LargerFirst, "LargerFirst cannot be used: its rows after first steps differ from those after"),
+    (NoneWhereLarge, r"'mean' is a Tensor .* has few rows and a NoneType where it has many"),
     (TrainsNothing, "TrainsNothing cannot be used: 8 steps of it with random gradients train no"),
     (Wrapper, r"Wrapper cannot be used: it wraps another optimizer \(Adam, its 'inner'\)"),
     (Forgetful, "Forgetful cannot be used: its state 'mean' loses its rows"),

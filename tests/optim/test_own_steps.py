@@ -370,6 +370,25 @@ def test_a_weight_is_read_by_hooks_of_other_optimizers() -> None:
     assert [each.shape for each in read] == [(4, 2)] * 2
 
 
+class OfEvenRows(Projected):
+    """Has no step for the small parameter that shows which of the step functions call others."""
+
+    def step(self, closure: Any = None) -> Any:
+        if any(len(each) % 2 for group in self.param_groups for each in group["params"]):
+            raise ValueError("rows are odd")
+        return super().step(closure)
+
+
+def test_step_functions_that_cannot_be_told_apart_are_refused() -> None:
+    emb = speedtorch.Embedding(20, 4)
+    optimizer = OfEvenRows(emb.parameters(), lr=0.1)
+    before = emb.state_dict()["weight"].clone()
+    emb(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"whether it calls .* \(rows are odd\)"):
+        optimizer.step()
+    assert torch.equal(emb.state_dict()["weight"], before)
+
+
 def test_a_step_that_raises_keeps_neither_optimizer_nor_rows() -> None:
     embedding = speedtorch.Embedding(4, 2)
     adam = optim.Adam(embedding.parameters())

@@ -194,6 +194,16 @@ def test_rows_without_a_gradient_stay_as_they_are(foreach: bool) -> None:
     assert optimizer.state[parameter]["sum"].tolist() == [[0.0], [2.5], [0.0]]
 
 
+@BOTH
+def test_a_parameter_without_a_gradient_stays_as_it_is(foreach: bool) -> None:
+    stepped, left = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    optimizer = RowWiseAdagrad([left, stepped], foreach=foreach)
+    stepped.grad = torch.ones(3, 2)
+    optimizer.step()
+    assert torch.equal(left, torch.ones(3, 2)) and left not in optimizer.state
+    assert not torch.equal(stepped, left)
+
+
 @WITH_DTYPES
 def test_the_state_is_one_number_a_row(dtype: torch.dtype, device: str) -> None:
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -400,6 +400,15 @@ def test_an_announce_after_an_exception_gives_up_the_one_before_it(capacity: int
     assert trained.moved() == [5, 6]
 
 
+def test_an_announce_of_a_frozen_module_expects_no_lookup() -> None:
+    trained = Trained()
+    trained.emb.weight.requires_grad_(False)
+    trained.emb.announce(ids(1), ids(2))
+    trained.emb.weight.requires_grad_()
+    trained.learn(ids(5))
+    assert trained.moved() == [5]
+
+
 def test_loading_a_state_dict_ends_what_was_announced() -> None:
     trained = Trained()
     state = trained.emb.state_dict()

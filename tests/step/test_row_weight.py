@@ -1184,3 +1184,22 @@ def test_what_a_tensor_of_all_rows_becomes_changes_no_table() -> None:
     expected = first_rows()
     expected[1] -= 1
     assert_same_bytes(module.table["weight"], expected)
+
+
+def test_a_weight_is_frozen_by_assignment() -> None:
+    emb = speedtorch.Embedding(ROWS, WIDTH)
+    emb.weight.requires_grad = False
+    assert not emb.weight.requires_grad and not emb(IDS).requires_grad
+    emb.weight.requires_grad = True
+    emb(IDS).sum().backward()
+    assert torch.equal(emb.weight.grad[1], torch.ones(WIDTH))
+
+
+def test_a_view_of_a_weight_has_no_gradient_and_trains_no_rows() -> None:
+    emb = speedtorch.Embedding(ROWS, WIDTH)
+    view = emb.weight.detach()
+    assert view.grad is None
+    with pytest.raises(NotImplementedError, match="it has none; use emb.weight.grad"):
+        view.grad = torch.ones(ROWS, WIDTH)
+    with pytest.raises(NotImplementedError, match="of a copy of its weight: it would not be train"):
+        F.embedding(IDS, view.requires_grad_())

@@ -69,6 +69,11 @@ def test_too_little_memory_names_the_table_and_what_takes_less(
         embedding(torch.tensor([1]))
 
 
+def test_a_table_of_16_bits_without_room_is_not_told_to_take_16_bits() -> None:
+    with pytest.raises(MemoryError, match="With less memory: speedtorch.shard shares rows out"):
+        speedtorch.Embedding(1 << 38, 64, stored=torch.bfloat16)
+
+
 def attached() -> speedtorch.Embedding:
     embedding = speedtorch.Embedding(ROWS, WIDTH)
     optimizer = torch.optim.Adam(embedding.parameters())

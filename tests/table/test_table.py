@@ -301,7 +301,7 @@ def test_a_table_is_not_iterated_over() -> None:
         iter(HostTable(3, 2, memory="plain"))
 
 
-@NEEDS_GPU
-def test_a_device_that_is_no_gpu_is_refused() -> None:
+def test_a_device_that_is_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="expected a GPU for memory='cuda', got 'cpu'"):
         HostTable(3, 2, memory="cuda", device="cpu")
