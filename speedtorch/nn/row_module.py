@@ -173,10 +173,8 @@ class RowModule(nn.Module):
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         if capacity is not None:
-            capacity = min(
-                checked_count("capacity", capacity, "the most rows of a step"), num_embeddings
-            )
-        self.capacity = capacity
+            capacity = checked_count("capacity", capacity, "the most rows of a step")
+        self._capacity = capacity
         self._settings = tuple(settings)
         self._cache = None if cache is None else bytes_of("cache", cache)
         self._cache_rows = _members(cache_rows, cache, num_embeddings)
@@ -222,7 +220,7 @@ class RowModule(nn.Module):
         return type(self).__name__
 
     def _train(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
-        name, capacity, rounding = self._called(), self.capacity, None
+        name, capacity, rounding = self._called(), self._capacity, None
         if self.stored is not None:
             state, portion = self.rounding_state, table.portion
             if portion is not None:
@@ -413,6 +411,11 @@ class RowModule(nn.Module):
             1000
         """
         return self.trained_rows.cache_report()
+
+    @property
+    def capacity(self) -> int | None:
+        """The most distinct rows of a step: `capacity=`, or all rows if the table has fewer."""
+        return self.trained_rows.exchange.capacity
 
     @property
     def settings(self) -> dict[str, object]:

@@ -20,15 +20,21 @@ __all__ = ["BlockExchange"]
 
 
 class BlockExchange(Exchange):
-    """Steps of at most `capacity` rows, in memory that all steps and CUDA graphs share."""
+    """Steps of at most `capacity` rows, in memory that all steps and CUDA graphs share.
+
+    Args:
+        name, store, view, padding: As for Exchange.
+        most: The capacity, for a table of as many rows. That of a smaller one is all its rows.
+    """
 
     capacity: int
 
     def __init__(
-        self, name: str, store: RowStore, view: ParameterView, padding: int | None, capacity: int
+        self, name: str, store: RowStore, view: ParameterView, padding: int | None, most: int
     ) -> None:
-        self.capacity = capacity
-        self._blocks = FixedBlocks(name, store, capacity, padding)
+        self._most = most
+        self.capacity = min(most, store.whole_rows)
+        self._blocks = FixedBlocks(name, store, self.capacity, padding)
         super().__init__(name, store, view, padding)
         raises_later(weakref.WeakMethod(self.raise_faults))
 
@@ -40,8 +46,13 @@ class BlockExchange(Exchange):
     def _store(self, store: RowStore) -> None:
         self._blocks.use(store)
 
+    def hold_none(self) -> None:
+        """As Exchange.hold_none."""
+        self.capacity = min(self._most, self._store.whole_rows)
+        super().hold_none()
+
     def _nothing(self) -> tuple[Tensor, Rows]:
-        self._blocks.forget()
+        self._blocks.forget(self.capacity)
         return torch.empty(0, dtype=torch.int64, device=self.device), self._no_rows()
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
