@@ -391,13 +391,13 @@ def test_damaged_files_are_errors_before_an_operator_runs(
 
 
 def test_any_byte_may_be_wrong(dump: Path) -> None:
-    """Each byte of the header and of the JSON is another one in turn, or the last of the file."""
+    """A byte of the header or of the JSON is another one, or the file ends before it."""
     whole = dump.read_bytes()
-    for at in range(len(whole) - 25):
-        for wrong in (b"\0", b"9", b"]", b'"'):
-            dump.write_bytes(whole[:at] + wrong + whole[at + 1 :])
-            with suppress(ValueError), opened_dump(str(dump)) as opened:
-                assert len([*opened]) <= 1
+    for at in range(0, len(whole) - 25, 3):
+        wrong = b'\x009]"'[at % 4 : at % 4 + 1]
+        dump.write_bytes(whole[:at] + wrong + whole[at + 1 :])
+        with suppress(ValueError), opened_dump(str(dump)) as opened:
+            assert len([*opened]) <= 1
         dump.write_bytes(whole[:at])
         with pytest.raises(ValueError, match="has written"), opened_dump(str(dump)):
             pass
