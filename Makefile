@@ -7,6 +7,7 @@
 #   PROGRAMS how many random programs make nightly runs
 #   SHARE    of the full size that make soak runs
 #   HOURS    how long make stress runs; fractions are allowed
+#   JOBS     how many processes of make stress run beside each other, for HOURS= hours each
 #   N        how many runs make flaky makes
 #   SEED     of the first of these (0), or of the one program that make stress runs, as a fault prints it
 #   STAGES   of make gpu that run; empty: it writes the report of the records it has
@@ -20,6 +21,7 @@ ARGS ?=
 PROGRAMS ?= 100000
 SHARE ?= 1
 HOURS ?= 0.1
+JOBS ?= 1
 N ?= 10
 SEED ?=
 STAGES ?= all
@@ -96,7 +98,7 @@ flaky: setup ## the tests N times in random order with random seeds; continues w
 
 # Adds to tests/stress/progress.json; with SEED it runs one program alone.
 stress: setup ## random programs of all features beside a mirror of all rows, for HOURS= hours
-	PYTHONPATH=.:tests $(PY) -m stress --hours $(HOURS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	PYTHONPATH=.:tests $(PY) -m stress --hours $(HOURS) --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)

@@ -1,10 +1,10 @@
 """Runs the stages of a report on a machine with GPUs, and writes the report.
 
-`python -m benchmarks.gpu_report --stages suite,memcheck` runs these stages. A stage that is green
-for this commit and this number of GPUs does not run again. A subfolder of `--folder`, named after
-the commit, keeps a record and a log of each stage, so that several calls make one report. Copy the
-records of other machines to that subfolder; `--stages ''` reports them without running a stage. A
-report with all stages, all green, replaces tests/gpu_report.md.
+`python -m benchmarks.gpu_report --stages suite-step,memcheck` runs these stages. A stage that is
+green for this commit and this number of GPUs does not run again. A subfolder of `--folder`, named
+after the commit, keeps a record and a log of each stage, so that several calls make one report.
+Copy the records of other machines to that subfolder; `--stages ''` reports them without running a
+stage. A report with all stages, all green, replaces tests/gpu_report.md.
 """
 
 from __future__ import annotations
@@ -44,13 +44,28 @@ class Stage(NamedTuple):
 
 
 _SMOKE = ("env", "OUT=build/gpu/benchmarks", sys.executable, "-m", "benchmarks", "--small")
+_STEP = ("nn", "ops", "optim", "plan", "step")
+_REST = sorted({file.parent.name for file in ROOT.glob("tests/*/test_*.py")} - {*_STEP})
+# A stage of all tests would take longer than a stage may.
+_PARTS = {
+    part: "ARGS=" + " ".join(f"tests/{folder}" for folder in folders)
+    for part, folders in (("step", _STEP), ("rest", _REST))
+}
+_STRESS = ("JOBS=8", f"HOURS={2.5 / 60:.4f}", "ARGS=--progress build/gpu/stress.json")
 STAGES = (
-    Stage("suite", ("make", "test"), 10),
+    *(Stage(f"suite-{part}", ("make", "test", folders), 10) for part, folders in _PARTS.items()),
     Stage("memcheck", ("make", "memcheck"), 10),
     Stage("racecheck", ("make", "racecheck"), 10),
     Stage("initcheck", ("make", "initcheck"), 10),
     Stage("synccheck", ("make", "synccheck"), 10),
     Stage("soak", ("make", "soak", "SHARE=0.001"), 10),
+    # The second continues with the outcomes of the first, and compares them.
+    *(
+        Stage(f"flaky-{part}-{runs}", ("make", "flaky", f"N={runs}", folders), 10, False)
+        for part, folders in _PARTS.items()
+        for runs in (1, 2)
+    ),
+    Stage("stress", ("make", "stress", *_STRESS), 10, False),
     Stage("benchmarks", _SMOKE, 10, False),
     Stage("rows", (sys.executable, "-m", "benchmarks.gather_rate"), 5, False),
 )

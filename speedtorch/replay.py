@@ -6,20 +6,13 @@ from typing import Any
 
 import torch
 
-from speedtorch.memory import empty
+from speedtorch.dump_file import Dump, opened_dump
 from speedtorch.ops.call_log import call_text
 from speedtorch.ops.functions import _FAKE_KERNELS, _overloads
-from speedtorch.ops.op_dump import DUMP_FORMAT, digests_of, is_operator, wait_for_gpu
+from speedtorch.ops.op_dump import digests_of, is_operator, wait_for_gpu
 from speedtorch.torch_internals import tree_leaves
 
 __all__ = ["replay"]
-
-
-def _placed(storage: Any, location: str) -> Any:
-    """A storage of a dump on the current GPU, if it was on one and there is one, or pinned."""
-    if location.startswith("cuda") and torch.cuda.is_available():
-        return storage.cuda()
-    return empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage, False)
 
 
 def _repeated(call: dict[str, Any]) -> tuple[str, bool]:
@@ -51,18 +44,20 @@ def replay(path: str) -> int:
     Returns 0 if all results and errors are as recorded, else 1.
     """
     try:
-        saved = torch.load(path, map_location=_placed, weights_only=True)
-        if saved["format"] != DUMP_FORMAT:
-            raise ValueError(f"the format {saved['format']!r}")
-    except Exception as error:  # torch.load raises many types for files of other programs
-        wanted = f"expected a file that SPEEDTORCH_LOG=dump has written ({DUMP_FORMAT!r})"
-        print(f"speedtorch: {path}: {wanted}, got {error!r}", file=sys.stderr)
+        with opened_dump(path) as dump:
+            return _replayed(dump)
+    except (OSError, ValueError) as error:
+        print(f"speedtorch: {error}", file=sys.stderr)
         return 1
+
+
+def _replayed(dump: Dump) -> int:
+    """As replay(), of an open dump."""
     same = 0
-    for number, call in enumerate(saved["calls"], 1):
+    for number, call in enumerate(dump, 1):
         said, is_same = _repeated(call)
         name = ".".join(part for part in call["op"] if part != "default")
         print(f"{number:3} {name}({', '.join(map(call_text, call['inputs']))}): {said}")
         same += is_same
-    print(f"{same} of {len(saved['calls'])} operators did the same")
-    return int(same != len(saved["calls"]))
+    print(f"{same} of {len(dump)} operators did the same")
+    return int(same != len(dump))

@@ -239,6 +239,15 @@ def check_resize() -> None:
     assert module.num_embeddings == ROWS == len(module.weight)
 
 
+def check_capacity_above_the_rows() -> None:
+    """The capacity is that of all rows of the table, not of a rank's share of them."""
+    module, whole = rows_module(capacity=9 * ROWS), rows_module(capacity=9 * ROWS)
+    shard(module)
+    assert module.capacity == whole.capacity == ROWS
+    assert_found(module, whole, torch.arange(ROWS)).sum().backward()
+    assert module.capacity == ROWS
+
+
 def check_norms_of_torch() -> None:
     """torch's norm of all gradients is refused; its scaling by a given norm is each rank's own."""
     for foreach in (None, False):

@@ -8,7 +8,7 @@ from torch import nn
 
 from speedtorch.memory.byte_count import bytes_of
 from speedtorch.nn.row_module import RowModule
-from speedtorch.step.hot_rows import BYTES_OF_SLOT
+from speedtorch.step.cache_budget import CacheBudget
 
 __all__ = ["cache", "share_cache"]
 
@@ -23,19 +23,22 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
     another only where that was surely loaded less often. With capacity= and speedtorch.graphed it
     is decided between two replays.
 
-    The bytes are shared out over the tables of the module: as many to each, and what a small table
-    does not need to others. Call it after attach(), which says how large a row's state is. Beside
-    them 8 bytes of the device are taken for every row of a table, and for a moment when rows
-    change places about 24 bytes for every row and 64 MiB. All that reads or writes a table (flush,
-    save, state_dict, emb.table) writes the rows home first, and the next step brings them back.
+    The bytes are shared out over the tables of the module: at least one row to each, then as many
+    bytes to each, and what a small table does not need to others. attach() and resize() change what
+    tables need, and the bytes are shared out anew then; a cache with another number of slots begins
+    without rows. Beside them 8 bytes of the device are taken for every row of a table, and for a
+    moment when rows change places about 24 bytes for every row and 64 MiB. All that reads or writes
+    a table (flush, save, state_dict, emb.table) writes the rows home first, and the next step
+    brings them back.
 
     Args:
         module: Or one that has Embedding, EmbeddingBag or collections within it.
         nbytes: Of the device in all, as a number or a text as "4GiB"; None: no cache any more.
 
     Raises:
-        TypeError, ValueError: nbytes is no number of bytes, or too few for one row; there is no
-            such module. At the first step: the GPU does not read the table's memory in place.
+        TypeError, ValueError: nbytes is no number of bytes, or too few for one row of each table;
+            there is no such module. At the first step: the GPU does not read the table's memory in
+            place.
         RuntimeError: A CUDA graph uses the rows; nothing has changed.
 
     Example:
@@ -61,24 +64,14 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
         for each in modules:
             each.set_cache(None)
         return
-    share_cache(modules, bytes_of("nbytes", nbytes))
+    share_cache(modules, CacheBudget(bytes_of("nbytes", nbytes)))
 
 
-def share_cache(modules: Sequence[RowModule], nbytes: int) -> None:
-    """Shares bytes out: as many to each module, and what one does not need to the others."""
-    needs = {each: each.trained_rows.cached_bytes for each in modules}
-    left, open_modules = nbytes, sorted(modules, key=lambda each: needs[each])
-    shares = {}
-    for number, each in enumerate(open_modules):
-        shares[each] = min(needs[each], left // (len(open_modules) - number))
-        left -= shares[each]
-    for each, share in shares.items():
-        rows = each.trained_rows.shape[0]
-        if rows and share < (least := needs[each] // rows):
-            raise ValueError(
-                f"cache: {nbytes} bytes are {share} for a table whose rows take {least} each, with"
-                f" {BYTES_OF_SLOT} for their ids; give more"
-            )
-    spare = left // len(modules)  # for optimizer state that is attached later
-    for each, share in shares.items():
-        each.set_cache(share + spare)
+def share_cache(modules: Sequence[RowModule], budget: CacheBudget) -> None:
+    """Shares bytes out over the caches of modules; ValueError if they are too few."""
+    for module in modules:
+        budget.add(module, module.trained_rows)
+    budget.check({})
+    for module in modules:
+        module.set_cache(budget)
+    budget.share_anew()

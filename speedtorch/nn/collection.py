@@ -29,6 +29,7 @@ from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.nn.table_ranges import TableIds
 from speedtorch.nn.tables import Tables, groups_of, place_of, places_of, rows_of
+from speedtorch.step.cache_budget import CacheBudget
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.table.host_table import HostTable
@@ -78,7 +79,7 @@ class TableCollection(nn.Module):
         self._places = self._placed(described)
         self._features = frozenset(key for table in described for key in table.features)
         if cache is not None:
-            share_cache(groups, bytes_of("cache", cache))
+            share_cache(groups, CacheBudget(bytes_of("cache", cache)))
 
     def _placed(self, tables: Sequence[Table]) -> dict[str, tuple[int, int]]:
         """What the result calls each feature, its group and its number there, in table order."""

@@ -22,6 +22,7 @@ from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.row_reading import blocks_of, checked_count
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
+from speedtorch.step.cache_budget import CacheBudget
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.rounding import (
     Rounding,
@@ -174,12 +175,10 @@ class RowModule(nn.Module):
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         if capacity is not None:
-            capacity = min(
-                checked_count("capacity", capacity, "the most rows of a step"), num_embeddings
-            )
-        self.capacity = capacity
+            capacity = checked_count("capacity", capacity, "the most rows of a step")
+        self._capacity = capacity
         self._settings = tuple(settings)
-        self._cache = None if cache is None else bytes_of("cache", cache)
+        self._cache = None if cache is None else CacheBudget(bytes_of("cache", cache))
         self._cache_rows = _members(cache_rows, cache, num_embeddings)
         shape = (num_embeddings, embedding_dim)
         given = shape if _weight is None else _shape_of("_weight", _weight, "a tensor")
@@ -223,7 +222,7 @@ class RowModule(nn.Module):
         return type(self).__name__
 
     def _train(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
-        name, capacity, rounding = self._called(), self.capacity, None
+        name, capacity, rounding = self._called(), self._capacity, None
         if self.stored is not None:
             state, portion = self.rounding_state, table.portion
             if portion is not None:
@@ -233,7 +232,8 @@ class RowModule(nn.Module):
         self.lookups: Lookups = self.trained_rows
         self.weight = self.trained_rows.make_weight(self.lookups)
         if self._cache is not None:
-            self.trained_rows.cache(self._cache, self._cache_rows)
+            self._cache.add(self, self.trained_rows, self._cache_rows)
+            self._cache.share()
         # The weight may outlive the module, and so may a table that the caller gave or asked for.
         self._end = weakref.finalize(self, self.trained_rows.let_go)
         self._end.atexit = False
@@ -381,6 +381,9 @@ class RowModule(nn.Module):
         """Adds rows before row `first`, or what draws them; see TrainedRows.insert."""
         if count == 0:
             return
+        if self._cache is not None:
+            need = self.trained_rows.cache_need()
+            self._cache.check({self.trained_rows: need._replace(rows=need.rows + count)})
         places = slice(first, first + count)
 
         def fill(table: HostTable) -> None:
@@ -394,11 +397,16 @@ class RowModule(nn.Module):
             follow()
 
         self.trained_rows.insert(first, count, fill, followed)
+        if self._cache is not None:
+            self._cache.share()
 
-    def set_cache(self, nbytes: int | None) -> None:
-        """Keeps rows that are loaded often on the device; see speedtorch.cache."""
-        self.trained_rows.cache(nbytes)
-        self._cache, self._cache_rows = nbytes, None
+    def set_cache(self, budget: CacheBudget | None) -> None:
+        """Takes the bytes of a cache from a budget that has this module, or has none any more."""
+        if budget is None:
+            self.trained_rows.cache(None)
+        if self._cache is not None:
+            self._cache.remove(self)
+        self._cache, self._cache_rows = budget, None
 
     def report(self) -> CacheReport:
         """What the cache of hot rows holds and saves, as of now; waits for the device.
@@ -414,6 +422,11 @@ class RowModule(nn.Module):
             1000
         """
         return self.trained_rows.cache_report()
+
+    @property
+    def capacity(self) -> int | None:
+        """The most distinct rows of a step: `capacity=`, or all rows if the table has fewer."""
+        return self.trained_rows.exchange.memory.capacity
 
     @property
     def settings(self) -> dict[str, object]:
@@ -788,9 +801,11 @@ class RowModule(nn.Module):
         nn.Module.__init__(made)
         memo[id(self)] = made
         others = {**self._parameters, "weight": None}
-        own = {**vars(self), "trained_rows": None, "lookups": None, "_end": None}
+        own = {**vars(self), "trained_rows": None, "lookups": None, "_end": None, "_cache": None}
         own["_parameters"] = others
         vars(made).update(copy.deepcopy(own, memo))
+        if self._cache is not None:
+            vars(made)["_cache"] = self._cache.copied(self, memo)
         self.trained_rows.write_back()
         table = self.trained_rows.table.copied()
         with as_plain():

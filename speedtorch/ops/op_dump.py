@@ -17,15 +17,21 @@ from speedtorch import torch_internals as internals
 from speedtorch.ops.call_log import call_text
 from speedtorch.ops.log_switches import DUMPED_CALLS
 
-__all__ = ["DUMP_FORMAT", "digests_of", "is_operator", "kept", "wait_for_gpu"]
+__all__ = ["digests_of", "is_operator", "kept", "wait_for_gpu", "write_by"]
 
-DUMP_FORMAT = "speedtorch dump 1"
 _MOST_BYTES = 64 << 20  # of a call's inputs: large tables would fill the host's memory
 # Results of these ops have entries that no kernel writes: the number of whole results.
 _WHOLE_RESULTS = {"plan_batch": 5, "merge_rows": 3, "diff_ids": 0}
 _process = os.getpid()  # calls of a forked child are not kept
-_path = Path(f"speedtorch-dump-{_process}.pt").absolute()
+_path = Path(f"speedtorch-dump-{_process}.safetensors").absolute()
 _calls: deque[dict[str, Any]] = deque(maxlen=DUMPED_CALLS)
+_writers: list[Callable[[Path, Sequence[dict[str, Any]]], object]] = []
+"""What writes calls to a file, once the package knows its file formats."""
+
+
+def write_by(writer: Callable[[Path, Sequence[dict[str, Any]]], object]) -> None:
+    """Sets the function that writes calls to a file."""
+    _writers[:] = [writer]
 
 
 def is_operator(op: Any) -> bool:
@@ -88,14 +94,13 @@ def _copied(arguments: Sequence[object]) -> Any:
 
 def _write(why: str) -> None:
     """Writes the last calls to a file in the folder in which the program began."""
-    if os.getpid() != _process or not _calls:
+    if os.getpid() != _process or not _calls or not _writers:
         return
     log, new = logging.getLogger("speedtorch.dump"), _path.with_suffix(f".{threading.get_ident()}")
     try:
-        with new.open("wb") as file:
-            torch.save({"format": DUMP_FORMAT, "calls": [*map(dict, _calls.copy())]}, file)
+        _writers[0](new, [*map(dict, _calls.copy())])
         new.replace(_path)
-    except (OSError, RuntimeError) as error:  # torch's, of a full disk
+    except OSError as error:
         new.unlink(missing_ok=True)
         log.error("%s, and %s cannot be written: %s", why, _path, error)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,8 @@ from speedtorch.optim.probe import OptimizerProbe, agree, probe_optimizer
 from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad
 from speedtorch.optim.step_hooks import find_own_step
 from speedtorch.optim.wrappers import show_all_rows, show_held_rows, stepped_by
+from speedtorch.step.cache_budget import CacheBudget, CachedRows, Need
+from speedtorch.step.row_store import Fields
 from speedtorch.step.sparse_rows import SparseRows
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
 from speedtorch.torch_internals import as_plain
@@ -63,7 +66,7 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         TypeError: it is no torch optimizer, or the module is none.
         ValueError: the optimizer holds no Embedding's weight of the module, or is attached to all
             of them already; another is attached to one, it is a copy of an attached one, or it
-            breaks the rule above.
+            breaks the rule above; or the bytes of a cache hold no row with its state.
             Nothing has changed.
         MemoryError: there is no room for the state, or to try the optimizer (on a GPU
             torch.OutOfMemoryError). Nothing has changed.
@@ -137,6 +140,7 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
     saved = _attached.get(optimizer) or SavedState(optimizer)
     added: list[AttachedState] = []
     try:
+        _share_caches({rows: _fields_of(probe) for rows, probe, *_ in found})
         for rows, probe, loaded, _ in found:
             state = AttachedState(optimizer, rows, probe)
             _attach_rows(state, kind, loaded)
@@ -156,6 +160,7 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
                 optimizer.state.pop(rows.weight, None)
                 if loaded:
                     optimizer.state[rows.weight] = loaded
+        _share_caches({rows: None for rows, *_ in found})
         raise
     return added
 
@@ -232,10 +237,28 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
                     f"{kind} cannot be used: it was built with a state {name!r} of all rows of"
                     f" {rows.name}, and makes none for those of a step"
                 )
-    fields = {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
-    if was_read := rows.attach(state, fields):
+    if was_read := rows.attach(state, _fields_of(probe)):
         state.check_kept()
     state.take(loaded if every in counts else None, was_read=was_read)
+
+
+def _fields_of(probe: OptimizerProbe) -> Fields:
+    return {name: (row.shape, row.dtype) for name, row in probe.row_state.items()}
+
+
+def _share_caches(states: Mapping[TrainedRows, Fields | None]) -> None:
+    """Divides the bytes of caches for rows with these fields of state, or None for those of now.
+
+    Raises ValueError if the bytes are too few.
+    """
+    changed: dict[CacheBudget, dict[CachedRows, Need]] = {}
+    for rows, state in states.items():
+        if rows.budget is not None:
+            changed.setdefault(rows.budget, {})[rows] = rows.cache_need(state)
+    for budget, needs in changed.items():
+        budget.check(needs)
+    for budget, needs in changed.items():
+        budget.share(needs)
 
 
 def _is_constant(value: object) -> bool:

@@ -19,12 +19,20 @@ __all__ = ["BlockMemory"]
 
 
 class BlockMemory(RowMemory):
-    """Rows of at most `capacity` a step, in memory that all steps and CUDA graphs share."""
+    """Rows of at most `capacity` a step, in memory that all steps and CUDA graphs share.
+
+    Args:
+        held: The rows of the current step.
+        capacity: For a table of as many rows. The capacity of a smaller one is all its rows.
+    """
+
+    capacity: int
 
     def __init__(self, held: HeldRows, capacity: int) -> None:
         super().__init__(held)
-        self.turn, self.capacity = held.turn, capacity
-        self._blocks = FixedBlocks(held.name, held.store, capacity, held.padding)
+        self.turn, self._most = held.turn, capacity
+        self.capacity = min(capacity, held.store.whole_rows)
+        self._blocks = FixedBlocks(held.name, held.store, self.capacity, held.padding)
         raises_later(weakref.WeakMethod(self.raise_faults))
 
     def use(self, store: RowStore) -> None:
@@ -32,8 +40,9 @@ class BlockMemory(RowMemory):
         self._blocks.use(store)
 
     def nothing(self) -> tuple[Tensor, Rows]:
-        """As RowMemory.nothing."""
-        self._blocks.forget()
+        """As RowMemory.nothing; the table may have another number of rows."""
+        self.capacity = min(self._most, self.held.store.whole_rows)
+        self._blocks.forget(self.capacity)
         return torch.empty(0, dtype=torch.int64, device=self.held.device), self._no_rows()
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:

@@ -140,8 +140,9 @@ class FixedBlocks:
         """The rows that have left for the table and are still here."""
         return Counted(self._left, self._left_ids, self._every, self._left_count)
 
-    def forget(self) -> None:
-        """Gives the memory back."""
+    def forget(self, capacity: int) -> None:
+        """Gives the memory back; the next blocks have `capacity` rows."""
+        self.capacity = capacity
         self._device, self.rows = None, []
         self._coming = self._left = []
 

@@ -73,6 +73,8 @@ class RowMemory(ABC):
 
     takes_more: ClassVar[bool]
     """Whether rows can join a step that has begun."""
+    capacity: int | None = None
+    """The most rows of a step, if they are in blocks of a fixed size."""
 
     def __init__(self, held: HeldRows) -> None:
         self.held = held

@@ -107,6 +107,11 @@ class RowStore:
         """As said of the class."""
         return self._table.rows
 
+    @property
+    def whole_rows(self) -> int:
+        """Rows of the table on all ranks that share it."""
+        return self._table.whole_rows
+
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
         """Rows leave for the table while others arrive from it, all fields of each at once."""
         lists = exchanged(leaving, arriving)

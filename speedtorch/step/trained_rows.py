@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import pool_rows, rows_at
+from speedtorch.step.cache_budget import CacheBudget, Need
 from speedtorch.step.cached_store import CachedStore
-from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport
+from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.parameter_view import OptimizerState
 from speedtorch.step.row_store import Fields, RowStore
 from speedtorch.step.row_weight import RowWeight
@@ -73,11 +74,17 @@ class TrainedRows(WholeWeight):
         rounding: how held rows are rounded, if the table stores them in 16 bits.
     """
 
-    def cache(self, nbytes: int | None, members: Tensor | None = None) -> None:
+    budget: CacheBudget | None = None
+    """What the bytes of the cache are a share of."""
+
+    def cache(
+        self, nbytes: int | None, members: Tensor | None = None, budget: CacheBudget | None = None
+    ) -> None:
         """Keeps rows that are loaded often on the device, in so many bytes; None: no more.
 
-        With `members` `[n]` those of these distinct ids. A table without rows has no cache. Raises
-        RuntimeError while a CUDA graph uses the rows' memory; nothing has changed then.
+        With `members` `[n]` those of these distinct ids. `budget` is what the bytes are a share of.
+        A table without rows has no cache. Raises RuntimeError while a CUDA graph uses the rows'
+        memory; nothing has changed then.
         """
         kind, rounding = self.held_dtype, self.rounding
         store = RowStore(self.table, kind, rounding)
@@ -85,13 +92,21 @@ class TrainedRows(WholeWeight):
             store = CachedStore(self.name, self.table, kind, nbytes, members, rounding)
         with as_plain():
             self.exchange.held.use(store)
+        self.budget = budget
 
     @property
-    def cached_bytes(self) -> int:
-        """Bytes of a cache that has all rows, as they are kept now."""
-        fields = self._stored(self.exchange.held.fields).values()
-        row_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in fields)
-        return self.shape[0] * (row_bytes + BYTES_OF_SLOT)
+    def cache_bytes(self) -> int | None:
+        """The bytes that the cache was given, if there is one."""
+        return self._store.nbytes if isinstance(self._store, CachedStore) else None
+
+    def cache_need(self, state: Fields | None = None) -> Need:
+        """What a cache of all rows takes, as they are kept now, or with these fields of state."""
+        fields = self.exchange.held.fields
+        if state is not None:
+            fields = {"weight": fields["weight"], **state}
+        stored = self._stored(fields).values()
+        row_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in stored)
+        return Need(self.shape[0], row_bytes)
 
     def _stored(self, fields: Fields) -> Fields:
         """Held fields as the table has them."""

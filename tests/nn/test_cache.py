@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch_checkpoints import WithCheckpoint
 
 import speedtorch
 from speedtorch.step import hot_rows
+from speedtorch.step.cache_budget import even_shares
 from speedtorch.step.hot_rows import Refresh, planned_refresh, surely_above
 
 WAYS = {
@@ -265,6 +267,155 @@ def test_a_collection_and_a_model_share_a_budget_out() -> None:
         collection.report()
 
 
+def slots_of(modules: dict[str, Any]) -> dict[str, int]:
+    """The slots of caches after a step of each module."""
+    for module in modules.values():
+        module(torch.tensor([0])).sum().backward()
+    return {name: module.report().slots for name, module in modules.items()}
+
+
+LARGE, SMALL = 1000, 1
+ROW, STATE_ROW = 4 * 4 + 8, 3 * 4 * 4 + 8
+"""Bytes of a slot, without state and with that of Adam."""
+
+
+def large_and_small(
+    nbytes: int,
+) -> tuple[speedtorch.EmbeddingBagCollection, optim.Optimizer]:
+    """Two groups: a table of many rows, and one of a single row of another width."""
+    configs = [
+        speedtorch.EmbeddingBagConfig(LARGE, 4, "large"),
+        speedtorch.EmbeddingBagConfig(SMALL, 8, "small"),
+    ]
+    tables = speedtorch.EmbeddingBagCollection(tables=configs, cache=nbytes)
+    return tables, optim.Adam(tables.parameters())
+
+
+def train_both(
+    tables: speedtorch.EmbeddingBagCollection, optimizer: optim.Optimizer
+) -> dict[str, int]:
+    for _ in range(2):
+        tables({"large": torch.tensor([3]), "small": torch.tensor([0])}).values().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: report.slots for name, report in tables.report().items()}
+
+
+@pytest.mark.parametrize("nbytes", [160, 161, 1000, 10_000])
+@pytest.mark.parametrize("attaches_later", [False, True])
+def test_a_small_group_beside_a_large_one_holds_its_state(
+    nbytes: int, attaches_later: bool
+) -> None:
+    tables, optimizer = large_and_small(nbytes)
+    if attaches_later:
+        sgd = optim.SGD(tables.parameters(), lr=1)
+        assert train_both(tables, sgd)["small"] == SMALL
+    speedtorch.attach(optimizer, tables)
+    small = 3 * 8 * 4 + 8
+    assert train_both(tables, optimizer) == {
+        "large": (nbytes - small) // STATE_ROW,
+        "small": SMALL,
+    }
+
+
+def test_state_that_does_not_fit_is_refused_when_it_is_attached() -> None:
+    tables, optimizer = large_and_small(159)
+    says = "159 bytes are too few, as one row of each of 2 tables takes 160 bytes .* give 160 bytes"
+    with pytest.raises(ValueError, match=says):
+        speedtorch.attach(optimizer, tables)
+    assert tables.group_of("large").table.fields.keys() == {"weight"}
+    assert train_both(tables, optim.SGD(tables.parameters(), lr=1)) == {"large": 4, "small": 1}
+    with pytest.raises(ValueError, match="give 64 bytes or more"):
+        large_and_small(63)
+
+
+def test_caches_of_one_budget_follow_attach_and_resize() -> None:
+    modules = {name: speedtorch.Embedding(2, 4) for name in "abc"}
+    optimizers = {name: optim.Adam(each.parameters()) for name, each in modules.items()}
+    speedtorch.cache(nn.ModuleDict(modules), 5 * ROW)
+    assert slots_of(modules) == {"a": 1, "b": 1, "c": 1}
+    speedtorch.attach(optimizers["a"], modules["a"])
+    with pytest.raises(ValueError, match=f"too few, as .* takes {ROW + 2 * STATE_ROW} bytes"):
+        speedtorch.attach(optimizers["b"], modules["b"])
+    speedtorch.detach(optimizers["a"])
+    speedtorch.cache(nn.ModuleDict(modules), 2 * ROW + 5 * STATE_ROW)
+    speedtorch.attach(optimizers["a"], modules["a"])
+    speedtorch.attach(optimizers["b"], modules["b"])
+    assert slots_of(modules) == {"a": 2, "b": 2, "c": 2}
+    for module in modules.values():
+        module.zero_grad()
+    speedtorch.detach(optimizers["b"])
+    modules["c"].resize(90)
+    left = 2 * ROW + 5 * STATE_ROW - 2 * STATE_ROW - 2 * ROW
+    assert slots_of(modules) == {"a": 2, "b": 2, "c": left // ROW}
+
+
+def test_a_cache_of_a_table_without_rows_comes_with_its_first_ones() -> None:
+    embedding = speedtorch.Embedding(0, 4, cache=2 * ROW)
+    assert slots_of({"a": embedding.resize(9)}) == {"a": 2}
+
+
+def test_a_resize_that_no_cache_holds_changes_nothing() -> None:
+    modules = nn.ModuleList([speedtorch.Embedding(0, 4), speedtorch.Embedding(5, 4)])
+    speedtorch.cache(modules, ROW)
+    with pytest.raises(ValueError, match=f"give {2 * ROW} bytes or more"):
+        modules[0].resize(3)
+    assert modules[0].num_embeddings == 0
+    assert slots_of({"b": modules[1]}) == {"b": 1}
+
+
+def test_a_cache_that_a_cuda_graph_uses_keeps_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {name: speedtorch.Embedding(50, 4) for name in "ab"}
+    speedtorch.cache(nn.ModuleDict(modules), 142)
+    slots_of(modules)
+    exchange = type(modules["a"].trained_rows.exchange)
+    captured = modules["a"].trained_rows.exchange
+    monkeypatch.setattr(exchange, "is_captured", property(lambda self: self is captured))
+    modules["b"].zero_grad()
+    modules["b"].resize(60)
+    store = captured.store
+    optimizer = optim.Adam(modules["b"].parameters())
+    speedtorch.attach(optimizer, modules["b"])
+    assert captured.store is store
+    assert slots_of({"b": modules["b"]}) == {"b": 71 // STATE_ROW}
+    modules["b"].zero_grad()
+    speedtorch.detach(optimizer)
+    with pytest.raises(ValueError, match="beside 71 bytes that CUDA graphs use: give 143"):
+        speedtorch.attach(optim.Adam(modules["b"].parameters(), amsgrad=True), modules["b"])
+
+
+def test_a_copy_has_the_bytes_of_the_modules_that_are_copied() -> None:
+    model = nn.ModuleDict({name: speedtorch.Embedding(50, 4) for name in "ab"})
+    speedtorch.cache(model, 10 * STATE_ROW)
+    one, both = copy.deepcopy(model["a"]), copy.deepcopy(model)
+    for each in (one, both):
+        speedtorch.attach(optim.Adam(each.parameters()), each)
+    assert slots_of({"one": one, **both, "of the model": model["a"]}) == {
+        "one": 5,
+        "a": 5,
+        "b": 5,
+        "of the model": 5 * STATE_ROW // ROW,
+    }
+
+
+@pytest.mark.parametrize(
+    ("bounds", "total", "shares"),
+    [
+        ([(1, 9)], 5, [5]),
+        ([(1, 9)], 20, [20]),
+        ([(1, 2), (1, 90)], 50, [2, 48]),
+        ([(30, 90), (1, 90), (1, 90)], 50, [30, 10, 10]),
+        ([(7, 7), (1, 3), (2, 2)], 30, [13, 9, 8]),
+        ([(5, 50), (5, 50)], 10, [5, 5]),
+        ([], 10, []),
+    ],
+)
+def test_shares_are_as_even_as_their_bounds_allow(
+    bounds: list[tuple[int, int]], total: int, shares: list[int]
+) -> None:
+    assert even_shares(bounds, total) == shares
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
@@ -285,8 +436,12 @@ def test_wrong_arguments_are_told(
 
 def test_a_cache_that_holds_no_row_is_told_at_once() -> None:
     embedding = speedtorch.Embedding(5, 4)
-    with pytest.raises(ValueError, match="cache: 9 bytes are 9 for a table whose rows take 24"):
-        speedtorch.cache(embedding, 9)
+    says = "cache: 23 bytes are too few, as one row takes 24 bytes .*: give 24 bytes or more"
+    with pytest.raises(ValueError, match=says):
+        speedtorch.cache(embedding, 23)
+    with pytest.raises(ValueError, match=says):
+        speedtorch.Embedding(5, 4, cache=23)
+    speedtorch.cache(embedding, 24)
     with pytest.raises(ValueError, match="Linear has no speedtorch.Embedding"):
         speedtorch.cache(nn.Linear(2, 2), "1KiB")
 

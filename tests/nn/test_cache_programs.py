@@ -177,7 +177,7 @@ class Side:
     def resize(self, slots: int | None, members: Tensor | None = None) -> None:
         self.run = None  # its graph uses the rows
         rows = self.embedding.trained_rows
-        nbytes = None if slots is None else slots * (rows.cached_bytes // ROWS)
+        nbytes = None if slots is None else slots * rows.cache_need().slot_bytes
         if members is None:
             speedtorch.cache(self.embedding, nbytes)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import speedtorch
 from speedtorch.optim import RowWiseAdagrad
+from speedtorch.step.capturing_graphs import CapturingGraphs
 
 OLD, NEW, DIM = 6, 11, 4
 BEFORE, AFTER = [[1, 2, 2], [5, 2]], [[2, 9], [10, 0, 6, 9], [5, 10]]
@@ -137,6 +139,106 @@ def test_a_table_without_rows_gets_its_first_ones() -> None:
     speedtorch.attach(optimizer, module)
     module.resize(NEW - OLD, rows=NEW_ROWS)
     assert torch.equal(module(torch.arange(NEW - OLD)), NEW_ROWS)
+
+
+class Resized:
+    """A module of some kind with one table, and a capacity of 8."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        kind, self.is_plain = getattr(speedtorch, name), "Collection" not in name
+        self.is_pooled = "Bag" in name
+        if self.is_plain:
+            self.module = kind(rows, DIM, capacity=8)
+        else:
+            config = getattr(speedtorch, name.replace("Collection", "Config"))
+            self.module = kind([config(rows, DIM, "t", feature_names=["f"])], capacity=8)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1)
+
+    @property
+    def rows(self) -> Any:
+        return self.module if self.is_plain else self.module.group_of("t")
+
+    def resize(self, rows: int) -> None:
+        self.module.resize(*(() if self.is_plain else ("t",)), rows)
+
+    def step(self, ids: list[int]) -> None:
+        features = torch.tensor(ids)[:, None]
+        if self.is_plain:
+            found = self.module(features)
+        else:
+            found = self.module({"f": features})["f"]
+            found = found if self.is_pooled else found.values()
+        found.sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "name", ["Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection"]
+)
+def test_the_capacity_grows_to_what_was_asked_for(name: str) -> None:
+    made = Resized(name, 1)
+    made.step([0])
+    assert made.rows.capacity == 1
+    for rows, capacity in ((5, 5), (100, 8)):
+        made.resize(rows)
+        assert made.rows.capacity == capacity
+        before, ids = made.rows.table["weight"].clone(), [*range(rows - capacity, rows)]
+        made.step(ids)
+        after = made.rows.table["weight"]
+        assert torch.equal(after[ids], before[ids] - 1)
+        assert torch.equal(after[: rows - capacity], before[: rows - capacity])
+    with pytest.raises(RuntimeError, match="names 9 distinct rows, capacity=8 fit"):
+        made.step([*range(9)])
+
+
+def test_a_table_without_rows_gets_its_capacity_with_its_first_ones() -> None:
+    embedding = speedtorch.Embedding(0, DIM, capacity=4)
+    assert embedding.capacity == 0
+    assert embedding.resize(3).capacity == 3
+    assert embedding.resize(9).capacity == 4
+    embedding(torch.tensor([8, 1, 5, 3])).sum().backward()
+    assert embedding.step_ids.tolist() == [1, 3, 5, 8]
+
+
+def test_a_resize_that_fails_keeps_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, optimizer = attached(rows_at_first(), "Adam", {"capacity": 8})
+    follow, failing = speedtorch.nn.row_module.TrainedRows.insert, []
+
+    def insert(self: Any, first: int, count: int, fill: Any, followed: Any) -> None:
+        def late() -> None:
+            followed()
+            failing.append(embedding.capacity)
+            if len(failing) == 1:
+                raise KeyError("late")
+
+        follow(self, first, count, fill, late)
+
+    monkeypatch.setattr(speedtorch.nn.row_module.TrainedRows, "insert", insert)
+    with pytest.raises(KeyError, match="late"):
+        embedding.resize(NEW)
+    assert failing == [8, OLD]
+    train(embedding, optimizer, [[*range(OLD)]])
+
+
+def test_a_cuda_graph_that_is_left_refuses_a_larger_capacity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    embedding, optimizer = attached(rows_at_first(), "Adam", {"capacity": 8})
+    train(embedding, optimizer, BEFORE)
+    before = everything(embedding, optimizer)
+    monkeypatch.setattr(CapturingGraphs, "remain", lambda self, device: True)
+    with pytest.raises(RuntimeError, match="resizing its table is refused while a captured"):
+        embedding.resize(NEW)
+    assert (embedding.capacity, embedding.num_embeddings) == (OLD, OLD)
+    assert_equal(everything(embedding, optimizer), before)
+
+
+def test_a_copy_and_a_moved_module_know_the_capacity_that_was_asked_for() -> None:
+    embedding = speedtorch.Embedding(2, DIM, capacity=8)
+    assert copy.deepcopy(embedding).resize(20).capacity == 8
+    assert embedding.to("cpu").resize(5).capacity == 5
+    assert copy.deepcopy(embedding).resize(6).capacity == 6
 
 
 def test_rows_are_added_again_and_again_before_and_after_attach() -> None:

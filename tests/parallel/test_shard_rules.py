@@ -10,6 +10,7 @@ from rank_processes import in_processes
 from sharded_rules import (
     check_any_order_of_parameters,
     check_bad_features,
+    check_capacity_above_the_rows,
     check_checkpointed,
     check_equal_features,
     check_groups,
@@ -92,3 +93,7 @@ def test_groups_of_some_ranks_go_beside_that_of_all() -> None:
 
 def test_rows_of_ranks_are_not_resized() -> None:
     in_processes(2, check_resize)
+
+
+def test_ranks_have_the_capacity_of_the_whole_table() -> None:
+    in_processes(2, check_capacity_above_the_rows)

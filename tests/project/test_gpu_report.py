@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -127,6 +128,32 @@ def test_a_machine_that_cannot_run_stages_changes_nothing(
 def test_a_report_needs_a_record(report: Report) -> None:
     with pytest.raises(SystemExit, match=r"abc has no record of a stage; name stages to run"):
         report.make(suite="true")
+
+
+def folders_of(kind: str) -> list[str]:
+    """The folders that the stages of a kind run, as often as they run them."""
+    commands = [" ".join(stage.command) for stage in STAGES if stage.name.startswith(kind)]
+    return sorted(folder for command in commands for folder in re.findall(r"tests/(\w+)", command))
+
+
+def test_the_stages_of_the_suite_run_each_folder_once() -> None:
+    every = sorted({file.parent.name for file in (ROOT / "tests").rglob("test_*.py")})
+    assert folders_of("suite") == every
+    assert folders_of("flaky") == sorted(2 * every)
+
+
+def test_a_second_run_in_random_order_continues_the_first() -> None:
+    commands = {stage.name: stage.command for stage in STAGES}
+    for part in ("step", "rest"):
+        first, second = (commands[f"flaky-{part}-{runs}"] for runs in (1, 2))
+        assert [a for a, b in zip(first, second, strict=True) if a != b] == ["N=1"]
+
+
+def test_the_processes_of_the_stress_test_run_for_20_minutes() -> None:
+    (stage,) = (stage for stage in STAGES if stage.name == "stress")
+    given = dict(part.split("=") for part in stage.command if re.match("[A-Z]+=[^-]", part))
+    assert float(given["JOBS"]) * float(given["HOURS"]) * 60 == pytest.approx(20, abs=0.1)
+    assert float(given["HOURS"]) * 60 < stage.minutes <= 10
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

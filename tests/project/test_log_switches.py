@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import re
 import runpy
+import struct
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +21,9 @@ from warm_python import finished, warm_python
 
 import speedtorch
 from speedtorch.__main__ import main
+from speedtorch.dump_file import opened_dump, write_dump
+from speedtorch.files.safetensors_format import read_arrays, safetensors_header
+from speedtorch.files.system_calls import open_to_read
 from speedtorch.ops import log_switches
 from speedtorch.ops.call_log import call_text
 
@@ -57,6 +66,27 @@ def dump_of(program: str, folder: Path, value: str = "dump:100") -> Path:
     (path,) = folder.glob("*")
     assert f"`speedtorch replay {path}`" in said and path.name.startswith("speedtorch-dump-")
     return path
+
+
+def parts_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The description and the memory of a dump."""
+    with open_to_read(path) as file:
+        arrays = read_arrays(file.read, file.size)
+    whole, found = path.read_bytes(), arrays["calls"]
+    text = whole[found.offset : found.offset + found.nbytes]
+    return json.loads(text), whole[arrays["storages"].offset :]
+
+
+def write_parts(path: Path, content: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(content).encode()
+    sizes = {"calls": len(text), "storages": len(data)}
+    header = safetensors_header({name: ([size], torch.uint8) for name, size in sizes.items()})
+    path.write_bytes(header + text + data)
+
+
+def value_of(entries: list[Any], name: str) -> Any:
+    """A value of a dict in a description."""
+    return dict(entries[1:])[name]
 
 
 @pytest.mark.parametrize(
@@ -187,9 +217,9 @@ def test_every_operator_is_replayed_with_the_same_results(
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == f"{len(lines)} of {len(lines)} operators did the same"
     assert len({line.split()[1].partition("(")[0] for line in lines}) > 25
-    saved = torch.load(path, weights_only=True)
-    saved["calls"][4]["digests"][0] = ""
-    torch.save(saved, path)
+    content, data = parts_of(path)
+    value_of(content["calls"][4], "digests")[1] = ""
+    write_parts(path, content, data)
     assert main(["replay", str(path)]) == 1
     assert capsys.readouterr().out.splitlines()[4].endswith("us, results; recorded: other results")
 
@@ -213,11 +243,13 @@ except IndexError:
     first, second, third, _ = capsys.readouterr().out.splitlines()
     assert first.endswith("us, the same results") and second.endswith("us, the same results")
     assert "us, the same IndexError: pinned_gather: id 5 at position 0" in third
-    saved = torch.load(path, weights_only=True)
-    assert [call["inputs"][0].tolist()[1] for call in saved["calls"]] == [[2, 2], [3, 3], [4, 4]]
-    del saved["calls"][1]["digests"]
-    saved["calls"][2]["error"] = "OutOfMemoryError: no memory"
-    torch.save(saved, path)
+    with opened_dump(str(path)) as dump:
+        tables = [call["inputs"][0].tolist()[1] for call in dump]
+    assert tables == [[2, 2], [3, 3], [4, 4]]
+    content, data = parts_of(path)
+    content["calls"][1].remove(["digests", value_of(content["calls"][1], "digests")])
+    content["calls"][2][-1][1] = "OutOfMemoryError: no memory"
+    write_parts(path, content, data)
     assert main(["replay", str(path)]) == 1
     _, second, third, last = capsys.readouterr().out.splitlines()
     assert second.endswith("us, results; recorded: no end of the call")
@@ -238,7 +270,7 @@ except IndexError:
     (tmp_path / "gone").mkdir()
     (line,) = run("dump", program, tmp_path / "gone").stderr.splitlines()
     assert line.startswith("pinned_gather_detached.default raised IndexError, and /")
-    assert ".pt cannot be written: [Errno 2] No such file or directory" in line
+    assert ".safetensors cannot be written: [Errno 2] No such file or directory" in line
 
 
 @pytest.mark.slow
@@ -258,38 +290,135 @@ speedtorch.pinned_gather(torch.zeros(3, dtype=torch.complex64).conj(), torch.ten
     assert last == "0 of 2 operators did the same"
 
 
+ADD = {
+    "op": ["sum_rows", "default"],
+    "grad": False,
+    "inputs": [torch.arange(6.0).view(3, 2).t(), None, 2.5, [torch.tensor([True])]],
+    "error": "",
+}
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    """A dump of one call."""
+    write_dump(tmp_path / "file", [ADD])
+    return tmp_path / "file"
+
+
+def test_a_dump_is_a_safetensors_file_without_code(dump: Path) -> None:
+    content, data = parts_of(dump)
+    assert content["format"] == "speedtorch dump 2"
+    assert data == struct.pack("6f?", *range(6), True)
+    with opened_dump(str(dump)) as opened:
+        (call,) = opened
+    assert {key: call[key] for key in ("op", "grad", "error")} == {
+        key: ADD[key] for key in ("op", "grad", "error")
+    }
+    transposed, nothing, number, (flags,) = call["inputs"]
+    assert transposed.tolist() == [[0, 2, 4], [1, 3, 5]] and transposed.stride() == (1, 2)
+    assert (nothing, number, flags.tolist(), flags.dtype) == (None, 2.5, [True], torch.bool)
+
+
+def test_inputs_that_share_memory_share_it_in_a_replay(tmp_path: Path) -> None:
+    whole = torch.zeros(4, requires_grad=True)
+    view = whole.detach()[1:3]
+    write_dump(tmp_path / "file", [{"op": ["a", "b"], "grad": True, "inputs": [whole, view]}])
+    with opened_dump(str(tmp_path / "file")) as opened:
+        for call in (*opened, *opened):
+            again, part = call["inputs"]
+            assert again.requires_grad and not part.requires_grad
+            part.fill_(5)
+            assert again.tolist() == [0, 5, 5, 0]
+
+
+def test_other_files_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contents = {
+        "empty": b"",
+        "junk": b"junk" * 9,
+        "pickled": pickle.dumps({"format": "speedtorch dump 2"}),
+        "table": safetensors_header({"weight": ([0, 2], torch.float32)}),
+    }
+    torch.save({"format": "speedtorch dump 1", "calls": []}, tmp_path / "saved")
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    for name in (*contents, "saved"):
+        assert main(["replay", str(tmp_path / name)]) == 1
+        expected = f"speedtorch: {tmp_path / name}: expected a file that SPEEDTORCH_LOG=dump has"
+        assert expected in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "none")]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def tensor_with(place: int, value: object) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["tensors"][0].__setitem__(place, value)
+
+
+def call_with(name: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["calls"][0] = [pair for pair in content["calls"][0] if pair[0] != name]
+        content["calls"][0].append([name, value])
+
+    return change
+
+
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("change", "expected"),
     [
-        (
-            b"",
-            "has written ('speedtorch dump 1'), got EOFError",
-        ),
-        (
-            b"junk",
-            "file: expected a file that SPEEDTORCH_LOG=dump has written",
-        ),
-        ({"weight": torch.zeros(2)}, "got KeyError('format')"),
-        ({"format": "other"}, "got ValueError(\"the format 'other'\")"),
-        (print, "got UnpicklingError"),
-        (None, "No such file or directory"),
+        (lambda content: content.update(format="speedtorch dump 1"), "the format 'speedtorch dum"),
+        (lambda content: content.pop("calls"), "'calls'"),
+        (lambda content: content["storages"].pop(), "storages of another size"),
+        (lambda content: content["storages"][0].__setitem__(1, -1), "the storage ['cpu', -1]"),
+        (lambda content: content["storages"][0].__setitem__(0, "mps"), "the storage ['mps', 24]"),
+        (tensor_with(0, 7), "list index out of range"),
+        (tensor_with(0, -1), "the tensor [-1, "),
+        (tensor_with(1, "torch.load"), "expected a value, got ['dtype', 'torch.load']"),
+        (tensor_with(2, [3, 3]), "in a storage of 24"),
+        (tensor_with(2, [0]), "the tensor [0, "),
+        (tensor_with(2, [2**62, 2]), "the tensor [0, "),
+        (tensor_with(3, [1, 2**62]), "in a storage of 24"),
+        (tensor_with(4, 1), "in a storage of 24"),
+        (tensor_with(5, 1), "the tensor [0, "),
+        (lambda content: content["tensors"][1].__setitem__(5, True), "with a gradient"),
+        (lambda content: content["calls"].__setitem__(0, ["list"]), "the call []"),
+        (lambda content: content["calls"].__setitem__(0, ["eval", "1"]), "expected a value, got"),
+        (call_with("inputs", ["list", ["tensor", "9"]]), "list index out of range"),
+        (call_with("inputs", 1), "the call {"),
+        (call_with("more", 1), "the call {"),
+        (call_with("op", ["list", "sum_rows"]), "the operator ['sum_rows']"),
     ],
 )
-def test_other_files_are_errors(
-    content: object, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_damaged_files_are_errors_before_an_operator_runs(
+    change: Callable[[dict[str, Any]], None],
+    expected: str,
+    dump: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "file"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        torch.save(content, path)
-    assert main(["replay", str(path)]) == 1
-    assert expected in capsys.readouterr().err
+    content, data = parts_of(dump)
+    change(content)
+    write_parts(dump, content, data)
+    assert main(["replay", str(dump)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"speedtorch: {dump}: expected a file that SPEEDTORCH_LOG=dump has")
+    assert expected in said.err
+
+
+def test_any_byte_may_be_wrong(dump: Path) -> None:
+    """A byte of the header or of the JSON is another one, or the file ends before it."""
+    whole = dump.read_bytes()
+    for at in range(0, len(whole) - 25, 3):
+        wrong = b'\x009]"'[at % 4 : at % 4 + 1]
+        dump.write_bytes(whole[:at] + wrong + whole[at + 1 :])
+        with suppress(ValueError), opened_dump(str(dump)) as opened:
+            assert len([*opened]) <= 1
+        dump.write_bytes(whole[:at])
+        with pytest.raises(ValueError, match="has written"), opened_dump(str(dump)):
+            pass
 
 
 def test_a_dump_names_operators_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = {"op": ["host_unregister", "default"], "grad": True, "inputs": [1, True]}
-    torch.save({"format": "speedtorch dump 1", "calls": [call]}, tmp_path / "file")
+    write_dump(tmp_path / "file", [call])
     assert main(["replay", str(tmp_path / "file")]) == 1
     line = "  1 host_unregister(1, True): not run: a dump holds no such operator\n"
     assert capsys.readouterr().out == f"{line}0 of 1 operators did the same\n"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 import stress.__main__ as command
 import torch
 from stress.histories import History, check_histories, run_shared_table
+from stress.jobs import run_jobs
 from stress.kills import run_killed_training
 from stress.modes import MODES
 from stress.progress import Progress
@@ -182,3 +187,101 @@ def test_a_program_that_ended_the_process_is_run_first(
     assert seeds[:2] == [5, 71]
     assert "training-5 did not end in the run before" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [progress.path]
+
+
+def file_of(path: Path, **features: tuple[float, str]) -> Path:
+    """A progress file with a program of each feature, or a fault and then a program."""
+    progress = Progress(path, "cpu")
+    for name, (seconds, fault) in features.items():
+        if fault:
+            progress.add({name}, 9.0, fault)
+        progress.add({name}, seconds)
+    progress.save()
+    return path
+
+
+def test_files_of_processes_add_up(tmp_path: Path) -> None:
+    whole = Progress(file_of(tmp_path / "progress.json", cache=(1.0, ""), sleep=(1.0, "")), "cpu")
+    parts = [
+        file_of(tmp_path / "progress-1.json", cache=(2.0, "training-7"), sleep=(2.0, "")),
+        file_of(tmp_path / "progress-2.json", cache=(4.0, ""), resize=(4.0, "")),
+    ]
+    whole.take(parts)
+    found = whole.read()["cpu"]
+    assert {name: (each.seconds, each.programs) for name, each in found.items()} == {
+        "cache": (2.0, 1),  # of the process of the fault, since then
+        "resize": (4.0, 1),
+        "sleep": (3.0, 2),
+    }
+    assert [name for name, each in found.items() if each.fault] == ["cache"]
+    assert list(tmp_path.iterdir()) == [whole.path]
+    other = file_of(tmp_path / "other.json", sleep=(5.0, ""))
+    assert command.main(["--progress", str(whole.path), "--add", str(other)]) == 0
+    assert whole.read()["cpu"]["sleep"].seconds == 8.0
+
+
+JOB = """
+import os, signal, sys, time
+import stress.__main__ as command
+
+class Mode:
+    share = 1
+    def run(self, seed, folder):
+        if job == END:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+        return {f"job {job}"}
+
+job = sys.argv[-1]
+command.MODES = {"training": Mode()}
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["", "2"])
+def test_processes_run_beside_each_other(
+    killed: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, own = tmp_path / "job.py", tmp_path / "of a run"
+    program.write_text(JOB.replace("END", repr(killed)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    progress = Progress(own / "progress.json", "cpu")
+    code = run_jobs(2, progress, [sys.executable, str(program), "--hours", "0.0001"])
+    assert code == (9 if killed else 0)
+    found = progress.read()["cpu"]
+    assert sorted(found) == (["job 1"] if killed else ["job 1", "job 2"])
+    assert all(each.programs > 1 for each in found.values())
+    left = sorted(path.name for path in own.iterdir())
+    assert left == (["progress-2.running", "progress.json"] if killed else ["progress.json"])
+    if killed:
+        name = (own / "progress-2.running").read_text()
+        expected = f"signal 9 ended process 2 within {name}; make stress SEED={name} repeats it"
+        assert expected in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_adds_what_its_processes_have_done(tmp_path: Path) -> None:
+    program, path = tmp_path / "job.py", tmp_path / "progress.json"
+    program.write_text(JOB.replace("END", "''"))
+    parent = f"""
+import signal, sys
+from pathlib import Path
+from stress.jobs import run_jobs
+from stress.progress import Progress
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+command = [sys.executable, {str(program)!r}, "--hours", "1"]
+run_jobs(2, Progress(Path({str(path)!r}), "cpu"), command)
+"""
+    known = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", parent], env=known)
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("progress-*.running"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1
+    assert sorted(Progress(path, "cpu").read()["cpu"]) == ["job 1", "job 2"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["job.py", "progress.json"]

@@ -1,4 +1,8 @@
-"""`python -m stress --hours 0.5` runs random programs, `--seed training-17` repeats one."""
+"""`python -m stress --hours 0.5` runs random programs, `--seed training-17` repeats one.
+
+`--jobs 8` runs eight processes beside each other, and `--add FILE` adds the progress of a run that
+was given another `--progress`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from pathlib import Path
 import paces
 import torch
 
+from stress.jobs import job_path, run_jobs
 from stress.modes import DEVICE, MODES, FailedProgram
 from stress.progress import Progress
 from stress.running import Running
@@ -86,15 +91,32 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--progress", type=Path, default=Path(__file__).with_name("progress.json"), metavar="FILE"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run beside each other")
+    parser.add_argument("--job", type=int, default=0, help="the number of this process among them")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], metavar="FILE", help="of progress, instead"
+    )
     given = parser.parse_args(arguments)
+    machine = "gpu" if DEVICE == "cuda" else "cpu"
+    if given.add:
+        Progress(given.progress, machine).take(given.add)
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # saves, and ends the other processes
+    if given.jobs > 1 and not given.seed:
+        progress = Progress(given.progress, machine)
+        command = (sys.executable, "-m", "stress", "--hours", str(given.hours))
+        code = run_jobs(given.jobs, progress, command)
+        print(progress)
+        return code
     prepare()
     if given.seed:
         return int(not run_program(given.seed, None))
-    progress = Progress(given.progress, "gpu" if DEVICE == "cuda" else "cpu")
+    path = job_path(given.progress, given.job) if given.job else given.progress
+    progress = Progress(path, machine)
     first = random.SystemRandom().randrange(1 << 40)
     count, failed = run_for(given.hours * 3600, progress, first)
-    print(progress)
+    if not given.job:
+        print(progress)
     print(f"{count:,} programs, {failed} of them found a fault")
     return int(failed > 0)
 

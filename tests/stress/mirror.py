@@ -35,12 +35,14 @@ class Rule:
         state: The names of per-row state, and whether a row's state has the row's width.
         step: Computes the fields of rows from those before and the gradient of the rows.
         is_graphed: Whether a CUDA graph can repeat the step.
+        is_sparse: Whether the optimizer takes sparse gradients.
     """
 
     make: Callable[[Iterable[Any]], optim.Optimizer]
     state: Mapping[str, bool]
     step: Callable[[Fields, Array], Fields]
     is_graphed: bool = True
+    is_sparse: bool = False
 
 
 def _root(values: Array) -> Array:
@@ -77,7 +79,7 @@ def _row_wise(fields: Fields, gradient: Array) -> Fields:
 
 
 RULES: dict[str, Rule] = {
-    "SGD": Rule(lambda params: optim.SGD(params, lr=0.25), {}, _sgd),
+    "SGD": Rule(lambda params: optim.SGD(params, lr=0.25), {}, _sgd, is_sparse=True),
     "momentum": Rule(
         lambda params: optim.SGD(params, lr=0.25, momentum=0.5, weight_decay=0.125),
         {"momentum_buffer": True},
@@ -93,9 +95,14 @@ RULES: dict[str, Rule] = {
         {"sum": True},
         _adagrad,
         is_graphed=False,
+        is_sparse=True,
     ),
     "RowWiseAdagrad": Rule(
-        lambda params: RowWiseAdagrad(params, lr=0.25), {"sum": False}, _row_wise, is_graphed=False
+        lambda params: RowWiseAdagrad(params, lr=0.25),
+        {"sum": False},
+        _row_wise,
+        is_graphed=False,
+        is_sparse=True,
     ),
 }
 
@@ -165,14 +172,30 @@ class Mirror:
             self.gradient = np.zeros_like(self.fields["weight"])
         np.add.at(self.gradient, ids, gradients)
 
+    def held(self) -> npt.NDArray[np.int64]:
+        """The ids of the rows that the next step changes."""
+        named = np.unique(np.concatenate([*self.named, np.zeros(0, np.int64)]))
+        return named[named != (-1 if self.padding is None else self.padding)]
+
+    def whole_gradient(self) -> Array:
+        """The gradient of all rows, zeros for those that are not trained."""
+        rows, held = np.zeros_like(self.fields["weight"]), self.held()
+        if self.gradient is not None:
+            rows[held] = self.gradient[held] / np.float32(self.divisor)
+        return rows
+
+    def forget_state(self) -> None:
+        """Makes the state of each row that of one that no step has trained."""
+        for name in self.rule.state:
+            self.fields[name] = np.zeros_like(self.fields[name])
+
     def stepped(self) -> Fields:
         """The fields after a step of the rows that were looked up."""
         after = self.copy()
         if self.gradient is None:
             return after
-        held = np.unique(np.concatenate(self.named))
-        held = held[held != (-1 if self.padding is None else self.padding)]
-        gradient = self.gradient[held] / np.float32(self.divisor)
+        held = self.held()
+        gradient = self.whole_gradient()[held]
         made = self.rule.step({name: values[held] for name, values in after.items()}, gradient)
         for name, values in made.items():
             after[name][held] = rounded(values, self.stored.get(name, ""))

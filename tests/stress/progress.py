@@ -76,6 +76,9 @@ class Progress:
                     figures.seconds = round(figures.seconds + seconds, 3)
                     figures.programs += 1
         self._new.clear()
+        self._write(every)
+
+    def _write(self, every: dict[str, dict[str, Figures]]) -> None:
         text = {
             machine: {name: asdict(features[name]) for name in sorted(features)}
             for machine, features in sorted(every.items())
@@ -83,6 +86,31 @@ class Progress:
         beside = self.path.with_suffix(".new")
         beside.write_text(json.dumps(text, indent=1) + "\n")
         beside.replace(self.path)
+
+    def take(self, paths: Iterable[Path]) -> None:
+        """Adds the figures of other files to this one, and removes these.
+
+        They ran beside each other: a fault in one of them begins its features anew, with what that
+        one has run since.
+        """
+        found = [(path, Progress(path, self.machine).read()) for path in sorted(paths)]
+        every = self.read()
+        added = [
+            (machine, name, each)
+            for _, machines in found
+            for machine, features in machines.items()
+            for name, each in features.items()
+        ]
+        for machine, name, each in sorted(added, key=lambda one: bool(one[2].fault)):
+            known = every.setdefault(machine, {}).setdefault(name, each)
+            if each.fault:
+                every[machine][name] = each
+            elif known is not each:
+                known.seconds = round(known.seconds + each.seconds, 3)
+                known.programs += each.programs
+        self._write(every)
+        for path, _ in found:
+            path.unlink()
 
     def _begun(self, fault: str = "") -> Figures:
         today = datetime.now(timezone.utc).date().isoformat()

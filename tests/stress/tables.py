@@ -62,6 +62,7 @@ class Owner:
         folder: For files of tables.
         ranks: How many ranks share the rows; 0: they are not shared.
         divisor: Of the gradients.
+        alike: The width of plain tables without padding; 0: width and options are drawn.
     """
 
     kind = ""
@@ -80,14 +81,16 @@ class Owner:
         *,
         ranks: int = 0,
         divisor: int = 1,
+        alike: int = 0,
     ) -> None:
         self.draw, self.device, self.folder, self.is_sharded = draw, device, folder, ranks > 0
         self.numbers = np.random.default_rng(draw.getrandbits(60))
-        self.width = draw.choice([1, 2, 4, 8])
+        self.width = alike or draw.choice([1, 2, 4, 8])
         self.counts = self.drawn_counts()
         self.features = {self.kind}
-        self.padding = self.drawn_padding()
-        self.settings = self.drawn_settings(rule)
+        padding = self.drawn_padding()
+        self.padding = None if alike else padding
+        self.settings = {} if alike else self.drawn_settings(rule)
         if not sum(self.counts):
             self.features.add("no rows")
         stored = self.settings.get("stored") or {}
@@ -115,10 +118,8 @@ class Owner:
         if draw.random() < 0.4:
             settings["cache"] = draw.choice([128, 400, 1024, 8192])
             self.features.add("cache")
-        # More rows do not raise a capacity that a table without rows has limited to none.
-        if draw.random() < 0.4 and sum(self.counts):
-            capacity = 100 if self.is_sharded else draw.choice([3, 8, 100])
-            settings["capacity"] = min(capacity, sum(self.counts))
+        if draw.random() < 0.4:
+            settings["capacity"] = 100 if self.is_sharded else draw.choice([3, 8, 100])
             self.features.add("capacity")
         if draw.random() < 0.35:
             dtype = draw.choice([torch.bfloat16, torch.float16])
@@ -186,6 +187,13 @@ class Owner:
 
     # ---- lookups
 
+    def shorten(self, parts: list[Part]) -> None:
+        """Shortens the rows of a lookup in the mirror to `max_norm`, if there is one."""
+        if (most := self.settings.get("max_norm")) is not None:
+            rows = torch.from_numpy(self.mirror.fields["weight"]).to(self.device)
+            torch.embedding_renorm_(rows, torch.from_numpy(parts[0].ids).to(self.device), most, 2.0)
+            self.mirror.fields["weight"] = rows.cpu().numpy()
+
     def begin_step(self) -> None:
         """Draws the rows of a step, for which the capacity has room."""
         total = sum(self.counts)
@@ -246,7 +254,10 @@ class Owner:
         for part, first in zip(parts, firsts, strict=True):
             samples = np.repeat(np.arange(len(part.lengths)), part.lengths)
             sums = np.zeros((len(part.lengths), self.width), np.float32)
-            np.add.at(sums, samples, weight[part.ids + first])
+            rows = weight[part.ids + first]
+            if self.pools and self.padding is not None:
+                rows[part.ids == self.padding] = 0  # which may have been written by hand
+            np.add.at(sums, samples, rows)
             found.append(sums / self.divisors(part))
         return found
 
@@ -266,6 +277,16 @@ class Owner:
 
 class OneTable(Owner):
     of_records = True
+
+    def drawn_settings(self, rule: Rule) -> dict[str, Any]:
+        settings = super().drawn_settings(rule)
+        if self.draw.random() < 0.2 and "stored" not in settings and not self.is_sharded:
+            settings["max_norm"] = 2.0
+            self.features.add("max_norm")
+        elif self.draw.random() < 0.4 and rule.is_sparse:
+            settings["sparse"] = True  # whose sums are exact only if no row was shortened
+            self.features.add("sparse gradients")
+        return settings
 
     def made_of(self, weight: Tensor | HostTable | None, **more: Any) -> nn.Module:
         raise NotImplementedError
@@ -310,13 +331,14 @@ class OneBag(OneTable):
 
     def drawn_padding(self) -> int | None:
         self.mode = self.draw.choice(["sum", "mean"])
-        return None
+        return self.draw.choice([None, None, 0]) if self.counts[0] else None
 
     def made_of(self, weight: Tensor | HostTable | None, **more: Any) -> nn.Module:
         return speedtorch.EmbeddingBag(
             self.counts[0],
             self.width,
             mode=self.mode,
+            padding_idx=self.padding,
             _weight=weight,
             device=self.device,
             **more,
@@ -327,7 +349,9 @@ class OneBag(OneTable):
         return Input((ids, _offsets(parts[0], ids)[:-1]), ids)
 
     def divisors(self, part: Part) -> Array:
-        lengths = np.maximum(part.lengths, 1)[:, None].astype(np.float32)
+        bags = np.repeat(np.arange(len(part.lengths)), part.lengths)
+        counts = np.bincount(bags[part.ids != self.padding], minlength=len(part.lengths))
+        lengths = np.maximum(counts, 1)[:, None].astype(np.float32)
         return lengths if self.mode == "mean" else np.ones_like(lengths)
 
 

@@ -66,14 +66,16 @@ class Training:
         self.rule = RULES[self.rule_name]
         self.average = draw.random() < 0.5
         divisor = self.ranks if self.average else 1
+        alike = draw.choice([0, 0, 0, 4])  # prefetch exchanges the rows of alike tables at once
         owners = [
-            drawn_owner(draw, self.rule, device, folder, ranks=ranks, divisor=divisor)
+            drawn_owner(draw, self.rule, device, folder, ranks=ranks, divisor=divisor, alike=alike)
             for _ in range(draw.choice([1, 1, 2, 3]))
         ]
         self.owners = {
             f"{owner.kind} {n}".replace(" ", "_"): owner for n, owner in enumerate(owners)
         }
         self.features = {each for owner in owners for each in owner.features}
+        self.features |= {"alike tables"} if alike else set()
         kinds = [owner.kind for owner in owners if "collection" in owner.kind]
         if len(kinds) > 1:
             self.features.add("same names")
@@ -101,7 +103,7 @@ class Training:
         if self.rule.state or self.draw.random() < 0.5:
             speedtorch.attach(self.optimizer, self.model)
         for owner in self.owners.values():
-            if self.draw.random() < 0.5:
+            if self.draw.random() < 0.5 and "alike tables" not in self.features:
                 self.track(owner)
 
     def share(self) -> None:
@@ -127,7 +129,7 @@ class Training:
     # ---- batches
 
     def batch(self) -> Batch:
-        names = [name for name in self.owners for _ in range(self.draw.choice([0, 1, 1, 2]))]
+        names = [name for name in self.owners for _ in range(self.draw.choice([0, 1, 1, 2, 3]))]
         names = names or list(self.owners)[:1]
         self.draw.shuffle(names)
         for name in set(names):
@@ -158,6 +160,18 @@ class Training:
         for parts in lookup:
             owner.mirror.look_up(owner.global_ids(parts))
 
+    def check_step(self) -> None:
+        """Compares the ids and the gradient of the rows of the current step."""
+        for name, owner in self.owners.items():
+            module, mirror = owner.row_module, owner.mirror
+            ids = module.step_ids.cpu().numpy()
+            if mirror.gradient is None:
+                continue
+            if ids.tolist() != mirror.held().tolist():
+                raise Difference(f"{name}: ids {ids.tolist()} for {mirror.held().tolist()}")
+            gradient = module.weight.grad.to_dense().cpu().clone().numpy()
+            self.compare(f"the gradient of {name}", gradient, mirror.whole_gradient())
+
     def mirror_dense(self, factor: float) -> None:
         zero = np.zeros(1, np.int64)
         self.dense_mirror.look_up(zero)
@@ -168,6 +182,7 @@ class Training:
     def look_up(self, name: str, parts: list[Part], given: Input) -> Tensor:
         """Looks up, checks the result, and returns the loss."""
         owner = self.owners[name]
+        owner.shorten(parts)
         results = owner.results(self.model[name](*given.arguments))
         for expected, found in zip(owner.expected(parts), results, strict=True):
             self.compare(f"lookup in {name}", found.detach().cpu().clone().numpy(), expected)
@@ -203,6 +218,11 @@ class Training:
         if how == "state" or self.ranks > 1:
             state = owner.module.state_dict()
             rows = torch.cat([state[name] for name in state if name.endswith("weight")])
+        elif how == "copy":
+            copied = copy.deepcopy(owner.module).state_dict()
+            rows = torch.cat([copied[name] for name in copied if name.endswith("weight")])
+        elif how == "parameter":
+            rows = module.weight.detach()[torch.arange(module.table.rows, device=self.device)]
         elif how == "gather":
             rows = module.table.gather(torch.arange(module.table.rows), "weight").cpu()
         else:
@@ -266,6 +286,7 @@ class Program(Training):
         ]
         actions += [self.save, self.save, self.save, self.load, self.start_again, self.follow]
         actions += [self.sleep, self.sleep, self.grow, self.change_cache]
+        actions += [self.load_state, self.attach_anew]
         if self.can_graph:
             actions += [self.replay] * 4
         return actions
@@ -273,7 +294,8 @@ class Program(Training):
     @property
     def can_graph(self) -> bool:
         return self.rule.is_graphed and all(
-            "capacity" in owner.settings for owner in self.owners.values()
+            "capacity" in owner.settings and "sparse" not in owner.settings
+            for owner in self.owners.values()
         )
 
     def run(self) -> None:
@@ -296,7 +318,9 @@ class Program(Training):
 
     @property
     def interrupts(self) -> bool:
-        return self.ranks == 1
+        # Whether an interrupted lookup has shortened its rows is not known.
+        shortens = any("max_norm" in owner.settings for owner in self.owners.values())
+        return self.ranks == 1 and not shortens
 
     def done(self, name: str, call: Callable[[], object], *, is_step: bool = False) -> bool:
         """Makes a call, which may be interrupted; whether it was completed."""
@@ -350,18 +374,25 @@ class Program(Training):
         draw = self.draw
         self.drop(set_to_none=draw.random() < 0.75)
         several = any("capacity" in owner.settings for owner in self.owners.values())
-        announces = alone and (several or draw.random() < 0.4)
+        announces = alone and (several or draw.random() < 0.25)
         if announces and not self.done("announce", lambda: self.announce(batch, inputs)):
             return False
-        way = draw.choice(["once", "once", "once", "apart", "twice", "no step", "no backward"])
+        ways = ["once", "once", "once", "apart", "twice", "no step", "no backward"]
+        way = draw.choice([*ways, "by turns", "by turns", *["closure"] * (self.ranks == 1)])
         self.say(f"train {[name for name, _ in batch]} {way}")
         losses: list[Tensor] = []
+        if way == "closure":
+            return self.train_by_closure(batch, inputs)
         for (name, lookup), given in zip(batch, inputs, strict=True):
             self.features |= {"empty batches"} if not len(lookup[0][0].ids) else set()
             parts = lookup[self.rank]
             if not self.done("lookup", lambda: losses.append(self.look_up(name, parts, given))):  # noqa: B023
                 return False
             self.mirror_look_up(name, lookup)
+            if way == "by turns":  # later lookups join rows that have a gradient
+                if not self.done("backward", losses.pop().backward):
+                    return False
+                self.owners[name].mirror_backward(lookup)
             if draw.random() < 0.05:
                 self.read_rows()
         if way == "no backward":
@@ -373,12 +404,16 @@ class Program(Training):
             return False
         factor = 2.0 if way == "twice" else 1.0
         for name, lookup in batch:
-            self.owners[name].mirror_backward(lookup, factor)
+            if way != "by turns":
+                self.owners[name].mirror_backward(lookup, factor)
         self.mirror_dense(factor)
         if way in ("apart", "twice"):
             self.features.add("several backwards")
-        if draw.random() < 0.15:
+        sparse = any("sparse" in owner.settings for owner in self.owners.values())
+        if draw.random() < 0.15 and not sparse:  # of which torch computes no norm
             self.check_norm()
+        if draw.random() < 0.3 and self.ranks == 1:
+            self.check_step()
         if way == "no step":
             self.drop()
             return True
@@ -390,6 +425,24 @@ class Program(Training):
         if draw.random() < 0.75:
             self.drop()
         self.take_freed_memory()
+        return True
+
+    def train_by_closure(self, batch: Batch, inputs: list[Input]) -> bool:
+        self.features.add("closures")
+        self.armed = None
+
+        def closure() -> Tensor:
+            self.drop()
+            losses = [self.dense.sum()]
+            for (name, lookup), given in zip(batch, inputs, strict=True):
+                losses.append(self.look_up(name, lookup[self.rank], given))
+            loss = torch.stack(losses).sum()
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+        self.mirror_train(batch)
+        self.steps += 1
         return True
 
     def check_norm(self) -> None:
@@ -447,6 +500,8 @@ class Program(Training):
                 self.graphed_step, given, modules=self.model, optimizers=self.optimizer
             )
         self.graph(given)
+        for name, lookup in batch:
+            self.owners[name].shorten(lookup[self.rank])
         self.mirror_train(batch)
         self.steps += 1
 
@@ -493,12 +548,52 @@ class Program(Training):
         name = self.draw.choice(list(self.owners))
         owner, lookup = self.owners[name], self.owners[name].lookup(self.ranks)
         parts = lookup[self.rank]
-        self.say(f"evaluate {name}")
-        with torch.no_grad():
+        weight, frozen = owner.row_module.weight, self.ranks == 1 and self.draw.random() < 0.3
+        self.say(f"evaluate {name}{' frozen' if frozen else ''}")
+        if frozen:
+            self.features.add("frozen rows")
+            self.drop()
+            weight.requires_grad_(False)
+        with torch.set_grad_enabled(frozen):
             self.done("evaluate", lambda: self.look_up(name, parts, owner.input(parts)))
+        weight.requires_grad_()
+
+    def attach_anew(self) -> None:
+        """Detaches the optimizer, which forgets the state of all rows, and attaches it again."""
+        if self.graph is not None or any(each.memory == "shared" for each in self.owners.values()):
+            return  # a shared table keeps the state that another process may train
+        self.wait()
+        try:
+            speedtorch.detach(self.optimizer)
+        except ValueError:
+            return  # it was not attached
+        self.features.add("detach")
+        self.say("attach anew")
+        self.saved = {}
+        self.saves = self.folder / f"saves-{self.draw.getrandbits(40):x}"
+        for owner in self.owners.values():
+            owner.mirror.forget_state()
+        speedtorch.attach(self.optimizer, self.model)
+
+    def load_state(self) -> None:
+        """Loads state_dict() of model and optimizer into new ones, as torch does."""
+        self.wait()
+        self.drop()
+        self.features.add("state_dict")
+        self.say("load state_dict()")
+        snapshot = self.snapshot()
+        model, optimizer = copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
+        self.graph = self.state = None
+        self.train_one()
+        self.drop()
+        self.rebuild()
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        self.restore(snapshot)
+        self.check()
 
     def read_rows(self) -> None:
-        how = self.draw.choice(["state", "gather", "view"])
+        how = self.draw.choice(["state", "gather", "view", "copy", "parameter"])
         name, owner = self.draw.choice(list(self.owners.items()))
         self.say(f"read {name} by {how}")
         found = [self.weight(owner, how)]

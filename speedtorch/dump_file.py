@@ -1,0 +1,194 @@
+"""Files of `SPEEDTORCH_LOG=dump`: a safetensors file with two arrays of bytes, and no code.
+
+`calls` is JSON with the operators, their inputs and digests. `storages` has the memory of all
+inputs, one storage after another; inputs that share memory are views of one storage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtorch.checkpoints.saved_values import described, restored
+from speedtorch.files.file_format import are_sizes
+from speedtorch.files.safetensors_format import read_arrays, safetensors_header
+from speedtorch.files.system_calls import OpenFile, open_to_read
+from speedtorch.memory import empty
+from speedtorch.torch_internals import storage_id
+
+__all__ = ["DUMP_FORMAT", "Dump", "opened_dump", "write_dump"]
+
+DUMP_FORMAT = "speedtorch dump 2"
+
+
+def _bytes_of(storage: Any) -> Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return whole.set_(storage).cpu()
+
+
+def write_dump(path: Path, calls: Sequence[dict[str, Any]]) -> None:
+    """Writes calls, whose values are None, numbers, texts, tensors and lists of them, to a file."""
+    places: dict[int, int] = {}
+    storages: list[Any] = []
+    tensors: list[Any] = []
+
+    def keep(name: str, value: Tensor) -> str:
+        storage = value.untyped_storage()
+        if (key := storage_id(storage)) not in places:
+            places[key] = len(storages)
+            storages.append(storage)
+        layout = [[*value.shape], [*value.stride()], value.storage_offset()]
+        tensors.append([places[key], str(value.dtype), *layout, value.requires_grad])
+        return str(len(tensors) - 1)
+
+    content = {
+        "calls": [described(f"calls[{at}]", call, keep) for at, call in enumerate(calls)],
+        "format": DUMP_FORMAT,
+        "storages": [[each.device.type, each.nbytes()] for each in storages],
+        "tensors": tensors,
+    }
+    text = json.dumps(content, separators=(",", ":")).encode()
+    sizes = {"calls": len(text), "storages": sum(each.nbytes() for each in storages)}
+    header = safetensors_header({name: ([size], torch.uint8) for name, size in sizes.items()})
+    with path.open("wb") as file:
+        file.write(header + text)
+        for each in storages:
+            file.write(_bytes_of(each).numpy().data)
+
+
+class _Tensor(NamedTuple):
+    """How an input lies in a storage."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: list[int]
+    stride: list[int]
+    offset: int
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage up to the last element."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * by for size, by in zip(self.shape, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
+
+class Dump:
+    """The calls of a dump in an open file, which has been checked; see opened_dump()."""
+
+    def __init__(self, file: OpenFile) -> None:
+        arrays = read_arrays(file.read, file.size)
+        kinds = {(name, each.dtype, len(each.shape)) for name, each in arrays.items()}
+        if kinds != {("calls", torch.uint8, 1), ("storages", torch.uint8, 1)}:
+            raise ValueError(f"the arrays {[*arrays][:4]}")
+        self._file, self._begins = file, [arrays["storages"].offset]
+        text = bytearray(arrays["calls"].nbytes)
+        file.read(memoryview(text), arrays["calls"].offset)
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("format") != DUMP_FORMAT:
+            found = content.get("format") if isinstance(content, dict) else content
+            raise ValueError(f"the format {str(found)[:40]!r}")
+        self._storages = [self._storage(each) for each in content["storages"]]
+        if self._begins[-1] - self._begins[0] != arrays["storages"].nbytes:
+            raise ValueError("storages of another size")
+        self._tensors = [self._tensor(each) for each in content["tensors"]]
+        self._calls = content["calls"]
+        nothing = torch.empty(0)
+        for at in range(len(self)):
+            self._call(at, [nothing] * len(self._tensors))
+
+    def _storage(self, entry: Any) -> tuple[bool, int]:
+        """Whether a storage was on a GPU, and its bytes."""
+        device, nbytes = entry
+        if device not in ("cpu", "cuda") or not are_sizes([nbytes]):
+            raise ValueError(f"the storage {entry}")
+        self._begins.append(self._begins[-1] + nbytes)
+        return device == "cuda", nbytes
+
+    def _tensor(self, entry: Any) -> _Tensor:
+        storage, dtype, shape, stride, offset, requires_grad = entry
+        kind = restored(["dtype", dtype], dict[str, Tensor]().__getitem__)
+        made = _Tensor(storage, kind, shape, stride, offset, requires_grad)
+        is_sized = are_sizes([storage, offset]) and are_sizes(shape) and are_sizes(stride)
+        if not is_sized or len(shape) != len(stride) or type(requires_grad) is not bool:
+            raise ValueError(f"the tensor {entry}")
+        if len(shape) > 64 or math.prod(shape) * kind.itemsize >= 2**63:
+            raise ValueError(f"the tensor {entry}")
+        if made.nbytes > self._storages[storage][1]:
+            raise ValueError(f"the tensor {entry} in a storage of {self._storages[storage][1]}")
+        if requires_grad and not (kind.is_floating_point or kind.is_complex):
+            raise ValueError(f"the tensor {entry} with a gradient")
+        return made
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The calls with their inputs in new memory."""
+        for at in range(len(self)):
+            yield self._call(at, _Inputs(self._file, self._begins, self._storages, self._tensors))
+
+    def _call(self, at: int, tensors: Any) -> dict[str, Any]:
+        call = restored(self._calls[at], lambda name: tensors[int(name)])
+        known = {"op": list, "grad": bool, "inputs": list, "digests": list, "error": str}
+        if not isinstance(call, dict) or not {"op", "grad", "inputs"} <= call.keys():
+            raise ValueError(f"the call {str(call)[:80]}")
+        if any(type(value) is not known.get(name) for name, value in call.items()):
+            raise ValueError(f"the call {str(call)[:80]}")
+        if [type(part) for part in call["op"]] != [str, str]:
+            raise ValueError(f"the operator {str(call['op'])[:80]}")
+        return call
+
+
+class _Inputs:
+    """The tensors of one call by their numbers, on a GPU if they were on one and there is one."""
+
+    def __init__(
+        self,
+        file: OpenFile,
+        begins: Sequence[int],
+        storages: Sequence[tuple[bool, int]],
+        tensors: Sequence[_Tensor],
+    ) -> None:
+        self._file, self._begins, self._storages = file, begins, storages
+        self._tensors = tensors
+        self._loaded: dict[int, Tensor] = {}
+
+    def __getitem__(self, number: int) -> Tensor:
+        storage, dtype, shape, stride, offset, requires_grad = self._tensors[number]
+        if storage not in self._loaded:
+            self._loaded[storage] = self._load(storage)
+        whole = self._loaded[storage].untyped_storage()
+        made = torch.empty(0, dtype=dtype, device=whole.device)
+        return made.set_(whole, offset, shape, stride).requires_grad_(requires_grad)
+
+    def _load(self, storage: int) -> Tensor:
+        was_on_gpu, nbytes = self._storages[storage]
+        read = torch.empty(nbytes, dtype=torch.uint8)
+        self._file.read(read.numpy().data, self._begins[storage])
+        if was_on_gpu and torch.cuda.is_available():
+            return read.cuda()
+        return empty(nbytes, dtype=torch.uint8).copy_(read)
+
+
+@contextmanager
+def opened_dump(path: str) -> Iterator[Dump]:
+    """Opens a dump and checks what it describes; ValueError for another file."""
+    with open_to_read(path) as file:
+        try:
+            dump = Dump(file)
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: expected a file that SPEEDTORCH_LOG=dump has written ({DUMP_FORMAT!r}),"
+                f" got {error}"
+            ) from error
+        yield dump
