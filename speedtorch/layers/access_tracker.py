@@ -15,8 +15,8 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,20 @@ from speedtorch.torch_internals import (
     tree_map,
 )
 
-__all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device"]
+__all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device", "untracked"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def untracked(method: _Method) -> _Method:
+    """Lets a method look at tracked tensors without being taken for the program."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with as_plain():
+            return method(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class Tracking(Protocol):

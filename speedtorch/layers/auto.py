@@ -26,9 +26,10 @@ from speedtorch.layers.access_predictor import AccessPredictor
 from speedtorch.layers.access_tracker import on_device
 from speedtorch.layers.module_hook import ModuleHook
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.residency import Residency, Use
+from speedtorch.layers.residency import Residency
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
+from speedtorch.layers.uses import Use
 from speedtorch.torch_internals import (
     call_after_backward,
     calls_under_way,
@@ -127,7 +128,7 @@ class AutoOffload:
         self._enter(unit)
         depth, thread = calls_under_way()[unit.module], threading.get_ident()
         self._end_calls(unit, thread, depth - 1)
-        use = self._residency.begin_use([unit])
+        use = self._residency.uses.begin([unit])
         self._forward.setdefault(unit, []).append(_Call(use, thread, depth))
         self._residency.fill_use(use)
         self._note(_Reached(unit, backward=False))
@@ -153,7 +154,7 @@ class AutoOffload:
         """A call of a unit, or an operation on its tensors, begins."""
         self.end_failed()
         # The backward within a transform runs no hook that brings a unit back.
-        if is_transformed() and not self._residency.is_used(unit):
+        if is_transformed() and not self._residency.uses.of(unit):
             raise NotImplementedError(
                 f"{unit.name}: under auto() a unit leaves between the forward and the backward of "
                 "a transform of torch.func; call the transform within swapper.use() of all units "
@@ -195,11 +196,11 @@ class AutoOffload:
             self._parts.clear()
             while self._backward:
                 unit, use = self._backward.popitem()
-                unit.touch()  # since the error nothing has looked for changes of it
+                unit.use.touch()  # since the error nothing has looked for changes of it
                 self._residency.end_use(use)
             self._graphs.clear()
             for unit in self._units:
-                unit.forget_results()
+                unit.calls.forget_results()
 
     def reaches(self, unit: Unit, *, nested: bool) -> None:
         """See Caller."""
@@ -208,7 +209,7 @@ class AutoOffload:
             return
         if not nested:
             self._leave_backward()
-        use = self._residency.begin_use([unit], gradients=True)
+        use = self._residency.uses.begin([unit], gradients=True)
         self._backward[unit] = use
         self._residency.fill_use(use)
         self._note(_Reached(unit, backward=True))
@@ -218,7 +219,7 @@ class AutoOffload:
         while self._backward:
             unit, use = self._backward.popitem()
             # A backward within another knows nothing of what that will reach.
-            if len(self._graphs) == 1 and unit.open_results <= 0:
+            if len(self._graphs) == 1 and unit.calls.open_results <= 0:
                 self._step(unit)
             self._residency.end_use(use)
 
@@ -229,7 +230,7 @@ class AutoOffload:
         if self._graphs:
             return
         for unit in self._units:
-            unit.forget_results()
+            unit.calls.forget_results()
         for unit in self._units:
             self._step(unit)
         counted = [each.settle() for each in self._parts] or [[] for _ in self._steps]
@@ -238,7 +239,7 @@ class AutoOffload:
             steps.note_ended_backward(its)
 
     def _step(self, unit: Unit) -> None:
-        if not self._steps or not unit.has_gradients:
+        if not self._steps or not unit.tensors.has_gradients:
             return
         if not self._parts:
             self._parts = [PartialStep(each.optimizer) for each in self._steps]

@@ -86,7 +86,7 @@ class Averaging:
     """What DistributedDataParallel has to be told of one unit, which errors call by its name."""
 
     def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
-        self._name, self._module, self._device = name, module, device
+        self.name, self._module, self.device = name, module, device
         # One may have been made before: then the nodes are those that it knows.
         is_known = not (dist.is_available() and dist.is_initialized())
         self._noted = _made.number if is_known else -1
@@ -144,20 +144,20 @@ class Averaging:
             return
         if steps:
             raise NotImplementedError(
-                f"unit {self._name!r}: auto(step=True) steps units by the gradients of this rank,"
+                f"unit {self.name!r}: auto(step=True) steps units by the gradients of this rank,"
                 " before DistributedDataParallel has averaged them: use auto() without step=True,"
                 " and optimizer.step()"
             )
         if wrapper.gradient_as_bucket_view:
             raise NotImplementedError(
-                f"unit {self._name!r}: its gradients move with it, and those of"
+                f"unit {self.name!r}: its gradients move with it, and those of"
                 " DistributedDataParallel(gradient_as_bucket_view=True) must stay where they are"
                 " averaged: use gradient_as_bucket_view=False"
             )
         looks_for_nodes = wrapper.find_unused_parameters and not wrapper.static_graph
         if looks_for_nodes and self._has_other_nodes(averaged):
             raise NotImplementedError(
-                f"unit {self._name!r}: DistributedDataParallel(find_unused_parameters=True) would"
+                f"unit {self.name!r}: DistributedDataParallel(find_unused_parameters=True) would"
                 " take its parameters for unused, as they have moved: use"
                 " find_unused_parameters=False"
             )
@@ -235,7 +235,7 @@ class Averaging:
     @property
     def away(self) -> list[nn.Parameter]:
         """Trained parameters that are not on the unit's device."""
-        return [each for each in self._trained() if each.device != self._device]
+        return [each for each in self._trained() if each.device != self.device]
 
     @contextmanager
     def pretending(self) -> Iterator[None]:
@@ -244,7 +244,7 @@ class Averaging:
         homes = [each.data for each in away]
         try:
             for each in away:
-                each.data = each.new_empty((), device=self._device).expand(each.shape)
+                each.data = each.new_empty((), device=self.device).expand(each.shape)
             yield
         finally:
             for each, home in zip(away, homes, strict=True):

@@ -25,13 +25,14 @@ from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import StateReport, TransferStats
-from speedtorch.layers.unit import exact_device, is_of_unit
+from speedtorch.layers.unit import exact_device
 from speedtorch.layers.unit_steps import (
     check_steps_in_pieces,
     refuse_hasty_scaler,
     replace_method,
     steps_by,
 )
+from speedtorch.layers.unit_tensors import is_of_unit
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter

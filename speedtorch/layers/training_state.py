@@ -20,7 +20,8 @@ from speedtorch.layers.discarded import Discarded
 from speedtorch.layers.sleeping_storages import SleepingStorages
 from speedtorch.layers.slot import Slot
 from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, state_tensors
-from speedtorch.layers.unit import exact_device, is_of_unit
+from speedtorch.layers.unit import exact_device
+from speedtorch.layers.unit_tensors import is_of_unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.torch_internals import as_plain, fully_sharded, storage_id

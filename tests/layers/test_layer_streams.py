@@ -264,7 +264,7 @@ def test_the_end_of_a_use_is_behind_all_streams_that_have_used_the_unit(
     streams.use(other)
     streams.work("use")
     streams.use(main)
-    unit._streams.add(other)  # type: ignore[arg-type]
+    unit.use._streams.add(other)  # type: ignore[arg-type]
     unit.end_use()
     streams.work("next")
     assert "use" in streams.before("next")
