@@ -1,14 +1,8 @@
-"""AutoOffload: units come as forward and backward reach them, and the next one ahead.
+"""AutoOffload: loads units as forward and backward reach them, and prefetches the next ones.
 
-**Operations.** What the program computes of a unit's tensors outside of its forward is a call, too.
-
-**Order.** As it is known what comes next, it is known as well what is used last: that leaves first,
-and the optimizer's state before its unit.
-
-**Backward.** Autograd runs what was computed last first. So where it reaches the result of another
-unit, it is through with the one before, whose gradients are complete, unless that was called more
-than once; and it is through with all where it ends. A unit that was called within another's forward
-comes beside that.
+Autograd runs last what was computed first. If a unit runs once in the forward pass, its gradients
+are complete when backward reaches the result of another unit; those of all units when it ends. A
+unit that was called within another's forward is loaded beside that.
 """
 
 from __future__ import annotations
@@ -48,11 +42,7 @@ class _Reached(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A forward of a unit that has begun, in a thread.
-
-    `depth`: how many calls of the module were on the thread's stack, with this one; 0: none that
-    Python shows, as of a compiled module.
-    """
+    """A forward of a unit in a thread; `depth` counts the module on its stack, 0: unknown."""
 
     use: Use
     thread: int
@@ -121,10 +111,7 @@ class AutoOffload:
     # Hooks
 
     def _begins(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The forward of a unit begins, within a backward if that computes it again.
-
-        Inputs that are elsewhere are copied to the device.
-        """
+        """A unit's forward begins: moves its inputs to the device."""
         self._enter(unit)
         depth, thread = calls_under_way()[unit.module], threading.get_ident()
         self._end_calls(unit, thread, depth - 1)

@@ -132,12 +132,10 @@ class Averaging:
         return (each for each in self._module.parameters() if each.requires_grad)
 
     def check(self, *, steps: bool) -> None:
-        """Is called as a use of the unit begins, perhaps in a DistributedDataParallel's forward.
+        """Raises NotImplementedError within a forward that would average its gradients wrongly.
 
-        Raises NotImplementedError if the unit is stepped within the backward, before its gradients
-        are averaged; if its gradients are views of what is averaged, which no longer are when a
-        move of the unit has given them other memory; or if nodes of its parameters are looked for
-        in the graph.
+        They must not be stepped within the backward, nor be views of buckets, from which a move of
+        the unit separates them, nor be looked for by nodes of the graph.
         """
         wrapper = active_data_parallel()
         if wrapper is None or not (averaged := self._averaged_by(wrapper)):
@@ -252,11 +250,10 @@ class Averaging:
 
 
 def _begins(wrapper: nn.Module, _: object) -> None:
-    """The forward of a DistributedDataParallel with units begins.
+    """Places buckets on the device before the second forward of a DistributedDataParallel.
 
-    In that after the first backward it places what it averages where the parameters are then, which
-    has to be the device. Raises NotImplementedError if it would send buffers that are on the host
-    to the other ranks, or place gradients on the host.
+    Raises NotImplementedError if buckets, or buffers that are sent to other ranks, would be on the
+        host.
     """
     assert isinstance(wrapper, DistributedDataParallel)
     if (members := _members.get(wrapper)) is None:  # a copy

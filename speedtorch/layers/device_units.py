@@ -16,11 +16,9 @@ __all__ = ["DeviceUnits"]
 
 
 class DeviceUnits:
-    """Units that may have device memory, the least recently used first.
+    """Units that may have device memory, the least recently used first, and their bytes.
 
-    The bytes of a unit include gradients and state that were made on the device, and those that its
-    current uses may make. `first_state` returns the bytes of state that the first step of an
-    optimizer makes for a parameter.
+    `first_state` returns the bytes of state that an optimizer's first step makes for a parameter.
     """
 
     def __init__(

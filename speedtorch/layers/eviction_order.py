@@ -29,14 +29,7 @@ class EvictionPriority(IntEnum):
 
 
 class _Candidate(NamedTuple):
-    """What may be evicted.
-
-    Attributes:
-        next_use: in how many calls it is used.
-        turn: breaks ties of the next use, the lowest first.
-        nbytes: of device memory.
-        is_used: whether its unit is in use.
-    """
+    """What may be evicted; of those with the same next use the lowest `turn` is first."""
 
     priority: EvictionPriority
     next_use: float
@@ -50,7 +43,7 @@ class EvictionOrder:
     """Evicts what is used last in the order seen before, else the least recently used.
 
     Attributes:
-        caller: predicts when units are used; None: their uses are not predicted.
+        caller: predicts when units are used; None: nothing does.
         turns: units that are used next, one after another, with their turns.
         prefetched: units that were prefetched and not used since.
     """
@@ -95,8 +88,8 @@ class EvictionOrder:
     ) -> dict[Eviction, int]:
         """What may be evicted for `unit`, and its bytes; the unit's own state if that is in use.
 
-        by_force: also what is used before `unit`, then prefetched units, and then the state of
-        units in use.
+        by_force: also what is used before `unit`, then prefetched units, then state of units in
+        use.
         """
         soonest = inf if unit is None else self._next_use(unit, state=False)
         return {

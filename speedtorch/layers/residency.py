@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.device_units import DeviceUnits
 from speedtorch.layers.eviction_order import Eviction, EvictionOrder
-from speedtorch.layers.transfer_stats import Memory, TransferStats
+from speedtorch.layers.transfers import Memory, TransferStats
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_calls import Caller
 from speedtorch.layers.uses import Need, Use, Uses
@@ -27,8 +27,6 @@ class Residency:
     """Loads units within a budget, for which units that are not in use are evicted.
 
     Attributes:
-        uses: of units, which remain on the device.
-        units: on the device, and the bytes of each.
         hits: uses that found their unit on the device; `misses`: those that did not.
         seconds_waited: by the host, for evictions.
     """
@@ -77,10 +75,7 @@ class Residency:
         self.advance()
 
     def expect_gradients(self, unit: Unit) -> None:
-        """Makes room for the gradients that a backward is about to make of a unit.
-
-        Raises RuntimeError if there is not enough.
-        """
+        """Makes room for gradients that a backward is about to make; RuntimeError if it cannot."""
         if self._budget is None:
             return
         for use in self.uses.of(unit):
@@ -102,8 +97,7 @@ class Residency:
     def each_to_step(self, units: Collection[Unit]) -> Generator[Unit, None, None]:
         """Loads units with their state one after another, and prefetches the next one.
 
-        Units on the device are first. A unit is in use until the next one is asked for, or this is
-        closed.
+        A unit is in use until the next one is asked for, or this is closed.
         """
         order = sorted(units, key=lambda unit: not unit.packs.device_bytes)
         turns = self._order.turns
@@ -193,10 +187,7 @@ class Residency:
         ]
 
     def _load(self, unit: Unit, *, state: bool, waits: bool, spare: int = 0) -> bool:
-        """Loads a unit; without waiting prefetches it, or returns False if there is no room now.
-
-        So many spare bytes remain free beside it.
-        """
+        """Loads a unit; without waiting prefetches it, or returns False if there is no room now."""
         self.units.by_last_use.setdefault(unit)
         while self._make_room(unit, unit.packs.missing_bytes(state=state) + spare, waits=waits):
             try:

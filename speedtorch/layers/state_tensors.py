@@ -1,8 +1,8 @@
-"""The tensors of a training state by name: a module's, their gradients, and what optimizers keep.
+"""The tensors of a training state by name: a module's, their gradients, and optimizer state.
 
-What has memory is a plain tensor. Of a tensor of a class of its own these are the tensors within:
-those that `__tensor_flatten__` names (DTensor, torchao), and else the object itself, if it has
-memory, and the tensors among its attributes (bitsandbytes, MaskedTensor).
+Wrappers are replaced by the tensors that `__tensor_flatten__` names (DTensor, torchao). Tensors of
+other classes count if they have memory, with the tensors among their attributes (bitsandbytes,
+MaskedTensor).
 """
 
 from __future__ import annotations
@@ -40,13 +40,7 @@ _NO_RECORDS = nn.Module, Optimizer, type, torch.dtype, torch.device
 
 
 class StateTensors(NamedTuple):
-    """The plain tensors of each part, by names that stay.
-
-    Attributes:
-        of: by part.
-        frozen: names of weights that are not trained.
-        unsaved: names of buffers that no state_dict() has.
-    """
+    """The plain tensors of each part by name; `unsaved` are buffers that no state_dict() has."""
 
     of: dict[StatePart, dict[str, Tensor]]
     frozen: set[str]
@@ -100,10 +94,7 @@ def _added(found: dict[str, Tensor], name: str, value: Any) -> list[str]:
 def plain_tensors(
     name: str, value: Any, seen: set[int] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors in a value by names, which may be in containers and objects.
-
-    What has been `seen` is left out.
-    """
+    """The plain tensors in a value, its containers and objects by name, but for those `seen`."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return
@@ -141,7 +132,7 @@ def plain_tensors(
 def wrappers_in(tensor: object) -> list[Tensor]:
     """A wrapper and the wrappers within it; none if plain tensors have not all of its memory.
 
-    Of a DTensor, which has a mesh, they have not: other ranks know where it is.
+    DTensor is none of them: other ranks know its mesh.
     """
     is_row_weight = isinstance(tensor, RowWeight)  # whose table has the elements
     if is_plain_tensor(tensor) or is_row_weight or not hasattr(tensor, "__tensor_flatten__"):

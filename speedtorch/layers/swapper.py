@@ -14,9 +14,10 @@ from speedtorch.layers.auto import AutoOffload
 from speedtorch.layers.eviction_order import Eviction
 from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.optimizer_trials import FirstState, check_when_given
+from speedtorch.layers.reports import Freed, SwapReport
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.state_swapper import check_can_be_split
-from speedtorch.layers.transfer_stats import Freed, SwapReport, TransferStats
+from speedtorch.layers.transfers import TransferStats
 from speedtorch.layers.unit import Unit, exact_device
 from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.memory.byte_count import bytes_of, text_of

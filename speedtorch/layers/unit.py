@@ -14,7 +14,7 @@ from speedtorch.layers.access_tracker import AccessTracker, untracked
 from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.pack import Pack
-from speedtorch.layers.transfer_stats import Memory, TransferStats
+from speedtorch.layers.transfers import Memory, TransferStats
 from speedtorch.layers.unit_calls import Caller, UnitCalls
 from speedtorch.layers.unit_packs import UnitPacks, shown_on_host
 from speedtorch.layers.unit_tensors import UnitTensors
@@ -27,34 +27,26 @@ __all__ = ["Unit", "exact_device"]
 class Unit:
     """A module and its optimizer state: in host memory, or on the device.
 
-    The unit is evicted at first. An evicted unit is ordinary CPU tensors. Parameter objects, their
-    hooks, requires_grad and an optimizer's param_groups stay as they are; gradients and the tensors
-    of `optimizer.state` move along, those that are made later as well. Tensors without dimensions
-    that torch keeps on the CPU (`step`) stay there. Tied tensors are there once, and stay tied.
+    The unit is evicted at first: ordinary CPU tensors. Parameter objects, their hooks,
+    requires_grad and an optimizer's param_groups stay as they are; gradients and the tensors of
+    `optimizer.state` move along. Tensors without dimensions that torch keeps on the CPU (`step`)
+    stay there.
 
-    Written back is what may have changed: gradients, buffers if a module that has some has been
-    called, what a step of the optimizer has changed, and whatever torch has counted a change of.
-    Torch counts none of `parameter.data`: say `use.touch()` after such a change, unless a step of
-    the optimizer follows or does it.
+    Gradients are written back, buffers of called modules, what a step has changed, and all changes
+    that torch counts. Torch counts no change of `parameter.data`: call `use.touch()` after it.
 
-    On a GPU bring(), load() and write_back() go beside the current stream. All that moves the unit
-    raises TypeError or ValueError for a tensor that cannot be moved, MemoryError if the host has
-    too little memory for what came to it, and RuntimeError (torch.OutOfMemoryError) if the device
-    has; the unit is where it was then, or what of it was prefetched is on the device.
+    On a GPU copies are beside the current stream. All moves raise TypeError or ValueError for a
+    tensor that cannot be moved, MemoryError if the host has too little memory, and
+    torch.OutOfMemoryError if the device has; the unit is where it was then.
 
     A view of a loaded unit's tensor that you keep (`parameter.detach()`) keeps the device memory of
-    the whole unit, and the values there; evict() names it. What autograd keeps has no memory while
-    the unit is evicted: a backward raises RuntimeError then.
-
-    Making one raises the same errors, and ValueError for a tensor of another unit. Of modules that
-    share a parameter make one unit (nn.ModuleList).
+    the whole unit; evict() names it. A backward raises RuntimeError while the unit is evicted.
 
     Attributes:
         tensors: all that belong to it, by name.
         use: what may have changed since it was copied.
         packs: the memory of its tensors.
         calls: its module's forwards, and graphs of their results.
-        averaging: DistributedDataParallel's view of it.
     """
 
     def __init__(
@@ -99,21 +91,14 @@ class Unit:
         self.averaging.forget_replaced()
 
     def bring(self, *, state: bool = True) -> None:
-        """Begins to copy the unit to the device, with the optimizer's state if that is asked for.
-
-        Its tensors stay on the host until load(), which copies what has changed there meanwhile.
-        """
+        """Begins to copy the unit to the device; tensors may change on the host until load()."""
         try:
             self._come(Pack.bring, state=state)
         finally:
             self.track()
 
     def load(self, *, state: bool = True) -> None:
-        """Moves the unit to the device, where it stays if it is there.
-
-        Work that the current stream gets from now on waits for the copies. A forward and a backward
-        do not need the optimizer's state.
-        """
+        """Moves the unit to the device, with the optimizer state that a step needs."""
         self._come(Pack.load, state=state)
         self.packs.join(state=state)
 
@@ -129,9 +114,7 @@ class Unit:
     def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
         """Moves the unit to the host; returns the bytes of device memory that are free then.
 
-        0 if it was on the host. Memory that views keep is not free; see UnitPacks.held_by().
-        `after` is as of UnitPacks.write_back(), `search` as of Pack.evict, of parameters and
-        buffers.
+        See UnitPacks.write_back() for `after`, and Pack.evict() for `search`.
         """
         self._tracker.stop()
         self.averaging.note()
@@ -141,10 +124,7 @@ class Unit:
         return freed
 
     def evict_state(self, after: torch.cuda.Event | None = None) -> int:
-        """Moves the optimizer's state only to the host; returns the bytes that are free then.
-
-        The unit can be used, and not be stepped.
-        """
+        """Moves optimizer state only to the host; the unit can be used, and not be stepped."""
         self._tracker.stop()
         return self.packs.evict_state(after)
 
@@ -154,10 +134,7 @@ class Unit:
         self.use.join_streams()
 
     def end_use(self) -> None:
-        """From now on track() finds each use of its tensors, and the current stream is behind all.
-
-        An event that the current stream records next is behind all work on the unit.
-        """
+        """Tracks its tensors; the current stream is behind all work on the unit from now on."""
         self.use.join_streams()
         self.track()
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.state_tensors import within_frozen
-from speedtorch.layers.transfer_stats import Memory
+from speedtorch.layers.transfers import Memory
 from speedtorch.layers.unit_packs import UnitPacks, host_copy
 from speedtorch.layers.unit_use import UnitUse
 from speedtorch.torch_internals import (
@@ -76,8 +76,6 @@ def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
 
 class UnitCalls(Generic[U]):
     """Hooks of a unit's module, and what AccessTracker reports of its tensors (see Tracking).
-
-    Without a Caller, `before_gradients` is called with the unit when a backward reaches it.
 
     Attributes:
         open_results: results with a graph that no backward has reached.
@@ -189,20 +187,17 @@ class UnitCalls(Generic[U]):
         self._averaging.check(steps=False)
 
     def _ends(self, module: nn.Module, args: object, output: object) -> object:
-        """A forward of the module, or of one in it that has buffers, ends.
-
-        Returns what torch returns instead of the output; None: the output.
-        """
+        """A forward ends; returns what torch returns instead of the output."""
         self._use.note()
         if module is not self._module:
             return None
         return self._given(self._begun.pop() if self._begun else 0, output)
 
     def _given(self, begun: int, output: Any) -> Any:
-        """Returns what the program is given as the result of a call that began at this number.
+        """Returns the result of a call for the program, and hooks the nodes made since `begun`.
 
-        With a Caller trained tensors of the unit are replaced by copies. A result counts as the
-        unit's if autograd made its node during the call: a unit may also return what it was given.
+        With a Caller trained tensors of the unit are replaced by copies. Older nodes are of tensors
+        that the call was given.
         """
         if self._packs.memory is None:
             return output

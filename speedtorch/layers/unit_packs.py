@@ -1,7 +1,6 @@
-"""UnitPacks: a unit's tensors in three packs, which are copied between host and device.
+"""UnitPacks: parameters and buffers, gradients, and optimizer state of a unit, in three packs.
 
-The packs are parameters and buffers, their gradients, and optimizer state. So a forward copies no
-state to the device, and a unit that has been stepped no gradients.
+A forward copies no state to the device, and a unit that has been stepped no gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.state_tensors import wrappers_in
-from speedtorch.layers.transfer_stats import Memory
+from speedtorch.layers.transfers import Memory
 from speedtorch.layers.unit_tensors import UnitTensors
 from speedtorch.layers.unit_use import UnitUse
 
@@ -25,11 +24,9 @@ _Part: TypeAlias = tuple[Pack, Members]
 
 
 class UnitPacks:
-    """Moves the packs of a unit; where one cannot be moved, all are where they were.
+    """Moves the packs of a unit; if one cannot be moved, all are where they were.
 
-    Attributes:
-        own: parameters and buffers; `state`: optimizer state.
-        made_state_bytes: of state that steps made on the device, as other_bytes() counted it last.
+    `made_state_bytes` are those of state made on the device, as other_bytes() counted them last.
     """
 
     def __init__(
@@ -48,7 +45,8 @@ class UnitPacks:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory, without tensors that were made on the device since the load."""
-        return sum([pack.slab.device_bytes for pack in self._all])
+        own, gradients, state = self._all  # one by one: each call of a module asks several times
+        return own.slab.device_bytes + gradients.slab.device_bytes + state.slab.device_bytes
 
     @property
     def memory(self) -> Memory | None:
@@ -63,7 +61,7 @@ class UnitPacks:
     def is_written_back(self, *, state_only: bool) -> bool:
         """Whether evict(), or evict_state(), would wait for no copy that write_back() has begun."""
         packs = self._all[2:] if state_only else self._all
-        return all(pack.slab.leaving.is_done for pack in packs)
+        return all(pack.slab.transfers.to_host.is_done for pack in packs)
 
     def _parts(self) -> list[_Part]:
         """The packs and the tensors that are in them now."""
@@ -72,14 +70,13 @@ class UnitPacks:
     @untracked
     def come(self, call: Callable[..., None], *, state: bool) -> None:
         """Calls Pack.bring or Pack.load for the packs, with optimizer state if it is asked for."""
-        if not self.device_bytes:
-            self._use.note_load()
         empty = [pack for pack in self._all if not pack.slab.device_bytes]
+        if len(empty) == len(self._all):
+            self._use.note_load()
         called: list[_Part] = []
         try:
             # Tensors are looked at while the copy is under way.
-            known = self._tensors.known
-            is_begun = known is not None and self.own.begin(known)
+            is_begun = bool(self._tensors.known) and self.own.begin(self._tensors.known)
             parts = self._parts()
             for pack, members in parts if state else parts[:2]:
                 called.append((pack, members))
@@ -87,7 +84,7 @@ class UnitPacks:
             self._tensors.follow_inner()
         except BaseException as error:
             for pack in self._all:  # some may be on the device already
-                pack.slab.coming.join()
+                pack.slab.transfers.to_device.join()
             for pack, members in called if isinstance(error, RuntimeError) else ():
                 if pack in empty:
                     pack.evict(members)
@@ -98,17 +95,16 @@ class UnitPacks:
     def join(self, *, state: bool) -> None:
         """Lets the current stream wait for the copies to the device."""
         for pack in self._all if state else self._all[:2]:
-            pack.slab.coming.join()
+            pack.slab.transfers.to_device.join()
 
     @untracked
     def write_back(
         self, after: torch.cuda.Event | None = None, *, state_only: bool = False
     ) -> None:
-        """Begins to copy what is new on the device to the host, or new optimizer state only.
+        """Begins to copy what is new on the device, but for gradients, or new optimizer state only.
 
-        The tensors remain on the device. evict() waits for these copies, and copies what has
-        changed meanwhile. Gradients are left to evict(). `after` is the end of the unit's last use;
-        None: all that the current stream has queued.
+        evict() waits for these copies, and copies what has changed meanwhile. `after` is the end of
+        the unit's last use; None: all that the current stream has queued.
         """
         self._use.join_streams(after)
         (own, members), _, (of_state, state) = self._parts()
@@ -123,7 +119,7 @@ class UnitPacks:
     def wait(self) -> None:
         """Waits for the copies that write_back() has begun."""
         for pack in self._all:
-            pack.slab.leaving.finish()
+            pack.slab.transfers.to_host.finish()
 
     @untracked
     def evict(self, after: torch.cuda.Event | None, *, search: bool) -> int:
@@ -167,10 +163,7 @@ class UnitPacks:
     @property
     @untracked
     def has_new_tensors(self) -> bool:
-        """Whether parameters or buffers were added or renamed since the last eviction.
-
-        A graph must not save them before they have been moved: they are not in the slab yet.
-        """
+        """Whether there are tensors that have never moved, which a graph must not save yet."""
         return not self.own.has_all(self._tensors.found.own)
 
     def held_by(self) -> list[str]:
@@ -206,10 +199,7 @@ class UnitPacks:
 
     @untracked
     def on_host(self, *, state: bool = False) -> dict[int, Tensor]:
-        """Host copies of parameters and buffers, or of state, by their addresses on the device.
-
-        Waits until what is new on the device is on the host.
-        """
+        """Host copies of parameters and buffers, or of state, by their device addresses."""
         pack, members = self._parts()[2 if state else 0]
         if pack.slab.device_bytes:
             self.write_back()

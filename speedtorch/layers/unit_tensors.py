@@ -33,19 +33,17 @@ _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class TensorIndex:
-    """The tensors of a module and of what optimizers keep of it, as they are when it is made.
+    """The tensors of a module and its optimizer state, as they are when it is made.
 
-    Going through a module's names takes longer than everything else that a move does for a tensor:
-    what was found is kept for as long as each of it is where it was found.
-
+    Going through a module's names takes longer than all else that a move does for a tensor.
     `is_of_state` says of an optimizer, a parameter's name, the parameter, a key and a value of its
-    state whether the value moves with the module. The name tells optimizers apart.
+    state whether the value moves with the module.
 
     Attributes:
-        own: parameters and buffers, those that are not trained first; of wrappers that are not, as
-            quantized weights, the tensors within.
-        wrappers: which are there by their tensors alone.
-        state: what optimizers keep of each parameter.
+        own: parameters and buffers, those that are not trained first; of wrappers that are not,
+            such as quantized weights, the tensors within.
+        wrappers: these wrappers.
+        state: optimizer state of each parameter.
     """
 
     def __init__(
@@ -126,10 +124,7 @@ class TensorIndex:
         return [*self.own.values(), *self.gradients.values(), *self.state.values()]
 
     def is_current(self) -> bool:
-        """Whether all is where it was found, and nothing else.
-
-        It asks all objects for one thing after another, which takes less time than one by one.
-        """
+        """Whether all is where it was found; asks all objects for one thing after another."""
         if any(self._empty) or [*map(len, self._filled)] != self._lengths:
             return False
         if not all(map(is_, self._values_now(), self._values)) or self._flags_now() != self._flags:
@@ -148,11 +143,7 @@ class TensorIndex:
 
 
 class UnitTensors:
-    """The parameters, buffers, gradients and optimizer state of one unit, as they are now.
-
-    `state_pack` knows the state that has moved before. `on_replaced` is called after tensors were
-    added or replaced.
-    """
+    """The tensors of one unit as they are now; calls `on_replaced` if there are others."""
 
     def __init__(
         self,
@@ -165,21 +156,19 @@ class UnitTensors:
         self.module, self.optimizers, self.name = module, optimizers, name
         self._state_pack, self._on_replaced = state_pack, on_replaced
         self._index: TensorIndex | None = None
+        self.known: Mapping[str, Tensor] = {}
+        """Parameters and buffers as they were found last."""
 
     @property
     def found(self) -> TensorIndex:
         """All of them, by name."""
         if self._index is None or not self._index.is_current():
             self._index = TensorIndex(self.module, self.optimizers, self._is_of_state)
-            for tensor in self._index.own.values():
+            self.known = self._index.own
+            for tensor in self.known.values():
                 _owners[tensor] = weakref.ref(self)
             self._on_replaced()
         return self._index
-
-    @property
-    def known(self) -> Mapping[str, Tensor] | None:
-        """Parameters and buffers as they were found last; None: they have not been yet."""
-        return None if self._index is None else self._index.own
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -216,7 +205,7 @@ class UnitTensors:
 
     def changes(self) -> int:
         """Grows with each change of parameters and buffers that torch counts."""
-        return sum(map(version_of, (self.known or {}).values())) + sum(self.wrapper_versions())
+        return sum(map(version_of, self.known.values())) + sum(self.wrapper_versions())
 
     def follow_inner(self) -> None:
         """Moves wrappers to the device of the tensors within."""

@@ -15,8 +15,7 @@ __all__ = ["UnitUse"]
 class UnitUse:
     """Which tensors of a unit must be written back although torch counts no change of them.
 
-    Attributes:
-        was_stepped: whether it was stepped when it was on the device last.
+    `was_stepped`: whether it was stepped when it was on the device last.
     """
 
     def __init__(self, device: torch.device, tensors: UnitTensors) -> None:
@@ -48,11 +47,7 @@ class UnitUse:
 
     @property
     def count(self) -> int:
-        """Grows with each use, each step, and each change of its tensors that torch counts.
-
-        Changes of gradients and of the optimizer's state count outside of a use, by Unit.track().
-        Moves of the unit count, too.
-        """
+        """Grows with uses, steps, moves, and changes that torch counts."""
         with as_plain():
             return self._count + self._tensors.changes()
 

@@ -16,10 +16,7 @@ __all__ = ["Need", "Use", "Uses"]
 class Use:
     """Units that remain on the device until the holder of this ends or drops it.
 
-    Attributes:
-        state: whether their optimizer state is there, too.
-        trained: units whose gradients a backward makes.
-        stepped: units that are stepped during this use.
+    A backward makes gradients of `trained` units; `stepped` units are stepped during this use.
     """
 
     units: tuple[Unit, ...]

@@ -15,7 +15,8 @@ from conftest import NEEDS_GPU
 from interrupts import EVERY, PACKAGE, Lines
 from torch import Tensor, nn, optim
 
-from speedtorch.layers import Swapper, residency, slab
+from speedtorch.layers import Memory, Swapper, residency
+from speedtorch.layers.transfers import Transfers
 
 WIDTH = 16
 NBYTES = 4 * WIDTH * WIDTH
@@ -53,12 +54,13 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> Marks:
     """As if the CPU were a device with streams."""
     found = Marks()
 
-    def beside(_: Any, stream: Any, after: Mark | None, *__: Any) -> Any:
-        found.waits.append((stream._purpose, found.work if after is None else after.number))
+    def beside(of: Transfers, to: Memory, after: Mark | None = None, *_: Any) -> Any:
+        number = found.work if after is None else after.number
+        found.waits.append((of.side(to)._purpose, number))
         return nullcontext()
 
     monkeypatch.setattr(residency, "end_of_current", lambda _: Mark(found.work))
-    monkeypatch.setattr(slab.Slab, "_beside", beside)
+    monkeypatch.setattr(Transfers, "beside", beside)
     return found
 
 
