@@ -215,7 +215,8 @@ class Pack:
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
         """Begins to copy what is new on the device to the host, where evict() finds it.
 
-        Tensors that were assigned since the load are left out.
+        Tensors that were assigned since the load are left out. From now on `written` is what
+        changes later.
         """
         slab, tensors = self.slab, members.tensors
         if not slab.device_bytes:

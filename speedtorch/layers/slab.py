@@ -138,8 +138,9 @@ class Slab:
     """A layout of named tensors, its host memory, and its device memory while there is any.
 
     Tensors keep their dtype, shape, strides and order; memory that several share is there once.
-    `take` copies the bytes of each. The slab `before` keeps its places, its bytes on the host, and
-    its device storage, which must be empty.
+    `take` copies the bytes of each. The places of the slab `before`, with their bytes on the host,
+    are the first ones, and its device storage is shared. Raises as check_packable(), and
+    MemoryError.
 
     On a GPU `transfers` copies beside the current stream. Users of the device slab call
     `transfers.to_device.join()` before, readers of the host slab `transfers.to_host.finish()`. On

@@ -29,18 +29,20 @@ class Unit:
 
     The unit is evicted at first: ordinary CPU tensors. Parameter objects, their hooks,
     requires_grad and an optimizer's param_groups stay as they are; gradients and the tensors of
-    `optimizer.state` move along. Tensors without dimensions that torch keeps on the CPU (`step`)
-    stay there.
+    `optimizer.state` move along, and tied tensors stay tied. Tensors without dimensions that torch
+    keeps on the CPU (`step`) stay there.
 
     Gradients are written back, buffers of called modules, what a step has changed, and all changes
     that torch counts. Torch counts no change of `parameter.data`: call `use.touch()` after it.
 
     On a GPU copies are beside the current stream. All moves raise TypeError or ValueError for a
     tensor that cannot be moved, MemoryError if the host has too little memory, and
-    torch.OutOfMemoryError if the device has; the unit is where it was then.
+    torch.OutOfMemoryError if the device has; the unit is where it was then. A tensor belongs to one
+    unit: make one (nn.ModuleList) of modules that share a parameter.
 
     A view of a loaded unit's tensor that you keep (`parameter.detach()`) keeps the device memory of
-    the whole unit; evict() names it. A backward raises RuntimeError while the unit is evicted.
+    the whole unit; `packs.held_by()` names it. A backward raises RuntimeError while the unit is
+    evicted.
 
     Attributes:
         tensors: all that belong to it, by name.
