@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.slab import Memory, Slab, check_packable
-from speedtorch.layers.transfer_stats import TransferStats
+from speedtorch.layers.transfers import TransferStats
 from speedtorch.torch_internals import set_versions, version_of
 
 __all__ = ["Members", "Pack"]
@@ -37,10 +37,7 @@ _HOST_VERSIONS = 1 << 31
 
 
 class Members(NamedTuple):
-    """The tensors of a pack by names that stay.
-
-    `written`: those that may have changed although their versions have not, since they were copied.
-    """
+    """Tensors of a pack by names that stay; `written` may have changed without a new version."""
 
     tensors: dict[str, Tensor]
     written: Collection[str]
@@ -60,8 +57,7 @@ def _plain_tensors() -> AbstractContextManager[None]:
 class Pack:
     """Tensors in host memory, or on the device; on the host at first.
 
-    The caller of each move says which they are now, by names that stay. The device "cpu" is another
-    part of host memory.
+    The caller of each move says which they are now. The device "cpu" is other host memory.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats | None = None) -> None:
@@ -107,8 +103,7 @@ class Pack:
     def begin(self, tensors: Mapping[str, Tensor]) -> bool:
         """Begins to copy the host slab to the device if these tensors seem to be all of it.
 
-        Looking at each tensor lasts long where there are thousands: bring() or load() does so next,
-        and is told whether this has begun. The tensors stay on the host, and the copy harms none.
+        bring() or load() then looks at thousands of tensors during the copy, which harms none.
         """
         if self.slab.is_filled or self.slab.memory_at(tensors) is not Memory.HOST:
             return False
@@ -117,20 +112,14 @@ class Pack:
         return True
 
     def bring(self, members: Members, *, begun: bool = False) -> None:
-        """Begins to copy all to the device, where load() finds it.
-
-        The tensors stay on the host until then. What changes there meanwhile is copied again. After
-        an error, as of load(), nothing has changed.
-        """
+        """Begins to copy all to the device; the tensors may change on the host until load()."""
         if begun or not self.slab.is_filled:
             self._filled(members, begun=begun)
 
     def load(self, members: Members, *, begun: bool = False) -> None:
-        """Brings all to the device, beside the current stream, which must join `slab.coming`.
+        """Moves all to the device; the current stream must join `slab.transfers.to_device`.
 
-        Tensors that were assigned there stay where they are. After an error all is where it was: of
-        the device torch's (torch.OutOfMemoryError), of a tensor that came on the host as of
-        evict().
+        After an error all is where it was: torch.OutOfMemoryError, or the errors of evict().
         """
         copied: Collection[str] = ()
         if begun or not self.slab.is_filled:
@@ -161,10 +150,7 @@ class Pack:
         return at
 
     def _packed(self, members: Members, *, search: bool = True) -> dict[str, Memory | None]:
-        """Where in the slab they are, with all of them in it; none if all are on the device.
-
-        `search`: as of evict().
-        """
+        """Puts all tensors into the slab; returns where they are, nothing if on the device."""
         at = self.slab.where(members.tensors)
         if self._is_there(members, at):
             self._count_given(members, at)
@@ -213,10 +199,10 @@ class Pack:
     def begin_back(
         self, members: Members, after: torch.cuda.Event | None = None
     ) -> Collection[str]:
-        """Begins to copy to the host what is said to have changed, before each tensor is looked at.
+        """Begins to copy `written` to the host before looking at each tensor; returns these names.
 
-        Returns the names of that, for evict(), which is called next. Nothing is written that a
-        tensor may have on the host: all have their addresses on the device.
+        All tensors have their addresses on the device, so that nothing current on the host is
+        overwritten.
         """
         written = members.written
         if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
@@ -229,8 +215,8 @@ class Pack:
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
         """Begins to copy what is new on the device to the host, where evict() finds it.
 
-        Tensors that were assigned since the load are left out. As the host is told now that it has
-        all, `written` is of what changes from now on.
+        Tensors that were assigned since the load are left out. From now on `written` is what
+        changes later.
         """
         slab, tensors = self.slab, members.tensors
         if not slab.device_bytes:
@@ -253,16 +239,15 @@ class Pack:
         search: bool = True,
         copied: Collection[str] = (),
     ) -> int:
-        """Brings all to the host, and what is new of it; returns the device bytes that are free.
+        """Moves all to the host; returns the device bytes that are free, 0 if all was on the host.
 
-        0 if all was on the host. Views that Python programs keep of the device slab keep its memory
-        as well; see held_by(). TypeError, ValueError for a tensor that came and cannot be packed,
-        and MemoryError if the host has too little for what came, leave all where it was.
+        Views that Python programs keep of the device slab keep its memory; see held_by().
+        TypeError, ValueError for a new tensor that cannot be packed, and MemoryError leave all
+        where it was.
 
-        The copy begins `after` the end of their last use, or after all that the current stream has
-        by now. To `search` is to look for such views among all objects if there may be some;
-        without it they have no memory from now on, as what autograd has saved has none until the
-        next load. begin_back() has given what is `copied`.
+        The copy begins `after` the end of the last use, or after all that the current stream has
+        queued. `search` looks for views among all objects; without it views have no memory until
+        the next load. begin_back() has returned what is `copied`.
         """
         tensors, left = members.tensors, self.slab
         if not tensors and not left.device_bytes:
@@ -272,7 +257,7 @@ class Pack:
             at = left.where(tensors)
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
-                    self.slab = Slab(tensors, left.device, traffic=left.traffic)
+                    self.slab = Slab(tensors, left.device, traffic=left.transfers.stats)
                     # Graphs have what all of them leave.
                     self._placed = {name: weakref.ref(each) for name, each in tensors.items()}
                     self._counted.clear()
@@ -305,7 +290,7 @@ class Pack:
         left, tensors = self.slab, members.tensors
         held = {name: each for name, each in tensors.items() if name in left.places}
         self._move(Members(held, members.written), at, Memory.HOST)
-        self.slab = Slab(tensors, left.device, left, left.traffic)
+        self.slab = Slab(tensors, left.device, left, left.transfers.stats)
         for name, tensor in held.items():
             # The memory that it leaves stays as it is: versions do so, too.
             tensor.data = self.slab.view(name, Memory.HOST)
@@ -317,10 +302,7 @@ class Pack:
         memory: Memory,
         copied: Collection[str] = (),
     ) -> None:
-        """Lets all tensors be in a memory, where what they are elsewhere is copied to first.
-
-        What is `copied` has been, or is about to be.
-        """
+        """Moves all tensors to a memory, and copies there what is neither current nor `copied`."""
         slab = self.slab
         leaving, settled = members.tensors, [name for name in at if at[name] is memory]
         if settled:
@@ -337,7 +319,8 @@ class Pack:
         versions = tuple([of_memory[name] for name in leaving])
         views = [slab.view(name, memory) for name in leaving]
         if not comes:
-            slab.leaving.finish()  # the copy may span the places of those that are elsewhere
+            # The copy may span the places of those that are elsewhere.
+            slab.transfers.to_host.finish()
         for name in elsewhere:
             slab.take(name, leaving[name])
         self.memory = None
@@ -349,10 +332,10 @@ class Pack:
             self._counted.pop(name, None)
 
     def _count_given(self, members: Members, at: Mapping[str, Memory | None]) -> None:
-        """Gives tensors that have got other memory on the device a version that no graph knows.
+        """Gives tensors that were assigned on the device a version that no graph has saved.
 
-        Torch counts no `tensor.data = values`. A graph that is made from now on is right once they
-        have moved with their elements, and one that has saved what was there before is not.
+        Torch counts no `tensor.data = values`: a graph that has saved the values before would be
+        wrong.
         """
         for name in [name for name, memory in at.items() if memory is None]:
             tensor = members.tensors[name]
@@ -385,9 +368,9 @@ class Pack:
         tensors: Mapping[str, Tensor],
         at: Mapping[str, Memory | None],
     ) -> None:
-        """Notes that tensors' elements have changed, at their versions, in the memory they leave.
+        """Notes changes of tensors at their versions, in the memory that they leave.
 
-        Graphs of the memory that one leaves are right if they have saved these very elements.
+        Graphs of that memory remain right if they have saved these very elements.
         """
         on_host, on_device = self._host_versions, self._device_versions
         for name in names:
