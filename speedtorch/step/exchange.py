@@ -121,7 +121,10 @@ class Exchange:
         if held.process != os.getpid():  # is_of_fork, without a call
             self.be_own()
         try:
-            found = self.memory.together(self._look_up, ids)
+            if self.memory.takes_more:
+                found = self._look_up(ids)
+            else:  # ranks may have to look up together
+                found = self.memory.together(self._look_up, ids)
         except BaseException:
             held.announced.note_end()
             raise
@@ -192,8 +195,9 @@ class Exchange:
         Gives the batch, and what was announced with these ids.
         """
         held, memory = self.held, self.memory
-        planned = self.steps.take_expected()
-        batch = None if planned is None else self._taken(planned, [ids])
+        batch = None
+        if self.steps.expected is not None and (planned := self.steps.take_expected()) is not None:
+            batch = self._taken(planned, [ids])
         if held.joint is not None and self._begin_jointly(held.joint, batch):
             return batch, announced
         is_part = True

@@ -372,7 +372,7 @@ def test_a_manifest_that_names_no_file_is_an_error(name: str, tmp_path: Path) ->
     ("change", "message"),
     [
         (lambda content: content.update(parts=["a"]), "its parts have no names"),
-        (lambda content: content["files"][0]["crc32"].append(0), "it has 1 chunks of 2"),
+        (lambda content: content["files"][0]["crc32c"].append(0), "it has 1 chunks of 2"),
     ],
 )
 def test_a_manifest_of_other_contents_is_an_error(

@@ -204,8 +204,9 @@ with tempfile.TemporaryDirectory() as folder:
     speedtorch.save(folder, rows=torch.ones(3))
     speedtorch.load(folder)
 """
-    saved = torch.load(dump_of(program, tmp_path), weights_only=True)
-    assert [call["op"][0] for call in saved["calls"]] == ["pinned_gather_detached"]
+    content, _ = parts_of(dump_of(program, tmp_path))
+    names = [value_of(call, "op") for call in content["calls"]]
+    assert "pinned_gather_detached" in str(names) and len(names) == 1
 
 
 @pytest.mark.slow
