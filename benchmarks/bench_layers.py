@@ -103,15 +103,15 @@ def as_units(
 ) -> Iterator[Figure]:
     """As speedtorch moves them."""
     first, second = (Unit(layers(width), device=DEVICE, name="a unit") for _ in range(2))
-    nbytes = first.packs.nbytes
+    nbytes = first.nbytes
 
     def leave() -> None:
-        first.use.touch()
+        first.touch()
         first.evict()
 
     def change_places() -> None:
-        first.use.touch()
-        first.packs.write_back()
+        first.touch()
+        first.write_back()
         second.bring()
         first.evict()
 
@@ -233,8 +233,8 @@ def host_time() -> Iterator[Figure]:
             loads.append((time.perf_counter() - begin) * 1e3)
             synchronize()
             optimizer.step()  # changes none, and may have changed all
-            unit.packs.write_back()
-            unit.packs.wait()
+            unit.write_back()
+            unit.wait()
             begin = time.perf_counter()
             unit.evict()
             leaves.append((time.perf_counter() - begin) * 1e3)

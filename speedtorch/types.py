@@ -6,8 +6,9 @@ The functions that take or return them document them.
 from speedtorch.checkpoints.save import Saved
 from speedtorch.info import Info
 from speedtorch.layers.auto import AutoOffload
-from speedtorch.layers.reports import Freed, SleepReport, StateReport, SwapReport
 from speedtorch.layers.state_tensors import StatePart
+from speedtorch.layers.training_state import SleepReport
+from speedtorch.layers.transfer_stats import Freed, StateReport, SwapReport
 from speedtorch.memory.cost_model import Explanation
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.placement import MemoryKind

@@ -180,7 +180,7 @@ class _TwoDevices(TorchDispatchMode):
         self._units = swapper._units.values()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        slabs = [unit.packs.own.slab for unit in self._units]
+        slabs = [unit._own.slab for unit in self._units]
         on_host = {each._cdata for slab in slabs for each in slab._host_storages}
         are_there = {
             each.untyped_storage()._cdata in on_host

@@ -2,11 +2,11 @@
 
 from speedtorch.layers.host_init import host_init
 from speedtorch.layers.pack import Pack
-from speedtorch.layers.reports import Freed, SleepReport, StateReport, SwapReport
 from speedtorch.layers.slab import Memory, Slab
 from speedtorch.layers.state_swapper import StateSwapper
 from speedtorch.layers.swapper import Swapper
-from speedtorch.layers.training_state import TrainingState
+from speedtorch.layers.training_state import SleepReport, TrainingState
+from speedtorch.layers.transfer_stats import Freed, StateReport, SwapReport
 from speedtorch.layers.unit import Unit
 
 __all__ = [

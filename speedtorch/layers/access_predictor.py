@@ -17,7 +17,11 @@ HORIZON = 256  # calls ahead that are told apart
 
 
 class AccessPredictor(Generic[Call, Key]):
-    """Predicts that two successive calls are followed by the call that followed them last."""
+    """What follows two successive calls is taken to be what followed them last.
+
+    A call that was expected costs a few steps, any other as many as are looked ahead. What a call
+    uses are its keys.
+    """
 
     def __init__(self, keys: Callable[[Call], Iterable[Key]]) -> None:
         self._keys = keys

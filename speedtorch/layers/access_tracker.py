@@ -1,9 +1,12 @@
 """AccessTracker: finds operations on tensors of a unit that is not in use.
 
-A unit's device memory is reused behind an event at the end of its last use. Later work of the
-program on its tensors is found here: they have a subclass, whose `__torch_function__` reports
-operations that read or write elements. They are plain tensors within the operation, and its results
-are plain.
+The end of a unit's last use is an event, and the unit's device memory is reused behind that event.
+What the program queues on the unit's tensors later is found here: the tensors of a unit that is not
+in use have a subclass, whose `__torch_function__` reports operations that read or write elements.
+They are plain tensors within the operation, and its results are plain.
+
+Where units come by themselves, an operation that computes something of a unit's tensors is a use of
+the unit, as a call of its module is.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +29,7 @@ from speedtorch.torch_internals import (
     tree_map,
 )
 
-__all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device", "untracked"]
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def untracked(method: _Method) -> _Method:
-    """Lets a method look at tracked tensors without being taken for the program."""
-
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with as_plain():
-            return method(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+__all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device"]
 
 
 class Tracking(Protocol):
@@ -225,10 +215,10 @@ def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: lis
 
 
 def _brings(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> bool:
-    """Whether an operation loads the units of tracked tensors.
+    """Whether tracked tensors are used on the device, where their units come by themselves.
 
-    Operations that only look at them or write to them do not, nor do those that compute without a
-    gradient from several units and from no tensor on the device.
+    What looks at them or writes to them finds them where they are, and so does what is computed of
+    several units without a gradient, unless it is with others that are on the device.
     """
     if not _computes(func):
         return False

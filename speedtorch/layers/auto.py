@@ -1,8 +1,14 @@
-"""AutoOffload: loads units as forward and backward reach them, and prefetches the next ones.
+"""AutoOffload: units come as forward and backward reach them, and the next one ahead.
 
-Autograd runs last what was computed first. If a unit runs once in the forward pass, its gradients
-are complete when backward reaches the result of another unit; those of all units when it ends. A
-unit that was called within another's forward is loaded beside that.
+**Operations.** What the program computes of a unit's tensors outside of its forward is a call, too.
+
+**Order.** As it is known what comes next, it is known as well what is used last: that leaves first,
+and the optimizer's state before its unit.
+
+**Backward.** Autograd runs what was computed last first. So where it reaches the result of another
+unit, it is through with the one before, whose gradients are complete, unless that was called more
+than once; and it is through with all where it ends. A unit that was called within another's forward
+comes beside that.
 """
 
 from __future__ import annotations
@@ -20,10 +26,9 @@ from speedtorch.layers.access_predictor import AccessPredictor
 from speedtorch.layers.access_tracker import on_device
 from speedtorch.layers.module_hook import ModuleHook
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.residency import Residency
+from speedtorch.layers.residency import Residency, Use
 from speedtorch.layers.unit import Unit
 from speedtorch.layers.unit_steps import UnitSteps
-from speedtorch.layers.uses import Use
 from speedtorch.torch_internals import (
     call_after_backward,
     calls_under_way,
@@ -42,7 +47,11 @@ class _Reached(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A forward of a unit in a thread; `depth` counts the module on its stack, 0: unknown."""
+    """A forward of a unit that has begun, in a thread.
+
+    `depth`: how many calls of the module were on the thread's stack, with this one; 0: none that
+    Python shows, as of a compiled module.
+    """
 
     use: Use
     thread: int
@@ -111,11 +120,14 @@ class AutoOffload:
     # Hooks
 
     def _begins(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A unit's forward begins: moves its inputs to the device."""
+        """The forward of a unit begins, within a backward if that computes it again.
+
+        Inputs that are elsewhere are copied to the device.
+        """
         self._enter(unit)
         depth, thread = calls_under_way()[unit.module], threading.get_ident()
         self._end_calls(unit, thread, depth - 1)
-        use = self._residency.uses.begin([unit])
+        use = self._residency.begin_use([unit])
         self._forward.setdefault(unit, []).append(_Call(use, thread, depth))
         self._residency.fill_use(use)
         self._note(_Reached(unit, backward=False))
@@ -141,7 +153,7 @@ class AutoOffload:
         """A call of a unit, or an operation on its tensors, begins."""
         self.end_failed()
         # The backward within a transform runs no hook that brings a unit back.
-        if is_transformed() and not self._residency.uses.of(unit):
+        if is_transformed() and not self._residency.is_used(unit):
             raise NotImplementedError(
                 f"{unit.name}: under auto() a unit leaves between the forward and the backward of "
                 "a transform of torch.func; call the transform within swapper.use() of all units "
@@ -183,11 +195,11 @@ class AutoOffload:
             self._parts.clear()
             while self._backward:
                 unit, use = self._backward.popitem()
-                unit.use.touch()  # since the error nothing has looked for changes of it
+                unit.touch()  # since the error nothing has looked for changes of it
                 self._residency.end_use(use)
             self._graphs.clear()
             for unit in self._units:
-                unit.calls.forget_results()
+                unit.forget_results()
 
     def reaches(self, unit: Unit, *, nested: bool) -> None:
         """See Caller."""
@@ -196,7 +208,7 @@ class AutoOffload:
             return
         if not nested:
             self._leave_backward()
-        use = self._residency.uses.begin([unit], gradients=True)
+        use = self._residency.begin_use([unit], gradients=True)
         self._backward[unit] = use
         self._residency.fill_use(use)
         self._note(_Reached(unit, backward=True))
@@ -206,7 +218,7 @@ class AutoOffload:
         while self._backward:
             unit, use = self._backward.popitem()
             # A backward within another knows nothing of what that will reach.
-            if len(self._graphs) == 1 and unit.calls.open_results <= 0:
+            if len(self._graphs) == 1 and unit.open_results <= 0:
                 self._step(unit)
             self._residency.end_use(use)
 
@@ -217,7 +229,7 @@ class AutoOffload:
         if self._graphs:
             return
         for unit in self._units:
-            unit.calls.forget_results()
+            unit.forget_results()
         for unit in self._units:
             self._step(unit)
         counted = [each.settle() for each in self._parts] or [[] for _ in self._steps]
@@ -226,7 +238,7 @@ class AutoOffload:
             steps.note_ended_backward(its)
 
     def _step(self, unit: Unit) -> None:
-        if not self._steps or not unit.tensors.has_gradients:
+        if not self._steps or not unit.has_gradients:
             return
         if not self._parts:
             self._parts = [PartialStep(each.optimizer) for each in self._steps]

@@ -86,7 +86,7 @@ class Averaging:
     """What DistributedDataParallel has to be told of one unit, which errors call by its name."""
 
     def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
-        self.name, self._module, self.device = name, module, device
+        self._name, self._module, self._device = name, module, device
         # One may have been made before: then the nodes are those that it knows.
         is_known = not (dist.is_available() and dist.is_initialized())
         self._noted = _made.number if is_known else -1
@@ -132,30 +132,32 @@ class Averaging:
         return (each for each in self._module.parameters() if each.requires_grad)
 
     def check(self, *, steps: bool) -> None:
-        """Raises NotImplementedError within a forward that would average its gradients wrongly.
+        """Is called as a use of the unit begins, perhaps in a DistributedDataParallel's forward.
 
-        They must not be stepped within the backward, nor be views of buckets, from which a move of
-        the unit separates them, nor be looked for by nodes of the graph.
+        Raises NotImplementedError if the unit is stepped within the backward, before its gradients
+        are averaged; if its gradients are views of what is averaged, which no longer are when a
+        move of the unit has given them other memory; or if nodes of its parameters are looked for
+        in the graph.
         """
         wrapper = active_data_parallel()
         if wrapper is None or not (averaged := self._averaged_by(wrapper)):
             return
         if steps:
             raise NotImplementedError(
-                f"unit {self.name!r}: auto(step=True) steps units by the gradients of this rank,"
+                f"unit {self._name!r}: auto(step=True) steps units by the gradients of this rank,"
                 " before DistributedDataParallel has averaged them: use auto() without step=True,"
                 " and optimizer.step()"
             )
         if wrapper.gradient_as_bucket_view:
             raise NotImplementedError(
-                f"unit {self.name!r}: its gradients move with it, and those of"
+                f"unit {self._name!r}: its gradients move with it, and those of"
                 " DistributedDataParallel(gradient_as_bucket_view=True) must stay where they are"
                 " averaged: use gradient_as_bucket_view=False"
             )
         looks_for_nodes = wrapper.find_unused_parameters and not wrapper.static_graph
         if looks_for_nodes and self._has_other_nodes(averaged):
             raise NotImplementedError(
-                f"unit {self.name!r}: DistributedDataParallel(find_unused_parameters=True) would"
+                f"unit {self._name!r}: DistributedDataParallel(find_unused_parameters=True) would"
                 " take its parameters for unused, as they have moved: use"
                 " find_unused_parameters=False"
             )
@@ -233,7 +235,7 @@ class Averaging:
     @property
     def away(self) -> list[nn.Parameter]:
         """Trained parameters that are not on the unit's device."""
-        return [each for each in self._trained() if each.device != self.device]
+        return [each for each in self._trained() if each.device != self._device]
 
     @contextmanager
     def pretending(self) -> Iterator[None]:
@@ -242,7 +244,7 @@ class Averaging:
         homes = [each.data for each in away]
         try:
             for each in away:
-                each.data = each.new_empty((), device=self.device).expand(each.shape)
+                each.data = each.new_empty((), device=self._device).expand(each.shape)
             yield
         finally:
             for each, home in zip(away, homes, strict=True):
@@ -250,10 +252,11 @@ class Averaging:
 
 
 def _begins(wrapper: nn.Module, _: object) -> None:
-    """Places buckets on the device before the second forward of a DistributedDataParallel.
+    """The forward of a DistributedDataParallel with units begins.
 
-    Raises NotImplementedError if buckets, or buffers that are sent to other ranks, would be on the
-        host.
+    In that after the first backward it places what it averages where the parameters are then, which
+    has to be the device. Raises NotImplementedError if it would send buffers that are on the host
+    to the other ranks, or place gradients on the host.
     """
     assert isinstance(wrapper, DistributedDataParallel)
     if (members := _members.get(wrapper)) is None:  # a copy

@@ -43,7 +43,10 @@ class DeviceMemory:
             slot.storage.resize_(0)
 
     def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
-        """Yields storages that have memory again; may raise torch.OutOfMemoryError."""
+        """Gives storages memory again, and yields them piece by piece as they have it.
+
+        Raises torch.OutOfMemoryError if the device has too little.
+        """
         # Torch would copy what an error has left there, behind what the host is about to send.
         self.leave([each for each in slots if self.is_here(each)])
         begin = nbytes = 0
@@ -85,9 +88,10 @@ def _fill(slots: Sequence[Slot], device: torch.device) -> None:
 
 
 class KeptAddresses(DeviceMemory):
-    """Address ranges of a GPU, into which storages move for good when they are first evicted.
+    """Ranges of a GPU's addresses, which storages have for good, with memory there or without.
 
-    The storages of one call have one range, and lose and get memory together.
+    Storages move there when they are first evicted, those of one call into one range. Storages of
+    one range move together.
     """
 
     def __init__(self, device: torch.device) -> None:

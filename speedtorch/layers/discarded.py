@@ -46,10 +46,11 @@ class _Blank(NamedTuple):
 
 
 class Discarded:
-    """Raises RuntimeError if discarded tensors are used before they have been loaded again.
+    """Raises RuntimeError where discarded tensors are used before they have been loaded again.
 
-    Other memory, or other values than those after wake(), show that a tensor was loaded. The hooks
-    are removed once all are.
+    A discarded tensor is loaded if it was given other memory, or has other values than those that
+    it wakes with. The first use that finds all loaded is the last one that looks. The error's
+    message ends with the remedy.
     """
 
     def __init__(self, device: torch.device, remedy: str) -> None:
@@ -63,7 +64,10 @@ class Discarded:
         names: Mapping[int, str],
         users: Iterable[nn.Module | Optimizer],
     ) -> None:
-        """Notes tensors to be discarded, and hooks the forward or step() of their users."""
+        """Notes what is about to be discarded, by id() names of tensors.
+
+        The forward or step() of `users` uses the tensors.
+        """
         for slot in slots:
             for member, tensor in () if slot.is_kept else slot.living():
                 if tensor.numel():

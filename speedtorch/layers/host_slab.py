@@ -1,7 +1,7 @@
-"""Host memory of a slab, and copies of its bytes.
+"""The host memory of a slab, and how its bytes reach a device: at once, or in small steps.
 
-Where CUDA does not pin so much, copies use two small pinned buffers, one of which the CPU fills or
-empties during a copy of the other.
+Where CUDA does not pin so much, bytes go through two small pinned buffers, one of which the CPU
+fills or empties while the other travels; and without these as torch copies pageable memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from speedtorch.layers.transfers import Memory
+from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
 from speedtorch.memory.side_stream import end_of_current
 
@@ -24,7 +24,10 @@ STAGE_BYTES = 32 << 20  # of each buffer: 0.6 ms of the link
 
 
 def host_bytes(count: int, device: torch.device) -> Tensor:
-    """Makes bytes `[count]`, pinned if they can be; MemoryError if the host has too little."""
+    """Bytes `[count]` that a device reaches at the link's speed; warns once if CUDA pins no more.
+
+    Raises MemoryError if the host has too little.
+    """
     if device.type == "cuda":
         try:
             return host_memory.empty(count, dtype=torch.uint8, memory="registered")
@@ -66,7 +69,10 @@ def _warn_once(why: str) -> None:
 def copy_spans(
     host: Tensor, other: Tensor, spans: Sequence[tuple[int, int]], *, to: Memory
 ) -> None:
-    """Copies byte ranges on the current stream; the host does not wait if `host` is pinned."""
+    """Copies ranges of bytes between tensors `[bytes]` of uint8 on the current stream.
+
+    The host does not wait if `host` is pinned.
+    """
     is_direct = other.is_cpu or is_pinned(host)
     stage = None if is_direct else _stage(other.device)
     if is_direct and (seams := host_memory.registration_seams(host)):

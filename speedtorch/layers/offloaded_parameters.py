@@ -1,7 +1,8 @@
-"""Parameters in host memory, and their gradients, which are on a device during a step.
+"""Parameters in host memory, and their gradients, which come to a device for a step alone.
 
-Their host memory stays in place for code that has pinned it or has views of it (FSDP2). On the
-device the `data` of the parameters, or of the tensors within a DTensor, is a copy.
+Their memory on the host stays where it is, so that code which has pinned it or has views of it
+(FSDP2) goes on with it. The objects stay, too: on the device their `data` is a copy. Of a tensor of
+a class of its own (DTensor) the tensors within move, and it is let see their device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from speedtorch.layers.data_parallel import averaged_parameters
 from speedtorch.layers.slab import extent
 from speedtorch.layers.state_tensors import plain_tensors
-from speedtorch.layers.transfers import Memory, Transfers, TransferStats
+from speedtorch.layers.transfer_stats import Memory, TransferStats
+from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import tree_leaves
 
 __all__ = [
@@ -40,10 +42,15 @@ class _Copied(NamedTuple):
 
 
 class OffloadedParameters:
-    """Copies of parameters and gradients, which replace their `data` from load() to leave()."""
+    """Copies of parameters and gradients, which are seen on the device from load() to leave().
+
+    On a GPU copies go beside the current stream, as those of a slab.
+    """
 
     def __init__(self, device: torch.device, traffic: TransferStats) -> None:
-        self._transfers = Transfers(device, traffic)
+        self._device, self._traffic = device, traffic
+        self._coming = SharedSideStream("layers coming", is_timed=True)
+        self._leaving = SharedSideStream("layers leaving", is_timed=True)
         self._copied: list[_Copied] = []
         self._is_seen = False
         """Whether they are, or some of them, on the device."""
@@ -53,24 +60,24 @@ class OffloadedParameters:
     def bring(self, parameters: Iterable[Tensor]) -> None:
         """Begins to copy those that are on the host and have gradients, with these."""
         copied = []
-        transfers = self._transfers
-        with transfers.beside(Memory.DEVICE) as stream:
-            begun = transfers.stats.begin(stream)
+        with self._coming.after_current(self._device) as stream:
+            begun = self._traffic.begin(stream)
             for each in parameters:
                 if each.grad is None or not each.is_cpu:
                     continue
                 for whole in (each, each.grad):
                     for _, tensor in plain_tensors("", whole):
                         home = tensor.data
-                        copy = home.to(transfers.device, non_blocking=True, copy=True)
+                        copy = home.to(self._device, non_blocking=True, copy=True)
                         copied.append(_Copied(whole, whole is not each, tensor, home, copy))
         if copied:
-            transfers.count(begun, sum(each.home.nbytes for each in copied), Memory.DEVICE)
+            nbytes = sum(each.home.nbytes for each in copied)
+            self._traffic.end(begun, self._coming.end, nbytes, Memory.DEVICE)
         self._copied = copied
 
     def load(self) -> None:
         """Lets them be seen on the device, behind the copies."""
-        self._transfers.to_device.join()
+        self._coming.join()
         self._is_seen, self._is_written = True, False
         for each in self._copied:
             each.tensor.data = each.copy
@@ -80,26 +87,29 @@ class OffloadedParameters:
     def write_back(self) -> None:
         """Begins to copy all to the host, behind a step.
 
-        A step may change gradients, too (weight decay, Nesterov's momentum), and torch counts no
-        change of tensors within a DTensor by a `foreach` operation.
+        Gradients as well: a step may have changed them (weight decay, Nesterov's momentum), and of
+        tensors of a class of its own torch counts no change that a `foreach` operation makes.
         """
         if self._copied:
-            with self._transfers.beside(Memory.HOST) as stream:
-                begun = self._transfers.stats.begin(stream)
+            with self._leaving.after_current(self._device) as stream:
+                begun = self._traffic.begin(stream)
                 for each in self._copied:
                     if not (each.is_gradient and _is_expanded(each.home)):
                         # Of its data, which a step may have assigned.
                         each.home.copy_(each.tensor.data, non_blocking=True)
             nbytes = sum(each.home.nbytes for each in self._copied)
-            self._transfers.count(begun, nbytes, Memory.HOST)
+            self._traffic.end(begun, self._leaving.end, nbytes, Memory.HOST)
         self._is_written = True
 
     def leave(self) -> None:
-        """Moves all back to the host as the step has left it; a second call completes the first."""
+        """Lets all be seen on the host, as the step has left it; the copies go.
+
+        Another call does what an error has interrupted.
+        """
         if self._is_seen:
             if not self._is_written:
                 self.write_back()
-            self._transfers.to_host.finish()
+            self._leaving.finish()
             for each in self._copied:
                 each.tensor.data = each.home
             for each in self._copied:

@@ -1,7 +1,8 @@
-"""Trials with copies of an optimizer: whether it steps each parameter by itself, its first state.
+"""What copies of an optimizer show: whether it steps each parameter by itself, and its first state.
 
-An optimizer that computes a number of all parameters (D-Adaptation, Prodigy, a norm of all
-gradients) or counts its calls would train on with other numbers, and without an error.
+StateSwapper and Swapper step some parameters after others. An optimizer that computes a number of
+all of them (D-Adaptation, Prodigy, a norm of all gradients) or counts its calls would train on with
+other numbers, and without an error.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def check_steps_apart(
 ) -> None:
     """Raises ValueError unless small copies step the same parameters together and one by one.
 
-    They are stepped on the device; None: where they are. No closure among the arguments is called.
+    Optimizer, parameters and random generators are left as they are. The parameters are stepped on
+    the device; None: where they are. A closure among the arguments of the step is not called.
     """
     kwargs = dict(kwargs or {})
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -154,7 +156,10 @@ def _try_out(
     construct: bool,
     sparse: bool,
 ) -> None:
-    """Steps copies together and one by one; ValueError if these differ."""
+    """Steps the same small parameters together and one by one, each way by a copy of an optimizer.
+
+    Raises ValueError where the copies differ, _CannotStepError if they cannot step.
+    """
     numbers = torch.Generator("cpu").manual_seed(0)
 
     def drawn(of: Tensor) -> Tensor:
@@ -234,7 +239,11 @@ def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[t
 
 
 class FirstState:
-    """Measures the state of a first step by a copy of the optimizer on the meta device."""
+    """Finds out how much memory state takes before there is any.
+
+    A copy of the optimizer steps a parameter of the same shape and dtype on the meta device, which
+    has no memory.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -243,7 +252,10 @@ class FirstState:
         """The numbers of the groups by the ids of their parameters."""
 
     def nbytes(self, parameter: Tensor) -> int:
-        """Bytes of state on the parameter's device; 0 if the copy needs real elements to step."""
+        """Bytes of state on the parameter's device; 0 where the copy needs real elements to step.
+
+        Such state counts once it has been made.
+        """
         groups = self._optimizer.param_groups
         if len(self._groups) != sum(len(group["params"]) for group in groups):
             self._groups = {id(e): n for n, group in enumerate(groups) for e in group["params"]}

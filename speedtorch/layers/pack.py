@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.slab import Memory, Slab, check_packable
-from speedtorch.layers.transfers import TransferStats
+from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import set_versions, version_of
 
 __all__ = ["Members", "Pack"]
@@ -37,7 +37,10 @@ _HOST_VERSIONS = 1 << 31
 
 
 class Members(NamedTuple):
-    """Tensors of a pack by names that stay; `written` may have changed without a new version."""
+    """The tensors of a pack by names that stay.
+
+    `written`: those that may have changed although their versions have not, since they were copied.
+    """
 
     tensors: dict[str, Tensor]
     written: Collection[str]
@@ -57,7 +60,8 @@ def _plain_tensors() -> AbstractContextManager[None]:
 class Pack:
     """Tensors in host memory, or on the device; on the host at first.
 
-    The caller of each move says which they are now. The device "cpu" is other host memory.
+    The caller of each move says which they are now, by names that stay. The device "cpu" is another
+    part of host memory.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats | None = None) -> None:
@@ -103,7 +107,8 @@ class Pack:
     def begin(self, tensors: Mapping[str, Tensor]) -> bool:
         """Begins to copy the host slab to the device if these tensors seem to be all of it.
 
-        bring() or load() then looks at thousands of tensors during the copy, which harms none.
+        Looking at each tensor lasts long where there are thousands: bring() or load() does so next,
+        and is told whether this has begun. The tensors stay on the host, and the copy harms none.
         """
         if self.slab.is_filled or self.slab.memory_at(tensors) is not Memory.HOST:
             return False
@@ -112,14 +117,20 @@ class Pack:
         return True
 
     def bring(self, members: Members, *, begun: bool = False) -> None:
-        """Begins to copy all to the device; the tensors may change on the host until load()."""
+        """Begins to copy all to the device, where load() finds it.
+
+        The tensors stay on the host until then. What changes there meanwhile is copied again. After
+        an error, as of load(), nothing has changed.
+        """
         if begun or not self.slab.is_filled:
             self._filled(members, begun=begun)
 
     def load(self, members: Members, *, begun: bool = False) -> None:
-        """Moves all to the device; the current stream must join `slab.transfers.to_device`.
+        """Brings all to the device, beside the current stream, which must join `slab.coming`.
 
-        After an error all is where it was: torch.OutOfMemoryError, or the errors of evict().
+        Tensors that were assigned there stay where they are. After an error all is where it was: of
+        the device torch's (torch.OutOfMemoryError), of a tensor that came on the host as of
+        evict().
         """
         copied: Collection[str] = ()
         if begun or not self.slab.is_filled:
@@ -150,7 +161,10 @@ class Pack:
         return at
 
     def _packed(self, members: Members, *, search: bool = True) -> dict[str, Memory | None]:
-        """Puts all tensors into the slab; returns where they are, nothing if on the device."""
+        """Where in the slab they are, with all of them in it; none if all are on the device.
+
+        `search`: as of evict().
+        """
         at = self.slab.where(members.tensors)
         if self._is_there(members, at):
             self._count_given(members, at)
@@ -199,10 +213,10 @@ class Pack:
     def begin_back(
         self, members: Members, after: torch.cuda.Event | None = None
     ) -> Collection[str]:
-        """Begins to copy `written` to the host before looking at each tensor; returns these names.
+        """Begins to copy to the host what is said to have changed, before each tensor is looked at.
 
-        All tensors have their addresses on the device, so that nothing current on the host is
-        overwritten.
+        Returns the names of that, for evict(), which is called next. Nothing is written that a
+        tensor may have on the host: all have their addresses on the device.
         """
         written = members.written
         if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
@@ -215,8 +229,8 @@ class Pack:
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
         """Begins to copy what is new on the device to the host, where evict() finds it.
 
-        Tensors that were assigned since the load are left out. From now on `written` is what
-        changes later.
+        Tensors that were assigned since the load are left out. As the host is told now that it has
+        all, `written` is of what changes from now on.
         """
         slab, tensors = self.slab, members.tensors
         if not slab.device_bytes:
@@ -239,15 +253,16 @@ class Pack:
         search: bool = True,
         copied: Collection[str] = (),
     ) -> int:
-        """Moves all to the host; returns the device bytes that are free, 0 if all was on the host.
+        """Brings all to the host, and what is new of it; returns the device bytes that are free.
 
-        Views that Python programs keep of the device slab keep its memory; see held_by().
-        TypeError, ValueError for a new tensor that cannot be packed, and MemoryError leave all
-        where it was.
+        0 if all was on the host. Views that Python programs keep of the device slab keep its memory
+        as well; see held_by(). TypeError, ValueError for a tensor that came and cannot be packed,
+        and MemoryError if the host has too little for what came, leave all where it was.
 
-        The copy begins `after` the end of the last use, or after all that the current stream has
-        queued. `search` looks for views among all objects; without it views have no memory until
-        the next load. begin_back() has returned what is `copied`.
+        The copy begins `after` the end of their last use, or after all that the current stream has
+        by now. To `search` is to look for such views among all objects if there may be some;
+        without it they have no memory from now on, as what autograd has saved has none until the
+        next load. begin_back() has given what is `copied`.
         """
         tensors, left = members.tensors, self.slab
         if not tensors and not left.device_bytes:
@@ -257,7 +272,7 @@ class Pack:
             at = left.where(tensors)
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
-                    self.slab = Slab(tensors, left.device, traffic=left.transfers.stats)
+                    self.slab = Slab(tensors, left.device, traffic=left.traffic)
                     # Graphs have what all of them leave.
                     self._placed = {name: weakref.ref(each) for name, each in tensors.items()}
                     self._counted.clear()
@@ -290,7 +305,7 @@ class Pack:
         left, tensors = self.slab, members.tensors
         held = {name: each for name, each in tensors.items() if name in left.places}
         self._move(Members(held, members.written), at, Memory.HOST)
-        self.slab = Slab(tensors, left.device, left, left.transfers.stats)
+        self.slab = Slab(tensors, left.device, left, left.traffic)
         for name, tensor in held.items():
             # The memory that it leaves stays as it is: versions do so, too.
             tensor.data = self.slab.view(name, Memory.HOST)
@@ -302,7 +317,10 @@ class Pack:
         memory: Memory,
         copied: Collection[str] = (),
     ) -> None:
-        """Moves all tensors to a memory, and copies there what is neither current nor `copied`."""
+        """Lets all tensors be in a memory, where what they are elsewhere is copied to first.
+
+        What is `copied` has been, or is about to be.
+        """
         slab = self.slab
         leaving, settled = members.tensors, [name for name in at if at[name] is memory]
         if settled:
@@ -319,8 +337,7 @@ class Pack:
         versions = tuple([of_memory[name] for name in leaving])
         views = [slab.view(name, memory) for name in leaving]
         if not comes:
-            # The copy may span the places of those that are elsewhere.
-            slab.transfers.to_host.finish()
+            slab.leaving.finish()  # the copy may span the places of those that are elsewhere
         for name in elsewhere:
             slab.take(name, leaving[name])
         self.memory = None
@@ -332,10 +349,10 @@ class Pack:
             self._counted.pop(name, None)
 
     def _count_given(self, members: Members, at: Mapping[str, Memory | None]) -> None:
-        """Gives tensors that were assigned on the device a version that no graph has saved.
+        """Gives tensors that have got other memory on the device a version that no graph knows.
 
-        Torch counts no `tensor.data = values`: a graph that has saved the values before would be
-        wrong.
+        Torch counts no `tensor.data = values`. A graph that is made from now on is right once they
+        have moved with their elements, and one that has saved what was there before is not.
         """
         for name in [name for name, memory in at.items() if memory is None]:
             tensor = members.tensors[name]
@@ -368,9 +385,9 @@ class Pack:
         tensors: Mapping[str, Tensor],
         at: Mapping[str, Memory | None],
     ) -> None:
-        """Notes changes of tensors at their versions, in the memory that they leave.
+        """Notes that tensors' elements have changed, at their versions, in the memory they leave.
 
-        Graphs of that memory remain right if they have saved these very elements.
+        Graphs of the memory that one leaves are right if they have saved these very elements.
         """
         on_host, on_device = self._host_versions, self._device_versions
         for name in names:

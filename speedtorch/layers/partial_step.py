@@ -1,7 +1,8 @@
-"""PartialStep: an optimizer's step of some parameters after others.
+"""PartialStep: an optimizer's step, of some parameters after others.
 
-A shallow copy of the optimizer, with the same state and settings, steps each part. The optimizer's
-own groups are never changed, so that an error leaves them as they are.
+Each part is stepped by a twin of the optimizer, which has the same state and the groups' settings,
+and of the parameters those alone. The optimizer's own groups are never changed, so that an error
+leaves them as they are.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ class Counted(NamedTuple):
 
 
 class PartialStep:
-    """One step of an optimizer, without its hooks, with the same arguments for each part.
+    """One step of an optimizer, without its hooks.
 
-    Each part changes settings, such as a count in a group, from the same value; `settle` then gives
-    them to the optimizer. Changes in place happen once for each part. Settings that the step of
-    other parameters has `counted` are counted once.
+    What a step changes besides parameters and their state, as a count in a group, is changed by
+    each part alike, and is the optimizer's once by `settle`. What it changes in place (a tensor, a
+    list, state of no parameter) is changed once for each part.
+
+    The step of each part is given the same arguments. What was `counted` by a step of other
+    parameters is completed by this one.
     """
 
     def __init__(

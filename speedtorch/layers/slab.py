@@ -1,7 +1,8 @@
-"""A flat buffer of tensors on the host, and one of the same layout on a device.
+"""Tensors packed one after another into one run of bytes, on the host and on a device.
 
-The storage of the device slab is emptied and filled again and stays the same object, so that views
-that autograd has saved are right again once it is filled.
+A slab is a layout, and two memories of that layout: a host slab, which is always there, and a
+device slab, whose storage is emptied and filled again and stays the same object all the while, so
+that views of it which autograd has saved are right again once it is filled.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import os
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter, eq, methodcaller
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.layers.host_slab import aligned, copy_spans, elements, host_bytes
-from speedtorch.layers.transfers import Memory, Transfers, TransferStats
+from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import (
     current_stream,
@@ -60,9 +62,10 @@ class _Place:
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's lowest element to its highest, with gaps; of one element for none.
+    """Bytes from a tensor's lowest element to its highest; those of one for none.
 
-    An empty tensor has an address, too, and torch.load() reads storages of whole elements only.
+    What lies between elements that are not dense counts as well. What has no elements has an
+    address, too, and torch.load() reads storages of whole elements alone.
     """
     if tensor.numel() == 0:
         return tensor.itemsize
@@ -137,14 +140,17 @@ def _gone(coming: SharedSideStream, device: torch.device, process: int) -> None:
 class Slab:
     """A layout of named tensors, its host memory, and its device memory while there is any.
 
-    Tensors keep their dtype, shape, strides and order; memory that several share is there once.
-    `take` copies the bytes of each. The places of the slab `before`, with their bytes on the host,
-    are the first ones, and its device storage is shared. Raises as check_packable(), and
-    MemoryError.
+    Tensors of any dtype, shape and strides keep these; memory that several of them share is there
+    once. The bytes are not copied yet: `take` does that.
 
-    On a GPU `transfers` copies beside the current stream. Users of the device slab call
-    `transfers.to_device.join()` before, readers of the host slab `transfers.to_host.finish()`. On
-    the device "cpu" the device slab is other host memory.
+    On a GPU copies go beside the current stream, both ways at once, and the device slab's memory is
+    of the stream that brings it. What uses the device slab waits for it by `coming.join()`, what
+    reads the host slab by `leaving.finish()`; `empty` frees memory behind its last use.
+
+    The tensors are packed in their order. On the device "cpu" the device slab is a second host
+    memory. What is in the slab `before`, which fits them, stays where it is, with its bytes on the
+    host, and the rest comes after it; the device slab has the same storage, empty. Making one
+    raises as check_packable, and MemoryError if the host has too little memory.
     """
 
     def __init__(
@@ -154,7 +160,11 @@ class Slab:
         before: Slab | None = None,
         traffic: TransferStats | None = None,
     ) -> None:
-        self.transfers = Transfers(device, traffic)
+        self.traffic = traffic or TransferStats()
+        self.coming = SharedSideStream("layers coming", is_timed=True)
+        """Of copies to the device slab."""
+        self.leaving = SharedSideStream("layers leaving", is_timed=True)
+        """Of copies to the host slab."""
         self.places: dict[str, _Place] = {} if before is None else dict(before.places)
         """Of all tensors in the layout, by name."""
         self._slots: list[tuple[int, int]] = [] if before is None else list(before._slots)
@@ -188,7 +198,7 @@ class Slab:
         self._sizes = [each.size for each in ordered]
         self._strides = [each.stride for each in ordered]
         if before is not None:
-            before.transfers.to_host.finish()
+            before.leaving.finish()
             self.host[: before.nbytes].copy_(before.host)
         # A storage for each slot, so that a file of a view has the bytes of its slot alone.
         bytes_of_host = self.host.numpy()
@@ -202,7 +212,7 @@ class Slab:
         self.is_filled = False
         """Whether the device slab has its bytes, or is about to."""
         if device.type == "cuda":
-            gone = weakref.finalize(self, _gone, self.transfers.to_device, device, os.getpid())
+            gone = weakref.finalize(self, _gone, self.coming, device, os.getpid())
             gone.atexit = False
         self._views: dict[Memory, dict[str, Tensor]] = {memory: {} for memory in Memory}
         self._whole: Tensor | None = None
@@ -248,7 +258,10 @@ class Slab:
         return found
 
     def memory_at(self, tensors: Mapping[str, Tensor]) -> Memory | None:
-        """The memory in which all places have the addresses of these tensors; None: unknown."""
+        """The memory in which all places have the addresses of these tensors; None: not known.
+
+        What a tensor is like there is not looked at.
+        """
         order = self._order
         if not order or len(tensors) != len(order) or [*tensors] != [*order]:
             return None
@@ -267,7 +280,10 @@ class Slab:
         return Memory.HOST if is_host else Memory.DEVICE
 
     def fits(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
-        """Whether tensors fit their places, and share memory as in the layout; raises as Slab()."""
+        """Whether those with a place are like it, and memory is shared as in the layout.
+
+        Raises TypeError, ValueError if one of them cannot be packed, as when a slab is made.
+        """
         for name, tensor in tensors.items():
             if at[name] is None:
                 check_packable(name, tensor)
@@ -309,11 +325,11 @@ class Slab:
         settled: Collection[str],
         after: torch.cuda.Event | None = None,
     ) -> None:
-        """Copies the slots that have changed in the other memory, and those between, in few pieces.
+        """Copies what has changed in the other memory, in one piece unless something is in between.
 
-        What is `settled` is current in `memory` only, and not overwritten. A device slab without
-        memory is allocated and filled. The source is read `after` an event; None: after all that
-        the current stream has queued.
+        What has not changed and lies between is copied too; what is `settled` is current in
+        `memory` alone, and not written. A device slab without memory is given that, and gets all.
+        It is read `after` an event; None: after all that the current stream has by now.
         """
         comes = memory is Memory.DEVICE
         is_new = comes and not self.is_filled
@@ -324,32 +340,36 @@ class Slab:
             spans = [(0, self.nbytes)]
         if not spans or not self.nbytes:
             return
-        transfers = self.transfers
         if is_new:  # no stream has used it since it was emptied
-            beside = transfers.to_device.after(self.device)
+            turn = self.coming.after(self.device)
         elif comes:
-            beside = transfers.to_device.after_current(self.device)
+            turn = self.coming.after_current(self.device)
         else:
             if after is None:
-                transfers.to_device.join()
-            beside = transfers.beside(memory, after, transfers.to_device.end)
-        with beside as stream:
+                self.coming.join()
+            turn = self._beside(self.leaving, after, self.coming.end)
+        with turn as stream:
             if self.device_bytes != self.nbytes:
                 # Torch gives it what the same stream had before, in whose order it is used again.
                 self._storage.resize_(self.nbytes)
             if self._whole is None:
                 self._whole = elements(self._storage, 0, (self.nbytes,))
-            begun = transfers.stats.begin(stream)
+            begun = self.traffic.begin(stream)
             copy_spans(self.host, self._whole, spans, to=memory)
-        transfers.count(begun, sum([end - begin for begin, end in spans]), memory)
+        copied = sum([end - begin for begin, end in spans])
+        side = self.coming if comes else self.leaving
+        self.traffic.end(begun, side.end, copied, memory)
         self.is_filled = self.is_filled or comes
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:
-        """Frees the device slab's memory `after` an event, as of copy_to; returns its bytes."""
+        """Frees the device slab's memory; returns how many bytes that were.
+
+        `after`: as of copy_to, for what comes to lie there.
+        """
         self.is_filled = False
         freed = self.device_bytes
         if freed:
-            with self.transfers.beside(Memory.DEVICE, after):
+            with self._beside(self.coming, after):
                 self._storage.resize_(0)
         return freed
 
@@ -367,7 +387,10 @@ class Slab:
         return storage_uses(self._storage) > own + 1
 
     def held_by(self, members: Sequence[Tensor]) -> dict[weakref.ref[Tensor], str]:
-        """Finds other views of the device slab among all Python objects; returns their names."""
+        """Which tensors of Python programs but these are views of the device slab, with names.
+
+        It looks at all objects that there are.
+        """
         own = {id(view) for view in [self._whole, *self._views[Memory.DEVICE].values(), *members]}
         found = [
             each
@@ -389,6 +412,16 @@ class Slab:
         self._storage = _no_bytes(self.device)
         self._views[Memory.DEVICE], self._whole = {}, None
         self.is_filled = False
+
+    def _beside(
+        self,
+        stream: SharedSideStream,
+        after: torch.cuda.Event | None,
+        *more: torch.cuda.Event | None,
+    ) -> AbstractContextManager[torch.cuda.Stream | None]:
+        if after is None:
+            return stream.after_current(self.device)
+        return stream.after(self.device, after, *more)
 
     def _spans(self, changed: Iterable[str], settled: Iterable[str]) -> list[tuple[int, int]]:
         """The fewest spans with all slots that must be copied, and none that must not."""

@@ -1,13 +1,15 @@
-"""SleepingStorages: storages of a device, whose bytes are in host memory while they sleep.
+"""The memory of tensors, by storages: on the device, or in host memory while they sleep.
 
-A storage loses its memory and gets some again, and stays the same object, so that all views of it
-have the same values again: tied weights, and flat buffers of DistributedDataParallel and FSDP.
-Tensors that are known by name are in mapped host memory meanwhile, still as tensors of their
-device: they can be read, saved and loaded, and autograd and hooks see no other tensors.
+A storage loses its memory and gets some again, elsewhere or at the same addresses (see
+device_memory.py), and stays the same object all the while. So whatever has a view of it has the
+same values again: tied weights, tensors that are not contiguous, the flat buffers of
+DistributedDataParallel and FSDP. Tensors that are known by name are in mapped host memory
+meanwhile, as tensors of their device still, whose kernels reach it over the link: they can be read,
+saved and loaded, and autograd and its hooks know no other tensors.
 
-**Errors at any line.** First all is copied, then tensors are moved one by one, and only then the
-memory that they have left is freed. An error in sleep() wakes all again; the next call completes
-what an error in that has left.
+**Errors at any line.** First all is copied, then the tensors are let see the copy one by one, and
+only then goes the memory that they have left: each is whole all the while. An error on the way to
+sleep wakes all again, and what an error in that has left is completed by the next call.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses
 from speedtorch.layers.discarded import BLANK
 from speedtorch.layers.host_slab import copy_spans
 from speedtorch.layers.slot import Slot, bytes_at, fall_asleep, wake_up, waking
-from speedtorch.layers.transfers import Memory
+from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
@@ -82,7 +84,10 @@ def _groups(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
 
 
 class SleepingStorages:
-    """The storages of one part of a training state; their host memory is made once."""
+    """The storages of one part of a training state on one device.
+
+    Host memory is made once and used again. The device "cpu" is another part of host memory.
+    """
 
     def __init__(self, device: torch.device, *, keep_addresses: bool) -> None:
         self._device = device
@@ -126,7 +131,8 @@ class SleepingStorages:
     def sleep(self, slots: Sequence[Slot]) -> int:
         """Copies storages to host memory and empties them; returns the bytes that were copied.
 
-        After a MemoryError or RuntimeError, if CUDA pins no more host memory, all is awake.
+        Nothing of this part sleeps before. All is awake after an error: the host has too little
+        memory (MemoryError), or CUDA pins no more of it (RuntimeError).
         """
         # What may not have changed goes in one piece, if it has or has not.
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
@@ -168,9 +174,9 @@ class SleepingStorages:
         return sum(each.nbytes for each in (*surely, *changed))
 
     def wake(self) -> int:
-        """Fills the storages that are still needed; returns the bytes that were copied.
+        """Fills the storages again that are still needed; returns the bytes that were copied.
 
-        After a torch.OutOfMemoryError all sleeps on.
+        All sleeps on if the device has too little memory (torch.OutOfMemoryError).
         """
         is_here, unfilled = self.memory.is_here, {id(each) for each in self._filling}
         without = [each for each in self._slots if id(each) in unfilled or not is_here(each)]
@@ -202,7 +208,10 @@ class SleepingStorages:
         return sum(each.nbytes for each in empty if each.is_kept)
 
     def spare(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Releases host memory that one of these has now, as after load_state_dict(assign=True)."""
+        """Leaves host memory that one of these has to it, as load_state_dict(assign=True) assigns.
+
+        Nothing of this part sleeps.
+        """
         begin, count = self._host.data_ptr(), self._host.nbytes
         if count and any(0 <= each.data_ptr() - begin < count for each in storages):
             self.release()
@@ -244,7 +253,10 @@ class SleepingStorages:
         return {each[0].begin for each, is_same in zip(groups, same, strict=True) if is_same}
 
     def _copy(self, slots: Sequence[Slot], to: Memory) -> None:
-        """Begins to copy storages beside the current stream, which must not use them meanwhile."""
+        """Begins to copy storages between device and host, beside the current stream.
+
+        That has nothing to do before which writes or reads them: the caller has waited for it.
+        """
         with self._copies.after(self._device):
             for address, begin, count in self._runs(slots):
                 host = self._host[begin : begin + count]
@@ -275,7 +287,10 @@ class SleepingStorages:
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """The sum of all words, each mixed with its place as by splitmix64."""
+    """A number that other bytes have, too, with a probability of 2^-64 or so.
+
+    It is the sum of all words, each mixed with its place as by splitmix64.
+    """
     end = len(values) // 8 * 8
     words = values[:end].view(torch.int64)
     parts = [*torch.split(words, _CHUNK)] + ([values[end:].long()] if end < len(values) else [])

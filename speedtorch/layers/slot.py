@@ -33,10 +33,10 @@ def bytes_at(address: int, count: int, device: torch.device) -> Tensor:
 
 
 class _Member:
-    """A tensor that has a storage, and its layout there.
+    """A tensor that has a storage, and its layout there: its first byte, size, stride and dtype.
 
-    `here` is the tensor's `data` on the device, `shown` its address while it sleeps, and `version`
-    its version on the device.
+    `here` is the same on the device, where its storage has no memory while it sleeps, and `shown`
+    where its first byte is then. The version is that on the device.
     """
 
     __slots__ = ("here", "layout", "ref", "shown", "version")
@@ -61,7 +61,10 @@ class Slot:
     """A storage of the device, and the tensors that are known to have it.
 
     Attributes:
-        members: tensors that see the host's copy while the storage sleeps.
+        storage: which has no memory while it sleeps.
+        nbytes: its bytes while it is awake.
+        members: all of them are let see the host's copy. Of those that are gone since then there is
+            nothing to wake.
         is_kept: whether its bytes are copied; without it they are lost.
         is_frozen: whether its bytes are likely to be the same the next time.
     """
@@ -137,9 +140,10 @@ def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> Non
 
 
 def waking(slots: Iterable[Slot]) -> list[tuple[Tensor, int, Tensor | None]]:
-    """Tensors that sleep, or have the version of one, with their next version and `data`.
+    """The tensors of storages that sleep, or have the version of one that does.
 
-    No `data`: the tensor keeps the memory that it has now, and did not sleep in.
+    With each is the version that it wakes with, and what it is then; None: as it is now, with other
+    memory than it slept in.
     """
     found = []
     for slot in slots:

@@ -23,17 +23,15 @@ from speedtorch.layers.offloaded_parameters import (
 from speedtorch.layers.optimizer_trials import FirstState, check_when_given
 from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.reports import StateReport
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
-from speedtorch.layers.transfers import TransferStats
-from speedtorch.layers.unit import exact_device
+from speedtorch.layers.transfer_stats import StateReport, TransferStats
+from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.layers.unit_steps import (
     check_steps_in_pieces,
     refuse_hasty_scaler,
     replace_method,
     steps_by,
 )
-from speedtorch.layers.unit_tensors import is_of_unit
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
@@ -99,7 +97,7 @@ class _Piece:
     def load(self, members: Members) -> None:
         """Lets all be seen on the device, behind the copies."""
         self.pack.load(members)
-        self.pack.slab.transfers.to_device.join()
+        self.pack.slab.coming.join()
         self.offloaded.load()
         for each in self.parameters if self._brings else ():
             for value in tree_leaves(self._optimizer.state.get(each)):
@@ -112,7 +110,10 @@ class _Piece:
         self.offloaded.leave()
 
     def members(self, shared: Mapping[int, int]) -> Members:
-        """Its state by name, without tensors of other parameters, parameters and gradients."""
+        """Its state by name.
+
+        What other parameters have as well, or is a parameter or its gradient, stays where it is.
+        """
         found: dict[str, Tensor] = {}
         device, state = self.pack.slab.device, self._optimizer.state
         groups = self._optimizer.param_groups
@@ -273,7 +274,7 @@ class StateSwapper:
                             bring_to_host(optimizer.state.get(each))
                     else:
                         piece.pack.load(members)
-                        piece.pack.slab.transfers.to_device.join()
+                        piece.pack.slab.coming.join()
                 self._pieces[optimizer] = []
 
     def report(self) -> StateReport:
@@ -359,16 +360,19 @@ class StateSwapper:
         return found
 
     def _evict_mixed(self, optimizer: Optimizer) -> None:
-        """Evicts pieces of several dtypes before state_dict(): torch.save refuses such storages."""
+        """Evicts pieces of several dtypes, before state_dict(): torch.save refuses such storages.
+
+        On the host each tensor has a storage of its own.
+        """
         with as_plain(), torch.no_grad():
             there = [each for each in self._pieces[optimizer] if each.pack.slab.device_bytes]
             dtypes = [{place.dtype for place in e.pack.slab.places.values()} for e in there]
             _evicted(optimizer, [e for e, its in zip(there, dtypes, strict=True) if len(its) > 1])
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
-        """Puts new parameters into pieces; returns how many parameters keep each tensor.
+        """Puts new parameters into pieces; gives how many parameters keep each tensor.
 
-        Raises ValueError if it `checks`, and one cannot be stepped in a piece.
+        Raises ValueError if it `checks`, and there is one that cannot be stepped in a piece.
         """
         pieces = [each for each in self._pieces[optimizer] if each.parameters]
         for piece in pieces:
@@ -411,7 +415,8 @@ class StateSwapper:
 def _load_on_host(optimizer: Optimizer) -> Callable[[], None]:
     """Keeps state on the host in load_state_dict(); returns the function that ends this.
 
-    Torch would move it to the parameters' device, and gets empty tensors in its place.
+    Torch would bring all of it to the parameters' device. It is given nothing in place of each
+    tensor, which takes its place afterwards.
     """
 
     def load(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -11,13 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.auto import AutoOffload
-from speedtorch.layers.eviction_order import Eviction
 from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.optimizer_trials import FirstState, check_when_given
-from speedtorch.layers.reports import Freed, SwapReport
-from speedtorch.layers.residency import Residency
+from speedtorch.layers.residency import Leaver, Residency
 from speedtorch.layers.state_swapper import check_can_be_split
-from speedtorch.layers.transfers import TransferStats
+from speedtorch.layers.transfer_stats import Freed, SwapReport, TransferStats
 from speedtorch.layers.unit import Unit, exact_device
 from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.memory.byte_count import bytes_of, text_of
@@ -160,7 +158,7 @@ class Swapper:
                 there last.
         """
         for unit in self._named_units(modules):
-            self._residency.request(unit, state=unit.use.was_stepped if state is None else state)
+            self._residency.ask(unit, state=unit.was_stepped if state is None else state)
         self._residency.advance()
 
     def evict(self, *modules: nn.Module) -> Freed:
@@ -179,12 +177,12 @@ class Swapper:
         """
         self._residency.look()
         units = self._named_units(modules) if modules else list(self._units.values())
-        if modules and (used := [each.name for each in units if self._residency.uses.of(each)]):
+        if modules and (used := [each.name for each in units if self._residency.is_used(each)]):
             raise RuntimeError(f"units {used} are in use; evict them after `use`")
         freed, held = 0, []
-        for unit in [each for each in units if not self._residency.uses.of(each)]:
-            freed += self._residency.evict(Eviction(unit), search=True)
-            held += [f"{unit.name}: {each}" for each in unit.packs.held_by()]
+        for unit in [each for each in units if not self._residency.is_used(each)]:
+            freed += self._residency.send_home(Leaver(unit), search=True)
+            held += [f"{unit.name}: {each}" for each in unit.held_by()]
         return Freed(freed, held)
 
     def flush(self) -> None:
@@ -192,10 +190,10 @@ class Swapper:
 
         Gradients stay on the device alone until their unit leaves.
         """
-        for unit in self._residency.units.present:
-            unit.packs.write_back(self._residency.end_of_use(unit))
-        for unit in self._residency.units.present:
-            unit.packs.wait()
+        for unit in self._residency.there:
+            unit.write_back(self._residency.end_of_use(unit))
+        for unit in self._residency.there:
+            unit.wait()
 
     def touch(self, *modules: nn.Module) -> None:
         """Says that tensors of units have been changed in a way that torch does not count.
@@ -207,7 +205,7 @@ class Swapper:
             *modules: as of `use`.
         """
         for unit in self._named_units(modules):
-            unit.use.touch()
+            unit.touch()
 
     def close(self) -> None:
         """Lets all units leave for good: modules and optimizer are as before, on the CPU."""
@@ -301,19 +299,17 @@ class Swapper:
         residency.look()
         return SwapReport(
             units=len(units),
-            resident=tuple(unit.name for unit in residency.units.present),
-            in_use=tuple(unit.name for unit in residency.units.present if residency.uses.of(unit)),
-            resident_bytes=residency.units.total_bytes(),
+            resident=tuple(unit.name for unit in residency.there),
+            in_use=tuple(unit.name for unit in residency.there if residency.is_used(unit)),
+            resident_bytes=residency.taken(),
             budget_bytes=self.budget,
-            host_bytes=sum(unit.packs.nbytes for unit in units),
-            new_bytes=sum(unit.packs.new_bytes() for unit in residency.units.present),
+            host_bytes=sum(unit.nbytes for unit in units),
+            new_bytes=sum(unit.new_bytes() for unit in residency.there),
             hits=residency.hits,
             misses=residency.misses,
             seconds_waited=residency.seconds_waited,
             **self._traffic.figures(),
-            held_by=tuple(
-                f"{unit.name}: {each}" for unit in units for each in unit.packs.held_by()
-            ),
+            held_by=tuple(f"{unit.name}: {each}" for unit in units for each in unit.held_by()),
         )
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from threading import RLock
 from typing import Any, TypeVar
@@ -16,16 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.discarded import Discarded
-from speedtorch.layers.reports import SleepReport
 from speedtorch.layers.sleeping_storages import SleepingStorages
 from speedtorch.layers.slot import Slot
 from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, state_tensors
-from speedtorch.layers.unit import exact_device
-from speedtorch.layers.unit_tensors import is_of_unit
+from speedtorch.layers.unit import exact_device, is_of_unit
+from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.torch_internals import as_plain, fully_sharded, storage_id
 
-__all__ = ["TrainingState"]
+__all__ = ["SleepReport", "TrainingState"]
 
 _REMEDIES: dict[StatePart, str] = {
     "weights": "wake() the state and load all of its weights, as model.load_state_dict() does",
@@ -38,10 +38,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _without_collections(method: _Method) -> _Method:
-    """Lets a method move tensors without a graph and without collections of cycles.
+    """Lets a method move tensors without a graph, and without collections of cycles meanwhile.
 
-    Thousands of records would set off collections of all objects. These go on wherever Ctrl-C
-    interrupts this: each line of one `finally` is in the block of the other.
+    Thousands of records would set off collections, which look at all objects that there are. They
+    go on wherever Ctrl-C interrupts this: each line of one `finally` is in the block of the other.
     """
 
     @wraps(method)
@@ -60,6 +60,42 @@ def _without_collections(method: _Method) -> _Method:
                 gc.enable()
 
     return call  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What a call of a TrainingState has moved, and what is where."""
+
+    asleep: dict[StatePart, int]
+    """Bytes that sleep, by part."""
+    bytes_copied: int
+    """By this call."""
+    seconds: float
+    """That it took."""
+    device_bytes: int
+    """By how much the device's free memory has grown, as the driver counts it; below 0: shrunk."""
+    host_bytes: int
+    """Of host memory, which is kept for the next time and is pinned if the device is a GPU."""
+    reserved_bytes: int
+    """Of the device, which torch's allocator has by now: of tensors that are awake, and of memory
+    pools, as CUDA graphs have them."""
+    left: tuple[str, ...]
+    """Tensors of the parts that stay on the device: their memory is shared with what stays, or is
+    not of torch's allocator."""
+
+    def __str__(self) -> str:
+        asleep = ", ".join(f"{part} {text_of(count)}" for part, count in self.asleep.items())
+        speed = self.bytes_copied / self.seconds / 1e9 if self.seconds else 0.0
+        lines = [
+            f"asleep     {asleep or 'nothing'}",
+            f"copied     {text_of(self.bytes_copied)} in {self.seconds:.3f} s, {speed:.1f} GB/s",
+            f"device     {text_of(abs(self.device_bytes))}"
+            f" {'taken' if self.device_bytes < 0 else 'freed'}",
+            f"host       {text_of(self.host_bytes)}",
+            f"reserved   {text_of(self.reserved_bytes)}",
+            *(f"left       {each}" for each in self.left),
+        ]
+        return "\n".join(lines)
 
 
 class TrainingState:

@@ -16,9 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from speedtorch.layers.optimizer_trials import check_steps_apart, needs_arguments
 from speedtorch.layers.partial_step import Counted, PartialStep
 from speedtorch.layers.residency import Residency
-from speedtorch.layers.unit import Unit
-from speedtorch.layers.unit_packs import host_copy
-from speedtorch.layers.unit_tensors import is_of_unit
+from speedtorch.layers.unit import Unit, host_copy, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
     STEP_HOOKS,
@@ -108,8 +106,8 @@ class UnitSteps:
         ]
         self._check_scaler(is_asked=bool(waiting))
         self._check_left(others)
-        self._residency.units.check_room_to_step(waiting)
-        with closing(self._residency.each_to_step(waiting)) as units:
+        self._residency.check_room_to_step(waiting)
+        with closing(self._residency.each(waiting, state=True, ahead=1)) as units:
             for unit in units:
                 self._step(unit, step, parts[unit])
         self._counted = ()
@@ -152,13 +150,13 @@ class UnitSteps:
         try:
             step.step(parameters)
         finally:
-            unit.use.note_step()
+            unit.note_step()
 
     def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Gives state_dict() what the host has, which stays readable when units leave."""
         on_host: dict[int, Tensor] = {}
-        for unit in self._residency.units.present:
-            on_host |= unit.packs.on_host(state=True)
+        for unit in self._residency.there:
+            on_host |= unit.on_host(state=True)
 
         def found(value: Any) -> Any:
             if not isinstance(value, Tensor) or (host := host_copy(value, on_host)) is None:

@@ -46,7 +46,7 @@ def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     units = list(swapper._units.values())
 
     def look(_: object = None) -> None:
-        found.append(sum(unit.packs.device_bytes + unit.packs.other_bytes() for unit in units))
+        found.append(sum(unit.device_bytes + unit.other_bytes() for unit in units))
 
     step = PartialStep.step
 
@@ -143,17 +143,17 @@ def test_weights_that_were_replaced_in_a_use_count() -> None:
     for each in (1, 2):
         with swapper.use(model[each]):
             model[each](x)
-    there = [each for each in units if each.packs.device_bytes]
+    there = [each for each in units if each.device_bytes]
     others = [
         tensor.nbytes
         for each in there
         for weight in each.module.parameters()
         for tensor in (weight, weight.grad)
         if tensor is not None
-        and not each.packs.own.slab.has(tensor)
-        and not each.packs.gradients.slab.has(tensor)
+        and not each._own.slab.has(tensor)
+        and not each._gradients.slab.has(tensor)
     ]
-    assert sum(each.packs.device_bytes for each in there) + sum(others) <= 4.5 * UNIT
+    assert sum(each.device_bytes for each in there) + sum(others) <= 4.5 * UNIT
 
 
 def test_what_was_evicted_comes_for_a_use_or_a_prefetch_alone() -> None:
@@ -225,12 +225,10 @@ def test_a_unit_that_could_not_leave_waits_for_all_that_is_queued(
     unit = swapper._units[model[0]]
     assert unit in swapper._residency._left
     with monkeypatch.context() as patch:
-        patch.setattr(
-            type(unit.packs.own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError)
-        )
+        patch.setattr(type(unit._own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             swapper.evict(model[0])
-    assert unit.packs.device_bytes and unit not in swapper._residency._left
+    assert unit.device_bytes and unit not in swapper._residency._left
 
 
 @pytest.mark.parametrize(("optimizer", "kept"), zip(OPTIMIZERS, range(4), strict=True))

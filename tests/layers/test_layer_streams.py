@@ -23,7 +23,7 @@ from speedtorch.layers.offloaded_parameters import OffloadedParameters
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.slab import Memory, Slab
 from speedtorch.layers.sleeping_storages import SleepingStorages
-from speedtorch.layers.transfers import TransferStats
+from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.layers.unit import Unit
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def made(streams: RecordedStreams) -> Slab:
 def loaded(made: Slab, streams: RecordedStreams) -> Slab:
     """The slab on the device, where "use" has used it."""
     made.copy_to(Memory.DEVICE, [], [])
-    made.transfers.to_device.join()
+    made.coming.join()
     streams.work("use")
     return made
 
@@ -67,7 +67,7 @@ def test_a_copy_to_the_host_waits_for_the_use_and_the_host_for_it(
     streams.work("later")
     assert "use" in streams.before("copy 2")
     assert "copy 2" not in streams.before("later") | streams.host
-    made.transfers.to_host.finish()
+    made.leaving.finish()
     assert "copy 2" in streams.host
 
 
@@ -109,7 +109,7 @@ def test_what_comes_after_a_dropped_slab_waits_for_its_last_use(
     is_fork: bool, made: Slab, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
-    slab._gone(made.transfers.to_device, DEVICE, os.getpid() + is_fork)
+    slab._gone(made.coming, DEVICE, os.getpid() + is_fork)
     Slab({"weight": torch.ones(4)}, CPU).copy_to(Memory.DEVICE, [], [])
     assert ("use" in streams.before("copy 2")) == (not is_fork)
 
@@ -264,7 +264,7 @@ def test_the_end_of_a_use_is_behind_all_streams_that_have_used_the_unit(
     streams.use(other)
     streams.work("use")
     streams.use(main)
-    unit.use._streams.add(other)  # type: ignore[arg-type]
+    unit._streams.add(other)  # type: ignore[arg-type]
     unit.end_use()
     streams.work("next")
     assert "use" in streams.before("next")

@@ -61,7 +61,7 @@ def test_one_that_is_no_such_view_is_found_among_all(
     tensors = {name: each for name, each in several().items() if name not in without}
     slab = filled(tensors, device)
     slab.copy_to(Memory.DEVICE, [], [])
-    slab.transfers.to_device.join()
+    slab.coming.join()
     views = {name: slab.view(name, memory) for name in tensors}
     assert slab.where(views) == dict.fromkeys(tensors, memory)
     assert slab.memory_at(views) is (memory if without else None)  # all are asked at once
@@ -88,7 +88,7 @@ def test_views_of_both_memories_are_the_tensors(device: str) -> None:
     slab = filled(tensors, device)
     assert pieces(filled(tensors, device), Memory.DEVICE, [], []) == [(0, slab.nbytes)]
     slab.copy_to(Memory.DEVICE, [], [])
-    slab.transfers.to_device.join()
+    slab.coming.join()
     for memory in Memory:
         for name, tensor in tensors.items():
             view = slab.view(name, memory)
@@ -121,7 +121,7 @@ def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None
     assert slab.empty() == slab.nbytes and slab.device_bytes == 0 and slab.empty() == 0
     slab.view("weight", Memory.HOST).add_(1)
     slab.copy_to(Memory.DEVICE, [], [])
-    slab.transfers.to_device.join()
+    slab.coming.join()
     assert kept.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
 

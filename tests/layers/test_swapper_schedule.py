@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from speedtorch.layers import Memory, Swapper, host_slab, residency, slab, transfers, unit_steps
+from speedtorch.layers import Memory, Swapper, host_slab, residency, slab, unit_steps
 
 BLOCKS, ELEMENTS = 16, 2048
 BLOCK_BYTES = 4 * ELEMENTS
@@ -115,7 +115,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
         step(*args)
         found.work(1.0)
 
-    monkeypatch.setattr(transfers, "SharedSideStream", side_stream(found))
+    monkeypatch.setattr(slab, "SharedSideStream", side_stream(found))
     monkeypatch.setattr(slab, "copy_spans", copy_spans)
     monkeypatch.setattr(slab.Slab, "take", take)
     monkeypatch.setattr(residency, "end_of_current", lambda _: Event(found, found.compute))

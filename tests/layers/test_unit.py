@@ -63,7 +63,7 @@ def test_all_is_where_the_unit_is(device: str) -> None:
     for memory in (Memory.DEVICE, Memory.HOST, Memory.DEVICE):
         unit.load() if memory is Memory.DEVICE else unit.evict()
         where = {each.device.type for each in tensors_of(layer, optimizer).values() if each.dim()}
-        assert unit.packs.memory is memory
+        assert unit.memory is memory
         assert where == {device if memory is Memory.DEVICE else "cpu"}
         train(layer, optimizer, device if memory is Memory.DEVICE else "cpu")
 
@@ -106,13 +106,13 @@ def test_an_evicted_unit_has_no_memory_on_the_device(device: str) -> None:
     layer, optimizer, unit = made(device)
     unit.load()
     train(layer, optimizer, device)
-    loaded = unit.packs.nbytes
+    loaded = unit.nbytes
     assert unit.evict() == loaded and unit.evict() == 0
     unit.load()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    assert unit.evict() == unit.packs.nbytes > loaded
+    assert unit.evict() == unit.nbytes > loaded
     if device == "cuda":
-        assert before - torch.cuda.memory_allocated() >= unit.packs.nbytes
+        assert before - torch.cuda.memory_allocated() >= unit.nbytes
 
 
 def calls_of_cuda(count: int) -> Counter[str]:
@@ -174,7 +174,7 @@ def test_what_has_not_changed_travels_one_way(device: str) -> None:
     unit.load()
     layer[1].weight.data.mul_(2)
     twice = copies({"weight": layer[1].weight})
-    unit.use.touch()
+    unit.touch()
     assert len(written_back(unit)) == 1
     assert_equal({"weight": layer[1].weight}, twice)
 
@@ -196,8 +196,8 @@ def test_copies_begin_before_each_tensor_is_looked_at(
     unit = Unit(nn.Linear(4, 4), device=device)
     monkeypatch.setattr(slab, "copy_spans", copied)
     monkeypatch.setattr(slab.Slab, "where", looked)
-    for move in (unit.load, unit.packs.write_back, unit.evict, unit.bring):
-        unit.use.touch()
+    for move in (unit.load, unit.write_back, unit.evict, unit.bring):
+        unit.touch()
         calls.clear()
         move()
         assert calls[0] == "copy" and calls.count("copy") == 1
@@ -211,7 +211,7 @@ def test_tensors_that_became_others_in_the_same_memory_move_as_those(device: str
             unit.load()
         layer.weight.data = layer.weight.data.t()
         expected = copies(dict(layer.named_parameters()))
-        unit.use.touch()
+        unit.touch()
         for move in (unit.evict, unit.load) if is_loaded else (unit.load, unit.evict):
             move()
             assert_equal(dict(layer.named_parameters()), expected)
@@ -225,7 +225,7 @@ def test_a_load_that_is_refused_leaves_no_device_memory(device: str) -> None:
     for move in (unit.load, unit.bring):
         with pytest.raises(ValueError, match="conjugated"):
             move()
-        assert unit.packs.device_bytes == 0 and unit.packs.memory is Memory.HOST
+        assert unit.device_bytes == 0 and unit.memory is Memory.HOST
 
 
 def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
@@ -263,11 +263,11 @@ def test_gradients_that_came_count_once(device: str) -> None:
     _, _, unit = made(device)
     for _ in range(2):
         unit.load()
-        whole = unit.packs.needed_bytes
+        whole = unit.needed_bytes
         x = torch.randn(6, 4, device=device)
         unit.module(x).sum().backward()
-        assert unit.packs.missing_bytes(state=True) == 0
-        assert unit.packs.needed_bytes == whole + unit.packs.other_bytes()
+        assert unit.missing_bytes(state=True) == 0
+        assert unit.needed_bytes == whole + unit.other_bytes()
         unit.evict()
         unit.module.zero_grad()
 
@@ -276,7 +276,7 @@ def test_gradients_that_are_dropped_are_gone_at_once(device: str) -> None:
     _, _, unit = made(device)
     unit.load()
     unit.module(torch.randn(6, 4, device=device)).sum().backward()
-    assert unit.packs.other_bytes()
+    assert unit.other_bytes()
     kept = [weakref.ref(each.grad) for each in unit.module.parameters() if each.grad is not None]
     unit.module.zero_grad()
     assert kept and all(each() is None for each in kept)
@@ -404,9 +404,9 @@ def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) 
     optimizer.param_groups[0]["fused"] = False  # a new step would stay on the CPU
     layer.zero_grad()  # the unit looks for its tensors again
     unit.load()
-    assert unit.packs.state.slab.has(step)
+    assert unit._state.slab.has(step)
     unit.evict()
-    assert not unit.packs.state.slab.has(step) and step.item() == 1
+    assert not unit._state.slab.has(step) and step.item() == 1
 
 
 def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
@@ -419,10 +419,10 @@ def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
     unit.load()
     optimizer.load_state_dict(saved)
     kept = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
-    assert kept and all(unit.packs.state.slab.has(each) for each in kept) is False
+    assert kept and all(unit._state.slab.has(each) for each in kept) is False
     unit.evict()
     unit.load()
-    assert all(unit.packs.state.slab.has(each) for each in kept)
+    assert all(unit._state.slab.has(each) for each in kept)
 
 
 def test_tensors_tied_within_a_loaded_unit_stay_tied(device: str) -> None:
@@ -543,6 +543,6 @@ def test_sparse_gradients_are_refused_by_name_and_nothing_moves(device: str) -> 
     layer(torch.tensor([1], device=device)).sum().backward()
     with pytest.raises(ValueError, match="the gradient of weight: expected a dense tensor"):
         unit.evict()
-    assert unit.packs.memory is Memory.DEVICE and layer.weight.device.type == device
+    assert unit.memory is Memory.DEVICE and layer.weight.device.type == device
     layer.weight.grad = None
-    assert unit.evict() == unit.packs.nbytes
+    assert unit.evict() == unit.nbytes

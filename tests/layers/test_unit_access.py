@@ -17,15 +17,10 @@ from conftest import NEEDS_GPU
 from interrupts import EVERY, PACKAGE, Lines
 from torch import Tensor, nn, optim
 
-from speedtorch.layers import Memory, Swapper, residency
-from speedtorch.layers.transfers import Transfers
+from speedtorch.layers import Swapper, residency, slab
 
 WIDTH = 16
 NBYTES = 4 * WIDTH * WIDTH
-
-
-OF_A_USE = ["residency", "uses", "device_units", "eviction_order", "unit", "unit_calls"]
-OF_A_USE += ["unit_packs", "unit_tensors", "unit_use"]
 
 
 @dataclass
@@ -56,13 +51,12 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> Marks:
     """As if the CPU were a device with streams."""
     found = Marks()
 
-    def beside(of: Transfers, to: Memory, after: Mark | None = None, *_: Any) -> Any:
-        number = found.work if after is None else after.number
-        found.waits.append((of.side(to)._purpose, number))
+    def beside(_: Any, stream: Any, after: Mark | None, *__: Any) -> Any:
+        found.waits.append((stream._purpose, found.work if after is None else after.number))
         return nullcontext()
 
     monkeypatch.setattr(residency, "end_of_current", lambda _: Mark(found.work))
-    monkeypatch.setattr(Transfers, "beside", beside)
+    monkeypatch.setattr(slab.Slab, "_beside", beside)
     return found
 
 
@@ -324,8 +318,7 @@ def test_a_compiled_function_of_a_weight_is_an_access(marks: Marks) -> None:
 
 @EVERY
 def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
-    ends = tuple(f"layers/{name}.py" for name in OF_A_USE)
-    files = [each for each in PACKAGE if each.endswith(ends)]
+    files = [each for each in PACKAGE if each.endswith(("layers/residency.py", "layers/unit.py"))]
     with Lines(files) as lines:
         use(Training(), 0)
     for at in range(1, len(lines.seen or ()) + 1, every):
@@ -335,7 +328,7 @@ def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
         with Lines(files, at):
             use(training, 0)
         unit = training.swapper._units[training.layers[0]]
-        assert unit.packs.device_bytes == 0 or training.swapper.report().resident == ("0",)
+        assert unit.device_bytes == 0 or training.swapper.report().resident == ("0",)
         with training.swapper.use(training.layers[1], training.layers[2]):
             assert training.swapper.report().resident_bytes <= int(4.2 * NBYTES)
         training.swapper.evict()

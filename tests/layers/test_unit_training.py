@@ -183,6 +183,6 @@ def test_an_error_at_any_line_leaves_all_whole(move: str, follows: str, every: i
         for again in (unit.load, unit.evict, unit.load):
             again()
             assert_equal(tensors_of(small, optimizer), stepped)
-        assert unit.evict() == unit.packs.nbytes and unit.packs.memory is Memory.HOST
+        assert unit.evict() == unit.nbytes and unit.memory is Memory.HOST
         small_step(small, optimizer)
         assert small.weight[:2].equal(small.low)
