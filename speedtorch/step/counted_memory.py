@@ -92,7 +92,8 @@ class CountedMemory(RowMemory):
         # rows that join then cross the link at once, and the lookup that counts them need not wait
         # for the former.
         waits = held.now.moved > 0 and copy is Copy.DIRTY and held.store.can_wait
-        load = partial(held.store.load_batch, held.fields, left, evicts=not waits)
+        fields = held.view.kept.fields  # held.fields, without a call
+        load = partial(held.store.load_batch, fields, left, evicts=not waits)
         batch = LoadedBatch(ids, held.named_rows, held.device, held.padding, load, held.name)
         return held.now.after(
             batch,
