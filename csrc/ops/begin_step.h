@@ -8,7 +8,8 @@
 namespace speedtorch {
 
 // exchange_rows of one table: `evict` are the ids of the first rows of leaving, `load` of arriving.
-// Unless it `evicts`, rows in both lists are loaded from `leaving`, and none is written to the host.
+// If `evicts` is false, `leaving` is the source of rows in both lists, and no row is written to the
+// host.
 void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
               const Tensors& arriving, const Tensor& load, bool evicts);
 // Both on the CPU, of one shape and dtype; `to` is contiguous.

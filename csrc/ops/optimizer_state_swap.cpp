@@ -198,8 +198,8 @@ class RowMover {
   int64_t host_bytes_;
 };
 
-// Which rows of the list to evict are written to the host: all but those in both lists, all of them,
-// or none, where the list says only what is loaded from its side.
+// The rows of the list to evict that are written to the host: all but those in both lists, all, or
+// none. With kNone the list is only the source of rows in both lists.
 enum class Evicts { kOthers, kAll, kNone };
 
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
@@ -307,8 +307,8 @@ void launch_swaps(const Tensors& host, const std::vector<SwapTable>& tables, con
   }
 }
 
-// Lists with places (`placed` is not null) have no status yet. Rows in both lists are written to the
-// host as `placed` says.
+// Lists with places (`placed` is not null) have no status yet. kAll takes effect by the counts of
+// `placed`.
 void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, PlanView evict,
                  PlanView load, const PlacedLists* placed, Evicts evicts, const Tensor& on,
                  const CurrentStream& stream, const Arguments& all) {
@@ -475,8 +475,8 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   };
   const RowIds leaves = plan_on_gpu("evict", evict_ids, evict_plan);
   const RowIds arrives = plan_on_gpu("load", load_ids, load_plan);
-  swap_on_gpu(host, tables, leaves.view.plan, arrives.view.plan, nullptr, Evicts::kOthers, on, stream,
-              all);
+  swap_on_gpu(host, tables, leaves.view.plan, arrives.view.plan, nullptr, Evicts::kOthers, on,
+              stream, all);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -596,8 +596,8 @@ void put_rows_at(const Tensor& side, const PlacedList& list, const Tensor& stage
 
 // With counts, rows in both lists are written to the host as well, so that the caller may discard
 // the loaded rows. On a GPU a bad entry stops all others, or alone is not moved. `cache`: the
-// fields of slots, of one table; `hot`: the slot and the uses of each of its rows. Unless it
-// `evicts`, no row is written to the host.
+// fields of slots, of one table; `hot`: the slot and the uses of each of its rows. If `evicts` is
+// false, no row is written to the host.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const std::optional<Tensor>& evict_places,
                     const std::optional<Tensor>& evict_count, const Tensors& arriving,
@@ -606,11 +606,11 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
                     const Tensors& cache = {}, const std::optional<Tensor>& hot = std::nullopt,
                     bool evicts = true) {
   const Arguments all(
-      kOp, {written("host", host, evicts && evict.numel() > 0), written("cache", cache, evict.numel() > 0),
-            written("hot", hot, load.numel() > 0), read("leaving", leaving), read("evict", evict),
-            read("evict_places", evict_places), read("evict_count", evict_count),
-            written("arriving", arriving, load.numel() > 0), read("load", load),
-            read("load_places", load_places), read("load_count", load_count)});
+      kOp, {written("host", host, evicts && evict.numel() > 0),
+            written("cache", cache, evict.numel() > 0), written("hot", hot, load.numel() > 0),
+            read("leaving", leaving), read("evict", evict), read("evict_places", evict_places),
+            read("evict_count", evict_count), written("arriving", arriving, load.numel() > 0),
+            read("load", load), read("load_places", load_places), read("load_count", load_count)});
   std::vector<SwapTable> tables = check_tables(host, count, leaving, arriving), slots;
   if (hot) {
     slots = check_tables(cache, 1, leaving, arriving, 0, 0, "cache");

@@ -88,9 +88,9 @@ class CountedMemory(RowMemory):
     def begun_alone(self, ids: Tensor) -> Step:
         """As RowMemory.begun_alone."""
         held, (copy, left) = self.held, self._all_leaving()
-        # If rows joined the step before, rows will probably join this one: rows that leave and
-        # rows that join then cross the link at once, and the lookup that counts them need not wait
-        # for the former.
+        # If rows joined the last step, rows will probably join this step. Evicted rows then cross
+        # the link together with joining rows, and the lookup that counts the joining rows does not
+        # wait for the eviction.
         waits = held.now.moved > 0 and copy is Copy.DIRTY and held.store.can_wait
         fields = held.view.kept.fields  # held.fields, without a call
         load = partial(held.store.load_batch, fields, left, evicts=not waits)

@@ -1,7 +1,7 @@
-"""Exchange: the rows that a step holds leave for their table while those of the next arrive.
+"""Exchange: evicts the rows of one step while the rows of the next step are loaded.
 
-The first rows that are asked for after the optimizer's step begin the next step: one exchange
-brings the rows of the last one back to the table while others arrive, and rows of both stay.
+The first lookup after the optimizer's step begins the next step. One exchange writes rows of the
+last step to the table and loads the others. Rows of both steps remain on the device.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """Steps of one table: which rows lookups hold, and how others take their place.
+    """Lookups of one table: they begin steps, and load rows for the current step.
 
-    Threads take turns, as HeldRows says. The arguments are those of TrainedRows.
+    One thread at a time runs a method; see HeldRows. TrainedRows documents the arguments.
 
     Attributes:
         held: The rows of the current step.
@@ -104,7 +104,7 @@ class Exchange:
         vars(self).clear()
 
     def be_own(self) -> None:
-        """Holds nothing that a child has of the process that has forked it."""
+        """Drops the rows that a forked child shares with its parent process."""
         if self.held.be_own():
             self.steps.forget()
 

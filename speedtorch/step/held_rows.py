@@ -1,8 +1,8 @@
 """HeldRows: the rows of the current step, for the parameter, the optimizer and the table.
 
-A step holds each row that is asked for once, as a parameter and as the optimizer's state of it. A
-step is a value and is never changed. Another one becomes current by one assignment: what comes
-before that can be thrown away, what comes after it can be repeated.
+A step holds each row of its lookups once: the weight in the parameter, and the optimizer state
+beside it. Step is an immutable value, and one assignment makes another step the current one. Work
+before the assignment can be discarded, and work after it can be repeated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Joint(Protocol):
         """Finishes what belongs to what the tables hold now."""
 
     def drop_prefetched(self) -> None:
-        """Rows that arrived for the next batch go back."""
+        """Writes prefetched rows back to the tables."""
 
 
 class Stepping(Protocol):
@@ -115,7 +115,7 @@ class RowMemory(ABC):
 
     @abstractmethod
     def put_back(self, prefetched: Prefetched) -> None:
-        """Writes rows to the table that may be nowhere else."""
+        """Writes prefetched rows, which may have no current copy elsewhere, to the table."""
 
     @abstractmethod
     def loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
@@ -197,11 +197,11 @@ class RowMemory(ABC):
 
 
 class HeldRows:
-    """The rows that are held now, and how they become those of the table again.
+    """The rows of the current step, on the device, and their transfers to and from the table.
 
-    Every method completes what an exception may have left half done, before anything else. One
-    thread at a time is within a method: each holds `turn`, or its caller does. An optimizer's
-    step() does not, because the user's hooks run in it: other threads wait for it in complete().
+    Each method first completes the work that an exception interrupted. One thread at a time runs a
+    method: the method or its caller holds `turn`. An optimizer's step() does not hold it, because
+    user hooks run within the step; other threads wait for the step in complete().
 
     Args:
         name: What errors call the module.
@@ -319,7 +319,7 @@ class HeldRows:
         self.now = now._replace(transfer=transfer)
 
     def drop_prefetched(self) -> None:
-        """Rows that arrived for the next batch go back, as some are nowhere else."""
+        """Writes prefetched rows back to the table, because some have no current copy there."""
         if self.joint is not None:
             self.joint.drop_prefetched()
         if self.travel.end is not None:
@@ -349,13 +349,13 @@ class HeldRows:
         self.complete()
 
     def read_again(self) -> None:
-        """Held rows are those of the table again, if they may have become others there."""
+        """Reads held rows again if the table may have newer copies."""
         if self.now.copy is Copy.STALE:
             self.show_anew()
 
     @alone
     def change(self) -> None:
-        """Says that the held rows are about to be written to."""
+        """Marks held rows as newer than the table, before the caller writes to them."""
         self.complete()
         self.read_again()
         if self.now.copy is not Copy.DIRTY:

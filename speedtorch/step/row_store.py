@@ -139,9 +139,9 @@ class RowStore:
         *,
         evicts: bool = True,
     ) -> list[Tensor]:
-        """As load, of ids `[n]` that are planned first; gives what the op gives.
+        """As load, of ids `[n]` that are planned first; returns the result of the op.
 
-        Unless it `evicts`, the caller writes the rows of `leaving` to the table later.
+        If `evicts` is false, the caller writes the rows of `leaving` to the table later.
         """
         homes = self.fields(names)
         with self._writing(leaving if evicts else None):
