@@ -29,7 +29,7 @@ class LoadRanks(Together):
         self._store = prefix_store(f"speedtorch load {ranks.name}")
 
     def every(self, value: Any) -> list[Any]:
-        """What each rank says; lists, numbers, strings and None.
+        """The values of all ranks, by rank: lists, numbers, strings and None.
 
         Raises RuntimeError if a rank does not load in time.
         """
@@ -44,6 +44,6 @@ class LoadRanks(Together):
                 f" together ({error})"
             ) from error
         said = [json.loads(self._store.get(key)) for key in keys]
-        if number > 1:  # which all ranks have read, as they have gone on
+        if number > 1:  # all ranks are at this call, and have read the values of the last one
             self._store.delete_key(f"{number - 1}/{self.rank}")
         return said

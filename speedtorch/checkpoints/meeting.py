@@ -91,7 +91,7 @@ class Meeting:
         return self._sees_locks
 
     def every(self, value: Any) -> list[Any]:
-        """What each rank says; lists, numbers, strings and None.
+        """The values of all ranks, by rank: lists, numbers, strings and None.
 
         Raises RuntimeError if one has ended, or given up.
         """

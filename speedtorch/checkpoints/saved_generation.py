@@ -53,7 +53,7 @@ class SavedGeneration:
 
     def __init__(self, folder: str, number: int, later: int | None = None) -> None:
         self.number, self.path = number, path_of(folder, number)
-        self.digest = ""  # of its manifest, and so of all that it has
+        self.digest = ""  # digest of the manifest, which has the digests of all files
         self.base: SavedGeneration | None = None
         self.ids_of: dict[str, str] = {}
         self._folder, self._later = folder, later
@@ -183,7 +183,7 @@ class SavedGeneration:
     def changed_since(self, generation: int) -> dict[str, list[tuple[Tensor, Tensor]]] | None:
         """Ids and rows that bring tables from a generation to this one, by key, in their order.
 
-        None if this one is not that, was not written against that, nor against one that was.
+        Returns None unless this is that generation, or its chain of bases contains it.
         """
         later = list(itertools.takewhile(lambda each: each.number != generation, self.chain))
         if len(later) == len(self.chain):

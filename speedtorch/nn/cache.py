@@ -17,11 +17,11 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
     """Keeps the rows that steps load most often, with their state, in memory of the device.
 
     A cache changes no result of a step. Rows that are in the cache do not cross the link:
-    where ids follow a power law a tenth of the rows saves half of what crosses it, and where all
-    ids are as frequent it saves its share. Which rows it has is decided by how often they were
-    loaded, after 4, 16, 64 and then every 64 exchanges, between two steps; a row takes the place of
-    another only where that was surely loaded less often. With capacity= and speedtorch.graphed it
-    is decided between two replays.
+    a tenth of the rows served 40 % of the loaded rows with Zipf 1.05 (docs/cache.md), and if all
+    ids are equally frequent, a cache saves its share. Which rows it has is decided by how often
+    they were loaded, after 4, 16, 64 and then every 64 exchanges, between two steps; a row takes
+    the place of another only where that was surely loaded less often. With capacity= and
+    speedtorch.graphed it is decided between two replays.
 
     The bytes are shared out over the tables of the module: at least one row to each, then as many
     bytes to each, and what a small table does not need to others. attach() and resize() change what

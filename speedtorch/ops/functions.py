@@ -321,10 +321,11 @@ written to host as well.
 
 
 load_rows: Callable[..., list[Tensor]] = _ops.load_rows
-"""Rows arrive in new memory while others leave: `(host, leaving, evict, load)`.
+"""Loads rows into new memory and evicts others: `(host, leaving, evict, load, evicts=True)`.
 
-`leaving` are rows of every field, the first of which go to the rows `evict` of host. Gives the rows
-`load` of host, field by field, in the dtypes and on the device of leaving. Ids ascend.
+`leaving` are rows of every field, the first of which are written to the rows `evict` of host. If
+`evicts` is false, no row is written; rows in both lists are copied from leaving in either case.
+Returns the rows `load`, field by field, in the dtypes and on the device of leaving. Ids ascend.
 """
 
 
@@ -340,9 +341,9 @@ IndexError if an id is out of range.
 load_batch: Callable[..., list[Tensor]] = _ops.load_batch
 """As load_rows, of ids that are planned and counted first.
 
-`(host, leaving, evict, index, rows, padding)`. Returns what count_batch returns of `index` `[n]`,
-which may be on the CPU, and the rows of the distinct ids before the copy of index. IndexError if an
-id is out of range; no row has moved then.
+`(host, leaving, evict, index, rows, padding, evicts=True)`. Returns what count_batch returns of
+`index` `[n]`, which may be on the CPU, and the rows of the distinct ids before the copy of index.
+IndexError if an id is out of range; no row has moved then.
 """
 
 

@@ -190,7 +190,7 @@ class Requests:
     """
 
     ahead = 3
-    """Batches that are planned ahead: those of an Exchange, and one that is asked for."""
+    """Batches that are planned ahead: those of PlannedSteps, and one that is asked for."""
 
     def __init__(
         self,
