@@ -302,6 +302,25 @@ def check_rows_that_were_not_announced() -> None:
     assert torch.equal((training.rows() != training.before).any(1), own)
 
 
+def check_dropped_lookups() -> None:
+    """Ranks begin the same steps, even if collectives keep the tensors of one of them."""
+    kept, all_to_all = [], dist.all_to_all_single
+
+    def keep(out: Tensor, given: Tensor, *counts: list[int] | None, **others: Any) -> object:
+        kept.extend([out, given])
+        return all_to_all(out, given, *counts, **others)
+
+    training = Training()
+    parts = [owned(0, 1), owned(0, 2), owned(0, 3)]
+    training.module.announce(*parts)
+    training.module(parts.pop(0))
+    with patch.object(dist, "all_to_all_single", keep if dist.get_rank() == 0 else all_to_all):
+        for ids in parts:
+            training.module(ids)  # without a backward
+    assert bool(kept) == (dist.get_rank() == 0)
+    training.check_unchanged()
+
+
 @contextmanager
 def raised_late() -> Iterator[None]:
     """The CPU raises what is wrong with a batch as late as a GPU does."""

@@ -226,9 +226,12 @@ class Ranks:
         self._refuse_if_lost(name)
         size = len(sent) if received is None else sum(received)
         out = sent.new_empty((size, *sent.shape[1:]))
+        # Threads of the group keep both tensors for a while. Detached ones keep no graph: ranks
+        # would disagree on whether a step still waits for a backward.
+        sent = sent.detach().contiguous()
         try:
             group = group or self._asking
-            dist.all_to_all_single(out, sent.contiguous(), received, counts, group=group)
+            dist.all_to_all_single(out.detach(), sent, received, counts, group=group)
         except RuntimeError as error:
             raise self._lose(name, str(error)) from error
         return out

@@ -16,6 +16,7 @@ from sharded_capacity import (
     check_a_capture,
     check_a_rank_without_rows,
     check_bytes,
+    check_dropped_lookups,
     check_late_faults,
     check_more_than_a_share,
     check_padding,
@@ -63,6 +64,11 @@ def test_what_one_rank_cannot_hold_raises_on_all(ranks: int, backend: str) -> No
 @RANKS
 def test_ranks_send_each_other_a_share_of_the_capacity(ranks: int, backend: str) -> None:
     in_processes(ranks, check_bytes, backend=backend)
+
+
+@RANKS
+def test_ranks_begin_the_same_steps_of_dropped_lookups(ranks: int, backend: str) -> None:
+    in_processes(ranks, check_dropped_lookups, backend=backend)
 
 
 @pytest.mark.parametrize(
