@@ -74,7 +74,9 @@ class Life(Training):
         if generations_of(str(self.saves)):
             found = speedtorch.load(self.saves, **self.parts())
             for step in range(found["step"]):
-                self.mirror_train(self.step_batch(step))
+                batch = self.step_batch(step)
+                self.shorten(batch)
+                self.mirror_train(batch)
             self.steps, self.last = found["step"], found["number"]
         acknowledged = self.saves.with_name("acknowledged")
         known = int(acknowledged.read_text()) if acknowledged.exists() else 0

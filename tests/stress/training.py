@@ -155,6 +155,11 @@ class Training:
         for mirror in self.mirrors():
             mirror.step()
 
+    def shorten(self, batch: Batch) -> None:
+        """Shortens rows in the mirror, as the batch's lookups do."""
+        for name, lookup in batch:
+            self.owners[name].shorten(lookup[self.rank])
+
     def mirror_look_up(self, name: str, lookup: Lookup) -> None:
         owner = self.owners[name]
         for parts in lookup:
@@ -500,8 +505,7 @@ class Program(Training):
                 self.graphed_step, given, modules=self.model, optimizers=self.optimizer
             )
         self.graph(given)
-        for name, lookup in batch:
-            self.owners[name].shorten(lookup[self.rank])
+        self.shorten(batch)
         self.mirror_train(batch)
         self.steps += 1
 
