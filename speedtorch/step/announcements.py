@@ -37,7 +37,8 @@ class Announcements:
     2. A lookup of other ids brings its own rows alone. The announced ids wait.
     3. An announce() that follows a zero_grad() or an error begins a new batch, whose rows need no
        room beside those of the batch before. That one is not given up yet; rule 1 decides.
-    4. A step of the rows' optimizer and load_state_dict() give up all that waits.
+    4. A lookup without ids brings rows of the latest batch alone, unless that may be given up.
+    5. A step of the rows' optimizer and load_state_dict() give up all that waits.
 
     So zero_grad() alone gives nothing up: it may stand between announce() and the lookups.
     """
@@ -100,7 +101,10 @@ class Announcements:
                 latest = self.latest = _planned(latest.parts, latest.begins, plan)
             latest.batch.count()
             after: tuple[Tensor, ...] = ()
-            for announced in (latest, self._before):
+            waiting = (latest, self._before)
+            if ids.numel() == 0:  # as any other empty tensor, of whatever batch
+                waiting = (None if self._is_over else latest, None)
+            for announced in waiting:
                 if announced is None or (part := announced.batch.parts.part_of(ids)) is None:
                     after = latest.parts
                     continue

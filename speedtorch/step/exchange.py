@@ -264,19 +264,16 @@ class Exchange:
     def _goes_on_without(self, ids: Tensor) -> bool:
         """Whether a lookup begins a step of its own, if that of now may have been given up.
 
-        One of the batch that a loop gives now does. One that was announced with lookups of that
-        step does not; nor, in blocks, to which rows do not come back, one of ids known there.
+        One that a graph may bring a gradient of brings its rows again; see rejoin(). Rows do not
+        come back to blocks, in which a lookup of ids that are held begins no step.
         """
-        now, expected, takes_more = self.held.now, self.steps.expected, self.memory.takes_more
         # A checkpoint computes it again within a backward.
         if self.held.captures() or current_backward() != -1:
             return False
+        expected = self.steps.expected
         if expected is not None and expected.parts.part_of(ids) is not None:
             return True
-        batches = now.batches
-        if any(batches[number].parts.is_part(part, ids) for number, part in now.unseen()):
-            return takes_more and ids.numel() == 0
-        return takes_more or now.find(ids) is None
+        return self.memory.takes_more or self.held.now.find(ids) is None
 
     # ---- backwards and an optimizer's step
 

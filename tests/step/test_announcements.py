@@ -42,6 +42,64 @@ class Trained:
         return rows.any(1).nonzero().flatten().tolist()
 
 
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("following", [None, 5])
+@pytest.mark.parametrize("others", [[], [5]])
+def test_a_lookup_without_ids_brings_no_batch_that_was_given_up(
+    others: list[int], following: int | None, device: str, capacity: int | None
+) -> None:
+    trained = Trained(device, capacity=capacity)
+    none = ids().to(device)
+    trained.emb.announce(ids(1, 2).to(device), none)
+    trained.sgd.zero_grad()
+    if following is not None:
+        trained.emb.announce(ids(following).to(device))
+    trained.learn(none.clone(), *(ids(each).to(device) for each in others))
+    assert trained.moved() == others
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("device", DEVICES)
+def test_bags_without_ids_bring_no_gradient(device: str, capacity: int | None) -> None:
+    config = EmbeddingBagConfig(ROWS, 1, "a")
+    bags = EmbeddingBagCollection([config], capacity=capacity, device=device)
+    sgd = optim.SGD(bags.parameters(), lr=1.0)
+    before = bags.state_dict()["embedding_bags.a.weight"].cpu().clone()
+    none = {"a": (ids().to(device), ids(0, 0).to(device))}
+    named = {"a": (ids(1, 2).to(device), ids(0, 2).to(device))}
+    bags.announce(named)
+    (bags(none)["a"].sum() + bags(named)["a"].sum()).backward()
+    sgd.step()
+    changed = bags.state_dict()["embedding_bags.a.weight"].cpu() != before
+    assert changed.any(1).nonzero().flatten().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ids_like_those_of_a_batch_that_was_given_up_do_not_bring_it(device: str) -> None:
+    trained = Trained(device)
+    parts = ids(5).to(device), ids(0).to(device)
+    trained.emb.announce(*parts)
+    given_up = trained.emb(parts[0])
+    trained.sgd.zero_grad()
+    trained.learn(parts[1])
+    assert given_up.requires_grad  # its graph is still there
+    assert trained.moved() == [0]
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_come_though_a_lookup_without_ids_is_the_first(
+    device: str, capacity: int | None
+) -> None:
+    trained = Trained(device, capacity=capacity)
+    parts = [ids().to(device), ids(1, 2).to(device), ids(3).to(device)]
+    trained.emb.announce(*parts)
+    trained.sgd.zero_grad()
+    trained.learn(*parts)
+    assert trained.moved() == [1, 2, 3]
+
+
 # ------------------------------------------------------------------------------------------------
 # What a step leaves out
 
