@@ -172,7 +172,7 @@ class CountedMemory(RowMemory):
                 following = None  # a lookup of its bad ids raises it
         if following is not None or leaving is not None:
             if leaving is not None:
-                held.travel.uses(leaving.rows)
+                held.travel.uses(leaving.tensors)
             with held.travel.after_current(held.device):
                 if following is not None:  # in memory that only this stream is given again
                     count = following.held + (held.padding is not None)

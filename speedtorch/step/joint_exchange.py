@@ -196,7 +196,7 @@ class JointExchange:
             transfer = PendingTransfer(None, prefetches=True)
         if following is not None or leaving is not None:
             if leaving is not None:
-                self._travel.uses(leaving.rows)
+                self._travel.uses(leaving.tensors)
             if following is not None:
                 following.join()
             with self._travel.after_current(self._device):

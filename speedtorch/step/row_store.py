@@ -37,6 +37,11 @@ class Block(NamedTuple):
     places: Tensor | None = None
     """Which of the rows they are; by default the first, in order."""
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.rows, self.ids] + ([] if self.places is None else [self.places])
+
 
 class Counted(NamedTuple):
     """As a Block, of which the first `number` ids leave or arrive: `[1]`, on the device."""

@@ -167,6 +167,34 @@ def test_rows_leave_before_a_reader_of_the_table(
     pair.assert_exact()
 
 
+def test_memory_of_rows_that_leave_is_kept_for_their_transfer(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, used = Pair(device), []
+    monkeypatch.setattr(SideStream, "uses", lambda _, tensors: used.extend(tensors))
+    ids = pair.ours.trained_rows.exchange.held.now.ids
+    pair.step([1, 5])
+    assert any(each is ids for each in used)
+
+
+@NEEDS_GPU
+def test_ids_of_rows_that_leave_outlive_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, exchange = Pair("cuda"), RowStore.exchange
+
+    def late(*arguments: Any) -> None:
+        torch.cuda._sleep(50_000_000)
+        exchange(*arguments)
+
+    loss = pair.look_up([1, 5])
+    monkeypatch.setattr(RowStore, "exchange", late)
+    pair.ours.trained_rows.exchange.held.complete()  # the transfer is queued
+    taken = [torch.full((4,), 7, device="cuda") for _ in range(64)]
+    monkeypatch.undo()
+    pair.finish(loss)
+    pair.assert_exact()
+    assert all(bool((each == 7).all()) for each in taken)
+
+
 def test_rows_of_a_cache_leave_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(device)
     speedtorch.cache(pair.ours, "1KiB")
