@@ -1,13 +1,13 @@
 class Turn:
-    """A lock that its thread may take again, and that goes to threads in the order they ask."""
+    """A reentrant lock that serves threads in the order of their requests."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
     def unite(self, other: Turn) -> None:
-        """Makes both one turn from now on. RuntimeError unless this thread has both."""
+        """Merges both locks into one. Raises RuntimeError unless this thread has both."""
 
 class Turns:
-    """Several turns, taken at once: while it waits for one a thread has none of the others."""
+    """Several turns, acquired at once: a thread that waits for one has none of the others."""
 
     def __new__(cls, *turns: Turn) -> Turns: ...
     def __enter__(self) -> None: ...

@@ -65,7 +65,7 @@ from speedtorch.parallel.shard import shard
 from speedtorch.table import HostTable
 from speedtorch.version import __version__ as __version__
 
-# Written out, as type checkers read it.
+# A literal list, because type checkers read it.
 __all__ = [
     "COM",
     "COMMM",

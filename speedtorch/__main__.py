@@ -22,19 +22,19 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command: what follows `speedtorch`, by default in this process.
+    """Runs the command given by `arguments`, by default those of this process.
 
     Returns:
-        The exit status: 0, 1 if a comparison found a difference, if this machine cannot be
-        measured, if `doctor` found something wrong, if `replay` found other results or if nothing
-        reads the output any more, 2 for a wrong use, 130 after Ctrl-C.
+        The exit status. 0: success. 1: a comparison found a difference, this machine cannot be
+        measured, `doctor` found something wrong, `replay` found other results, or the reader of the
+        output has closed it. 2: wrong use. 130: Ctrl-C.
     """
     try:
         status = _run(arguments)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as of `speedtorch doctor | head -1`
-        # Python flushes once more when it ends.
+    except BrokenPipeError:  # such as in `speedtorch doctor | head -1`
+        # Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,4 +1,4 @@
-"""Tables, pinned tensors and streams alive at exit; SPEEDTORCH_LOG=alive loads this file."""
+"""Reports tables, pinned tensors and streams alive at exit; loaded by SPEEDTORCH_LOG=alive."""
 
 import atexit
 import gc
@@ -23,9 +23,9 @@ _places: WeakKeyDictionary[HostTable, str] = WeakKeyDictionary()
 
 
 def _report(process: int) -> None:
-    if os.getpid() != process:  # a forked child, which has copies of all objects
+    if os.getpid() != process:  # a forked child has copies of all objects
         return
-    gc.collect()  # objects in cycles alone are not alive
+    gc.collect()  # frees objects that only reference cycles keep alive
     tables = [f"\n  {table!r}, made at {place}" for table, place in _places.items()]
     pinned = [f"\n  {call_text(each)}, {each.nbytes} bytes" for each in pinned_tensors()]
     types = [type(each) for each in gc.get_objects()]
@@ -38,7 +38,7 @@ def _report(process: int) -> None:
 
 
 def report_at_exit() -> None:
-    """Notes from now on which line makes a table, and logs at exit what is alive."""
+    """Records the line that creates each table from now on, and logs live objects at exit."""
     make = HostTable._lie_in
 
     def noted(table: HostTable, *arguments: Any) -> None:

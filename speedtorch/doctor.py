@@ -1,7 +1,7 @@
-"""The command `speedtorch doctor`: checks what speedtorch needs of this machine.
+"""The command `speedtorch doctor`: checks this machine for speedtorch's requirements.
 
-Each check is a function that returns a Finding. A check takes what it judges as arguments; `checks`
-reads that from this machine. An exception of a check is a finding, too.
+Each check is a function that receives the values to judge as arguments and returns a Finding.
+`checks` reads those values from this machine. An exception in a check also becomes a finding.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _MEMORY_BYTES = 64 << 20
 _FILE_BYTES = 256 << 20
 _BLOCK_BYTES = 8 << 20
 _ROW_BYTES = 512
-# Odd: its multiples modulo 2^64 are all different, and use all bits.
+# An odd number, so that its multiples modulo 2^64 all differ and use all bits.
 _PATTERN_STEP = -7046029254386353131
-# Copies of pinned memory reach about 87 % of a link; headers of packets take the rest.
+# Copies of pinned memory reach about 87 % of a link; packet headers use the rest.
 _LEAST_LINK_SHARE = 0.7
-# The cgroup limits memory where it leaves less than this of what the system has available.
+# Below this share of the system's available memory, the cgroup's limit is reported.
 _LEAST_MEMORY_SHARE = 0.9
-# About what one hard disk reads and writes.
+# The approximate speed of one hard disk.
 _LEAST_FILE_GBPS = 0.2
 _HUGE_PAGES = "kernel/mm/transparent_hugepage/enabled"
 _REPORT = "report this line together with what `speedtorch info` prints"
@@ -50,24 +50,24 @@ _REPORT = "report this line together with what `speedtorch info` prints"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
+    """The result of a check."""
 
     status: Literal["ok", "note", "wrong"]
-    """"note": it works, and may be slow or fail in some uses; "wrong": it must be changed."""
+    """"note": works, but may be slow or fail in some uses; "wrong": must be changed."""
     found: str
     advice: str | None = None
-    """What to change; None with "ok"."""
+    """What to change; None for "ok"."""
 
 
 class Check(NamedTuple):
-    """A check and the advice for when it raises an exception."""
+    """A check, with advice in case the check raises an exception."""
 
     name: str
     run: Callable[[], Finding]
     advice: str
 
     def finding(self) -> Finding:
-        """Runs the check; its exception is a finding."""
+        """Runs the check and turns an exception into a finding."""
         try:
             return self.run()
         except Exception as error:
@@ -75,7 +75,7 @@ class Check(NamedTuple):
 
 
 def check_gpus(facts: Info) -> Finding:
-    """Whether torch sees the GPUs and the library has kernels for them."""
+    """Checks that torch sees the GPUs and that the library has kernels for them."""
     if facts.gpus and facts.kernels != "CPU and CUDA":
         advice = "build speedtorch with SPEEDTORCH_CUDA=1, or update NVIDIA's driver"
         return Finding("wrong", f"torch sees a GPU; kernels: {facts.kernels}", advice)
@@ -93,7 +93,7 @@ def check_gpus(facts: Info) -> Finding:
 def check_memory(
     kind: HostMemoryKind, devices: Sequence[str], nbytes: int = _MEMORY_BYTES
 ) -> Finding:
-    """Allocates host memory of a kind; the CPU and each device write rows that the other reads."""
+    """Checks a kind of host memory: the CPU and each device write rows that the other reads."""
     if kind == "managed" and not _ops.managed_supported():
         advice = 'none is needed: memory="auto" takes registered memory here'
         return Finding("note", "not every GPU has concurrentManagedAccess", advice)
@@ -106,7 +106,7 @@ def check_memory(
         ids = backwards.to(device)
         table.copy_(pattern)
         read = pinned_gather(table, ids).cpu()
-        # Other bits than are there already, so that a write that does nothing is found.
+        # The new bits differ from the old ones, so that a write without effect is found.
         pinned_scatter(table, ids, ~pattern.to(device))
         wait_for_rows(device)
         for done, there in (("read", read), ("written", ~table)):
@@ -119,7 +119,7 @@ def check_memory(
 
 
 def check_link(link: Link, to_gpu_gbps: float, from_gpu_gbps: float) -> Finding:
-    """Compares the measured speed of a GPU's link with what its generation and width give."""
+    """Compares a link's measured speed with the peak of its generation and width."""
     found = f"{to_gpu_gbps:.1f} GB/s to the GPU, {from_gpu_gbps:.1f} GB/s back"
     if link.generation is None or link.width is None:
         wide = f"{peak_gbps(4, 16):.1f} GB/s for PCIe 4 x16, {peak_gbps(5, 16):.1f} for 5 x16"
@@ -140,7 +140,7 @@ def check_link(link: Link, to_gpu_gbps: float, from_gpu_gbps: float) -> Finding:
 
 
 def check_locked_memory(limit_bytes: int, gpus: int) -> Finding:
-    """RLIMIT_MEMLOCK: CUDA does not count registered memory against it, RDMA does."""
+    """Checks RLIMIT_MEMLOCK, which limits RDMA but not memory that CUDA registers."""
     if limit_bytes == resource.RLIM_INFINITY:
         return Finding("ok", "no limit (RLIMIT_MEMLOCK)")
     found = f"{text_of(limit_bytes)} (RLIMIT_MEMLOCK)"
@@ -151,7 +151,7 @@ def check_locked_memory(limit_bytes: int, gpus: int) -> Finding:
 
 
 def check_available_memory(available_bytes: int, meminfo: str) -> Finding:
-    """Compares what can be allocated with what /proc/meminfo says of the machine."""
+    """Compares the memory available to this process with the machine's in /proc/meminfo."""
     words = {line.split()[0]: line.split()[1] for line in meminfo.splitlines() if line.strip()}
     total, free = (int(words[name]) << 10 for name in ("MemTotal:", "MemAvailable:"))
     found = f"{text_of(available_bytes)} available; the machine has {text_of(total)}"
@@ -163,7 +163,7 @@ def check_available_memory(available_bytes: int, meminfo: str) -> Finding:
 
 
 def check_huge_pages(setting: str) -> Finding:
-    """Of the kernel's transparent_hugepage/enabled, as in "always [madvise] never"."""
+    """Checks the kernel's transparent_hugepage/enabled, such as "always [madvise] never"."""
     if not setting:
         advice = "none outside a sandbox: its host decides about the size of pages"
         return Finding("note", "the system does not show transparent huge pages", advice)
@@ -174,7 +174,7 @@ def check_huge_pages(setting: str) -> Finding:
 
 
 def check_kernel(release: str) -> Finding:
-    """Whether Linux runs within Windows."""
+    """Checks whether Linux runs inside Windows (WSL)."""
     if "microsoft" not in release.lower():
         return Finding("ok", release)
     advice = 'use memory="registered", not pin_memory_; set memory= in .wslconfig for large tables'
@@ -182,7 +182,7 @@ def check_kernel(release: str) -> Finding:
 
 
 def check_iommu(units: Sequence[str], groups: int, types: Sequence[str]) -> Finding:
-    """IOMMUs of the machine, its number of groups, and the types of the GPUs' groups."""
+    """Checks the machine's IOMMUs, the number of groups, and the types of the GPUs' groups."""
     if not units and not groups:
         return Finding("ok", "none is shown")
     found = f"{', '.join(units) or 'no unit'}, {groups} groups"
@@ -196,7 +196,7 @@ def check_iommu(units: Sequence[str], groups: int, types: Sequence[str]) -> Find
 
 
 def check_folder(folder: str, nbytes: int) -> Finding:
-    """Writes a file and reads it. It has no name, so that the kernel deletes it in any case."""
+    """Writes and reads a nameless file, which the kernel deletes however the check ends."""
     block = os.urandom(min(nbytes, _BLOCK_BYTES))
     into = bytearray(len(block))
     read_s, differ, count = 0.0, 0, nbytes // len(block)
@@ -207,7 +207,7 @@ def check_folder(folder: str, nbytes: int) -> Finding:
         file.flush()
         calls.fsync(file.fileno())
         write_s = time.perf_counter() - start
-        # Or the read would be one of memory; tmpfs and some network file systems keep it there.
+        # Empties the page cache before the read; tmpfs and some network file systems ignore this.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         for _ in range(count):
@@ -229,7 +229,7 @@ def check_folder(folder: str, nbytes: int) -> Finding:
 def _link(index: int) -> Finding:
     with torch.cuda.device(index):
         gbps = measure_link()
-    return check_link(info().gpus[index].link, *gbps)  # read now: at rest a link is slower
+    return check_link(info().gpus[index].link, *gbps)  # read at once: an idle link slows down
 
 
 def _available_memory() -> Finding:
@@ -242,7 +242,7 @@ def _iommu() -> Finding:
 
 
 def checks(folder: str | None = None) -> list[Check]:
-    """The checks of this machine; that of a folder only where one is given."""
+    """The checks for this machine, with a check of `folder` if given."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with_kernels = gpus > 0 and _ops.built_with_cuda()
     devices = ["cpu", *(f"cuda:{index}" for index in range(gpus if with_kernels else 0))]
@@ -269,7 +269,7 @@ def checks(folder: str | None = None) -> list[Check]:
 def run_doctor(folder: str | None = None, *, as_json: bool = False) -> int:
     """Runs all checks and prints a line for each, or a JSON list of objects (`as_json`).
 
-    An object has the keys check, status, found and advice, which is null where the status is "ok".
+    Each object has the keys check, status, found and advice; advice is null if status is "ok".
     Returns the exit status: 1 if something is wrong, 0 otherwise.
     """
     all_checks = checks(folder)
@@ -281,7 +281,7 @@ def run_doctor(folder: str | None = None, *, as_json: bool = False) -> int:
             finding = check.finding()
             objects.append({"check": check.name} | asdict(finding))
             if not as_json:
-                found = " ".join(finding.found.split())  # messages of CUDA have several lines
+                found = " ".join(finding.found.split())  # CUDA's messages have several lines
                 tqdm.write(f"{finding.status:5}  {check.name:{width}}  {found}")
                 if finding.advice is not None:
                     tqdm.write(f"{'':{width + 9}}{finding.advice}")

@@ -1,7 +1,7 @@
-"""Files of `SPEEDTORCH_LOG=dump`: a safetensors file with two arrays of bytes, and no code.
+"""Files of `SPEEDTORCH_LOG=dump`: safetensors files with two byte arrays, and without code.
 
-`calls` is JSON with the operators, their inputs and digests. `storages` has the memory of all
-inputs, one storage after another; inputs that share memory are views of one storage.
+`calls` is JSON with the operators, their inputs and digests. `storages` contains the storages of
+all inputs, one after another; inputs that share memory are views of one storage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _bytes_of(storage: Any) -> Tensor:
 
 
 def write_dump(path: Path, calls: Sequence[dict[str, Any]]) -> None:
-    """Writes calls, whose values are None, numbers, texts, tensors and lists of them, to a file."""
+    """Writes calls to a file; their values are None, numbers, texts, tensors and lists of them."""
     places: dict[int, int] = {}
     storages: list[Any] = []
     tensors: list[Any] = []
@@ -64,7 +64,7 @@ def write_dump(path: Path, calls: Sequence[dict[str, Any]]) -> None:
 
 
 class _Tensor(NamedTuple):
-    """How an input lies in a storage."""
+    """An input tensor as a view of a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class _Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage up to the last element."""
+        """Bytes of the storage up to the tensor's last element."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * by for size, by in zip(self.shape, self.stride, strict=True))
@@ -83,7 +83,7 @@ class _Tensor(NamedTuple):
 
 
 class Dump:
-    """The calls of a dump in an open file, which has been checked; see opened_dump()."""
+    """The validated calls of a dump in an open file; see opened_dump()."""
 
     def __init__(self, file: OpenFile) -> None:
         arrays = read_arrays(file.read, file.size)
@@ -107,7 +107,7 @@ class Dump:
             self._call(at, [nothing] * len(self._tensors))
 
     def _storage(self, entry: Any) -> tuple[bool, int]:
-        """Whether a storage was on a GPU, and its bytes."""
+        """Validates a storage's entry; returns whether it was on a GPU, and its bytes."""
         device, nbytes = entry
         if device not in ("cpu", "cuda") or not are_sizes([nbytes]):
             raise ValueError(f"the storage {entry}")
@@ -133,7 +133,7 @@ class Dump:
         return len(self._calls)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The calls with their inputs in new memory."""
+        """Yields the calls with their inputs in new memory."""
         for at in range(len(self)):
             yield self._call(at, _Inputs(self._file, self._begins, self._storages, self._tensors))
 
@@ -150,7 +150,7 @@ class Dump:
 
 
 class _Inputs:
-    """The tensors of one call by their numbers, on a GPU if they were on one and there is one."""
+    """Loads the tensors of one call by number, on a GPU if they were on one and torch sees one."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class _Inputs:
 
 @contextmanager
 def opened_dump(path: str) -> Iterator[Dump]:
-    """Opens a dump and checks what it describes; ValueError for another file."""
+    """Opens a dump and validates its contents. Raises ValueError for other files."""
     with open_to_read(path) as file:
         try:
             dump = Dump(file)

@@ -1,4 +1,4 @@
-"""What this installation of speedtorch is and what it runs on."""
+"""Reports what is installed and built, and the hardware that speedtorch runs on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from speedtorch.version import __version__
 
 __all__ = ["Gpu", "Host", "Info", "Link", "info", "peak_gbps"]
 
-# By GT/s of a lane.
+# PCIe generations by a lane's speed in GT/s.
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
 
 _MISSING = {
@@ -37,23 +37,23 @@ class Link:
     """A GPU's PCIe link."""
 
     generation: int | None
-    """Of PCIe, now: a GPU at rest may have lowered it."""
+    """Current PCIe generation, which an idle GPU may have lowered."""
     width: int | None
-    """Lanes, now."""
+    """Current number of lanes."""
     max_generation: int | None
-    """What the GPU can do; what it is plugged into may do less."""
+    """The GPU's maximum generation; the slot may support less."""
     max_width: int | None
-    """Lanes that the GPU has."""
+    """The GPU's number of lanes."""
     to_gpu_gbps: float | None
-    """10^9 bytes per second as `calibrate` measured them on this machine; None before it has."""
+    """GB/s (10^9 bytes/s) that `calibrate` measured on this machine; None before calibration."""
     from_gpu_gbps: float | None
-    """The other direction."""
+    """GB/s in the other direction."""
 
 
 def peak_gbps(generation: int, width: int) -> float:
-    """GB/s of a PCIe link, one way, before headers of packets: GT/s x lanes x encoding / 8.
+    """GB/s of a PCIe link in one direction, including packet headers: GT/s x lanes x encoding / 8.
 
-    Of the bits that cross a link, data are 8 of 10 up to generation 2, 128 of 130 up to 5, and 242
+    The encoding is the share of data bits: 8 of 10 up to generation 2, 128 of 130 up to 5, and 242
     of 256 from 6 on.
 
     Example:
@@ -70,21 +70,21 @@ class Gpu:
     """A GPU that torch sees."""
 
     index: int
-    """As in "cuda:0"."""
+    """The index in "cuda:0"."""
     name: str
     compute_capability: str
-    """As in "9.0"."""
+    """Such as "9.0"."""
     memory_bytes: int
     free_bytes: int | None
-    """What no process has taken, as the driver tells."""
+    """Memory that no process has allocated, as the driver reports."""
     torch_allocated_bytes: int
-    """In tensors of this process."""
+    """Memory of this process's tensors."""
     torch_reserved_bytes: int
-    """Those, and what torch keeps for tensors to come."""
+    """Memory of this process's tensors and torch's cache."""
     pci_address: str
-    """As in "0000:19:00.0"."""
+    """Such as "0000:19:00.0"."""
     numa_node: int | None
-    """The node of the host that it is near; -1: none."""
+    """The nearest NUMA node of the host; -1 without one."""
     link: Link
 
 
@@ -94,48 +94,47 @@ class Host:
 
     processors: int | None
     usable_processors: int
-    """Those that this thread may run on."""
+    """Processors that this thread may run on."""
     numa_nodes: int | None
     memory_bytes: int
     available_bytes: int | None
-    """What can still be had: the least of what the system and this process's cgroup leave."""
+    """Memory available to this process: the minimum of the system's and the cgroup's free bytes."""
 
 
 @dataclass(frozen=True)
 class Info:
-    """Versions, what was built, the GPUs and their links, the host, and its memory in use.
+    """Versions, build, GPUs and their links, the host, and its memory in use.
 
-    None stands for what this system does not tell, as many containers do. Prints as a table, one
-    fact a line; `as_json` gives the same facts for programs.
+    A value is None if this system, such as a container, does not report it. `str()` is a table
+    with one fact per line; `as_json` returns the same facts for programs.
     """
 
     speedtorch: str
     python: str
     torch: str
     cuda: str | None
-    """CUDA's version that torch is built with; None: without."""
+    """The CUDA version that torch is built with; None without CUDA."""
     driver: str | None
-    """Version of NVIDIA's driver."""
+    """The version of NVIDIA's driver."""
     driver_cuda: str | None
-    """The newest CUDA that the driver runs."""
+    """The newest CUDA version that the driver runs."""
     library: str
-    """Path of the library that holds the ops."""
+    """The path of the library with the ops."""
     kernels: str
-    """"CPU and CUDA", or "CPU" and why: nvcc was missing when the library was built, or the driver
-    is too old for what it was built with."""
+    """"CPU and CUDA", or "CPU" and the reason: nvcc was missing when the library was built, or the
+    driver is too old for the library's CUDA version."""
     default_memory: str
-    """What `memory="auto"` means here."""
+    """The kind of memory that `memory="auto"` selects here."""
     gpus: tuple[Gpu, ...]
     host: Host
     host_bytes: dict[str, int]
     """Bytes of host memory in use through speedtorch, by kind (`memory_stats`)."""
 
     def as_json(self) -> str:
-        """The facts as a JSON object.
+        """Returns the facts as a JSON object.
 
-        Its keys are the names of the fields of `Info`, in "host" those of `Host`, in each of the
-        list "gpus" those of `Gpu`, and in its "link" those of `Link`; they mean the same, in the
-        same units, and stay. What is None is null.
+        Keys, meanings and units are those of the fields of `Info`, and of `Host` in "host", `Gpu`
+        in each item of "gpus" and `Link` in a GPU's "link". The keys are stable. A None is null.
 
         Example:
             >>> json.loads(info().as_json())["speedtorch"] == __version__
@@ -152,7 +151,7 @@ class Info:
 def info() -> Info:
     """Collects versions, build, GPUs, links, host and memory in use; prints as a table.
 
-    Measures nothing, and takes no memory of a GPU.
+    Measures nothing and allocates no GPU memory.
 
     Example:
         >>> info().torch == torch.__version__
@@ -195,7 +194,7 @@ def _kernels() -> str:
 
 
 def _gpu(index: int, gpu: Any, free_bytes: int | None, gbps: tuple[Any, Any]) -> Gpu:
-    """Of torch's properties, whose PCI fields are in no stub."""
+    """Builds a Gpu from torch's device properties, whose PCI fields are in no type stub."""
     address = pci_address(gpu)
     folder = f"bus/pci/devices/{address}"
     return Gpu(
@@ -226,7 +225,7 @@ def _host() -> Host:
         usable_processors=len(os.sched_getaffinity(0)),
         numa_nodes=len(listed("devices/system/node/online")) or None,
         memory_bytes=memory_bytes,
-        # More than there is: neither the system nor a cgroup tells.
+        # A larger value means that neither the system nor a cgroup reports one.
         available_bytes=available if available <= memory_bytes else None,
     )
 
@@ -242,13 +241,13 @@ def _width(text: str) -> int | None:
 
 
 def _generation(text: str) -> int | None:
-    """Of a lane's speed, as in "32.0 GT/s PCIe"; None for "Unknown"."""
+    """The PCIe generation for a lane speed such as "32.0 GT/s PCIe"; None for "Unknown"."""
     speed = re.match(r"(\d+(\.\d+)?) GT/s", text)
     return _GENERATIONS.get(float(speed[1])) if speed else None
 
 
 def _lines(facts: dict[str, Any], unit: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
-    """A label and a fact for each line; a group is its name alone, with its facts below it."""
+    """Yields (label, fact) per line; a group's label has an empty fact and its facts follow."""
     for name, value in facts.items():
         if isinstance(value, dict):
             if not indent:

@@ -1,4 +1,4 @@
-"""`speedtorch replay FILE`: runs the operators of a dump again, and compares their results."""
+"""`speedtorch replay FILE`: runs the operators of a dump again and compares their results."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ __all__ = ["replay"]
 
 
 def _repeated(call: dict[str, Any]) -> tuple[str, bool]:
-    """Runs a call again: what to print, and whether it did the same."""
+    """Runs a call again; returns the text to print, and whether the results are the same."""
     inputs, (name, overload) = call["inputs"], call["op"]
     for value in tree_leaves(inputs):
         if isinstance(value, str):
@@ -39,7 +39,7 @@ def _repeated(call: dict[str, Any]) -> tuple[str, bool]:
 
 
 def replay(path: str) -> int:
-    """Prints for each operator of a dump whether it does the same here; no code in a file is run.
+    """Prints whether each operator of a dump has the same results here; runs no code of the file.
 
     Returns 0 if all results and errors are as recorded, else 1.
     """
@@ -52,7 +52,7 @@ def replay(path: str) -> int:
 
 
 def _replayed(dump: Dump) -> int:
-    """As replay(), of an open dump."""
+    """Replays an open dump; see replay()."""
     same = 0
     for number, call in enumerate(dump, 1):
         said, is_same = _repeated(call)

@@ -1,8 +1,8 @@
-"""Every private part of torch that this package relies on, under a name that says what it does.
+"""Every private part of torch that this package uses, under a name that describes its purpose.
 
-All of them are the same in torch 2.11 and 2.13; tests/project/test_torch_internals.py fails by the
-name of one that another torch lacks or has changed. What is a name in torch is a name here, and no
-function around it: a step uses many of them.
+All of them are the same in torch 2.11 and 2.13. tests/project/test_torch_internals.py names any
+that another torch version lacks or has changed. Most names are direct aliases without a wrapper
+function, because a step calls many of them.
 """
 
 from __future__ import annotations
@@ -129,81 +129,81 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Tensors
 
 torch_function_is_on: Callable[[], bool] = torch._C._is_torch_function_enabled
-"""Whether functions ask the `__torch_function__` of a tensor's class; not so within as_plain."""
+"""Whether functions call the `__torch_function__` of a tensor's class; False inside as_plain."""
 
 as_plain = torch._C.DisableTorchFunctionSubclass
-"""Within it no function asks the `__torch_function__` of a tensor's class."""
+"""A context in which no function calls the `__torch_function__` of a tensor's class."""
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""How often a tensor, or what shares its memory, has been written to."""
+"""The number of writes to a tensor or to a tensor that shares its memory."""
 
 VERSION_ASKED: Any = cast(Any, Tensor._version).__get__
-"""version_of(), as the `__torch_function__` of a tensor's class is told of it."""
+"""The function that `__torch_function__` receives when code reads a tensor's version."""
 
 no_torch_function = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of a class whose `__torch_dispatch__` is asked alone."""
+"""The `__torch_function__` of a class that only uses `__torch_dispatch__`."""
 
 base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
-"""The tensor that autograd takes a tensor for a view of; None: the tensor is no such view."""
+"""The base of a tensor that autograd considers a view; None for other tensors."""
 
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""A number that all Python objects of one storage have, and no other storage that is alive."""
+"""A number that is equal for all Python objects of a storage and unique among live storages."""
 
 set_versions = torch._C._autograd._unsafe_set_version_counter
-"""Makes these the numbers of a tuple of tensors, for views of them too: tuples of both."""
+"""Sets the version counters of a tuple of tensors, and their views, to a tuple of numbers."""
 
 split_apart = torch.unsafe_split_with_sizes
-"""Parts of a tensor, of these numbers of rows, in its memory; each counts versions by itself."""
+"""Splits a tensor's rows by these sizes in the same memory; each part has its own version."""
 
 tensor_without_memory = Tensor._make_wrapper_subclass
-"""A tensor of a class, with a shape and a dtype and no elements."""
+"""Creates a tensor of a class with a shape and a dtype but without elements."""
 
 give_no_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""Lets a tensor without memory raise where C++ asks for the address of its elements."""
+"""Makes a tensor without memory raise if C++ requests the address of its elements."""
 
 tensor_of_class = Tensor._make_subclass
-"""A tensor of a class in the memory of another."""
+"""Creates a tensor of a class that shares the memory of another tensor."""
 
 sparse_values = Tensor._values
 """The values of a sparse tensor, coalesced or not, without a copy and without autograd."""
 
 sparse_indices = Tensor._indices
-"""Its indices likewise."""
+"""The indices of a sparse tensor, likewise."""
 
 sparse_coo: Callable[..., Tensor] = torch.ops.aten._sparse_coo_tensor_unsafe.default
-"""A sparse tensor of indices, values and a shape, made as torch's own autograd makes a gradient.
+"""Creates a sparse tensor from indices, values and a shape, as torch's autograd does.
 
-torch.sparse_coo_tensor sets a flag of the whole process, which other threads see, for each call.
-Before torch 2.13 it also warns of unchecked invariants, with check_invariants=False too.
+torch.sparse_coo_tensor sets a flag of the whole process at each call, which other threads see.
+Before torch 2.13 it also warns about unchecked invariants, even with check_invariants=False.
 """
 
 FOREACH_TYPES: list[type[Tensor]] = _foreach_supported_types
-"""The types of tensors for which torch.nn.utils clips by functions of lists of tensors."""
+"""The tensor types whose gradients torch.nn.utils clips with foreach functions."""
 
 
 @cache
 def is_pointwise(operator: Any) -> bool:
-    """Whether each element of an operator's result follows from the arguments' elements there."""
+    """Whether each element of the result depends only on the arguments' elements at its index."""
     return torch.Tag.pointwise in operator.tags
 
 
 @cache
 def is_view(operator: Any) -> bool:
-    """Whether an operator's result shares the memory of an argument that it does not write to."""
+    """Whether an operator's result shares memory with an argument that the operator only reads."""
     results = [each.alias_info for each in operator._schema.returns]
     return any(each is not None and not each.is_write for each in results)
 
 
 schema_name: Callable[[Any], str] = operator.attrgetter("_schema.name")
-"""The name of an operator that a dispatch mode is given, as "aten::add_"."""
+"""The name, such as "aten::add_", of an operator that a dispatch mode receives."""
 
 
 @cache
 def written_arguments(operator: Any) -> dict[str, int]:
-    """Which arguments of an operator it writes to, by name, and their places.
+    """The arguments that an operator writes to: names and positions.
 
-    Some schemas do not say it: those of collectives, named as `c10d::broadcast_`, write to their
-    first argument, and batch norm to its running statistics.
+    Some schemas omit this: collectives with names such as `c10d::broadcast_` write to their first
+    argument, and batch norm writes to its running statistics.
     """
     schema = operator._schema
     arguments = {each.name: (k, each.alias_info) for k, each in enumerate(schema.arguments)}
@@ -219,101 +219,102 @@ def written_arguments(operator: Any) -> dict[str, int]:
 
 @cache
 def of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a parameter's `data` is for a moment before they may become of another shape.
+    """A temporary value for a parameter's `data` before the parameter's shape may change.
 
-    Only a change of dtype makes torch drop the node that accumulates the parameter's gradient,
-    which a graph may keep alive, and which refuses gradients of another shape than the first.
+    Only a change of dtype makes torch drop the node that accumulates the parameter's gradient. A
+    graph may keep that node alive, and the node rejects gradients of a shape other than the first.
     """
     other = torch.float32 if dtype == torch.float64 else torch.float64
     return torch.empty(0, dtype=other, device=device)
 
 
 # ------------------------------------------------------------------------------------------------
-# Autograd, and what transforms or records calls
+# Autograd, and code that transforms or records calls
 
 current_backward = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread, -1 outside of any."""
+"""The number of the backward pass that runs in this thread; -1 outside of a backward pass."""
 
 
 call_after_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
-"""Calls a function once when the backward of this thread ends; RuntimeError outside of any."""
+"""Calls a function once when this thread's backward pass ends; RuntimeError without one."""
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Its apply(), for tensors outside of torch.func's transforms, of which it looks for none.
+    """The function's apply() without the check for torch.func transforms.
 
-    The function has no setup_context().
+    Call it only outside of these transforms, for a function without setup_context().
     """
     above: Any = super(torch.autograd.Function, function)
     return cast(Callable[..., Any], above.apply)
 
 
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
-"""The node that a backward runs in this thread, or None."""
+"""The autograd node that a backward pass runs in this thread, or None."""
 
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number of the node that autograd makes next in this thread."""
+"""The sequence number of the next autograd node in this thread."""
 
 number_of_node: Callable[[Node], int] = operator.methodcaller("_sequence_nr")
-"""The number of a node; of those that are ready a backward runs the highest first."""
+"""The sequence number of a node; a backward pass runs the ready node with the highest first."""
 
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-"""The innermost saved_tensors_hooks, or None; True as argument finds them while tracing as well."""
+"""The innermost saved_tensors_hooks, or None. The argument True finds them during tracing, too."""
 
 is_profiling = torch._C._autograd._profiler_enabled
-"""Whether a profiler records what this thread does."""
+"""Whether a profiler records this thread."""
 
 is_tracing = torch._C._is_tracing
-"""Whether torch.jit.trace, or an export that is made of it, records calls."""
+"""Whether torch.jit.trace, or an export that uses it, records calls."""
 
 is_transformed = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func runs."""
+"""Whether a torch.func transform is active."""
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""The number of dispatch modes that see each op, such as those of fake tensors."""
+"""The number of dispatch modes that see each op, such as the mode of fake tensors."""
 
 is_batched = torch._C._functorch.is_batchedtensor
-"""Whether a tensor is one of vmap's."""
+"""Whether a tensor is a batched tensor of vmap."""
 
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is one of a transform of torch.func, whose memory another tensor has."""
+"""Whether a torch.func transform has wrapped a tensor, whose memory another tensor owns."""
 
 unwrapped = torch._C._functorch.get_unwrapped
-"""The tensor that a transform of torch.func has wrapped."""
+"""The tensor inside the wrapper of a torch.func transform."""
 
 
 without_autograd: Any = torch._C._AutoDispatchBelowAutograd
-"""A context in which ops skip their autograd kernels, each of which takes microseconds."""
+"""A context in which ops skip their autograd kernels, which cost microseconds each."""
 
 below_autograd = torch._C._after_autograd_keyset
-"""The dispatch keys that an autograd kernel passes an op on to."""
+"""The dispatch keys with which an autograd kernel redispatches an op."""
 
 
 def is_forward_mode() -> bool:
-    """Whether a dual level of forward-mode differentiation has been entered; torch.compile asks."""
+    """Whether forward-mode differentiation has entered a dual level; torch.compile can trace it."""
     return forward_ad._current_level >= 0
 
 
 gradient_hooks: Callable[[Tensor], tuple[object, object]] = operator.attrgetter(
     "_backward_hooks", "_post_accumulate_grad_hooks"
 )
-"""The hooks of a parameter's gradient, and of its being accumulated; None or empty: no hooks."""
+"""The hooks of a parameter's gradient and its post-accumulate hooks; None or empty without any."""
 
 active_data_parallel: Callable[[], nn.parallel.DistributedDataParallel | None] = partial(
     operator.attrgetter("_active_ddp_module"), nn.parallel.DistributedDataParallel
 )
-"""The DistributedDataParallel whose forward runs.
+"""The DistributedDataParallel whose forward runs, or None.
 
-It has `parameters_to_ignore`, names in its module, and `gradient_as_bucket_view`.
+Its `parameters_to_ignore` are names in its module; it also has `gradient_as_bucket_view`.
 """
 
 
 def place_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
-    """Lets it order what it averages as gradients have come; False before a backward, and later.
+    """Rebuilds the buckets in the order of ready gradients; False if already done or too early.
 
-    Its forward does so otherwise. Each rank calls this.
+    Too early is before the first backward pass. Without this call, the wrapper's next forward
+    rebuilds the buckets. All ranks must call this.
     """
     return wrapper.reducer._rebuild_buckets()
 
@@ -321,13 +322,13 @@ def place_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 takes_uneven_inputs: Callable[[nn.parallel.DistributedDataParallel], bool] = operator.attrgetter(
     "_join_config.enable"
 )
-"""Whether its join() is under way."""
+"""Whether the wrapper's join() context is active."""
 
 
 def composable_data_parallel() -> list[tuple[nn.Module, str, list[int]]]:
-    """The modules of fully_shard() and replicate(), with that function's name and its ranks.
+    """The modules of fully_shard() and replicate(), with the function's name and its ranks.
 
-    replicate() of DistributedDataParallel is none of them: active_data_parallel() returns that one.
+    Excludes replicate() based on DistributedDataParallel, which active_data_parallel() returns.
     """
     from torch.distributed import _composable_state
 
@@ -345,23 +346,23 @@ def composable_data_parallel() -> list[tuple[nn.Module, str, list[int]]]:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long the collectives of a process group wait for the others."""
+    """The timeout of a process group's collectives."""
     backend = group._get_backend(group._device_types[0])
     return cast(timedelta, backend.options._timeout)
 
 
 def prefix_store(prefix: str) -> Any:
-    """A part of the store by which torch.distributed's processes have found each other."""
+    """A prefix of the store with which torch.distributed's processes found each other."""
     from torch.distributed import distributed_c10d as c10d
 
     return c10d.PrefixStore(prefix, c10d._get_default_store())
 
 
 def group_like(group: Any) -> Any:
-    """Another process group of the same ranks; all of these call it, and no others.
+    """Creates another process group of the same ranks. All of these ranks call it, and no others.
 
-    new_group() names such a group by the number of those that a process is in, which is not the
-    same on all ranks where some are in more groups: these would wait for each other in vain.
+    new_group() numbers such a group by the groups that a process is in. If some ranks are in more
+    groups than others, the numbers differ and the ranks wait for each other in vain.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -383,9 +384,9 @@ def group_like(group: Any) -> Any:
 
 
 def ignored_by_data_parallel(module: nn.Module, names: Iterable[str]) -> None:
-    """Lets a DistributedDataParallel that wraps the module leave parameters alone, others as well.
+    """Makes a DistributedDataParallel that wraps the module ignore further parameters.
 
-    Their names are those within the module; those that were to be left alone before are so still.
+    `names` are names in the module. Parameters that were ignored before are still ignored.
     """
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     every = [*before, *(name for name in names if name not in before)]
@@ -394,9 +395,9 @@ def ignored_by_data_parallel(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def never_compiled(function: _Function, reason: str) -> _Function:
-    """Breaks a graph that torch.compile makes, as torch.compiler.disable(reason=) does.
+    """Causes a graph break under torch.compile, as torch.compiler.disable(reason=) does.
 
-    That one loads torch's compiler at once, this one within the first call.
+    torch.compiler.disable loads torch's compiler at once, this function in its first call.
     """
     broken = _disable_dynamo(function)
     vars(broken).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
@@ -404,10 +405,9 @@ def never_compiled(function: _Function, reason: str) -> _Function:
 
 
 def not_compiled(function: _Function) -> _Function:
-    """As never_compiled(), but loads torch's compiler within the first call that makes a graph.
+    """never_compiled() that loads torch's compiler only in the first call under torch.compile.
 
-    Torch makes a graph of each wrapper as well, of which it makes a few at most: this is for few
-    objects.
+    torch.compile also compiles each wrapper, but only a few at most, so use this for few objects.
     """
     broken = never_compiled(function, "the number of held rows changes from step to step")
 
@@ -419,7 +419,7 @@ def not_compiled(function: _Function) -> _Function:
 
 
 call_with_first_gpu: Callable[[Callable[[], object]], None] = torch.cuda._lazy_call
-"""Calls a function when torch first turns to a GPU, at once where it has done so."""
+"""Calls a function when torch first uses a GPU, or at once if torch has already used one."""
 
 # ------------------------------------------------------------------------------------------------
 # Modules
@@ -431,34 +431,34 @@ METHODS_OF_MODULES = (
     "_replicate_for_data_parallel",
     "_save_to_state_dict",
 )
-"""What torch calls of a module, and of which modules of ours have their own."""
+"""Private methods that torch calls on modules and that modules of this package override."""
 
 
 plain_truncated_normal = nn.init._no_grad_trunc_normal_
-"""What torch.nn.init.trunc_normal_ calls; it asks no `__torch_function__`, as others there do."""
+"""The function behind torch.nn.init.trunc_normal_, which calls no `__torch_function__`."""
 
 
 def replace_truncated_normal(function: Callable[..., Tensor]) -> None:
-    """Lets torch.nn.init.trunc_normal_ call another function."""
+    """Makes torch.nn.init.trunc_normal_ call another function."""
     setattr(nn.init, plain_truncated_normal.__name__, function)
 
 
 def members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters and modules by name; of what it has not, None."""
+    """A module's own parameters and submodules by name; None for an entry that is not set."""
     return module._parameters, module._modules
 
 
 buffers_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_buffers")
-"""A module's own buffers by name; of what it has not, None."""
+"""A module's own buffers by name; None for a buffer that is not set."""
 
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = operator.attrgetter(
     "_non_persistent_buffers_set"
 )
-"""Names of a module's own buffers that state_dict() leaves out."""
+"""Names of a module's own buffers that state_dict() excludes."""
 
 
 def fully_sharded(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """What fully_shard has of a module: parameters, and what an all-gather reads of each."""
+    """The parameters that fully_shard() shards in a module, each with its all-gather input."""
     if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
         return []
     groups = getattr(state := state_of(), "_fsdp_param_groups", None)
@@ -469,7 +469,7 @@ def fully_sharded(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
 
 
 def calls_under_way() -> Counter[nn.Module]:
-    """How many calls of each module are on this thread's stack, without those of compiled ones."""
+    """Counts the calls of each module on this thread's stack, except those of compiled modules."""
     found: Counter[nn.Module] = Counter()
     code, frame = nn.Module._call_impl.__code__, sys._getframe().f_back
     while frame is not None:
@@ -483,14 +483,14 @@ def calls_under_way() -> Counter[nn.Module]:
 # Optimizers
 
 LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
-"""Attributes that a GradScaler gives an optimizer for one step."""
+"""Attributes that a GradScaler sets on an optimizer for one step."""
 
 
 class HostGradScaler(torch.amp.GradScaler):
-    """As torch's, also for gradients in host memory while the scale is on a GPU.
+    """A torch.amp.GradScaler that supports gradients in host memory with the scale on a GPU.
 
-    Torch's does not wait for the copies of its scale, and of whether a gradient is infinite, that
-    it makes there (https://github.com/pytorch/pytorch/pull/176429 tells of the second).
+    Torch's scaler copies its scale and its flag for infinite gradients to the CPU without waiting
+    for the copies (https://github.com/pytorch/pytorch/pull/176429 describes the second).
     """
 
     def _unscale_grads_(
@@ -505,11 +505,11 @@ class HostGradScaler(torch.amp.GradScaler):
 
 
 class SteppingScaler(NamedTuple):
-    """A GradScaler whose step() is under way, and does scale.
+    """A GradScaler whose step() runs and which is enabled.
 
     Attributes:
-        scaler: which one.
-        waits: whether it has divided no gradient before its scale had come to where that is.
+        scaler: The GradScaler.
+        waits: Whether each gradient was divided only after the scale was copied to its device.
     """
 
     scaler: torch.amp.GradScaler
@@ -517,11 +517,11 @@ class SteppingScaler(NamedTuple):
 
 
 def stepping_grad_scaler() -> SteppingScaler | None:
-    """The GradScaler that calls an optimizer's step(), in this thread."""
+    """The GradScaler whose step() calls an optimizer's step() in this thread, or None."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code is torch.amp.GradScaler.step.__code__:
             scaler, known = frame.f_locals["self"], frame.f_locals.get("optimizer_state")
-            if known is None:  # it is disabled
+            if known is None:  # the scaler is disabled
                 return None
             divided = {each.type for each in known["found_inf_per_device"]}
             is_near = "cpu" not in divided or scaler._scale.device.type == "cpu"
@@ -530,16 +530,16 @@ def stepping_grad_scaler() -> SteppingScaler | None:
 
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes of an optimizer that have the hooks of its step."""
+"""Attributes of an optimizer that contain the hooks of its step."""
 
 
 def load_hooks(optimizer: Any) -> int:
-    """How many hooks see what an optimizer loads before the optimizer does."""
+    """The number of hooks that an optimizer runs on a state dict before it loads the state dict."""
     return len(optimizer._optimizer_load_state_dict_pre_hooks)
 
 
 def loads_by_own_code(module: Any) -> bool:
-    """Whether code that is neither torch's nor ours says which keys and shapes a module loads."""
+    """Whether code outside torch and this package decides which keys and shapes a module loads."""
     kind = type(module)
     methods = (kind._load_from_state_dict, kind._save_to_state_dict, kind.load_state_dict)
     hooks = (
@@ -553,13 +553,13 @@ def loads_by_own_code(module: Any) -> bool:
 
 
 FOUND_INF = "found_inf"
-"""The attribute by which a fused optimizer is told on its device to skip a step: 1, else 0."""
+"""The attribute that makes a fused optimizer skip a step on its device: 1 to skip, else 0."""
 
 
 def forget_failed_backward(device: torch.device) -> None:
-    """Lets go what torch keeps of a backward that has failed, on the CPU until the next one.
+    """Makes torch free the state of a failed backward pass, which the CPU keeps until the next one.
 
-    On a GPU the thread of its backwards may still be about to.
+    On a GPU, the thread of its backward passes may free the state later.
     """
     if current_backward() == -1:
         with torch.enable_grad(), torch.inference_mode(False):
@@ -567,8 +567,8 @@ def forget_failed_backward(device: torch.device) -> None:
                 torch.zeros((), device=each, requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
 
-# Operations on lists of tensors: on a GPU one kernel for many dense tensors of one shape a place,
-# else one kernel for each. A name that ends in _ writes to the first list.
+# Operations on lists of tensors. On a GPU one kernel serves many dense tensors if shapes match at
+# each place of the lists, else one kernel each. Names that end in _ write to the first list.
 foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., Any] = torch._foreach_add_
 foreach_addcdiv_: Callable[..., Any] = torch._foreach_addcdiv_
@@ -579,12 +579,12 @@ foreach_sqrt: Callable[..., Any] = torch._foreach_sqrt
 
 
 def can_skip(optimizer: Optimizer) -> bool:
-    """Whether an optimizer looks at that attribute."""
+    """Whether an optimizer supports the attribute FOUND_INF."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's attributes but its hooks, which torch looks for in dicts named `*_hooks`."""
+    """An optimizer's attributes, with all hooks removed; torch keeps hooks in dicts `*_hooks`."""
     return {
         name: OrderedDict() if name.endswith("_hooks") else value
         for name, value in vars(optimizer).items()
@@ -592,17 +592,18 @@ def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def step_functions(kind: type[Optimizer]) -> list[type[Optimizer]]:
-    """The classes that define a step() which a class has or inherits, the outermost first."""
+    """The classes in the MRO of `kind` that define a step(), the most derived first."""
     return [each for each in kind.__mro__ if "step" in vars(each) and each is not Optimizer]
 
 
 def replace_step(
     owner: type[Optimizer], made: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Replaces the step function of a class by `made(function)`, within torch's calls of hooks.
+    """Replaces a class's step function by `made(function)`, inside torch's wrapper for hooks.
 
-    Torch wraps the function of a class once by one that calls all hooks, which schedulers keep: it
-    stays, and calls the other function from then on. Returns that one, also if it is there already.
+    Torch wraps the function once in a wrapper that calls all hooks. Schedulers keep that wrapper,
+    so it remains and calls the replacement from then on. Returns the replacement, even if an
+    earlier call has installed it.
     """
     step: Any = vars(owner)["step"]
     cell = None
@@ -624,7 +625,7 @@ def replace_step(
 
 @cache
 def _codes_of_hooks() -> frozenset[CodeType]:
-    """The code of torch's wrapper of step functions, which calls the hooks."""
+    """The code objects of torch's wrapper around step functions, which calls the hooks."""
     codes = Optimizer.profile_hook_step.__code__.co_consts
     return frozenset(each for each in codes if isinstance(each, CodeType))
 
@@ -643,17 +644,17 @@ def _stream_of(stream_id: int, device_index: int, device_type: int) -> torch.cud
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """As torch.cuda.current_stream(), of a GPU that has been used, without making the object."""
+    """torch.cuda.current_stream() for a GPU in use, without a new Stream object per call."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _stream_of(*torch._C._cuda_getCurrentStream(index))
 
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """As torch.cuda.graph(); if the capture fails, torch's allocator is out of it as well.
+    """torch.cuda.graph() that also resets torch's allocator if the capture fails.
 
-    Torch does not close the graph's pool if CUDA refuses to end the capture. A pool that is freed
-    later, such as the one of AddressRange, then ends the process.
+    Torch does not close the graph's pool if CUDA fails to end the capture. The process then ends if
+    a pool, such as AddressRange's, is freed later.
     """
     pool = torch.cuda.graph_pool_handle()
     try:
@@ -667,24 +668,24 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python objects have a storage."""
+    """The number of tensors and Python objects that refer to a storage."""
     uses: int = torch._C._storage_Use_Count(storage_id(storage))
     return uses
 
 
 def storage_reference(storage: torch.UntypedStorage) -> Any:
-    """A weak reference, for storage_of."""
+    """A weak reference to a storage, for storage_of()."""
     made: Any = StorageWeakRef
     return made(storage)
 
 
 def storage_of(reference: Any) -> torch.UntypedStorage | None:
-    """The storage of a weak reference; None: it is gone."""
+    """The storage of a weak reference, or None if the storage has been freed."""
     made: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return cast("torch.UntypedStorage | None", made)
 
 
 def storage_at(address: int, device: torch.device, count: int) -> torch.UntypedStorage:
-    """So many bytes of a device from an address on, which it does not own."""
+    """A storage of `count` bytes at an address of a device, which does not own the memory."""
     made: Any = torch._C._construct_storage_from_data_pointer(address, device, count)
     return cast(torch.UntypedStorage, made)

@@ -1,6 +1,6 @@
 """Types of arguments and results, for annotations: `def run(step: types.GraphedStep)`.
 
-The functions that take or return them document them.
+The functions that take or return these types document them.
 """
 
 from speedtorch.checkpoints.save import Saved

@@ -1,4 +1,4 @@
-"""What the factories share: rows of a batch leave the table before a step and return after it."""
+"""BatchExchange: loads a batch's rows from a table before a step and writes them back after it."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ __all__ = ["BatchExchange", "RowShape", "Rows", "check_rows"]
 
 RowShape = int | tuple[int, ...]
 Rows = dict[str, Tensor]
-"""Rows of every field by its name."""
+"""The rows of every field by name."""
 
 
 class BatchExchange(Switcher):
-    """Exchanges the rows of one batch after the other with what holds them while it trains.
+    """Exchanges the rows of each batch with the variable or optimizer that trains them.
 
-    Ids arrive as the 2019 classes took them: positives of any shape and, if there are, negatives of
-    any shape; both are flattened, the positives first.
+    Ids have the forms of the 2019 classes: positives of any shape and optional negatives of any
+    shape. Both are flattened, the positives first.
     """
 
     embed_dimension: RowShape
 
     @abstractmethod
     def _parameter(self) -> Tensor:
-        """The variable."""
+        """The trained parameter."""
 
     @abstractmethod
     def _hold(self, rows: Rows) -> None:
-        """Makes what trains hold these rows of every field, or leaves it as it was."""
+        """Installs these rows of every field for training; changes nothing after an exception."""
 
     @abstractmethod
     def _held(self, name: str) -> tuple[Tensor, str]:
-        """A field's rows that are trained, and what holds them."""
+        """The trained rows of a field, and a description of the object that has them."""
 
     def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
-        """What to write in place of rows that are held."""
+        """The rows to write back for the trained `rows`."""
         return rows
 
     def beforeForwardPass(
         self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
     ) -> None:
-        """Makes the variable, or the optimizer, hold the rows of a batch, one for each id in order.
+        """Loads the rows of a batch into the variable or optimizer, one row per id in order.
 
         Args:
-            retrievedPosIndexes: ids of any shape; NumPy, list, or a tensor on either device.
-            retrievedNegIndexes: more of them, whose rows follow.
+            retrievedPosIndexes: Ids of any shape: a NumPy array, a list, or a tensor on any device.
+            retrievedNegIndexes: More ids, whose rows follow.
 
         Raises:
-            IndexError: an id out of range; the rows held are as they were.
+            IndexError: An id is out of range; the loaded rows do not change.
         """
         device = self._parameter().device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
@@ -66,20 +66,20 @@ class BatchExchange(Switcher):
     def afterOptimizerStep(
         self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
     ) -> None:
-        """Puts the rows of a batch back into the table.
+        """Writes the rows of a batch back to the table.
 
-        Of an id that occurs several times the last row stays; with ModelFactory's sumDuplicates the
-        change of each is added, in order. After an exception the call can be made again.
+        For an id that occurs several times the last row wins. With ModelFactory's sumDuplicates the
+        change of each occurrence is added, in order. After an exception you can repeat the call.
 
         Args:
-            retrievedPosIndexes: what beforeForwardPass got.
-            retrievedNegIndexes: what beforeForwardPass got.
+            retrievedPosIndexes: The ids that beforeForwardPass received.
+            retrievedNegIndexes: The ids that beforeForwardPass received.
 
         Raises:
-            IndexError: an id out of range; the table is as it was.
-            ValueError: another number of ids than there are rows.
-            RuntimeError: no beforeForwardPass came before; with sumDuplicates also: the changes are
-                added already, and an exception came after that.
+            IndexError: An id is out of range; the table does not change.
+            ValueError: The numbers of ids and rows differ.
+            RuntimeError: beforeForwardPass was not called. With sumDuplicates also: an earlier call
+                has added the changes and then raised.
         """
         device = self._parameter().device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
@@ -88,23 +88,23 @@ class BatchExchange(Switcher):
             held, holder = self._held(name)
             _check_held(index, held, field, holder)
             rows[name] = held.detach()
-        # Repeated, this writes the same rows to the same places: ids may lie in the caller's
-        # memory, where the next batch's come, and are copied, unless a GPU takes the plan in their
-        # place; the rows are in memory that the next exchange leaves alone.
+        # A repeated write has the same result. Ids may share memory that the caller reuses for the
+        # next batch, so they are cloned, unless a GPU uses the plan in their place. The next
+        # exchange does not write to the rows' memory.
         rows = self._to_put(fields, index, rows, plan)
         rows = {name: each.contiguous() for name, each in rows.items()}
         total = next((len(field) for field in fields.values()), 0)
         if plan is None and index.is_cpu and rows and not all_within(index, total):
-            self._write(index, rows, plan)  # the op refuses
+            self._write(index, rows, plan)  # the op raises
         ids = index.clone() if plan is None or index.is_cpu else index
         self._take(partial(self._write, ids, rows, plan))
 
     def _ids(
         self, positives: Indexes, negatives: Indexes | None, device: torch.device, step: int
     ) -> tuple[Tensor, Plan | None]:
-        """The ids of a batch as one row of numbers, and their plan where the ops need one.
+        """The flat ids of a batch, and their plan if the ops benefit from one.
 
-        All that share the table share the plan. `step` is 0 before a batch, 1 after it.
+        All factories of a table share the plan. `step` is 0 before a batch, 1 after it.
         """
         self._finish()
         if self._stored is None or self._stored.table is None:
@@ -117,7 +117,7 @@ class BatchExchange(Switcher):
             pinned_scatter(fields[name], index, each, plan=plan)
 
     def _check_table(self, table: HostTable) -> None:
-        """Raises ValueError unless a table has the rows and fields that are needed."""
+        """Raises ValueError unless a table has the required rows and fields."""
         if len(table) != self.total_classes:
             raise ValueError(
                 f"table: it has {len(table):,} rows, total_classes is {self.total_classes:,}"
@@ -155,7 +155,7 @@ def check_rows(
 
 
 def _check_held(index: Tensor, rows: Tensor, field: Tensor, holder: str) -> None:
-    """Raises ValueError unless rows of a batch that `holder` has fit a table's field."""
+    """Raises ValueError unless the rows of a batch in `holder` fit a table's field."""
     if rows.shape[:1] != index.shape:
         raise ValueError(
             f"afterOptimizerStep got {index.numel()} ids, but {holder} holds"

@@ -1,4 +1,4 @@
-"""The ids of a batch, in any of the forms that the SpeedTorch classes take."""
+"""The ids of a batch, in all forms that the SpeedTorch classes accept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 
 
 def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.device) -> Tensor:
-    """The ids of a batch as one row of numbers, int32 or int64 `[ids]`.
+    """Flattens the ids of a batch to int32 or int64 `[ids]`, positives first.
 
-    Ids on the CPU stay there, where the ops take them without waiting; others come to the device
-    that works on the rows. TypeError if they are not integers.
+    Ids on the CPU remain there, because the ops read them without a wait. If any ids are on a GPU,
+    all are copied to `device`, the device of the work. Raises TypeError for other than integers.
 
     Example:
         >>> flat_index(np.array([[3, 1], [0, 3]]), [7], torch.device("cpu"))
@@ -27,7 +27,7 @@ def flat_index(positives: Indexes, negatives: Indexes | None, device: torch.devi
     given = (positives,) if negatives is None else (positives, negatives)
     parts = [_flat(part) for part in given]
     if any(part.is_cuda for part in parts):
-        # Towards the CPU a copy must be waited for, towards a GPU nothing has to wait.
+        # The host must wait for a copy to the CPU, but not for a copy to a GPU.
         parts = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -43,7 +43,7 @@ def _flat(indexes: Indexes) -> Tensor:
             array = array.astype(np.int64)
         if array.dtype.kind not in "iu":
             raise TypeError(f"indexes: expected integers, got {array.dtype} of shape {array.shape}")
-        # A copy where torch could not share: read-only arrays, other byte orders, backward strides.
+        # Copies arrays that torch cannot share: read-only, other byte order, negative strides.
         array = np.require(array, requirements=["C", "W"])
         ids = torch.from_numpy(array if array.dtype.isnative else array.astype(np.int64))
     if ids.dtype in (torch.int64, torch.int32):
@@ -54,7 +54,7 @@ def _flat(indexes: Indexes) -> Tensor:
 
 
 def all_within(index: Tensor, rows: int) -> bool:
-    """Whether ids on the CPU all name one of so many rows."""
+    """Whether all ids on the CPU are in [0, rows)."""
     if not index.numel():
         return True
     low, high = torch.aminmax(index)
@@ -62,5 +62,5 @@ def all_within(index: Tensor, rows: int) -> bool:
 
 
 def on_gpu(ids: Indexes) -> bool:
-    """Whether these lie where reading them waits for nothing."""
+    """Whether the ids are a tensor on a GPU, which the host cannot read without a wait."""
     return isinstance(ids, Tensor) and ids.is_cuda

@@ -1,4 +1,4 @@
-"""COM: a table of counts, classes by classes, such as a co-occurrence matrix."""
+"""COM: a square table of counts per pair of classes, such as a co-occurrence matrix."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["COM", "COMMM", "CPUPytorchCOM", "GPUPytorchCOM", "PytorchCOM"]
 
 
 class CountSwitcher(OneField):
-    """What the COM of every family does."""
+    """The common base of the COM classes."""
 
     _how_to_start = "comInit() or a load method first"
 
     def _start(self, total_classes: int, datatype: Datatype = torch.int32) -> None:
-        """Checks the arguments; comInit makes the table."""
+        """Checks the arguments; comInit allocates the table."""
         self.total_classes = total_classes
         self._shape = (total_classes,)
         self._dtype = families.as_dtype(datatype, "datatype")
 
     def comInit(self) -> None:
-        """Makes the table `[total_classes, total_classes]`, all zeros."""
+        """Allocates the table `[total_classes, total_classes]` with zeros."""
         self._init(self._place)
 
     def _init(self, place: families.TablePlace) -> None:
@@ -39,13 +39,13 @@ class CountSwitcher(OneField):
 class COM(CupyFiles, CountSwitcher, place=families.host_or_variable, datatype="int32"):
     """Counts of pairs of classes.
 
-    After SpeedTorch's class of 2019, whose dtype was uint32, which torch does not add.
+    Replaces SpeedTorch's class of 2019, whose dtype was uint32. Torch cannot add uint32.
 
     Args:
-        total_classes: rows and columns.
-        datatype: a NumPy-style name or a torch dtype.
-        CPUPinn: True keeps the table in host memory that the GPU reaches; False on the GPU, or
-            without one in ordinary memory.
+        total_classes: Number of rows and columns.
+        datatype: A NumPy-style name or a torch dtype.
+        CPUPinn: True keeps the table in host memory that the GPU can access. False keeps the table
+            on the GPU, or without a GPU in ordinary memory.
 
     Example:
         >>> counts = COM(3)
@@ -57,37 +57,37 @@ class COM(CupyFiles, CountSwitcher, place=families.host_or_variable, datatype="i
 
     @property
     def CUPYCom(self) -> torch.Tensor:
-        """The counts themselves, as getCupyVar returns them."""
+        """The table itself, as getCupyVar returns it."""
         return self._variable()
 
     def comInit(self, CPUPinn: bool = False) -> None:
-        """Makes the table `[total_classes, total_classes]`, all zeros.
+        """Allocates the table `[total_classes, total_classes]` with zeros.
 
         Args:
-            CPUPinn: True does here what it does where the object is made.
+            CPUPinn: The same as the constructor's argument.
         """
         self._init(families.host_or_variable(True) if CPUPinn else self._place)
 
 
 class GPUPytorchCOM(TorchFiles, CountSwitcher, place=families.with_variable):
-    """COM with the table on the GPU, if there is one, and torch's files."""
+    """COM with the table on the GPU, if there is one, and torch's file format."""
 
 
 class CPUPytorchCOM(TorchFiles, CountSwitcher, place=families.in_host_memory):
-    """COM with the table in host memory, and torch's files."""
+    """COM with the table in host memory, and torch's file format."""
 
 
 class PytorchCOM(TorchFiles, CountSwitcher, place=families.of_kind):
-    """COM with the table where deviceType and pinType say, and torch's files."""
+    """COM with the table's place chosen by deviceType and pinType, and torch's file format."""
 
 
 class COMMM(MappedFiles, CountSwitcher, place=families.in_file, diskname="COM", datatype="int32"):
     """COM with the table in a memory-mapped file, `<diskname><number>.memmap`."""
 
     def comInit(self, CPUPinn: bool = False) -> None:
-        """Makes the table `[total_classes, total_classes]`, all zeros.
+        """Allocates the table `[total_classes, total_classes]` with zeros.
 
         Args:
-            CPUPinn: without effect, as where the object is made.
+            CPUPinn: No effect, as in the constructor.
         """
         self._init(families.in_file(self._place.diskname, CPUPinn))

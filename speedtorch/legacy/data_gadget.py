@@ -1,4 +1,4 @@
-"""DataGadget: rows of a file or an array, brought to where they are trained on."""
+"""DataGadget: copies rows of a file or an array to the device of the training."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _Field = TypeVar("_Field")
 
 
 class GadgetSwitcher(OneField):
-    """What the DataGadget of every family does."""
+    """The common base of the DataGadget classes."""
 
     _how_to_start = "gadgetInit() first"
 
     def _start(self, fileName: Source, *, field: str | None = None) -> None:
-        """Checks the source; its rows are read by gadgetInit or at their first use."""
+        """Checks the source; gadgetInit or the first use reads its rows."""
         self._field = field
         self._data: Tensor | None = None
         self.fileName: str | None = None
@@ -61,12 +61,12 @@ class GadgetSwitcher(OneField):
                 _choose(stored, field)
 
     def gadgetInit(self) -> None:
-        """Reads the rows into the gadget's own memory; called at first use if not before."""
+        """Reads the rows into the gadget's own memory; the first use calls this if needed."""
         if self._stored is None and self.fileName is not None:
             self._read_file(self.fileName)
         elif self._stored is None and self._data is not None:
             self._copy_in(self._data)
-            self._data = None  # so that the rows are not held twice
+            self._data = None  # so that the rows are not in memory twice
 
     def _copy_in(self, data: Tensor) -> None:
         self._fill(data.shape, data.dtype, lambda rows: rows.copy_(data))
@@ -79,7 +79,7 @@ class GadgetSwitcher(OneField):
     def _fill(
         self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], object]
     ) -> None:
-        """Makes a table, which replaces the old one once it is filled."""
+        """Creates and fills a table, which then replaces the old one."""
         fields = {"weight": (tuple(shape[1:]), dtype)}
         table = self._place.make_table(shape[0], fields, families.default_device())
         fill(table["weight"])
@@ -90,20 +90,20 @@ class GadgetSwitcher(OneField):
         return super()._rows()
 
     def getData(self, indexes: Index, retrievedNegIndexes: Indexes | None = None) -> Tensor:
-        """Brings `data[indexes]` to the GPU, or on a machine without one to the CPU.
+        """Copies `data[indexes]` to the GPU, or without a GPU to the CPU.
 
         Args:
-            indexes: what NumPy takes: ids of any shape (array, list, or a tensor on either device)
-                that from -1 down count from the end, a slice, a mask, or a tuple of these for
-                several axes, such as (rows, columns). Ids, slices and masks of whole rows are fast.
-            retrievedNegIndexes: more ids; the result is then `[ids, ...]`, those of `indexes`
-                first, in order.
+            indexes: Any NumPy index: ids of any shape (array, list, or a tensor on any device), a
+                slice, a mask, or a tuple of these for several axes, such as (rows, columns).
+                Negative ids count from the end. Ids, slices and masks of whole rows are fast.
+            retrievedNegIndexes: More ids. The result is then `[ids, ...]`, with the rows of
+                `indexes` first, in order.
 
         Returns:
-            What NumPy gives: of ids `[*indexes.shape, ...]`, ready to be a variable's data.
+            The result of NumPy; for ids `[*indexes.shape, ...]`, ready for use as variable data.
 
         Raises:
-            IndexError: an id out of range.
+            IndexError: An id is out of range.
         """
         device = families.default_device()
         field = self._rows()["weight"]
@@ -129,18 +129,18 @@ class GadgetSwitcher(OneField):
         indexes: Index,
         retrievedNegIndexes: Indexes | None = None,
     ) -> None:
-        """Writes `data[indexes] = dataObject`; of an id named several times the last row stays.
+        """Writes `data[indexes] = dataObject`; for a repeated id the last row wins.
 
         Args:
-            dataObject: what getData gives for these indexes, or what NumPy would repeat to that
-                shape; on either device. Another dtype is cast to that of the rows here, as NumPy
-                casts what is assigned: an imaginary part is dropped with torch's warning.
-            indexes: as for getData.
-            retrievedNegIndexes: as for getData.
+            dataObject: The values, on any device, with the shape that getData returns for these
+                indexes or a shape that NumPy would broadcast to it. Another dtype is cast to the
+                rows' dtype as in a NumPy assignment: torch warns and drops an imaginary part.
+            indexes: As for getData.
+            retrievedNegIndexes: As for getData.
 
         Raises:
-            IndexError: an id out of range; nothing is changed.
-            ValueError: another number of rows, or another shape; nothing is changed.
+            IndexError: An id is out of range; nothing has changed.
+            ValueError: The number of rows or the shape does not match; nothing has changed.
         """
         field = self._rows()["weight"]
         if self._stored is not None and self._stored.table is not None:
@@ -166,19 +166,19 @@ class GadgetSwitcher(OneField):
 
 
 def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
-    """The data as a tensor; shared where torch can share it."""
+    """Converts data to a tensor, which shares the memory if torch can share it."""
     if isinstance(data, Tensor):
         return data.detach()
     array = np.asarray(data)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    # A copy only of what torch cannot share: read-only arrays and backward strides.
+    # Copies only arrays that torch cannot share: read-only arrays and negative strides.
     shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
     return torch.from_numpy(array if shared else array.copy())
 
 
 def _choose(stored: Mapping[str, _Field], field: str | None) -> _Field:
-    """The one tensor of a file that is meant."""
+    """Selects the requested tensor of a file."""
     if field is None and len(stored) == 1:
         return next(iter(stored.values()))
     if field is None or field not in stored:
@@ -191,10 +191,10 @@ class _CupyGadget(CupyFiles, GadgetSwitcher):
         """Loads other data, of any shape and dtype, from a .npy or .safetensors file.
 
         Args:
-            loadFileName: names without either ending get `.npy` added.
+            loadFileName: The file name; `.npy` is appended to names without either ending.
 
         Raises:
-            ValueError: the file is not such a file; the gadget is as it was.
+            ValueError: The file has another format; the gadget does not change.
         """
         self._read_file(file_name(loadFileName))
 
@@ -204,10 +204,10 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
         """Loads other data, of any shape and dtype, with torch.load(weights_only=True).
 
         Args:
-            loadFileName: what saveTorch wrote.
+            loadFileName: A file of saveTorch.
 
         Raises:
-            ValueError: the file does not hold one tensor; the gadget is as it was.
+            ValueError: The file does not contain exactly one tensor; the gadget does not change.
         """
         content = read_tensors(loadFileName)
         if set(content) != {"weight"}:
@@ -218,23 +218,23 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
 
 
 class DataGadget(_CupyGadget, place=families.host_or_variable):
-    """Holds data of any number of dimensions and brings rows of it to the GPU.
+    """Stores data of any number of dimensions and copies rows of it to the GPU.
 
-    After SpeedTorch's class of 2019. The rows are the gadget's own: arrays and tensors are copied
-    by gadgetInit or at the first use; leave them as they are until then. With `mapped` they are
-    those of a file instead, as HostTable.open(file, "mapped") has them.
+    Replaces SpeedTorch's class of 2019. gadgetInit or the first use copies arrays and tensors into
+    the gadget's own memory; do not change them before. With `mapped` the rows remain in a file
+    instead, as in HostTable.open(file, "mapped").
 
     Args:
-        fileName: a .npy or .safetensors file, a NumPy array or a tensor on any device.
-        CPUPinn: True keeps the rows in host memory that the GPU reaches; False on the GPU, or
-            without one in ordinary memory.
-        field: which tensor of a .safetensors file that holds several.
-        mapped: True maps the file, to be read: no copy, and one page cache for all processes.
+        fileName: A .npy or .safetensors file, a NumPy array or a tensor on any device.
+        CPUPinn: True keeps the rows in host memory that the GPU can access. False keeps the rows on
+            the GPU, or without a GPU in ordinary memory.
+        field: The name of the tensor in a .safetensors file with several tensors.
+        mapped: True maps the file read-only: no copy, and one page cache for all processes.
             CPUPinn then has no effect, and insertData raises ValueError.
 
     Raises:
-        TypeError: `mapped`, and it is no file.
-        ValueError, OSError: the file cannot be read, or is no such file.
+        TypeError: `mapped` is True and `fileName` is not a file.
+        ValueError, OSError: The file cannot be read or has another format.
 
     Example:
         >>> gadget = DataGadget(np.arange(12.0).reshape(4, 3), CPUPinn=True)
@@ -259,48 +259,48 @@ class DataGadget(_CupyGadget, place=families.host_or_variable):
 
 
 class GPUPytorchDataGadget(_TorchGadget, place=families.with_variable):
-    """DataGadget with the rows on the GPU, if there is one, and torch's files."""
+    """DataGadget with the rows on the GPU, if there is one, and torch's file format."""
 
 
 class CPUPytorchDataGadget(_TorchGadget, place=families.in_host_memory):
-    """DataGadget with the rows in host memory, and torch's files."""
+    """DataGadget with the rows in host memory, and torch's file format."""
 
 
 class PytorchDataGadget(_TorchGadget, place=families.of_kind):
-    """DataGadget with the rows where deviceType and pinType say, and torch's files."""
+    """DataGadget with the rows' place chosen by deviceType and pinType, and torch's file format."""
 
 
 class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")):
-    """DataGadget whose rows stay in their file, mapped into memory: inserting changes the file.
+    """DataGadget with rows in their memory-mapped file: insertData changes the file.
 
-    The file must not be shortened while the gadget lives, by this process or another: there is
-    no memory behind rows that the file lacks, and the system ends a process that reads or writes
-    them (SIGBUS), without an exception. Write a new file beside it and rename that instead.
+    No process may truncate the file while the gadget lives. The system ends a process (SIGBUS),
+    without an exception, that reads or writes rows behind the end of the file. Write a new file
+    beside the old one and rename the new one instead.
     """
 
-    # The names of 2019.
+    # The argument names are those of 2019.
     def getData(
         self, retrievedPosIndexes: Index, retrievedNegIndexes: Indexes | None = None
     ) -> Tensor:
-        """As DataGadget's, whose first argument is called otherwise.
+        """DataGadget.getData with the argument names of 2019.
 
         Args:
-            retrievedPosIndexes: what NumPy takes; see DataGadget.getData.
-            retrievedNegIndexes: more ids.
+            retrievedPosIndexes: Any NumPy index; see DataGadget.getData.
+            retrievedNegIndexes: More ids.
 
         Returns:
-            What NumPy gives.
+            The result of NumPy.
 
         Raises:
-            IndexError: an id out of range.
+            IndexError: An id is out of range.
         """
         return super().getData(retrievedPosIndexes, retrievedNegIndexes)
 
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
-        """As DataGadget's, to another file: the gadget's own holds every insert already.
+        """Saves a copy to another file; the gadget's own file already contains every insert.
 
         Raises:
-            ValueError: it is the gadget's own file, or the format does not know the dtype.
+            ValueError: The file is the gadget's own, or the format does not support the dtype.
         """
         own, target = self.fileName, file_name(saveFileName)
         if own is not None and os.path.exists(target) and os.path.samefile(own, target):
@@ -314,10 +314,10 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
 
     @property
     def table(self) -> NoReturn:
-        """There is none: the rows stay in their file.
+        """Not available, because the rows remain in their file.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: Always.
         """
         raise RuntimeError("DataGadgetMM maps its file and has no HostTable: see getCupyMM()")
 

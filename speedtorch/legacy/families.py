@@ -1,6 +1,6 @@
-"""The families of SpeedTorch's classes, which differ in where the table is and in their files.
+"""The families of SpeedTorch's classes, which differ in the table's place and in their files.
 
-| family                         | where the table is                                    |
+| family                         | place of the table                                    |
 |--------------------------------|-------------------------------------------------------|
 | ModelFactory, ...              | with the variable, or host memory if CPUPinn          |
 | GPUPytorchModelFactory, ...    | with the variable                                     |
@@ -26,21 +26,21 @@ import torch
 from speedtorch.table.host_table import HostTable
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of rows, or of whole fields, by name."""
+"""The shape and dtype of rows, or of whole fields, by name."""
 Datatype = str | torch.dtype | npt.DTypeLike
 
 
 @dataclass(frozen=True)
 class TablePlace:
-    """A place for tables that are made later."""
+    """The place of a table that is created later."""
 
     memory: str  # one of HostTable's kinds, or "variable": the device of the table's variable
-    diskname: str = ""  # for "file", how the names of the files start
+    diskname: str = ""  # for "file": the start of the file names
 
     def make_table(self, rows: int, fields: Fields, device: torch.device) -> HostTable:
-        """A table of zeros, for a variable on `device`.
+        """Creates a zeroed table for a variable on `device`.
 
-        One in a file gets the first free name `<diskname><number>.memmap`.
+        A table in a file uses the first free name `<diskname><number>.memmap`.
         """
         settings: dict[str, Any] = {"memory": self.memory}
         if self.memory == "file":
@@ -56,10 +56,10 @@ class TablePlace:
 def constructor(
     start: Callable[..., None], place: Callable[..., TablePlace], defaults: Mapping[str, Any]
 ) -> Callable[..., None]:
-    """The constructor of a class: it takes the arguments of `start`, and of `place` for the table.
+    """Creates a class's constructor, with the arguments of `start` and of `place`.
 
-    `diskname` is before the first argument with a default, the others after the last positional
-    one. `defaults` are the family's own.
+    `diskname` precedes the first argument with a default; the other arguments of `place` follow the
+    last positional one. `defaults` are the defaults of the family.
     """
     of_self, *own = inspect.signature(start).parameters.values()
     of_place = inspect.signature(place).parameters
@@ -91,22 +91,22 @@ def constructor(
 
 
 def with_variable() -> TablePlace:
-    """The device of the variable that the table serves."""
+    """The device of the table's variable."""
     return TablePlace("variable")
 
 
 def in_host_memory() -> TablePlace:
-    """Host memory that the GPU reaches by itself, where there is one."""
+    """Host memory that a GPU, if there is one, can access directly."""
     return TablePlace("auto")
 
 
 def host_or_variable(CPUPinn: bool = False) -> TablePlace:
-    """Host memory that the GPU reaches by itself, or the variable's own device."""
+    """Host memory that the GPU can access directly, or the variable's own device."""
     return in_host_memory() if CPUPinn else with_variable()
 
 
 def in_file(diskname: str = "", CPUPinn: bool = False) -> TablePlace:
-    """A memory-mapped file; its pages cannot be pinned, which is said if it was asked for."""
+    """A memory-mapped file; warns if CPUPinn is set, because its pages cannot be pinned."""
     if CPUPinn:
         warnings.warn(
             "CPUPinn=True has no effect on a memory-mapped file: its pages cannot be pinned while"
@@ -117,7 +117,7 @@ def in_file(diskname: str = "", CPUPinn: bool = False) -> TablePlace:
 
 
 def of_kind(deviceType: str | torch.device = "cuda", pinType: bool = False) -> TablePlace:
-    """What torch.zeros(device=deviceType, pin_memory=pinType) means for a table."""
+    """The table's place that corresponds to torch.zeros(device=deviceType, pin_memory=pinType)."""
     kind = str(deviceType).partition(":")[0]
     if kind == "cpu":
         return TablePlace("auto" if pinType else "plain")
@@ -130,14 +130,14 @@ def of_kind(deviceType: str | torch.device = "cuda", pinType: bool = False) -> T
 
 
 def default_device() -> torch.device:
-    """Where rows are wanted that serve no variable: the current GPU if there is one."""
+    """The device for rows without a variable: the current GPU, if there is one."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def as_dtype(datatype: object, argument: str) -> torch.dtype:
-    """The torch dtype that a torch dtype, a NumPy dtype or a name stands for.
+    """Converts a torch dtype, a NumPy dtype or a name to a torch dtype.
 
     Example:
         >>> as_dtype("float32", "dtype"), as_dtype(np.int8, "dtype"), as_dtype("bfloat16", "dtype")

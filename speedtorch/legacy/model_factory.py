@@ -1,4 +1,4 @@
-"""ModelFactory: all rows of a model's variable, whose weight holds those of one batch only."""
+"""ModelFactory: stores all rows of a variable, whose weight contains only the rows of one batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Variable = nn.Module | nn.Parameter
 
 
 class ModelSwitcher(BatchExchange, OneField):
-    """What the ModelFactory of every family does."""
+    """The common base of the ModelFactory classes."""
 
     _how_to_start = (
         "zerosInit(), uniformDistributionInit(low, high), normalDistributionInit(mean, stdDev),"
@@ -51,14 +51,14 @@ class ModelSwitcher(BatchExchange, OneField):
         sumDuplicates: bool = False,
         table: HostTable | None = None,
     ) -> None:
-        """Checks everything that can be checked before the table is made."""
+        """Checks all arguments that can be checked before the table is created."""
         self.model_variable = model_variable
         self.total_classes = total_classes
         self.embed_dimension = embed_dimension
         self.sumDuplicates = sumDuplicates
         self._shape = row_shape(embed_dimension, "embed_dimension")
         self._dtype = families.as_dtype(datatype, "datatype")
-        self._before: Tensor | None = None  # with sumDuplicates: the rows as they were gathered
+        self._before: Tensor | None = None  # with sumDuplicates: the rows before their training
         check_rows(self._parameter(), self._shape, self._dtype, "model_variable", "datatype")
         if table is not None:
             self._check_table(table)
@@ -89,30 +89,30 @@ class ModelSwitcher(BatchExchange, OneField):
         self._started().zeros_("weight")
 
     def uniformDistributionInit(self, low: float, high: float) -> None:
-        """Draws all rows from [low, high); torch.manual_seed makes it repeatable."""
+        """Draws all rows from [low, high). torch.manual_seed makes the result reproducible."""
         self._started().uniform_(low, high, field="weight")
 
     def normalDistributionInit(self, mean: float, stdDev: float) -> None:
-        """Draws all rows from a normal distribution; torch.manual_seed makes it repeatable."""
+        """Draws all rows from a normal distribution. torch.manual_seed makes it reproducible."""
         self._started().normal_(mean, stdDev, field="weight")
 
     def customInit(self, initFunction: Callable[..., object], *args: Any) -> None:
-        """Runs `initFunction(rows, *args)`, such as one of torch.nn.init, over all rows."""
+        """Calls `initFunction(rows, *args)`, such as a function of torch.nn.init, on all rows."""
         self._started().init_(initFunction, *args, field="weight")
 
     def variableTransformer(
         self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None
     ) -> npt.NDArray[np.int64] | tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """What to call the model with in place of ids: where the variable holds their rows.
+        """Returns the model's inputs in place of ids: the positions of the ids' rows.
 
         Args:
-            batchSize: how many examples.
-            posPerBatch: positive ids per example.
-            negPerBatch: negative ids per example, if there are any.
+            batchSize: Number of examples.
+            posPerBatch: Positive ids per example.
+            negPerBatch: Negative ids per example, if any.
 
         Returns:
-            Positions `[batchSize, posPerBatch]` or, with negatives, these and
-            `[batchSize, negPerBatch]`, which continue them.
+            Positions `[batchSize, posPerBatch]`. With negatives, also the positions
+            `[batchSize, negPerBatch]` after them.
         """
         end = batchSize * posPerBatch
         positives = np.arange(end).reshape(batchSize, posPerBatch)
@@ -135,8 +135,8 @@ class ModelSwitcher(BatchExchange, OneField):
     def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
         if not self.sumDuplicates:
             return rows
-        # Each id's row after all of its changes, at the last place of the id: writing these can be
-        # repeated, adding to the table could not.
+        # The row of each id after all of its changes, at the id's last place. Writing these rows
+        # can be repeated; adding changes to the table cannot.
         weight = rows["weight"]
         if self._before is None or self._before.shape != weight.shape:
             raise RuntimeError(
@@ -155,22 +155,22 @@ class ModelSwitcher(BatchExchange, OneField):
 
 
 class ModelFactory(CupyFiles, ModelSwitcher, place=families.host_or_variable, datatype="float32"):
-    """Keeps all rows of a variable; the model holds and trains those of one batch.
+    """Stores all rows of a variable; the model contains and trains the rows of one batch.
 
-    After SpeedTorch's class of 2019, without CuPy, duplicates that get lost, and synchronisation.
+    Replaces SpeedTorch's class of 2019, without CuPy, lost duplicates or synchronization.
 
     Args:
-        model_variable: the module whose weight is trained, such as nn.Embedding, or a Parameter.
-        total_classes: rows of the whole table.
-        embed_dimension: columns of a row, or its shape.
-        datatype: the variable's dtype, as a NumPy-style name or a torch dtype.
-        CPUPinn: True keeps the table in host memory that the GPU reaches; False with the variable.
-        sumDuplicates: add up the changes of an id's occurrences instead of keeping the last one.
-        table: a HostTable with a field "weight", to share its records, and each batch's plan, with
-            OptimizerFactory.
+        model_variable: The module whose weight is trained, such as nn.Embedding, or a Parameter.
+        total_classes: Number of rows of the whole table.
+        embed_dimension: Number of columns of a row, or its shape.
+        datatype: The variable's dtype, as a NumPy-style name or a torch dtype.
+        CPUPinn: True keeps the table in host memory for the GPU; False on the variable's device.
+        sumDuplicates: Add the changes of all occurrences of an id instead of keeping the last row.
+        table: A HostTable with a field "weight". Sharing it with OptimizerFactory shares the
+            records and the plan of each batch.
 
     Raises:
-        TypeError, ValueError: something does not fit; the message says what would.
+        TypeError, ValueError: An argument does not fit; the message states what would fit.
 
     Example:
         >>> layer = torch.nn.Embedding(3, 2)
@@ -186,15 +186,15 @@ class ModelFactory(CupyFiles, ModelSwitcher, place=families.host_or_variable, da
 
 
 class GPUPytorchModelFactory(TorchFiles, ModelSwitcher, place=families.with_variable):
-    """ModelFactory with the table on the variable's device, and torch's files."""
+    """ModelFactory with the table on the variable's device, and torch's file format."""
 
 
 class CPUPytorchModelFactory(TorchFiles, ModelSwitcher, place=families.in_host_memory):
-    """ModelFactory with the table in host memory, and torch's files."""
+    """ModelFactory with the table in host memory, and torch's file format."""
 
 
 class PytorchModelFactory(TorchFiles, ModelSwitcher, place=families.of_kind):
-    """ModelFactory with the table where deviceType and pinType say, and torch's files."""
+    """ModelFactory with the place chosen by deviceType and pinType, and torch's file format."""
 
 
 class ModelFactoryMM(

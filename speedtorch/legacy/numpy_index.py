@@ -1,4 +1,4 @@
-"""What an index means to NumPy: `data[index]` as rows by their ids, or as parts of rows."""
+"""NumPy's indexing on tensors: `data[index]` as the ids of whole rows, or as parts of rows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 
 def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
-    """The ids of the rows that an index names, in its shape; None if it is of several axes.
+    """The ids of the rows that an index selects, in its shape; None for an index of several axes.
 
-    Integers of any shape, from -rows on, a slice, or a mask `[rows]` name whole rows. `device` is
-    where these are worked on; see flat_index.
+    Integers of any shape from -rows on, a slice, or a mask `[rows]` select whole rows. `device` is
+    the device of the work on the rows; see flat_index.
 
     Example:
         >>> row_ids([[-1, 0]], 7, torch.device("cpu"))
@@ -53,7 +53,7 @@ def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
 
 
 def parts_of(data: Tensor, index: Index) -> Tensor:
-    """A copy of `data[index]`, on the CPU."""
+    """Copies `data[index]` to the CPU."""
     index = _for_numpy(index)
     if data.is_cuda:
         rows, index = rows_around(data, index)
@@ -62,7 +62,7 @@ def parts_of(data: Tensor, index: Index) -> Tensor:
 
 
 def put_parts(data: Tensor, index: Index, values: Tensor) -> None:
-    """Writes `data[index] = values`, of the same dtype."""
+    """Writes `data[index] = values`; both have the same dtype."""
     index, held = _for_numpy(index), _array(values.cpu())
     if not data.is_cuda:
         _array(data)[index] = held
@@ -74,9 +74,9 @@ def put_parts(data: Tensor, index: Index, values: Tensor) -> None:
 
 
 def rows_around(data: Tensor, index: Any) -> tuple[Tensor, tuple[npt.NDArray[Any], ...]]:
-    """The ids of all rows that an index touches, ascending, and the index in these rows alone.
+    """The ascending ids of all rows that an index touches, and the index relative to these rows.
 
-    For rows on a GPU, where NumPy does not reach.
+    For rows on a GPU, which NumPy cannot access.
     """
     shape = tuple(data.shape)
     along = np.indices(shape, sparse=True)
@@ -87,7 +87,7 @@ def rows_around(data: Tensor, index: Any) -> tuple[Tensor, tuple[npt.NDArray[Any
 
 
 def _array(data: Tensor) -> npt.NDArray[Any]:
-    """The same memory as NumPy sees it, which does not know every dtype of torch's."""
+    """A NumPy view in a dtype of the same size, because NumPy lacks some of torch's dtypes."""
     return data.detach().view(_SAME_SIZE[data.itemsize]).numpy()
 
 

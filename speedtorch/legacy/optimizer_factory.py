@@ -1,6 +1,6 @@
-"""OptimizerFactory: an optimizer's state of all rows, while the optimizer holds that of one batch.
+"""OptimizerFactory: stores the optimizer state of all rows; the optimizer has only one batch's.
 
-Which state that is, and how it starts, is learnt from the optimizer itself (optim/probe.py).
+A probe of the optimizer finds the state and its initial values (optim/probe.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class OptimizerSwitcher(BatchExchange):
-    """What the OptimizerFactory of every family does."""
+    """The common base of the OptimizerFactory classes."""
 
     _how_to_start = "optInit() or a load method first"
 
@@ -50,14 +50,14 @@ class OptimizerSwitcher(BatchExchange):
         *,
         table: HostTable | None = None,
     ) -> None:
-        """Finds the variable, probes the optimizer, and checks that everything fits."""
+        """Finds the variable, probes the optimizer and checks that all arguments fit."""
         self.given_optimizer = given_optimizer
         self.total_classes = total_classes
         self.embed_dimension = embed_dimension
         self.model = model
         self.variable_name = variable_name
         name = f"{variable_name}{type(given_optimizer).__name__}"
-        self._place = replace(self._place, diskname=name)  # where the place is a file
+        self._place = replace(self._place, diskname=name)  # used if the place is a file
         parameters = dict(model.named_parameters(remove_duplicate=False))
         found = [n for n in (f"{variable_name}.weight", variable_name) if n in parameters]
         if not found:
@@ -83,7 +83,7 @@ class OptimizerSwitcher(BatchExchange):
 
     @property
     def optVarList(self) -> list[str]:
-        """The names of the state that has a row for each class."""
+        """The names of the optimizer state with one row per class."""
         return list(self._row_fields())
 
     def _state(self) -> dict[str, Any]:
@@ -91,33 +91,33 @@ class OptimizerSwitcher(BatchExchange):
         return state
 
     def _hold(self, entries: Mapping[str, Any]) -> None:
-        """Gives the optimizer entries of the variable's state, at once, and what it lacks yet."""
+        """Sets entries of the variable's optimizer state, and missing scalars, in one update."""
         held = self._state()
         scalars = self._probe.scalar_state.items()
         missing = {name: snapshot(value) for name, value in scalars if name not in held}
         self.given_optimizer.state.setdefault(self._found, {}).update({**missing, **entries})
 
     def _started(self) -> Stored:
-        """Where the rows are, or where they are to be."""
+        """The current storage of the rows, or the storage to use for them."""
         self._finish()
         if self._stored is not None:
             return self._stored
-        if not self._row_fields():  # plain SGD: there is nothing to keep
+        if not self._row_fields():  # plain SGD has no state to store
             return Stored(None, {})
         if self._given_table is not None:
             return self._all_of(self._given_table)
         return self._make(self._place, self._found.device)
 
     def _rows(self) -> dict[str, Tensor]:
-        # State that was read from a file needs no optInit, which would put initial values over it.
+        # State from a file needs no optInit, which would overwrite it with initial values.
         if self._given_table is not None and self._given_table.was_read:
             self._stored = self._started()
         return super()._rows()
 
     def optInit(self) -> None:
-        """Makes the table; every row's state is as the optimizer creates it, before any update.
+        """Creates the table, with the optimizer's initial state for every row.
 
-        The step count, of which the optimizer keeps one for the whole variable, goes on.
+        The step count, which the optimizer keeps once for the whole variable, does not restart.
         """
         self._take(partial(self._begin, self._started()))
 
@@ -141,11 +141,11 @@ class OptimizerSwitcher(BatchExchange):
         return self._to_numpy()
 
     # --------------------------------------------------------------------------------------------
-    # Files hold the state of each row in full: what the optimizer keeps once (the step count) is
-    # repeated for each row, so that one file, switched in one step, is all there is to resume from.
+    # Files contain the full state of each row. State that the optimizer keeps once (the step count)
+    # is repeated for each row, so that one file, replaced atomically, is enough to resume.
 
     def _scalars(self) -> dict[str, Tensor]:
-        """The state that is not kept by rows, as tensors on the CPU."""
+        """The optimizer state without rows, as tensors on the CPU."""
         state = self._state()
         known = {name: state.get(name, value) for name, value in self._probe.scalar_state.items()}
         if not known and not self._probe.row_state:
@@ -190,25 +190,25 @@ class OptimizerSwitcher(BatchExchange):
 class OptimizerFactory(
     CupyFiles, OptimizerSwitcher, place=families.host_or_variable, dtype="float32"
 ):
-    """Keeps the optimizer's state of all rows; the optimizer holds that of one batch.
+    """Stores the optimizer state of all rows; the optimizer has the state of one batch.
 
-    After SpeedTorch's class of 2019. Any optimizer works that treats rows separately, also those
-    that torch does not define: SGD, SparseAdam, Adam, AdamW, Adamax, Adadelta, Adagrad, RMSprop,
-    Rprop, ASGD, NAdam, RAdam and others. Other variables and groups of the optimizer stay alone.
+    Replaces SpeedTorch's class of 2019. Any optimizer works that treats rows separately, including
+    optimizers outside torch: SGD, SparseAdam, Adam, AdamW, Adamax, Adadelta, Adagrad, RMSprop,
+    Rprop, ASGD, NAdam, RAdam and others. Other variables and groups of the optimizer do not change.
 
     Args:
-        given_optimizer: the optimizer, built with the model's parameters.
-        total_classes: rows of the whole table.
-        embed_dimension: columns of a row, or its shape.
-        model: the model that has the variable.
-        variable_name: the variable's name in the model, such as "u_embeddings".
-        dtype: the variable's dtype, as a NumPy-style name or a torch dtype.
-        CPUPinn: True keeps the table in host memory that the GPU reaches; False with the variable.
-        table: a HostTable with a field for each state, to share its records, and each batch's plan,
-            with ModelFactory.
+        given_optimizer: The optimizer, built with the model's parameters.
+        total_classes: Number of rows of the whole table.
+        embed_dimension: Number of columns of a row, or its shape.
+        model: The model with the variable.
+        variable_name: The variable's name in the model, such as "u_embeddings".
+        dtype: The variable's dtype, as a NumPy-style name or a torch dtype.
+        CPUPinn: True keeps the table in host memory for the GPU; False on the variable's device.
+        table: A HostTable with one field per state. Sharing it with ModelFactory shares the records
+            and the plan of each batch.
 
     Raises:
-        ValueError: something does not fit, or the optimizer does not treat rows separately.
+        ValueError: An argument does not fit, or the optimizer does not treat rows separately.
 
     Example:
         >>> model = torch.nn.ModuleDict({"u": torch.nn.Embedding(2, 3)})
@@ -230,15 +230,15 @@ class OptimizerFactory(
 
 
 class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.with_variable):
-    """OptimizerFactory with the table on the variable's device, and torch's files."""
+    """OptimizerFactory with the table on the variable's device, and torch's file format."""
 
 
 class CPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.in_host_memory):
-    """OptimizerFactory with the table in host memory, and torch's files."""
+    """OptimizerFactory with the table in host memory, and torch's file format."""
 
 
 class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.of_kind):
-    """OptimizerFactory with the table where deviceType and pinType say, and torch's files."""
+    """OptimizerFactory with the place chosen by deviceType and pinType, and torch's files."""
 
 
 class OptimizerFactoryMM(

@@ -1,8 +1,7 @@
-"""One plan per batch: the address order of its ids, kept for the ops that follow on the same ids.
+"""Caches one plan per batch, the address order of its ids, for all ops on the same ids.
 
-A batch is gathered and scattered once for the weight and once for each field of the optimizer's
-state, all by the same plan. Each table has one memo, so that classes which share it share the
-plans.
+A batch is gathered and scattered once for the weight and once per field of optimizer state, all
+with the same plan. Each table has one memo, so classes that share a table also share its plans.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ __all__ = ["Plan", "PlanMemo", "plans_of", "plans_pay"]
 
 Plan = list[Tensor]
 
-_BATCHES = 2  # remembered at most, so that the next one can be fetched ahead
+_BATCHES = 2  # the maximum number of batches, so that the next one can be fetched ahead
 
 
 def plans_pay(memory: str, device: torch.device) -> bool:
-    """Whether the ops on a kind of memory are faster with a plan that is made before.
+    """Whether ops on a kind of memory are faster with a precomputed plan.
 
-    Only kernels that cross the link use its order; and a CUDA graph, whose ids change between its
-    replays, makes its own.
+    Only kernels over the link use a plan's order. During the capture of a CUDA graph, whose ids
+    change between replays, the ops compute their own plans.
     """
     mapped = memory in ("managed", "registered")
     return device.type == "cuda" and mapped and not _captures(device)
@@ -44,17 +43,17 @@ def _captures(device: torch.device) -> bool:
 
 
 def _stream(device: torch.device) -> int | None:
-    """The stream whose work sees a plan that is made now: only there may it be used again."""
+    """The current stream, which orders work after a new plan; other streams must not reuse it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 @dataclass(eq=False)
 class _Batch:
-    """A plan, and how to know its ids again: one row of numbers, or unread, as given on a GPU.
+    """A plan and the ids that identify it: flat ids, or unread tensors on a GPU.
 
-    Not every write to a tensor makes a new version of it: a replayed CUDA graph's does not, nor one
-    through `.data` or another library. A caller that asks for an earlier step than the last, which
-    `steps` keeps of each, has come to another batch, which may lie in the same tensors.
+    Some writes do not change a tensor's version: those of a replayed CUDA graph, through `.data` or
+    from another library. `steps` therefore stores each caller's last step. A caller that repeats a
+    step or asks for an earlier one has a new batch, perhaps in the same tensors.
     """
 
     place: tuple[torch.device, int | None, bool]  # device, stream, whether the ids are unread
@@ -64,7 +63,7 @@ class _Batch:
     steps: dict[Hashable, int]
 
     def is_of(self, place: tuple[torch.device, int | None, bool], ids: list[Any]) -> bool:
-        """Whether these are its ids."""
+        """Whether this batch has these ids at this place."""
         alike = place == self.place and len(ids) == len(self.seen)
         return alike and all(seen.are(each) for seen, each in zip(self.seen, ids, strict=True))
 
@@ -91,14 +90,14 @@ class PlanMemo:
         asker: Hashable = None,
         step: int = 0,
     ) -> tuple[Tensor, Plan | None]:
-        """The ids of a batch, as flat_index gives them, and their plan, new if it is not known yet.
+        """Returns the flat ids of a batch and their plan, which is computed if unknown.
 
-        Ids from the CPU are compared by content with a copy of the last ones. Ids on a GPU are
-        never waited for: they must be the same tensors, of the same version. Bad ids get no plan if
-        they are from the CPU, so that the op that is called next refuses them, and a plan that
-        makes it refuse them if they are on the GPU.
+        Ids on the CPU are compared by value with a copy. Ids on a GPU are never read: they must be
+        the same tensors with the same version. Bad ids on the CPU have no plan, so that the next op
+        raises. For bad ids on a GPU, the plan makes the next op raise.
 
-        `device` is where the rows are worked on, `step` 0 for an asker's first use of a batch.
+        `device` is the device of the work on the rows; `step` is 0 for an asker's first use of a
+        batch.
         """
         if self._memory is None or not self.wanted(self._memory, device):
             return flat_index(positives, negatives, device), None
@@ -114,7 +113,7 @@ class PlanMemo:
         index = flat_index(positives, negatives, device) if unread else given[0]
         if not self._can_plan(index):
             return index, None
-        # An inference tensor does not count its versions; of mixed parts no tensor can be kept.
+        # An inference tensor has no version counter, and concatenated GPU ids cannot be recognised.
         known_again = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
         if not known_again:
             return index, plan_rows(index, self._rows)
@@ -131,7 +130,7 @@ class PlanMemo:
         return index.numel() > 0 and known_good
 
     def close(self) -> None:
-        """Forgets all plans and makes no more."""
+        """Discards all plans and computes no more."""
         self._memory, self._batches = None, ()
 
 
@@ -139,7 +138,7 @@ _memos: WeakKeyDictionary[HostTable, PlanMemo] = WeakKeyDictionary()
 
 
 def plans_of(table: HostTable) -> PlanMemo:
-    """The memo of a table; that of a closed table is empty."""
+    """The memo of a table; a closed table's memo is empty."""
     if (memo := _memos.get(table)) is None:
         memo = _memos[table] = PlanMemo(table.rows, table.memory)
     if table.closed:

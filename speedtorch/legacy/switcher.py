@@ -1,8 +1,8 @@
-"""What all SpeedTorch classes share: a table of all rows of a variable, of state or of data.
+"""The base of all SpeedTorch classes: a table with all rows of a variable, of state or of data.
 
-An exception at any line (out of memory, Ctrl-C) leaves an exchange wholly done or not done. What it
-needs is made first and can be thrown away; then one assignment, `_take`'s, makes the exchange
-current; what follows can be repeated, and every method repeats it first until it is through.
+An exception at any line (out of memory, Ctrl-C) leaves an exchange either done or not done. The
+preparation has no side effects. One assignment in `_take` then commits the exchange. The remaining
+work can be repeated, and every method first repeats it until it has completed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["OneField", "Stored", "Switcher", "gathered"]
 
 
 class Stored(NamedTuple):
-    """Where the rows are: fields `[rows, ...]` by name, and the table of them if there is one."""
+    """The fields `[rows, ...]` by name, and their table if there is one."""
 
     table: HostTable | None
     fields: dict[str, Tensor]
@@ -33,13 +33,13 @@ class Stored(NamedTuple):
 class Switcher(ABC):
     """A set of fields, all with one row per class.
 
-    A subclass with a `place`, one of the functions of families.py, gets a constructor with the
-    arguments of its method `_start` and of the function; further keywords are defaults.
+    A subclass with a `place`, which is a function of families.py, receives a constructor with the
+    arguments of its method `_start` and of that function. Further keywords are defaults.
     """
 
     total_classes: int
     _place: TablePlace
-    _how_to_start = ""  # which methods make the table
+    _how_to_start = ""  # the methods that create the table, for errors
     _stored: Stored | None = None
     _unfinished: Callable[[], object] | None = None
 
@@ -52,10 +52,10 @@ class Switcher(ABC):
 
     @property
     def table(self) -> HostTable:
-        """The HostTable that holds the rows.
+        """The HostTable with the rows.
 
         Raises:
-            RuntimeError: there is none yet.
+            RuntimeError: The table has not been created yet.
         """
         self._finish()
         if self._stored is None or self._stored.table is None:
@@ -67,7 +67,7 @@ class Switcher(ABC):
 
     @abstractmethod
     def _row_fields(self) -> Fields:
-        """Shape and dtype of a row of each field."""
+        """The shape and dtype of a row of each field."""
 
     def _make(self, place: TablePlace, device: torch.device) -> Stored:
         return self._all_of(place.make_table(self.total_classes, self._row_fields(), device))
@@ -76,18 +76,18 @@ class Switcher(ABC):
         return Stored(table, {name: table[name] for name in self._row_fields()})
 
     def _take(self, exchange: Callable[[], object]) -> None:
-        """Makes an exchange current: something that can be repeated, and that nothing refuses."""
+        """Commits and runs an exchange, which must be repeatable and must not raise by itself."""
         self._unfinished = exchange
         self._finish()
 
     def _finish(self) -> None:
-        """Repeats what an exception has cut short."""
+        """Repeats an exchange that an exception has interrupted."""
         if self._unfinished is not None:
             self._unfinished()
             self._unfinished = None
 
     def _rows(self) -> dict[str, Tensor]:
-        """The fields `[rows, ...]` by name, made on first use where that needs no argument."""
+        """The fields `[rows, ...]` by name; the first use creates them if no argument is needed."""
         self._finish()
         return self._open_fields()
 
@@ -95,7 +95,7 @@ class Switcher(ABC):
         if self._stored is None:
             raise self._not_started()
         if self._stored.table is not None:
-            self._stored.table.check()  # a closed one refuses: rows put there would be lost
+            self._stored.table.check()  # raises for a closed table, which would lose new rows
         return self._stored.fields
 
     def _settle(self) -> None:
@@ -107,7 +107,7 @@ class Switcher(ABC):
             self._stored.table.settle()
 
     def _to_numpy(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of every field."""
+        """Copies every field to NumPy."""
         rows = self._rows()
         self._settle()
         return {name: field.to("cpu", copy=True).numpy() for name, field in rows.items()}
@@ -116,27 +116,27 @@ class Switcher(ABC):
         return self._rows()
 
     def _listed_variable(self) -> Tensor | list[Tensor]:
-        """The variable as the attributes of 2019 have it."""
+        """The variable in the form of the attributes of 2019."""
         variable = self._variable()
         return variable if isinstance(variable, Tensor) else list(variable.values())
 
-    # What switcher_files.py needs to know.
+    # The interface for switcher_files.py.
 
     def _to_save(self) -> dict[str, Tensor]:
-        """What files hold: tensors with one row per class."""
+        """The content of a file: tensors with one row per class."""
         return self._rows()
 
     def _layout(self) -> Fields:
-        """Shape and dtype of what a file must hold, by name."""
+        """The shape and dtype of each field that a file must contain."""
         rows = self._row_fields().items()
         return {name: ((self.total_classes, *shape), dtype) for name, (shape, dtype) in rows}
 
     def _to_load(self) -> dict[str, Tensor]:
-        """Where the content of a file goes; called when it is known to fit."""
+        """The destination of a file's content, whose layout has been checked."""
         return self._rows()
 
     def _loaded(self, content: dict[str, Tensor]) -> None:  # noqa: B027
-        """Called once all of a file's content is there."""
+        """Runs after all of a file's content has been read."""
 
 
 class OneField(Switcher):
@@ -159,7 +159,7 @@ class OneField(Switcher):
 def gathered(
     field: Tensor, index: Tensor, device: torch.device, plan: Plan | None = None
 ) -> Tensor:
-    """Rows `[n, ...]` of a field `[rows, ...]` by n ids, in new memory on a device."""
+    """Copies rows `[n, ...]` of a field `[rows, ...]` to new memory on a device, given n ids."""
     out = torch.empty((index.numel(), *field.shape[1:]), dtype=field.dtype, device=device)
     pinned_gather(field, index, out=out, plan=plan)
     return out

@@ -1,7 +1,7 @@
-"""The files of the SpeedTorch classes: .npy and .safetensors, or what torch.save writes.
+"""The files of the SpeedTorch classes: .npy and .safetensors, or the format of torch.save.
 
-Two mixins, for the families that were CuPy's in 2019 and for those that were torch's. `loadTorch`
-is the only place in this package that reads a pickle, and of plain tensors only.
+There is a mixin for the families that used CuPy in 2019 and one for those that used torch.
+`loadTorch` is the only code in this package that reads a pickle, and accepts only plain tensors.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ __all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_tensors"
 
 
 class CupyFiles(Switcher):
-    """Files of the families that were CuPy's: .npy and .safetensors, never pickle."""
+    """Files of the families that used CuPy: .npy and .safetensors, never pickle."""
 
     def getCupyVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name.
 
-        `cupy.asarray` takes those on a GPU without a copy; CuPy is not needed for anything here.
+        `cupy.asarray` wraps tensors on a GPU without a copy. This package does not need CuPy.
         """
         return self._variable()
 
     CUPYcorpus = property(getCupyVar)
 
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
-        """Saves all rows to `*.npy` or `*.safetensors`; the old file stays until the new is whole.
+        """Saves all rows to `*.npy` or `*.safetensors`; the old file remains until the end.
 
         Args:
-            saveFileName: as np.save does, other names get `.npy` added. Several fields go to one
-                .safetensors file, or to `name.field.npy` each.
+            saveFileName: The file name; `.npy` is appended to other names, as np.save does. Several
+                fields are saved to one .safetensors file, or to one `name.field.npy` each.
 
         Raises:
-            ValueError: the format does not know the dtype (bfloat16 and float8 in .npy).
+            ValueError: The format does not support the dtype (bfloat16 and float8 in .npy).
         """
         self._settle()
         save_fields(file_name(saveFileName), self._to_save())
 
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
-        """Loads all rows from a file with just these fields: of `saveCupy`, or np.save.
+        """Loads all rows from a file of `saveCupy` or np.save with exactly these fields.
 
         Args:
-            loadFileName: `*.npy` or `*.safetensors`; other names get `.npy` added.
+            loadFileName: `*.npy` or `*.safetensors`; `.npy` is appended to other names.
 
         Raises:
-            ValueError: names, shapes or dtypes do not match; nothing is changed then.
+            ValueError: Names, shapes or dtypes do not match; nothing has changed.
         """
         path = file_name(loadFileName)
         with open_fields(path, self._layout()) as stored:
@@ -63,7 +63,7 @@ class CupyFiles(Switcher):
 class MappedFiles(CupyFiles):
     """Files of the families whose table is a memory-mapped file.
 
-    CUPYmemmap has the mapped rows, in a list in the order of an OptimizerFactory's optVarList.
+    CUPYmemmap is the mapped rows; for an OptimizerFactory, a list in the order of optVarList.
     """
 
     CUPYmemmap = property(Switcher._listed_variable)
@@ -71,10 +71,10 @@ class MappedFiles(CupyFiles):
 
 
 class TorchFiles(Switcher):
-    """Files of the families that were torch's.
+    """Files of the families that used torch.
 
-    pytorchGPUVar has the rows themselves, in a list in the order of an OptimizerFactory's
-    optVarList.
+    pytorchGPUVar and pytorchCPUVar are the rows themselves; for an OptimizerFactory, a list in the
+    order of optVarList.
     """
 
     pytorchGPUVar = pytorchCPUVar = property(Switcher._listed_variable)
@@ -84,10 +84,10 @@ class TorchFiles(Switcher):
         return self._variable()
 
     def saveTorch(self, saveFileName: str | os.PathLike[str]) -> None:
-        """Saves all rows with torch.save; the old file stays until the new one is whole.
+        """Saves all rows with torch.save; the old file remains until the new one is complete.
 
         Args:
-            saveFileName: any name.
+            saveFileName: Any file name.
         """
         self._settle()
         content = {name: _alone(field) for name, field in self._to_save().items()}
@@ -99,10 +99,10 @@ class TorchFiles(Switcher):
         """Loads all rows with torch.load(weights_only=True).
 
         Args:
-            loadFileName: what saveTorch wrote.
+            loadFileName: A file of saveTorch.
 
         Raises:
-            ValueError: names, shapes or dtypes do not match; nothing is changed then.
+            ValueError: Names, shapes or dtypes do not match; nothing has changed.
         """
         stored = read_tensors(loadFileName)
         path = os.fspath(loadFileName)
@@ -110,13 +110,13 @@ class TorchFiles(Switcher):
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors in what saveTorch wrote, on the CPU; a single one is called "weight"."""
+    """Reads the tensors of a saveTorch file to the CPU; a single one has the name "weight"."""
     name = os.fspath(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # torch.load raises many kinds for files that are none of its own
+    except Exception as error:  # torch.load raises many types for files in other formats
         raise ValueError(
             f"{name} is not what saveTorch writes ({type(error).__name__} in torch.load with"
             " weights_only=True)"
@@ -140,11 +140,11 @@ def _load(
     stored: Mapping[str, Tensor | StoredField],
     read: Callable[[str, Tensor], object],
 ) -> None:
-    """Reads all fields of a file; ValueError unless they are just those of a switcher."""
+    """Reads all fields of a file; raises ValueError unless they are exactly the switcher's."""
     has = {name: (tuple(each.shape), each.dtype) for name, each in stored.items()}
     if has != (wanted := switcher._layout()):
         raise ValueError(f"{path} holds {_listed(has)}; expected {_listed(wanted)}")
-    switcher._settle()  # before a table is made: an error leaves the switcher as it was
+    switcher._settle()  # before a table is created: an error leaves the switcher unchanged
     content = switcher._to_load()
     for name, rows in content.items():
         read(name, rows)
@@ -157,7 +157,7 @@ def _listed(layout: Fields) -> str:
 
 
 def _alone(field: Tensor) -> Tensor:
-    """The field in a storage of its own, as torch.save writes whole storages."""
+    """The field in its own storage, because torch.save writes whole storages."""
     storage_bytes = field.untyped_storage().nbytes()
     if field.is_contiguous() and storage_bytes == field.nbytes and not field.is_cuda:
         return field.detach()
@@ -165,6 +165,6 @@ def _alone(field: Tensor) -> Tensor:
 
 
 def file_name(name: str | os.PathLike[str]) -> str:
-    """The name with `.npy` added, as np.save does, unless it says a format."""
+    """Appends `.npy` to a name without a known format, as np.save does."""
     path = os.fspath(name)
     return path if path.endswith(tuple(FORMATS)) else f"{path}.npy"

@@ -1,4 +1,4 @@
-"""Host memory: kinds, where a table's bytes are placed, what moving a row costs."""
+"""Host memory: its kinds, the placement of a table's bytes, and the cost to copy a row."""
 
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import *  # noqa: F403

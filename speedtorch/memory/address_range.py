@@ -1,4 +1,4 @@
-"""Ranges of a GPU's addresses that stay while the memory behind them comes and goes."""
+"""GPU address ranges that remain reserved while their physical memory is unmapped and remapped."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ __all__ = ["AddressRange"]
 
 @cache
 def _allocator() -> Any:
-    """Torch's way to the range that a thread has opened; it must live as long as the process."""
+    """Torch's allocator for the range that a thread has opened; lives as long as the process."""
     names = "speedtorch_range_allocate", "speedtorch_range_free"
     made: Any = torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *names)
     return made.allocator()
 
 
 class AddressRange:
-    """Addresses of a GPU, rounded up to 2 MiB, which begin without memory behind them.
+    """A reserved range of GPU addresses, rounded up to 2 MiB, at first without physical memory.
 
-    The addresses are freed once the object and all tensors there are freed. RuntimeError if CUDA
-    refuses, or torch's allocator is one that has no pools.
+    The addresses are freed after the object and all tensors in the range are freed. Raises
+    RuntimeError if CUDA fails or torch's current allocator has no pools.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
         self.base = int(_ops.reserve_range(nbytes, device.index))  # the first address
         self.end = self.base + nbytes
-        self.is_mapped = False  # whether there is memory behind them
+        self.is_mapped = False  # whether physical memory is mapped
         weakref.finalize(self, _ops.leave_range, self.base).atexit = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that torch's allocator has of it."""
+        """Bytes of the range that torch's allocator has allocated as segments."""
         return int(_ops.range_bytes(self.base))
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Within it what torch allocates for this thread has addresses of the range.
+        """Places this thread's torch allocations inside the block into the range.
 
-        There is no memory yet: nothing may be written or read.
+        Their memory is not mapped yet, so nothing may read or write the tensors.
         """
-        with torch.cuda.device(self._device):  # a pool is one of the current GPU
+        with torch.cuda.device(self._device):  # a pool belongs to the current GPU
             pool = torch.cuda.MemPool(_allocator())
         _ops.open_range(self.base)
         try:
@@ -59,9 +59,9 @@ class AddressRange:
             _ops.open_range(0)
 
     def map(self) -> None:
-        """Puts memory, with undefined values, behind all that torch has of it.
+        """Maps physical memory, with undefined values, behind all allocations in the range.
 
-        If the GPU has too little, torch.OutOfMemoryError is raised and nothing has changed.
+        If the GPU has too little memory, raises torch.OutOfMemoryError and changes nothing.
         """
         try:
             _ops.map_range(self.base)
@@ -71,6 +71,6 @@ class AddressRange:
         self.is_mapped = True
 
     def unmap(self) -> None:
-        """Takes the memory away; the caller has waited for all that uses it."""
-        self.is_mapped = False  # after an error, too: what is there counts no more
+        """Unmaps the physical memory. The caller must first wait for all work that uses it."""
+        self.is_mapped = False  # also after an error, because the contents are no longer valid
         _ops.unmap_range(self.base)

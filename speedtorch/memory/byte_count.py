@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them, as "12GiB"."""
+"""Converts between numbers of bytes and texts such as "12GiB"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = {
 
 
 def bytes_of(name: str, given: int | str) -> int:
-    """A number of bytes, or a text of one; TypeError, ValueError for what is no number above 0."""
+    """Parses a positive number of bytes; raises TypeError or ValueError for anything else."""
     if isinstance(given, bool) or not isinstance(given, int | str):
         raise TypeError(f"{name}: expected bytes or a text as '12GiB', got {type(given).__name__}")
     if isinstance(given, str):
@@ -28,6 +28,6 @@ def bytes_of(name: str, given: int | str) -> int:
 
 
 def text_of(count: int) -> str:
-    """A number of bytes in the unit that suits it."""
+    """Formats a number of bytes with a suitable binary unit."""
     power = max(0, min(4, (count.bit_length() - 1) // 10))
     return f"{count / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -1,8 +1,8 @@
-"""Measures once per machine what moving a row costs, for the choice of path (cost_model.py).
+"""Measures once per machine the time to copy a row, for the choice of path in cost_model.py.
 
-The figures lie in one file for each machine and GPU and are read when torch first turns to a GPU:
-only then do paths matter, and only then is it known which GPU it is. The first large HostTable
-measures them where they are missing. Without them the library goes by those of an H200.
+Each pair of machine and GPU has one file of results, which is read when torch first uses a GPU.
+Only then do paths matter, and only then is the GPU known. The first large HostTable measures the
+times if that file is missing. Until then the library uses the times of an H200.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 
 _log = logging.getLogger("speedtorch")
 
-# Bumped when the meaning of the figures changes.
+# Incremented when the meaning of the results changes.
 VERSION = 1
-# A table of this size is worth the seconds.
+# A table of this size justifies a calibration of a few seconds.
 WORTH_BYTES = 1 << 30
 MOST_TABLE_BYTES = 8 << 30
 _MOST_FILE_BYTES = 1 << 16
@@ -55,7 +55,7 @@ _gpu = torch.cuda.get_device_name
 
 
 def cache_file(gpu: str) -> Path | None:
-    """Where the figures of this machine with this GPU are kept; None where there is no home."""
+    """The file of the results for this machine and GPU; None without a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     if not os.path.isabs(folder):
@@ -65,20 +65,20 @@ def cache_file(gpu: str) -> Path | None:
 
 
 def calibrate(*, progress: bool = True) -> dict[str, Any]:
-    """Measures what moving rows costs on this machine, and keeps it in the user's cache folder.
+    """Measures the time to copy rows on this machine and saves it in the user's cache folder.
 
-    Takes a few seconds, up to 8 GiB of host memory and 0.5 GiB on the current GPU. From then on, in
-    later processes too, ops choose their paths by these figures, without them by an H200's.
+    Takes a few seconds, up to 8 GiB of host memory and 0.5 GiB on the current GPU. Ops then choose
+    their paths by these results, in later processes too. Without results they use an H200's.
 
     Args:
-        progress: show a progress bar.
+        progress: Show a progress bar.
 
     Returns:
-        What was measured: nanoseconds per row by kind of memory, direction, order and row length,
-        the cost of planning, and the link's GB/s.
+        The results: nanoseconds per row by kind of memory, direction, order and row length, the
+        cost of planning, and the link's GB/s.
 
     Raises:
-        RuntimeError: there is no GPU, or what was measured cannot be.
+        RuntimeError: There is no GPU, or the measured times are implausible.
 
     Example:
         >>> if torch.cuda.is_available():
@@ -86,7 +86,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("calibrate: there is no GPU to measure; paths matter only with one")
-    # What cannot be measured here (managed memory where it is not supported) stays as it was.
+    # Entries that this machine cannot measure, such as unsupported managed memory, do not change.
     before = _ops.costs()
     costs = before.clone()
     try:
@@ -96,7 +96,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     except ValueError as error:
         raise RuntimeError(f"calibrate: {error}; measure again on an idle GPU") from error
     finally:
-        _ops.set_costs(before)  # which a step has changed
+        _ops.set_costs(before)  # a step has changed the costs
     use_costs(measured, calibrated=True)
     known = {"version": VERSION, "gpu": _gpu(), "torch": torch.__version__}
     figures: dict[str, Any] = known | {"costs": measured}
@@ -105,9 +105,9 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
 
 
 def calibrate_once(nbytes: int) -> None:
-    """Calibrates before the first large table of a machine is made, unless it cannot; never fails.
+    """Calibrates before a machine's first large table is allocated; logs failures, never raises.
 
-    With SPEEDTORCH_CALIBRATE=0, or while a CUDA graph is captured, it does nothing.
+    Does nothing with SPEEDTORCH_CALIBRATE=0 or during the capture of a CUDA graph.
     """
     if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0":
         return
@@ -143,29 +143,29 @@ def _store(figures: dict[str, Any]) -> None:
 
 
 def load_costs_with_first_gpu() -> None:
-    """Lets load_costs run when torch first turns to a GPU, at once where it has done so."""
+    """Runs load_costs when torch first uses a GPU, or at once if torch has already used one."""
     call_with_first_gpu(load_costs)
 
 
 def load_costs() -> bool:
-    """Goes by the figures of this machine and its GPU, and says if there are any; never fails."""
+    """Applies the saved results of this machine's GPU; returns whether any exist, never raises."""
     if (costs := _kept_costs(_gpu())) is not None:
         use_costs(costs, calibrated=True)
     return costs is not None
 
 
 def kept_link_gbps(gpu: str) -> tuple[float, float] | tuple[None, None]:
-    """GB/s to a GPU of this name and back from it, as measured on this machine; never fails."""
+    """The measured GB/s to a GPU of this name and back, or None for both. Never raises."""
     costs = _kept_costs(gpu)
     return (None, None) if costs is None else (costs[-2], costs[-1])
 
 
 def _kept_costs(gpu: str) -> list[float] | None:
-    """The costs in the file of a GPU; a file that is not to be believed is told, and none."""
+    """The saved costs of a GPU, or None; an invalid file is logged and ignored."""
     if (path := cache_file(gpu)) is None:
         return None
     try:
-        figures = json.loads(read_file(path, _MOST_FILE_BYTES))  # which may hold anything
+        figures = json.loads(read_file(path, _MOST_FILE_BYTES))  # may contain anything
         if figures["version"] != VERSION:
             return None
         if figures["gpu"] != gpu:
@@ -179,11 +179,11 @@ def _kept_costs(gpu: str) -> list[float] | None:
 
 
 def _checked(costs: Any) -> list[float]:
-    """The costs that a file tells; raises ValueError for what no machine can have."""
+    """Checks the costs of a file or a measurement; raises ValueError for impossible values."""
     most = len(_ops.costs())
     if not isinstance(costs, list) or len(costs) != most:
         raise ValueError(f"costs must be a list of {most} numbers")
-    # Nanoseconds for a row, what planning takes, GB/s of a link.
+    # Nanoseconds per row, then the times of planning, then GB/s of the link.
     bounds = [*[(1e-3, 1e6)] * (most - 6), *[(0.0, 1e6)] * 4, *[(1e-2, 1e5)] * 2]
     for at, (cost, (low, high)) in enumerate(zip(costs, bounds, strict=True)):
         # A comparison with NaN is false.
@@ -194,14 +194,14 @@ def _checked(costs: Any) -> list[float]:
 
 def _steps() -> Iterator[Callable[[Tensor], object]]:
     yield lambda costs: costs[-2:].copy_(costs.new_tensor(measure_link()))
-    # Set in between: a kernel fills as many multiprocessors as the link takes.
+    # set_costs runs between, because the link's speed decides how many SMs a kernel fills.
     yield from (_ops.set_costs, _measure_planning)
     for kind in range(0 if _ops.managed_supported() else 1, len(_KINDS)):
         yield partial(_measure_moves, kind=kind)
 
 
 def _microseconds(run: Callable[[Tensor], object], rows: int = 1, count: int = 1) -> float:
-    """Median time of one call on the GPU, each with ids of its own."""
+    """Median microseconds of one call on the GPU; each call receives different ids."""
     times: list[float] = []
     for ids in torch.randint(rows, (_REPETITIONS + 1, count), device="cuda"):
         start, stop = (torch.Event("cuda", enable_timing=True) for _ in range(2))
@@ -223,7 +223,7 @@ def measure_link() -> tuple[float, float]:
 
 
 def _measure_planning(costs: Tensor) -> None:
-    """What comes before the movement, at two batch sizes: a fixed part and a part for each id."""
+    """Measures planning at two batch sizes: a fixed time in us and a time per id in ns."""
     few, many = 8192, 1 << 20
     table = torch.zeros(many * 8, 1, dtype=torch.uint8, device="cuda")
 
@@ -255,6 +255,6 @@ def _measure_moves(costs: Tensor, kind: int) -> None:
             for order, path in enumerate(("distinct", "ordered")):
                 with forced_path(path):
                     us = _microseconds(work, table.shape[0], _BATCH)
-                # What comes before takes at most half of it, however badly that was measured.
+                # An error in the measured planning time may subtract at most half of the time.
                 moving_us = max(us - before_us[order], us / 2)
                 row_ns[kind, direction, order, length] = moving_us * 1e3 / _BATCH

@@ -1,6 +1,6 @@
-"""Which path an op takes, why, and how fast it should be; and what steers the choice.
+"""Explains which path an op takes, why, and how fast that path should be; sets the costs.
 
-The library chooses (csrc/move/cost_model.h) by the times that calibration.py measures.
+The C++ library makes the choice (csrc/move/cost_model.h) from the times in calibration.py.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ _REACHES = ("managed memory", "mapped memory", "memory of the GPU", "pageable me
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an op would do with these arguments; prints as a few lines."""
+    """The path, reason and predicted speed of an op call; prints as a few lines."""
 
     op: str
     path: str
     """direct, distinct, ordered, one sweep, consecutive, staged, torch or cpu."""
     why: str
     predicted_us: float | None = None
-    """Of the movement and what precedes it, for distinct ids; None where it is not predicted."""
+    """Time to plan and copy, for unique ids; None without a prediction."""
     predicted_gbps: float | None = None
-    """Of the whole op, counting each row once."""
+    """Speed of the whole op; counts each row once."""
     measured_gbps: float | None = None
-    """Of the movement alone, as calibrated here."""
+    """Speed of the copy without planning, as calibrated on this machine."""
     link_gbps: float | None = None
-    """Of the link in this direction, by the copy engine."""
+    """Speed of the copy engine over the link in this direction."""
     share_of_link: float | None = None
     calibrated: bool = False
-    """False: the figures are those of an H200; `speedtorch.calibrate()` has not run here."""
+    """False: the times are an H200's, because `speedtorch.calibrate()` has not run here."""
     alternatives_us: dict[str, float] = field(default_factory=dict)
-    """Of every path that is possible."""
+    """Time of each possible path."""
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.path} ({_MEANINGS[self.path]})", f"  why: {self.why}"]
@@ -71,16 +71,16 @@ class Explanation:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Tells which path an op would take, why, and how fast that should be; runs nothing.
+    """Returns which path an op would take, why, and how fast it should be, without running the op.
 
     Args:
         op: "pinned_gather", "pinned_scatter", "pinned_copy" or "optimizer_state_swap".
-        *args: what the op would be called with.
-        **kwargs: its keywords.
+        *args: The positional arguments of the op.
+        **kwargs: The keyword arguments of the op.
 
     Raises:
-        ValueError: no such op.
-        TypeError: arguments that the op does not take.
+        ValueError: `op` is not one of these ops.
+        TypeError: The arguments do not match the op's signature.
 
     Example:
         >>> import torch
@@ -153,7 +153,7 @@ def _explain_swap(
 def _explain_whole(
     op: str, fields: list[Tensor], rows: int, in_place: str, pageable: str
 ) -> Explanation:
-    """Ops that have one path to memory that the GPU reaches, and another to what it does not."""
+    """Explains an op with one path for memory that a GPU can access and one for pageable memory."""
     reach = max(int(_ops.explain_move(each, rows, 0, False)[-1]) for each in fields)
     where = f"{rows:,} rows of {_REACHES[reach]}"
     if reach == 3:
@@ -172,16 +172,16 @@ _calibrated = False
 
 
 def use_costs(costs: Tensor | list[float], *, calibrated: bool) -> None:
-    """Lets the library go by these costs, in the order of `Costs` in csrc/move/cost_model.cpp."""
+    """Sets the library's costs, in the order of `Costs` in csrc/move/cost_model.cpp."""
     global _calibrated
-    # Whatever device is the default: this runs when torch first turns to it.
+    # On the CPU despite any default device, because this runs when torch first uses that device.
     _ops.set_costs(torch.as_tensor(costs, dtype=torch.float64, device="cpu"))
     _calibrated = calibrated
 
 
 @contextmanager
 def forced_path(path: str) -> Iterator[None]:
-    """Makes gathers and scatters take one path, or raise ValueError: for tests and measurements."""
+    """Forces gathers and scatters to take one path or raise ValueError; for tests and timings."""
     if path not in PATHS[:3]:
         raise ValueError(f"forced_path: path={path!r}; choose direct, distinct or ordered")
     _ops.force_path(PATHS.index(path))
@@ -192,10 +192,10 @@ def forced_path(path: str) -> Iterator[None]:
 
 
 def get_num_sms() -> int:
-    """How many multiprocessors a kernel over the link may fill at most.
+    """The maximum number of multiprocessors (SMs) that a kernel over the link may fill.
 
-    Without set_num_sms() 16 over PCIe 5 x16 and slower links. Over a faster link, once `calibrate`
-    has measured it, as many times more. A launch never fills more than its GPU has.
+    Without set_num_sms() the maximum is 16 for PCIe 5 x16 and slower links. For a faster link that
+    `calibrate` has measured, the maximum grows in proportion. A launch never exceeds its GPU's SMs.
 
     Example:
         >>> get_num_sms()
@@ -207,13 +207,13 @@ def get_num_sms() -> int:
 def set_num_sms(count: int | None) -> None:
     """Limits the multiprocessors that a kernel over the link may fill, for all GPUs and threads.
 
-    Fewer leave more of the GPU to other work. Results do not change. Where that saturates the link
-    a kernel takes fewer: over PCIe 5 x16 batches of rows of 512 bytes and more take 3 at most where
-    the GPU has bulk copies (Hopper, data-centre Blackwell), swaps 8; over a faster link, once
-    `calibrate` has measured it, as many times more.
+    A lower limit leaves more of the GPU to other work. Results do not change. A kernel fills fewer
+    SMs if those saturate the link. Over PCIe 5 x16, batches of rows of 512 bytes and more fill at
+    most 3 on a GPU with bulk copies (Hopper, data-centre Blackwell), and swaps at most 8. For a
+    faster link that `calibrate` has measured, these numbers grow in proportion.
 
     Args:
-        count: at least 1; None: as many as the link takes, which is the default.
+        count: At least 1. None, the default, fills as many SMs as the link can use.
 
     Raises:
         ValueError: `count` is less than 1, or more than any GPU has.

@@ -1,13 +1,13 @@
-"""Host memory for tables: exact size, filled in parallel, pinned in place.
+"""Host memory for tables: exact sizes, zeroed in parallel, pinned in place.
 
 Three kinds, each an ordinary CPU tensor:
 
-- *managed* (CUDA's, which prefers the CPU): a GPU maps it in large pages, so that kernels read and
-  write it at the link's speed in any order. It must not be touched in a forked child.
-- *registered* (this process's, pinned): works wherever a GPU is, and is safe to fork. It is
-  pinned in pieces of at most 256 GiB. CUDA refuses a copy of torch's (`copy_`, `to`) across the
-  seam of two pieces; `speedtorch.pinned_copy` and the other ops may cross it.
-- *plain*: not pinned; what a machine without a GPU uses.
+- *managed* (CUDA managed memory that prefers the CPU): a GPU maps it in large pages. Kernels
+  read and write it at the link's speed in any order. A forked child must not touch it.
+- *registered* (memory of this process, pinned): works with any GPU and is safe to fork. At most
+  256 GiB are pinned per registration. CUDA rejects torch's own copies (`copy_`, `to`) across the
+  boundary of two registrations; `speedtorch.pinned_copy` and the other ops may cross it.
+- *plain*: not pinned; the kind for a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ __all__ = [
 ]
 
 HostMemoryKind: TypeAlias = Literal["auto", "plain", "registered", "managed"]
-"""What `empty` makes."""
+"""The kinds of memory that `empty` can allocate."""
 
-# As the library numbers them (MemoryKind in csrc/memory/host_memory.h).
+# In the order of MemoryKind in csrc/memory/host_memory.h.
 KIND_NAMES = ("plain", "registered", "managed", "pinned", "cuda")
 HOST_KINDS: tuple[HostMemoryKind, ...] = get_args(HostMemoryKind)
 
-# By id() of the tensor object, as tensors do not compare as keys must: what undoes the pinning when
-# the object dies, and the library's number of it.
+# The finalizer that unpins a dead tensor object's memory, and the library's number of the
+# registration. Keyed by id(), because tensors do not compare as keys must.
 _pinned: dict[int, tuple[weakref.finalize[[int], Tensor], int]] = {}
 
 
 def is_checked() -> bool:
-    """Whether memory is asked for before it is taken (SPEEDTORCH_MEMORY_CHECK=0: no)."""
+    """Whether to check available memory before an allocation (SPEEDTORCH_MEMORY_CHECK=0: no)."""
     return os.environ.get("SPEEDTORCH_MEMORY_CHECK", "1") != "0"
 
 
 def default_kind() -> str:
-    """What "auto" stands for: the fastest kind that this machine has."""
+    """The kind that "auto" selects: the fastest kind that this machine supports."""
     if _ops.managed_supported():
         return "managed"
     return "registered" if _ops.built_with_cuda() and torch.cuda.is_available() else "plain"
@@ -73,22 +73,24 @@ def empty(
     dtype: torch.dtype = torch.float32,
     memory: HostMemoryKind = "auto",
 ) -> Tensor:
-    """A tensor of zeros in host memory, exactly as many bytes as it needs.
+    """Allocates a zeroed tensor in host memory, without rounding its size up.
+
+    Memory other than plain is near the current GPU, if that NUMA node has free bytes. The memory is
+    freed after the tensor dies and the GPU work that used it is complete.
 
     Args:
-        size: number of elements, or shape.
-        dtype: any torch dtype of whole bytes.
-        memory: "managed", "registered", "plain", or "auto": managed where every GPU can reach it,
-            registered where there is a GPU at all, plain otherwise. All but plain memory lies near
-            the current GPU, as far as there is room. It goes once the tensor dies and the GPU work
-            that used it is done. Managed memory is mapped on the current GPU now, and on another
-            one when an op first uses it there. Torch's own copies between a GPU and registered
-            memory must not cross a multiple of 256 GiB from its beginning: use `pinned_copy`.
+        size: Number of elements, or shape.
+        dtype: Any torch dtype of whole bytes.
+        memory: "managed", "registered", "plain" or "auto". "auto" is managed if every GPU can reach
+            managed memory, else registered if there is a GPU, else plain. Managed memory is mapped
+            on the current GPU at once, and on another GPU when an op first uses it there. Torch's
+            own copies between a GPU and registered memory must not cross a multiple of 256 GiB from
+            its beginning: use `pinned_copy`.
 
     Raises:
-        MemoryError: the machine has too little (SPEEDTORCH_MEMORY_CHECK=0 tries all the same).
-        RuntimeError: the kind of memory cannot be had here.
-        TypeError: `size` is not made of integers, or `dtype` is no dtype.
+        MemoryError: The machine has too little memory (SPEEDTORCH_MEMORY_CHECK=0 tries anyway).
+        RuntimeError: This machine does not support the kind of memory.
+        TypeError: `size` is not made of integers, or `dtype` is not a dtype.
         ValueError: `memory`, `size` or `dtype` is not one of those above.
 
     Example:
@@ -132,21 +134,21 @@ def _check_dense(op: str, tensor: object) -> None:
 
 
 def pin_memory_(tensor: Tensor) -> Tensor:
-    """Pins a CPU tensor's memory where it is, so that the GPU reaches it; returns that tensor.
+    """Pins a CPU tensor's memory in place, so that a GPU can access it, and returns the tensor.
 
-    It stays pinned until `unpin_memory_` or until this tensor object dies; views of it are pinned
-    with it. Read-only mappings of files are pinned read-only, and ops refuse to write to them. Do
-    not resize it meanwhile: memory that its storage gets then is not pinned.
+    The memory remains pinned until `unpin_memory_` or until this tensor object dies. Views share
+    the pinned memory. Read-only mappings of files are pinned read-only, and ops raise before a
+    write to them. Do not resize a pinned tensor, because new memory of its storage is not pinned.
 
     Args:
-        tensor: any CPU tensor with elements.
+        tensor: Any CPU tensor with elements.
 
     Raises:
-        TypeError: it is no tensor.
-        ValueError: the tensor is not on the CPU or not dense, or (part of) its memory is pinned
-            already.
-        RuntimeError: CUDA refused, or pins memory where kernels do not find it (WSL2); the message
-            says why and what to do.
+        TypeError: `tensor` is not a tensor.
+        ValueError: The tensor is not on the CPU or not dense, or (part of) its memory is already
+            pinned.
+        RuntimeError: CUDA failed, or pins memory where kernels cannot access it (WSL2). The message
+            states the reason and a remedy.
 
     Example:
         >>> rows = torch.zeros(1000, 4)
@@ -159,16 +161,16 @@ def pin_memory_(tensor: Tensor) -> Tensor:
         raise ValueError(f"pin_memory_: the tensor must be on the CPU, it is on {tensor.device}")
     if id(tensor) in _pinned:
         raise ValueError("pin_memory_: the tensor is pinned already; unpin_memory_ it first")
-    # An alias, which the library keeps: the memory goes after it is unpinned.
+    # The library keeps this alias, so that the memory is freed only after it is unpinned.
     pin = _ops.host_register(tensor.detach())
     finalizer = weakref.finalize(tensor, _tensor_died, id(tensor))
-    finalizer.atexit = False  # no CUDA call while the interpreter ends
+    finalizer.atexit = False  # no CUDA call while the interpreter exits
     _pinned[id(tensor)] = finalizer, pin
     return tensor
 
 
 def pin_if_possible(tensor: Tensor) -> str:
-    """Pins a tensor's memory as pin_memory_ does, if there is a GPU; why CUDA refused, or ""."""
+    """Pins a tensor with `pin_memory_` if there is a GPU; returns the error text, or ""."""
     if default_kind() == "plain" or not tensor.numel():
         return ""
     try:
@@ -179,14 +181,14 @@ def pin_if_possible(tensor: Tensor) -> str:
 
 
 def pinned_tensors() -> list[Tensor]:
-    """The tensors that pin_memory_ has pinned."""
+    """The live tensors that `pin_memory_` has pinned."""
     return [found[0] for pin, _ in [*_pinned.values()] if (found := pin.peek()) is not None]
 
 
 def keep_pinned(view: Tensor, pinned: Tensor) -> Tensor:
-    """Keeps a pinned tensor object while a view of another dtype, or a view of that, is there.
+    """Keeps a pinned tensor object alive as long as a view of another dtype, or a view of that.
 
-    A view of one dtype keeps its tensor by itself.
+    A view of the same dtype keeps its tensor alive by itself.
     """
     root = base_of(view)
     root = view if root is None else root
@@ -196,14 +198,14 @@ def keep_pinned(view: Tensor, pinned: Tensor) -> Tensor:
 
 
 def unpin_memory_(tensor: Tensor) -> Tensor:
-    """Undoes `pin_memory_`, after the GPU work that uses the memory is done; returns the tensor.
+    """Unpins a tensor after the GPU work that uses its memory is complete; returns the tensor.
 
     Args:
-        tensor: the tensor object that was pinned.
+        tensor: The tensor object that was pinned.
 
     Raises:
-        ValueError: the tensor was not pinned with `pin_memory_`.
-        RuntimeError: a captured CUDA graph may still use it; see `release`.
+        ValueError: The tensor was not pinned with `pin_memory_`.
+        RuntimeError: A captured CUDA graph may still use the memory; see `release`.
 
     Example:
         See `pin_memory_`.
@@ -218,7 +220,7 @@ def unpin_memory_(tensor: Tensor) -> Tensor:
 
 
 def memory_kind(tensor: Tensor) -> str:
-    """Where a tensor's memory is: "managed", "registered", "pinned" (by others), "plain" or "cuda".
+    """Returns a tensor's kind: "managed", "registered", "pinned" (by others), "plain" or "cuda".
 
     Example:
         >>> memory_kind(torch.zeros(3))
@@ -229,9 +231,9 @@ def memory_kind(tensor: Tensor) -> str:
 
 
 def memory_stats() -> dict[str, int]:
-    """Bytes that this process holds through speedtorch, by kind.
+    """Bytes of host memory that this process has allocated or pinned with speedtorch, by kind.
 
-    Memory of dead tensors that a captured CUDA graph may still use is "captured".
+    "captured" counts memory of dead tensors that a captured CUDA graph may still use.
 
     Example:
         >>> sorted(memory_stats())
@@ -241,22 +243,22 @@ def memory_stats() -> dict[str, int]:
 
 
 def registration_seams(tensor: Tensor) -> list[int]:
-    """Bytes from a tensor's first one, ascending, at which another registration with CUDA begins.
+    """Ascending byte offsets in a tensor at which another CUDA registration begins.
 
-    One copy of CUDA's must not cross them. Only registered memory above 256 GiB has any.
+    One CUDA copy must not cross these offsets. Only registered memory above 256 GiB has any.
     """
     return list(_ops.registration_seams(tensor))
 
 
 def available_bytes() -> int:
-    """Bytes of host memory that can be had: the least of MemAvailable and the cgroup's room."""
+    """Bytes of available host memory: the minimum of MemAvailable and the cgroup's free bytes."""
     return int(_ops.available_bytes())
 
 
 def release(tensor: Tensor | None = None) -> None:
-    """Says that no captured CUDA graph will use this tensor again: its memory goes with it.
+    """Declares that no captured CUDA graph uses `tensor` again: its memory is freed with it.
 
-    With None the memory of all freed tensors is released now ("captured" in memory_stats).
+    With None, the memory of all dead tensors ("captured" in memory_stats) is released at once.
     """
     if tensor is None:
         _ops.let_orphans_go()
@@ -265,5 +267,5 @@ def release(tensor: Tensor | None = None) -> None:
 
 
 def check_owner(tensor: Tensor) -> None:
-    """RuntimeError for managed memory in a forked child, where touching it would kill that."""
+    """Raises RuntimeError for managed memory in a forked child, which would crash on access."""
     _ops.check_owner(tensor)

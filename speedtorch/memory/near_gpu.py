@@ -1,9 +1,9 @@
-"""Host memory near a GPU: on the NUMA node whose processors touch it first.
+"""Host memory near a GPU: on the NUMA node of the processors that first touch its pages.
 
-Linux takes a page from the node of the processor that touches it, and so does the CUDA driver for
-managed memory that prefers no node (uvm_cpu_chunk_alloc in NVIDIA's open-gpu-kernel-modules: "by
-the process policy"). A node that is full leaves the rest to others; a policy that the user has set,
-as numactl does, stands.
+Linux allocates a page on the node of the processor that touches it first. The CUDA driver does the
+same for managed memory without a preferred node (uvm_cpu_chunk_alloc in NVIDIA's
+open-gpu-kernel-modules: "by the process policy"). If that node is full, other nodes provide the
+remaining pages. A policy that the user has set, such as with numactl, has precedence.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["near_gpu"]
 
 @contextmanager
 def near_gpu() -> Iterator[None]:
-    """This thread, and those that it starts, run on processors near the current GPU meanwhile.
+    """Runs this thread, and threads that it starts inside, on processors near the current GPU.
 
-    Nothing changes where one node has all processors, where none of those that the thread may use
-    is near, or where the system does not say which are. Warns if the system refuses.
+    Nothing changes if one node has all processors, if no processor that the thread may use is near,
+    or if the system does not report which are near. Warns if the system refuses the change.
     """
     near = before = os.sched_getaffinity(0)
     if len(listed("devices/system/node/has_cpu")) > 1 and torch.cuda.is_available():

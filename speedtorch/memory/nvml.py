@@ -1,7 +1,7 @@
-"""What NVIDIA's driver tells without CUDA: its version, and the free memory of GPUs.
+"""Queries NVIDIA's driver without CUDA: the driver's version, and the free memory of GPUs.
 
-CUDA would need a context for the latter, of some hundred MiB on each GPU. The names and the record
-are those of NVIDIA's nvml.h; a driver brings the library along.
+CUDA would create a context of some hundred MiB on each GPU to report free memory. The names and the
+struct are from NVIDIA's nvml.h. The driver installs the library.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["Driver", "ask_driver"]
 
 
 class Driver(NamedTuple):
-    """The driver; None is what it does not tell, or that there is none."""
+    """The driver's versions and free memory; None for a value that is unavailable."""
 
-    version: str | None = None  # as in "580.65.06"
-    cuda: str | None = None  # the newest CUDA that it runs, as in "13.0"
-    free_bytes: Sequence[int | None] = ()  # of each GPU's memory
+    version: str | None = None  # such as "580.65.06"
+    cuda: str | None = None  # the newest CUDA version that the driver runs, such as "13.0"
+    free_bytes: Sequence[int | None] = ()  # per GPU
 
 
 class _Memory(Structure):
@@ -26,13 +26,13 @@ class _Memory(Structure):
 
 
 def ask_driver(uuids: Sequence[str]) -> Driver:
-    """What the driver tells of itself, and of the GPUs of these UUIDs (torch's, bare); no error."""
+    """Queries the driver and the GPUs with these UUIDs (torch's, without prefix); never raises."""
     untold = Driver(free_bytes=[None] * len(uuids))
     try:
         nvml = CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() != 0:
             return untold
-    except (OSError, AttributeError):  # none, or one from before these calls
+    except (OSError, AttributeError):  # no driver, or one older than these calls
         return untold
     try:
         text, number = create_string_buffer(80), c_int()
@@ -50,7 +50,7 @@ def ask_driver(uuids: Sequence[str]) -> Driver:
 
 def _free_bytes(nvml: CDLL, uuid: str) -> int | None:
     handle, memory = c_void_p(), _Memory()
-    for kind in ("GPU", "MIG"):  # a part of a GPU has a UUID of its own
+    for kind in ("GPU", "MIG"):  # a MIG partition has its own UUID
         name = f"{kind}-{uuid}".encode()
         if (
             nvml.nvmlDeviceGetHandleByUUID(name, byref(handle)) == 0

@@ -1,4 +1,4 @@
-"""Where the bytes of a table live: host memory of a kind, a GPU, files, memory of processes."""
+"""Where a table's bytes are stored: a kind of host memory, a GPU, files or shared memory."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _Device = str | int | torch.device | None
 _Path = str | os.PathLike[str] | None
 
 MemoryKind: TypeAlias = Literal[host_memory.HostMemoryKind, "cuda", "file", "shared", "mapped"]
-"""Where a table lies; see HostTable and, for "mapped", HostTable.open."""
+"""Where a table is stored; see HostTable and, for "mapped", HostTable.open."""
 
 _KINDS = get_args(MemoryKind)
 
-# What systems say of files that they cannot map, as some FUSE file systems.
+# The errors of systems that cannot map a file, such as some FUSE file systems.
 _NOT_SUPPORTED = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def check_kind(kind: MemoryKind, device: _Device = None, path: _Path = None) -> None:
-    """Raises ValueError unless tables of this kind of memory can be made, with such arguments."""
+    """Raises ValueError unless a table can be created with these arguments."""
     if kind not in _KINDS:
         raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
     if kind == "mapped":
@@ -64,44 +64,44 @@ def check_kind(kind: MemoryKind, device: _Device = None, path: _Path = None) -> 
 
 
 def takes_host_memory(kind: MemoryKind) -> bool:
-    """Whether a table of this kind takes host memory when it is made."""
+    """Whether a table of this kind allocates host memory at its creation."""
     return kind == "shared" or kind in host_memory.HOST_KINDS
 
 
 class Placement:
-    """Bytes of a table, in one kind of memory; each kind is a subclass."""
+    """The bytes of a table; one subclass per kind of memory."""
 
-    data: Tensor  # the bytes, uint8 `[count]`; "mapped" fields have none in common
+    data: Tensor  # the bytes, uint8 `[count]`; "mapped" fields have no common tensor
     memory: MemoryKind  # never "auto"
     path: str | None = None  # the file of the bytes, if there is one
-    reason: str = ""  # why the memory is not what was asked for, or reached more slowly
+    reason: str = ""  # why the memory differs from the requested kind, or is slower to access
     writable: bool = True  # whether rows may be written
-    is_in_place: bool = False  # whether kernels of a GPU read the rows where they are
-    memory_beside: MemoryKind = "auto"  # what tables take that are made beside this one
+    is_in_place: bool = False  # whether a GPU's kernels access the rows without a copy
+    memory_beside: MemoryKind = "auto"  # the kind for tables that are created beside this one
     _shared: SharedMemory | None = None
 
     def check(self) -> None:
-        """Raises what makes the bytes unusable by now."""
+        """Raises an error if the bytes have become unusable."""
 
     def settle(self) -> None:
-        """Waits until the GPU has done its work on the bytes; raises what it found wrong."""
+        """Waits for the GPU's work on the bytes and raises the errors that the GPU found."""
         self.check()
         wait_for_rows(None)
 
     def flush(self) -> None:
-        """Settles, and brings a file's bytes to the disk."""
+        """Settles, and writes a file's bytes to the disk."""
         self.settle()
 
     def release(self) -> None:
-        """Lets the memory go once no tensor uses it, also if a captured CUDA graph still does."""
+        """Frees the memory once no tensor uses it, even if a captured CUDA graph still does."""
 
     def remove_file(self) -> None:
-        """Deletes the file that was made for the bytes, if one was."""
+        """Deletes the file that was created for the bytes, if any."""
 
     def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
-        """Fills a field of this number with a first value, in shared memory once for all processes.
+        """Calls `fill` to initialise a field with `value`; in shared memory in one process only.
 
-        Returns False if another process has filled it with another value.
+        Returns False if another process has initialised the field with another value.
         """
         if self._shared is not None:
             return self._shared.begin(field, value, fill)
@@ -109,13 +109,13 @@ class Placement:
         return True
 
     def note_given(self, field: int) -> None:
-        """Says that a field has values which begin() of another process is not to replace."""
+        """Marks a field as loaded, so that begin() of another process does not overwrite it."""
         if self._shared is not None:
             self._shared.note_given(field)
 
     @property
     def shared(self) -> SharedMemory:
-        """The memory that processes share; ValueError if this process alone has it."""
+        """The memory that processes share. Raises ValueError for memory of one process."""
         if self._shared is None:
             raise ValueError(
                 f"this table's memory is {self.memory!r}, which one process alone can use: make the"
@@ -125,7 +125,7 @@ class Placement:
 
 
 class HostPlacement(Placement):
-    """Zeros in host memory of one of host_memory's kinds."""
+    """Zeroed host memory of one of the kinds in host_memory.py."""
 
     def __init__(self, count: int, kind: host_memory.HostMemoryKind) -> None:
         if kind != "plain":
@@ -136,7 +136,7 @@ class HostPlacement(Placement):
         self.is_in_place = self.memory in ("managed", "registered")
 
     def check(self) -> None:
-        """Raises RuntimeError in a fork that cannot touch the memory."""
+        """Raises RuntimeError in a forked child that cannot access the memory."""
         host_memory.check_owner(self.data)
 
     def release(self) -> None:
@@ -145,7 +145,7 @@ class HostPlacement(Placement):
 
 
 class GpuPlacement(Placement):
-    """Zeros on a GPU."""
+    """Zeroed memory on a GPU."""
 
     memory = memory_beside = "cuda"
 
@@ -163,7 +163,7 @@ class GpuPlacement(Placement):
 
 
 class FilePlacement(Placement):
-    """Zeros in a new file, mapped to be written."""
+    """A new file of zeros in a writable mapping."""
 
     memory = "file"
 
@@ -173,7 +173,7 @@ class FilePlacement(Placement):
         self._closer = weakref.finalize(self, system_calls.calls.close, self._descriptor)
 
     def check(self) -> None:
-        """Raises ValueError if the file was cut: reading the bytes would end the process."""
+        """Raises ValueError if the file was truncated, because a read would end the process."""
         check_size(str(self.path), os.fstat(self._descriptor).st_size, self.data.numel())
 
     def flush(self) -> None:
@@ -191,7 +191,7 @@ class FilePlacement(Placement):
 
 
 class SharedPlacement(Placement):
-    """Memory that several processes have; each registers it for its own GPU."""
+    """Memory that several processes share; each process registers it for its own GPU."""
 
     memory = "shared"
 
@@ -203,7 +203,7 @@ class SharedPlacement(Placement):
 
     @classmethod
     def opened(cls, handle: SharedMemoryHandle) -> SharedPlacement:
-        """The memory of a handle."""
+        """Opens the memory of a handle."""
         return cls(SharedMemory(handle.open(), handle.count))
 
     def release(self) -> None:
@@ -213,17 +213,16 @@ class SharedPlacement(Placement):
 
 
 class NotMapped(Exception):
-    """Why the fields of a file cannot be used where they are; its text says it."""
+    """A file cannot be mapped; the text states the reason."""
 
 
 class MappedPlacement(Placement):
-    """Files of a saved table, mapped read-only: one page cache serves all processes.
+    """Files of a saved table in a read-only mapping; all processes share one page cache.
 
-    Where there is a GPU the files are registered for it, read-only and in place, which reads them
-    whole. What does not work there is the `reason`.
-    `fields` are in the files' memory: writing to them ends the process. With `field` there is only
-    this one, as "weight". NotMapped if the file system cannot map the files, or a field is not
-    aligned; ValueError as of open_fields.
+    If there is a GPU, the files are registered for it in place, read-only, which reads them whole.
+    A failure of the registration is the `reason`. `fields` are views of the mapping, and a write to
+    them ends the process. With `field` there is only this field, named "weight". Raises NotMapped
+    if the file system cannot map the files or a field is not aligned; ValueError as open_fields.
     """
 
     memory = "mapped"
@@ -249,7 +248,7 @@ class MappedPlacement(Placement):
                 raise
             raise NotMapped(f"the file system does not map it: {error.strerror}") from error
         with warnings.catch_warnings():
-            # Tables give such tensors out as ReadOnlyRows alone.
+            # Tables expose such tensors only as ReadOnlyRows.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             whole = {
                 path: torch.frombuffer(file, dtype=torch.uint8)
@@ -266,19 +265,19 @@ class MappedPlacement(Placement):
             self.fields[name] = host_memory.keep_pinned(rows, whole[each.file.path])
 
     def check(self) -> None:
-        """Raises ValueError if a file was cut: reading its bytes would end the process."""
+        """Raises ValueError if a file was truncated, because a read would end the process."""
         for path, file in self._files.items():
             check_size(path, file.size(), len(file))
 
     def flush(self) -> None:
-        """Waits for the GPU alone: there is nothing to lose, and a file that was cut is closed."""
+        """Waits only for the GPU: nothing is unwritten, and a truncated file is closed, too."""
         wait_for_rows(None)
 
 
 def check_size(path: str, size: int, needed: int) -> None:
     """Raises ValueError if a mapped file has become shorter than the table in it.
 
-    The system ends a process that touches memory behind the end of a mapped file (SIGBUS).
+    The system ends a process (SIGBUS) that accesses memory behind the end of a mapped file.
     """
     if size < needed:
         raise ValueError(
@@ -291,9 +290,9 @@ def check_size(path: str, size: int, needed: int) -> None:
 def made_placement(
     count: int, fields: int, kind: MemoryKind, device: _Device, path: _Path
 ) -> Placement:
-    """Zeroed bytes of one kind of memory for so many fields, exactly as many as asked for.
+    """Allocates exactly `count` zeroed bytes of one kind of memory for `fields` fields.
 
-    Kind, device and path are those of HostTable.
+    `kind`, `device` and `path` are those of HostTable.
     """
     check_kind(kind, device, path)
     if count >= 2**63:

@@ -1,9 +1,9 @@
-"""SharedMemory: host memory that several processes map, and the handle by which they open it.
+"""SharedMemory: host memory that several processes map, and the handle with which they open it.
 
-It is an anonymous file in memory (memfd_create), mapped shared. The kernel frees it once no process
-has it, however those end: there is no name to sweep. Its size is sealed, so that no process can cut
-it under another. Words behind the data hold the version, a sequence lock of one writer and any
-number of readers, and for each field of the table how it began.
+The memory is an anonymous file (memfd_create) in a shared mapping. The kernel frees the memory once
+no process uses it, however those processes end. The size is sealed, so that no process can truncate
+the file under another. Words behind the data store the version and the origin of each field's first
+values. The version is a sequence lock for one writer and any number of readers.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ __all__ = ["SharedMemory", "SharedMemoryHandle"]
 
 _Result = TypeVar("_Result")
 
-_NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL of Linux 6.3, which some systems demand
-_RESERVED_AT_ONCE = 1 << 30  # Python answers signals in between
+_NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL of Linux 6.3, which some systems require
+_RESERVED_AT_ONCE = 1 << 30  # Python handles signals between two calls
 _WORD_BYTES = 8
-_GIVEN = 1  # the word of a field that was loaded
+_GIVEN = 1  # the word of a field whose values were loaded
 
 _FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-5, 1e-3
 
 
 class _Descriptor(io.FileIO):
-    """A descriptor of the memory, `_Descriptor(path or number, "r+")`, that closes with the object.
+    """A file descriptor, `_Descriptor(path or number, "r+")`, that is closed with the object.
 
-    There is no line at which it is open and an error would leave it so.
+    The object owns the descriptor from the start, so that no exception can leave it open.
     """
 
-    __del__ = io.FileIO.close  # without the warning that FileIO gives
+    __del__ = io.FileIO.close  # without FileIO's ResourceWarning
 
     def opened_again(self) -> _Descriptor:
-        """Another open file of the same memory, with locks of its own."""
+        """Opens the same memory again; the new open file has its own locks."""
         return _Descriptor(f"/proc/self/fd/{self.fileno()}", "r+")
 
     @property
     def file(self) -> tuple[int, int]:
-        """Device and inode of the memory."""
+        """The device and inode numbers of the memory."""
         return _identity(self.fileno())
 
 
 _writers: WeakValueDictionary[tuple[int, int, tuple[int, int]], _Descriptor] = WeakValueDictionary()
-"""Threads within writing(), and their locks."""
+"""The locks of the threads that are inside `writing()`."""
 
 
 @dataclass(eq=False, repr=False)
 class SharedMemoryHandle:
-    """What opens the memory in another process, once pickled there.
+    """Opens the memory in another process after it was pickled there.
 
-    A process that multiprocessing starts gets a descriptor with it. Others open the descriptor of
-    the process that made the handle, which has to live until then, by its number in /proc.
+    A process that multiprocessing starts receives a descriptor with the handle. Other processes
+    open the descriptor in /proc of the process that made the handle, which must live until then.
     """
 
-    boot: str  # the machine, and its last start
-    namespace: str  # in which process numbers are counted
+    boot: str  # identifies the machine and its last boot
+    namespace: str  # the namespace of the process number
     process: int
-    started: int  # when the process started, in clock ticks since the boot
-    number: int  # of a descriptor of the process
-    file: tuple[int, int]  # device and inode of the memory
+    started: int  # the start time of the process, in clock ticks since the boot
+    number: int  # a descriptor of the process
+    file: tuple[int, int]  # device and inode numbers of the memory
     count: int  # bytes of data
-    own: _Descriptor | None  # of the handle, as long as this process does not need the others
+    own: _Descriptor | None  # the handle's own descriptor, if it needs none of another process
 
     def __getstate__(self) -> dict[str, Any]:
         own = None if get_spawning_popen() is None else self.own
@@ -91,12 +91,12 @@ class SharedMemoryHandle:
         vars(self).update(state, own=sent and _Descriptor(sent.detach(), "r+"))
 
     def open(self) -> _Descriptor:
-        """A new descriptor of the memory.
+        """Returns a new descriptor of the memory.
 
         Raises:
-            ValueError: It is memory of another machine or container, or from before a restart.
-            ProcessLookupError: The process that made the handle, or its table, is gone.
-            PermissionError: It belongs to another user.
+            ValueError: The memory is of another machine or container, or from before a restart.
+            ProcessLookupError: The process that made the handle has ended or closed its table.
+            PermissionError: The memory belongs to another user.
         """
         if self.own is not None:
             return self.own.opened_again()
@@ -118,7 +118,7 @@ class SharedMemoryHandle:
         path = f"/proc/{self.process}/fd/{self.number}"
         is_there = _start_of(self.process) == self.started
         try:
-            # Asked first: by now the number may be that of a socket, or of another's file.
+            # Checked before the open: the number may now name a socket or another file.
             if is_there and _identity(path) == self.file:
                 descriptor = _Descriptor(path, "r+")
                 if descriptor.file == self.file:
@@ -132,11 +132,11 @@ class SharedMemoryHandle:
 
 
 class SharedMemory:
-    """Zeros that several processes read and write at the same place.
+    """Zero-initialised memory that several processes map and can read and write.
 
-    The memory goes with the last process, tensor and handle that has it. `data` is uint8 `[count]`.
-    The descriptor is closed with this, also where this raises. `new_bytes` are all bytes of memory
-    that is new, which is taken and sealed now.
+    `data` is uint8 `[count]`. The memory is freed with the last process, tensor and handle that
+    uses it. This object owns the descriptor and closes it, even if the constructor raises. If
+    `new_bytes` is not 0, the memory is new: that many bytes are reserved and sealed at once.
     """
 
     def __init__(self, descriptor: _Descriptor, count: int, new_bytes: int = 0) -> None:
@@ -162,9 +162,9 @@ class SharedMemory:
 
     @classmethod
     def made(cls, count: int, fields: int) -> SharedMemory:
-        """New memory of a table with so many fields, all of it taken now.
+        """Reserves new memory for a table with `fields` fields.
 
-        Raises MemoryError if the machine has too little, RuntimeError if it has no such memory.
+        Raises MemoryError if there is too little memory, RuntimeError without memfd_create.
         """
         size = _in_pages(_in_pages(count) + _WORD_BYTES * (1 + fields))
         if host_memory.is_checked() and size > (available := host_memory.available_bytes()):
@@ -183,7 +183,7 @@ class SharedMemory:
             ) from error
 
     def handle(self) -> SharedMemoryHandle:
-        """What opens the memory in another process."""
+        """Returns a handle that opens the memory in another process."""
         return SharedMemoryHandle(
             boot=_boot(),
             namespace=_namespace(),
@@ -192,20 +192,20 @@ class SharedMemory:
             number=self._descriptor.fileno(),
             file=self._descriptor.file,
             count=self._count,
-            # Of its own: the process that is started next may get it after the table is closed.
+            # A separate descriptor: a process may start after this table is closed.
             own=self._descriptor.opened_again(),
         )
 
     def close(self) -> None:
-        """Closes the descriptor; the memory goes with the tensors of it."""
+        """Closes the descriptor; the memory remains until its tensors are freed."""
         self._descriptor.close()
 
     # ---- first values
 
     def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
-        """Lets one process fill a field of this number with a value, once; the others wait.
+        """Calls `fill` in one process to fill a field with `value`; the other processes wait.
 
-        Returns whether the field began with this value, or with values that were loaded.
+        Returns whether the field began with this value or with loaded values.
         """
         lock = nullcontext(self._descriptor) if self._is_mine() else self._locked(fcntl.LOCK_EX)
         with lock as descriptor:
@@ -215,17 +215,17 @@ class SharedMemory:
         return mark in (_GIVEN, _mark_of(value))
 
     def note_given(self, field: int) -> None:
-        """Says that a field has values which no process is to fill."""
+        """Marks a field as loaded, so that no process fills it."""
         self._write_word(self._descriptor, 1 + field, _GIVEN)
 
     # ---- the version: a sequence lock
 
     @property
     def version(self) -> int:
-        """Even: what changed is whole. Odd: a writer is at work. Each write adds two.
+        """The version: even if all writes are complete, odd during a write; each write adds 2.
 
-        Calls read and write it, not the mapping: the kernel's locks on the page order it with what
-        is read and written in the mapping before and after.
+        pread and pwrite access the word instead of the mapping. The kernel's locks on the page
+        order these calls with the mapping's reads and writes before and after them.
         """
         return self._read_word(0)
 
@@ -239,41 +239,41 @@ class SharedMemory:
 
     @contextmanager
     def writing(self, settle: Callable[[], object]) -> Iterator[None]:
-        """Within, this thread alone writes for readers that check the version.
+        """Gives this thread exclusive write access for readers that check the version.
 
-        At the end it calls settle(), after which all is written. If that raises the version stays
-        odd, and readers are told that the writer ended.
+        At the end, `settle()` completes all writes. If `settle()` raises, the version remains odd
+        and readers raise the error about a writer that ended.
         """
         if self._is_mine():
             raise RuntimeError("writing: this thread writes already; one block is enough")
         process = os.getpid()
         with self._locked(fcntl.LOCK_EX) as descriptor:
             _writers[self._this_thread()] = descriptor
-            # That of a writer that ended half-way is odd already.
+            # The version is odd already if an earlier writer ended halfway.
             version = self.version | 1
             self._write_word(descriptor, 0, version)
             try:
                 yield
             finally:
-                if os.getpid() == process:  # a child that was forked within ends no block
+                if os.getpid() == process:  # a child that was forked inside ends no block
                     settle()
-                    # Another thread may have closed the other descriptor.
+                    # Another thread may have closed `self._descriptor` by now.
                     self._write_word(descriptor, 0, version + 1)
 
     def _is_mine(self) -> bool:
-        """Whether this thread is within writing(): it has the lock, and would wait for itself."""
+        """Whether this thread is inside `writing()`, where the lock would wait for itself."""
         lock = _writers.get(self._this_thread())
         return lock is not None and not lock.closed
 
     def _this_thread(self) -> tuple[int, int, tuple[int, int]]:
-        """This thread, as what writes to this memory."""
+        """The key of this thread and this memory in `_writers`."""
         return os.getpid(), threading.get_ident(), self._descriptor.file
 
     @contextmanager
     def _locked(self, how: int) -> Iterator[_Descriptor]:
-        """A lock of this thread: another open file has another lock, also in one process.
+        """Locks the memory for this thread and yields the descriptor that has the lock.
 
-        It gives that file.
+        The descriptor is a new open file, because one open file's locks do not exclude each other.
         """
         process = os.getpid()
         with self._descriptor.opened_again() as descriptor:
@@ -282,13 +282,13 @@ class SharedMemory:
                 yield descriptor
             finally:
                 if os.getpid() == process:
-                    # Closing gives no lock back that a forked child has, too.
+                    # Closing the file does not release a lock if a forked child has it open, too.
                     calls.lock(descriptor.fileno(), fcntl.LOCK_UN)
 
     def read_consistently(self, read: Callable[[], _Result], timeout_s: float) -> _Result:
-        """The result of a call of read() while which no writer but this thread was at work.
+        """Returns the result of a `read()` call during which only this thread could write.
 
-        Raises TimeoutError if there was none in time, RuntimeError if a writer ended half-way.
+        Raises TimeoutError if none succeeds in time, and RuntimeError if a writer ended halfway.
         """
         if self._is_mine():
             return read()
@@ -313,7 +313,7 @@ class SharedMemory:
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
 
     def _writer_ended(self, version: int) -> bool:
-        """Whether no process writes though the version says so."""
+        """Whether the version marks a write but no process has the writer's lock."""
         try:
             with self._locked(fcntl.LOCK_SH | fcntl.LOCK_NB):
                 return self.version == version
@@ -322,12 +322,12 @@ class SharedMemory:
 
 
 def _in_pages(count: int) -> int:
-    """The bytes of the pages that so many bytes take."""
+    """`count` bytes, rounded up to whole pages."""
     return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _mark_of(value: bytes) -> int:
-    """A word for a value, which is neither 0 nor _GIVEN."""
+    """A word for a value, different from 0 and _GIVEN."""
     digest = hashlib.blake2b(value, digest_size=_WORD_BYTES).digest()
     return int.from_bytes(digest, "little") | 2
 
@@ -340,13 +340,13 @@ def _new_file() -> _Descriptor:
     try:
         return _Descriptor(os.memfd_create("speedtorch", flags | _NOEXEC_SEAL), "r+")
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which Linux before 6.3 says
+        if error.errno != errno.EINVAL:  # raised by Linux before 6.3
             raise
         return _Descriptor(os.memfd_create("speedtorch", flags), "r+")
 
 
 def _identity(file: str | int) -> tuple[int, int]:
-    """Device and inode of a file, by its path or descriptor."""
+    """The device and inode numbers of a file, given its path or descriptor."""
     status = os.stat(file)
     return status.st_dev, status.st_ino
 
@@ -360,10 +360,10 @@ def _namespace() -> str:
 
 
 def _start_of(process: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if there is none."""
+    """The start time of a process in clock ticks since the boot, or None without such a process."""
     try:
         status = Path(f"/proc/{process}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the program's name in parentheses, which may hold anything.
+    # The second field is the program's name in parentheses, which may contain any characters.
     return int(status.rpartition(b")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""Work on a GPU beside that of the current stream; on the CPU it is done at once."""
+"""Side streams of a GPU, which work beside the current stream. The CPU does the work at once."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["MemoryStream", "SharedSideStream", "SideStream", "end_of_current"]
 
 
 def end_of_current(device: torch.device) -> torch.cuda.Event | None:
-    """Where the work ends that the current stream has by now; None: it is done."""
+    """Records an event at the current end of the current stream; None on the CPU."""
     return current_stream(device).record_event() if device.type == "cuda" else None
 
 
 @cache
 def _stream(device: int, purpose: str, beside: int | None) -> torch.cuda.Stream:
-    # Not one of torch's pool: torch gives these to callers too, and caches memory for each stream.
+    # Not from torch's pool: callers also get those, and torch caches memory for each stream.
     made = _ops.make_stream(device)
     return torch.cuda.ExternalStream(made, device)  # type: ignore[no-untyped-call]
 
 
 class _Turn:
-    """A side stream's turn to be the current one.
+    """A context manager that makes a side stream the current stream.
 
-    No generator, and not torch.cuda.stream(), which asks for the device three times: either takes
-    longer than a launch.
+    A generator or torch.cuda.stream(), which queries the device three times, would take longer than
+    a kernel launch.
     """
 
     __slots__ = ("_current", "_current_device", "_device", "_ends", "_side", "_stream")
@@ -50,7 +50,7 @@ class _Turn:
         self._current = current_stream(self._device)
         self._side.continue_on(stream)
         if self._ends is None:
-            # What the current stream has queued may write what this reads, or read its memory.
+            # Queued work may write what this stream reads, or still read memory that this reuses.
             stream.wait_stream(self._current)
         for end in self._ends or ():
             if end is not None:
@@ -58,7 +58,7 @@ class _Turn:
         try:
             torch.cuda.set_stream(stream)
             return stream
-        except BaseException:  # as Ctrl-C right after it, for which __exit__ is not called
+        except BaseException:  # such as Ctrl-C after the call, when __exit__ does not run
             self._go_back()
             raise
 
@@ -77,10 +77,10 @@ class _Turn:
 class SideStream:
     """A stream beside the current one, for one purpose, and the end of its last work.
 
-    Each stream of the caller has side streams of its own. Memory that is allocated on a side stream
-    is used there and on the caller's stream only, and each turn waits for that stream: torch may
-    allocate the memory again as soon as it is freed. Work of two callers' streams never meets.
-    `is_timed` says whether `end` records the time.
+    Each stream of the caller has its own side stream. Only these two streams use memory that is
+    allocated on the side stream. Each block waits for the caller's stream, because torch may reuse
+    the memory as soon as it is freed. Work of two callers' streams never shares a side stream.
+    `is_timed` enables timing for the event `end`.
     """
 
     def __init__(self, purpose: str, *, is_timed: bool = False) -> None:
@@ -91,13 +91,13 @@ class SideStream:
     def after_current(
         self, device: torch.device
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
-        """What is queued within begins when the current stream has done what it has by now."""
+        """Work that is queued inside begins after the work queued on the current stream so far."""
         return nullcontext() if device.type != "cuda" else _Turn(self, device, None)
 
     def after(
         self, device: torch.device, *ends: torch.cuda.Event | None
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
-        """What is queued within begins after these events, whatever the current stream does."""
+        """Work that is queued inside begins after these events, not after the current stream."""
         return nullcontext() if device.type != "cuda" else _Turn(self, device, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -106,69 +106,69 @@ class SideStream:
         return _stream(current.device_index, self._purpose, current.stream_id)
 
     def continue_on(self, stream: torch.cuda.Stream) -> None:
-        """Orders work on a stream behind the last work, where that is on another one."""
+        """Orders `stream` behind the last work if that was queued on a different stream."""
         if self.end is not None and self._last is not stream:
-            # The caller has changed its stream: the same rows may still be moving.
+            # The caller has changed its stream, and copies of the same rows may still run.
             stream.wait_event(self.end)
 
     def note_end(self, stream: torch.cuda.Stream) -> None:
-        """The last work is what a stream has by now."""
+        """Records the work that is queued on `stream` so far as the last work."""
         end = torch.cuda.Event(enable_timing=self._is_timed)  # type: ignore[no-untyped-call]
         end.record(stream)
         self.end, self._last = end, stream
 
     def uses(self, tensors: Sequence[Tensor]) -> None:
-        """Memory of the current stream that the side stream reads is freed behind that."""
+        """Defers reuse of the tensors' memory until the side stream has finished reading it."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self.stream(tensor.device))
 
     @property
     def is_done(self) -> bool:
-        """Whether its last work is done."""
+        """Whether the last work is complete."""
         return self.end is None or bool(self.end.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Waits for its last work."""
+        """Makes the host wait for the last work."""
         if self.end is not None:
             self.end.synchronize()
             self.end = None
 
     def forget(self) -> None:
-        """Says that nothing is to wait for its last work."""
+        """Discards the event of the last work, so that nothing waits for it."""
         self.end = None
 
     def join(self) -> None:
-        """What the current stream gets from now on begins when the side stream is done."""
+        """Makes the current stream wait for the side stream's last work."""
         if self.end is not None:
-            # What the side stream writes is read next, and its memory may be freed from now on.
+            # The current stream reads the results next, and may free their memory afterwards.
             current_stream(self.end.device).wait_event(self.end)
             self.end = None
 
 
 class SharedSideStream(SideStream):
-    """As SideStream, but one for all streams of the caller, which orders the memory by events."""
+    """A SideStream that all streams of the caller share; its users order the memory with events."""
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of its purpose."""
+        """The side stream of this purpose."""
         return _stream(current_stream(device).device_index, self._purpose, None)
 
 
 class MemoryStream:
-    """The stream on which an object was used last; a change of the current stream is ordered.
+    """The stream that last used an object; orders the work if the current stream changes.
 
-    An object calls follow() before each use. If the caller's stream has changed, the new stream
-    waits for the last one, whose kernels may still write the object's memory. Torch gives freed
-    memory to the next allocation on its own stream at once; so the new stream is recorded, too.
+    The object's owner calls follow() before each use. If the caller's stream has changed, the new
+    stream waits for the last one, whose kernels may still write the object's memory. The tensors
+    also record the new stream, because torch can reuse freed memory on its own stream at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._stream: torch.cuda.Stream | None = None
-        self.has_changed = False  # whether there has been more than one stream
+        self.has_changed = False  # whether more than one stream has been used
 
     def follow(self, held: Callable[[], Iterable[Tensor]]) -> None:
-        """Orders the current stream behind the last, and records it for all that is held."""
+        """Orders the current stream behind the last one and records it for the tensors."""
         if self._device is None:
             return
         stream = current_stream(self._device)
@@ -176,13 +176,13 @@ class MemoryStream:
             return
         if self._stream is not None:
             self.has_changed = True
-            if not torch.cuda.is_current_stream_capturing():  # a capture begins with a wait for all
+            if not torch.cuda.is_current_stream_capturing():  # a capture first waits for all work
                 stream.wait_stream(self._stream)
             self.record(held())
         self._stream = stream
 
     def record(self, tensors: Iterable[Tensor]) -> None:
-        """Memory of these tensors is freed behind the current stream."""
+        """Defers reuse of the tensors' memory until the current stream has finished with it."""
         assert self._device is not None
         stream = current_stream(self._device)
         for tensor in tensors:

@@ -1,6 +1,6 @@
-"""What Linux tells of processors, NUMA nodes and PCI devices in files below /sys.
+"""Reads what Linux reports about processors, NUMA nodes and PCI devices in files below /sys.
 
-A file may be missing or unreadable, as in many containers: then the system does not tell.
+A file may be missing or unreadable, as in many containers. Its value is then unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path("/sys")
 
 
 def told(name: str) -> str:
-    """The text of a file, empty where the system does not tell."""
+    """The text of a file, or an empty string if it is unreadable."""
     try:
         return (ROOT / name).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -23,13 +23,13 @@ def told(name: str) -> str:
 
 
 def listed(name: str) -> set[int]:
-    """The numbers in a file such as "0-3,8"; none where the system does not tell."""
+    """The numbers in a file such as "0-3,8", or an empty set if it is unreadable."""
     spans = re.findall(r"(\d+)(?:-(\d+))?", told(name))
     return {each for first, last in spans for each in range(int(first), int(last or first) + 1)}
 
 
 def names_in(name: str) -> list[str]:
-    """The sorted names in a folder; none where the system does not tell."""
+    """The sorted names in a folder, or an empty list if it is unreadable."""
     try:
         return sorted(entry.name for entry in (ROOT / name).iterdir())
     except OSError:
@@ -37,5 +37,5 @@ def names_in(name: str) -> list[str]:
 
 
 def pci_address(gpu: Any) -> str:
-    """Of a GPU with these properties (torch's), as in "0000:19:00.0"."""
+    """The PCI address, such as "0000:19:00.0", of a GPU with these torch device properties."""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

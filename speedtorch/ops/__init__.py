@@ -1,4 +1,4 @@
-"""The ops as functions: checks of ids and shapes, fake kernels and gradients."""
+"""The ops as Python functions, with checks of ids and shapes, fake kernels and gradients."""
 
 from speedtorch.ops import functions
 from speedtorch.ops.functions import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Calls as text, and a line of logging for each public call under SPEEDTORCH_LOG=calls."""
+"""Formats calls as text, and logs each public call under SPEEDTORCH_LOG=calls."""
 
 import inspect
 import logging
@@ -20,14 +20,14 @@ from speedtorch.torch_internals import as_plain
 __all__ = ["call_text", "log_calls"]
 
 _log = logging.getLogger("speedtorch.calls")
-_busy: set[int] = set()  # threads within a public call: its own calls are not logged
+_busy: set[int] = set()  # threads inside a public call, whose nested calls are not logged
 
 
 class _Texts(reprlib.Repr):
-    """Texts of arguments and results. No tensor is read, and nothing waits for a GPU."""
+    """Formats arguments and results without a read of any tensor or a wait for a GPU."""
 
     def repr_instance(self, x: object, level: int) -> str:
-        """A tensor's dtype, shape and device, a short value as it is, or the type of another."""
+        """A tensor's dtype, shape and device, a short value itself, or another object's type."""
         if isinstance(x, Tensor):
             with as_plain():
                 shape = "[nested]" if x.is_nested else list(x.shape)
@@ -36,7 +36,7 @@ class _Texts(reprlib.Repr):
         return str(x) if is_short else type(x).__name__
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """The first items, unsorted: a comparison of tensors would read them."""
+        """The first items, unsorted, because sorting would compare and read tensors."""
         return f"dict{self.repr_list([*x.items()], level)}"
 
     repr_set = repr_frozenset = repr_instance
@@ -46,11 +46,11 @@ call_text = _Texts().repr
 
 
 def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
-    """A function that logs its calls; a method is named by the type of its object."""
+    """Wraps a function to log its calls; a method is named by the type of its object."""
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        # torch.compile follows this branch alone.
+        # torch.compile traces only this branch.
         if torch.compiler.is_compiling() or (thread := threading.get_ident()) in _busy:
             return function(*arguments, **named)
         shown = [*map(call_text, arguments), *(f"{k}={call_text(v)}" for k, v in named.items())]
@@ -76,9 +76,9 @@ def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
 
 
 def log_calls(*modules: ModuleType) -> None:
-    """Logs the calls of the public functions, constructors and methods of modules from now on."""
+    """Starts to log the calls of all public functions, constructors and methods of modules."""
     handler = logging.StreamHandler()
-    handler.addFilter(lambda _: not logging.getLogger().handlers)  # which print the line, too
+    handler.addFilter(lambda _: not logging.getLogger().handlers)  # else root handlers print, too
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     owners: dict[Any, list[str]] = {module: module.__all__ for module in modules}
@@ -89,10 +89,10 @@ def log_calls(*modules: ModuleType) -> None:
                 owners[base] += ["__init__"] if "__init__" in vars(base) else []
     for owner, names in owners.items():
         for name, member in [(name, vars(owner)[name]) for name in names]:
-            function = getattr(member, "__func__", member)  # of a class method or a static one
+            function = getattr(member, "__func__", member)  # unwraps class and static methods
             if inspect.isfunction(function):
                 is_static = owner in modules or isinstance(member, staticmethod)
                 logged = _logged(function, of_object=not is_static)
                 setattr(owner, name, logged if function is member else type(member)(logged))
-                if owner in modules:  # pickle finds functions in the module that defines them
+                if owner in modules:  # pickle looks functions up in their defining module
                     setattr(sys.modules[function.__module__], name, logged)

@@ -1,9 +1,9 @@
 """The registered ops as Python functions, their fake kernels and gradients.
 
-The kernels are in the library `speedtorch._C`; importing it registers `torch.ops.speedtorch.*`. The
-functions here are those ops with defaults and keywords. They run on torch's current stream and
-synchronise nothing, unless a table lies in pageable memory and the other tensors on a GPU. Ids on
-the CPU are checked before anything moves; those on a GPU as `synchronize` says.
+Importing the library `speedtorch._C` registers `torch.ops.speedtorch.*`. These functions are those
+ops with defaults and keywords. The ops run on torch's current stream without synchronization,
+unless a table is in pageable memory and the other tensors are on a GPU. Ids on the CPU are checked
+before any row moves. `synchronize` documents the check of ids on a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def _why_not(error: ImportError) -> str:
-    """What to do about a library that is absent or does not load."""
+    """The remedy for a library that is absent or does not load."""
     here = Path(__file__).parents[1]
     if built := sorted(here.glob("_C*.so")):
         return (
@@ -75,7 +75,7 @@ except ImportError as error:
 
 
 def _checked(op: Any) -> Callable[..., Any]:
-    """An op that raises torch.OutOfMemoryError, which no library of the stable ABI can throw."""
+    """Wraps an op to raise torch.OutOfMemoryError, which a stable-ABI library cannot throw."""
     if DUMPED_CALLS:
         op = kept(op)
 
@@ -91,7 +91,7 @@ def _checked(op: Any) -> Callable[..., Any]:
 
 
 def _overloads(name: str) -> dict[str, Any]:
-    """The overloads of an op; of one with lists that which takes the lists made for its call."""
+    """The overloads of an op. Ops with list arguments use the variant that owns its lists."""
     found: dict[str, Any] = {}
     for library in (torch.ops.speedtorch, torch.ops.speedtorch_lists):
         if (packet := getattr(library, name, None)) is not None:
@@ -100,7 +100,7 @@ def _overloads(name: str) -> dict[str, Any]:
 
 
 class _Ops:
-    """The library's ops as the package calls them: `_ops.<op>` and `_ops.<op>.<overload>`."""
+    """The library's ops: `_ops.<op>` and `_ops.<op>.<overload>`."""
 
     def __getattr__(self, name: str) -> Any:
         overloads = {each: _checked(op) for each, op in _overloads(name).items()}
@@ -113,12 +113,12 @@ class _Ops:
 
 
 _ops = _Ops()
-# Tensors that go while the interpreter ends must make no CUDA call any more.
+# Tensors that die while the interpreter exits must make no CUDA call.
 atexit.register(_ops.stop)
 
 
 def not_ids(name: str, given: object) -> TypeError:
-    """The error about something else than a tensor where ids are taken."""
+    """The error for a non-tensor argument in place of ids."""
     return TypeError(
         f"{name}: expected an int32 or int64 tensor, got {type(given).__name__}; torch.as_tensor"
         " makes one of a list or an array"
@@ -126,24 +126,24 @@ def not_ids(name: str, given: object) -> TypeError:
 
 
 def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
-    """Puts the ids of a batch in address order, once for every op on the same ids.
+    """Sorts the ids of a batch once, so that all ops on the same ids can share the plan.
 
     Args:
         index: int32 or int64 ids of any shape, n in all, on the CPU or a GPU.
-        rows: rows of the table that the ids name.
+        rows: Number of rows of the table that the ids index.
 
     Returns:
         `[unique, inverse, order, offsets, status]` on the device of `index`, all int64. With u
-        distinct ids: `unique` [n] holds them ascending in its first u entries (-1 after them);
-        `inverse` [n] is the entry of `unique` for each position; `order` [n] the positions sorted
-        by id, equal ids in index order; positions `order[offsets[k]:offsets[k + 1]]` name
-        `unique[k]` (`offsets` [n + 1]); `status` [8] holds the number of ids out of range, the
-        first such position (n if none), its id, u, rows, n, the first position whose id stands
-        earlier too (n if none), its id.
+        unique ids: the first u entries of `unique` [n] are the unique ids, ascending (-1 after
+        them). `inverse` [n] is the entry of `unique` for each position. `order` [n] lists the
+        positions sorted by id, equal ids in index order. Positions
+        `order[offsets[k]:offsets[k + 1]]` have the id `unique[k]` (`offsets` [n + 1]). `status` [8]
+        is the number of ids out of range, the first such position (n if none), its id, u, rows, n,
+        the first position whose id also occurs earlier (n if none), its id.
 
     Raises:
-        IndexError: an id on the CPU is not in [0, rows). Ids on a GPU are reported by the op that
-            uses the plan.
+        IndexError: An id on the CPU is not in [0, rows). For ids on a GPU, the op that uses the
+            plan reports the error.
         ValueError: `index` is not int32 or int64, or has 2^31 ids or more.
 
     Example:
@@ -160,46 +160,45 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
 plan_batch: Callable[..., list[Tensor]] = _ops.plan_batch
 """Plans a batch for a step: `(index, rows, padding, capacity, held, held_status)`.
 
-Gives the five of plan_rows. The row `padding` (-1: none) is not trained: it is no distinct id, but
-stands behind those in `unique` `[n + 1]`, and its place is their number. With a `capacity` (-1:
-none) the place of the padding is the capacity, and ids that do not fit share the last place.
+Returns the five tensors of plan_rows. The row `padding` (-1: none) is not trained and is not a
+unique id. `unique` `[n + 1]` lists it after the unique ids, and its position is their number. With
+a `capacity` (-1: none) the padding's position is the capacity, and ids that do not fit share the
+last position.
 
-With ids of held rows, ascending, it says which rows change when the batch follows on those: of
-`held` the first entries count, as many as the status of a plan says; an empty status: all. Three
-pairs follow the plan: ids and places of the rows to load, the padding's included; places now and
-before of those to keep; ids and places before of those to evict. The status is `[12]` then, its
-last entries the numbers of rows named, kept, loaded and evicted.
-
-Of ids on the CPU the last tensor is a copy.
+`held` are the ascending ids of the step before. Only as many entries count as the plan status
+`held_status` says; if that is empty, all count. Three pairs then follow the plan. Rows to load: ids
+and positions, including the padding's. Rows to keep: new and old positions. Rows to evict: ids and
+old positions. `status` is `[12]` and ends with the numbers of rows named, kept, loaded and evicted.
+For ids on the CPU the last tensor is a copy of the ids.
 """
 
 
 def pinned_gather(
     table: Tensor, index: Tensor, *, out: Tensor | None = None, plan: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """Brings rows of a host table to the device of the ids: `result[i] = table[index[i]]`.
+    """Copies rows of a host table to the device of the ids: `result[i] = table[index[i]]`.
 
-    Rows move as bytes, from pageable memory to a GPU through a staged copy. Differentiable with
-    respect to `table`: the gradient is a sparse COO tensor on the table's device. With `out`
-    nothing is recorded for autograd.
+    Rows are copied as bytes; a copy from pageable memory to a GPU is staged. Differentiable with
+    respect to `table`: the gradient is a sparse COO tensor on the table's device. With `out`,
+    autograd records nothing.
 
     Args:
-        table: `[rows, ...]` on the CPU, or on the GPU of the result; any dtype and row stride, rows
-            contiguous inside.
+        table: `[rows, ...]` on the CPU, or on the GPU of the result. Any dtype and row stride; each
+            row is contiguous.
         index: int32 or int64 ids of any shape, on the CPU or on the device of the result.
-        out: contiguous tensor `[*index.shape, *table.shape[1:]]` to write to; ids on the CPU with
-            `out` on a GPU bring rows to that GPU.
-        plan: result of `plan_rows(index, table.shape[0])`, on the device of the result.
+        out: Contiguous output tensor `[*index.shape, *table.shape[1:]]`. With ids on the CPU and
+            `out` on a GPU, the rows are copied to that GPU.
+        plan: Result of `plan_rows(index, table.shape[0])`, on the device of the result.
 
     Returns:
         `out`, or a new tensor of that shape on the device of `index`.
 
     Raises:
-        IndexError: an id is not in [0, rows); see `synchronize` for ids on a GPU.
-        ValueError: a shape, dtype, device or stride does not fit.
-        NotImplementedError: the table has a forward-mode tangent, or with `out` a tensor requires
-            grad.
-        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
+        IndexError: An id is not in [0, rows); see `synchronize` for ids on a GPU.
+        ValueError: A shape, dtype, device or stride does not fit.
+        NotImplementedError: The table has a forward-mode tangent, or `out` is given and a tensor
+            requires grad.
+        RuntimeError: CUDA failed, or a staged copy is needed during the capture of a CUDA graph.
 
     Example:
         >>> table = torch.arange(12.0).reshape(4, 3)
@@ -234,8 +233,8 @@ _MANY_ROWS = 1 << 16
 
 
 def rows_at(rows: Tensor, places: Tensor) -> Tensor:
-    """`rows[places]` in a GPU's own memory, without gradients; all places are rows."""
-    # torch's lookup is one launch where ours is three, which many rows hide.
+    """`rows[places]` in GPU memory, without gradients and without a check of `places`."""
+    # torch's lookup launches one kernel and ours three; only many rows hide the two launches.
     return (_gathered if places.numel() >= _MANY_ROWS else torch.embedding)(rows, places)
 
 
@@ -247,23 +246,23 @@ def pinned_scatter(
     accumulate: bool = False,
     plan: Sequence[Tensor] | None = None,
 ) -> None:
-    """Puts rows into a host table, in place: `table[index[i]] = src[i]`.
+    """Copies rows into a host table in place: `table[index[i]] = src[i]`.
 
-    Of equal ids the last in index order wins, on every device. With `accumulate` they add up in
-    index order, rounded at each addition, as `numpy.add.at` does.
+    For equal ids the last one in index order wins, on every device. With `accumulate` their rows
+    are added in index order, rounded at each addition, as in `numpy.add.at`.
 
     Args:
-        table: `[rows, ...]` on the CPU, or on the GPU of `src`; rows contiguous inside.
+        table: `[rows, ...]` on the CPU, or on the GPU of `src`; each row is contiguous.
         index: int32 or int64 ids of any shape, on the CPU or on the device of `src`.
-        src: `[*index.shape, *table.shape[1:]]` of the table's dtype; its device does the work.
-        accumulate: add instead of replace; float8 dtypes have no addition.
-        plan: result of `plan_rows(index, table.shape[0])`, on the device of `src`.
+        src: `[*index.shape, *table.shape[1:]]` of the table's dtype. Its device does the work.
+        accumulate: Add instead of replace; float8 dtypes have no addition.
+        plan: Result of `plan_rows(index, table.shape[0])`, on the device of `src`.
 
     Raises:
-        IndexError: an id is not in [0, rows); no row has changed. See `synchronize` for ids on a
+        IndexError: An id is not in [0, rows); no row has changed. See `synchronize` for ids on a
             GPU.
-        ValueError: a shape, dtype, device or stride does not fit, or the dtype has no addition.
-        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
+        ValueError: A shape, dtype, device or stride does not fit, or the dtype has no addition.
+        RuntimeError: CUDA failed, or a staged copy is needed during the capture of a CUDA graph.
 
     Example:
         >>> table = torch.zeros(3, 2)
@@ -282,16 +281,16 @@ def pinned_scatter(
 def pinned_copy(dst: Tensor, src: Tensor) -> None:
     """Copies a range of rows, or a whole table, between host memory and a GPU: `dst[:] = src`.
 
-    Memory of every kind that the GPU reaches moves at the link's speed, without a wait. All else
-    (both tensors on the CPU, both on GPUs, pageable memory) is torch's own copy.
+    If the GPU can access the host memory directly, the copy runs at the link's speed without a
+    wait. All other copies (both tensors on the CPU, both on GPUs, pageable memory) are torch's own.
 
     Args:
-        dst: `[rows, ...]`, on the CPU or a GPU; any row stride, rows contiguous inside.
-        src: the same shape and dtype.
+        dst: `[rows, ...]`, on the CPU or a GPU. Any row stride; each row is contiguous.
+        src: The same shape and dtype.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit, the tensors overlap, or dst is read-only.
-        RuntimeError: CUDA failed, or a CUDA graph is captured and memory is pageable.
+        ValueError: Shapes, dtypes or strides do not fit, the tensors overlap, or dst is read-only.
+        RuntimeError: CUDA failed, or memory is pageable during the capture of a CUDA graph.
 
     Example:
         >>> table, rows = torch.zeros(4, 2), torch.ones(2, 2)
@@ -303,75 +302,76 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
 
 
 swap_placed: Callable[..., None] = _ops.optimizer_state_swap.placed
-"""optimizer_state_swap for callers that make its arguments in the op's order: lists, no gradients.
+"""optimizer_state_swap with places, for callers that pass lists and need no gradients.
 
-These are host, leaving, evict, evict_places, arriving, load and load_places.
+Args in order: host, leaving, evict, evict_places, arriving, load, load_places.
 """
 
 
 exchange_rows: Callable[..., None] = _ops.exchange_rows
-"""As swap_placed for lists that the library made, of which the last id to load may be out of order.
+"""swap_placed for id lists that the library made; the last id to load may be out of order.
 
-Without places, None, the rows of a list are the first ones, in its order. On a GPU an entry that is
-out of range alone is not moved. Two things may follow. `tables`: host
-lists the fields of so many tables, one after another, as ids count. `evict_count` and `load_count`,
-`[1]` on the device: the first entries of each list alone are moved, and a row in both lists is
-written to host as well.
+Without places (None), entry i of a list belongs to row i of its tensors. On a GPU only an entry
+that is out of range is skipped. Optional arguments follow. `tables`: `host` lists the fields of so
+many tables, one after another, and ids number the rows of all of them. `evict_count` and
+`load_count`, `[1]` on the device: only the first entries of each list are moved. Then a row in both
+lists is also written to host.
 """
 
 
 load_rows: Callable[..., list[Tensor]] = _ops.load_rows
 """Loads rows into new memory and evicts others: `(host, leaving, evict, load, evicts=True)`.
 
-`leaving` are rows of every field, the first of which are written to the rows `evict` of host. If
-`evicts` is false, no row is written; rows in both lists are copied from leaving in either case.
-Returns the rows `load`, field by field, in the dtypes and on the device of leaving. Ids ascend.
+The first rows of every field of `leaving` are written to the rows `evict` of host, unless `evicts`
+is false. Rows in both lists are always copied from leaving. Returns the rows `load`, field by
+field, in the dtypes and on the device of leaving. Both id lists ascend.
 """
 
 
 count_batch: Callable[..., list[Tensor]] = _ops.count_batch
 """Plans ids on the device of `like` and counts them: `(index, like, rows, padding)`.
 
-Returns the five tensors of the plan, the distinct ids without and with the padding, and, of an
-index on the CPU, a copy that nothing else writes to. On a GPU the host waits for the plan.
+Returns the five tensors of the plan, the unique ids without the padding, and those with it. For an
+index on the CPU, a private copy of the index follows. On a GPU the host waits for the plan. Raises
 IndexError if an id is out of range.
 """
 
 
 load_batch: Callable[..., list[Tensor]] = _ops.load_batch
-"""As load_rows, of ids that are planned and counted first.
+"""load_rows for ids that the op first plans and counts.
 
-`(host, leaving, evict, index, rows, padding, evicts=True)`. Returns what count_batch returns of
-`index` `[n]`, which may be on the CPU, and the rows of the distinct ids before the copy of index.
+`(host, leaving, evict, index, rows, padding, evicts=True)`. Returns the results of count_batch for
+`index` `[n]`, which may be on the CPU, with the loaded rows before the copy of index. Raises
 IndexError if an id is out of range; no row has moved then.
 """
 
 
 exchange_cached: Callable[..., None] = _ops.exchange_cached
-"""As exchange_rows for one table of which a cache on the device has some rows.
+"""exchange_rows for one table with some rows in a cache on the device.
 
-`cache` and `hot` follow host: the fields of slots, and int32 `[rows, 2]`, the slot of each row, or
--1, and how often it was loaded. A row that has a slot leaves for it and arrives from it.
+`cache` and `hot` follow host. `cache` are the fields of the cache's slots. `hot` is int32
+`[rows, 2]`: each row's slot, or -1, and its number of loads. A row with a slot is written back to
+the slot and loaded from the slot.
 """
 
 
-# Not of _ops: a dump of the last operators is to have those of tables, and no contents of files.
+# Not in _ops, because a dump of the last operators should record tables' ops, not file contents.
 chunk_digests: Callable[..., Tensor] = torch.ops.speedtorch.chunk_digests.default
 """The CRC-32C of each chunk of uint8 `[n]` on the CPU: `(data, chunk_bytes, by_tables=False)`.
 
-int64 `[chunks]`. Runs in the calling thread, without the GIL.
+Returns int64 `[chunks]`. Runs in the calling thread, without the GIL.
 """
 
 
 numbers_to_host: Callable[..., None] = _ops.numbers_to_host
-"""Queues a copy of int64 numbers of a GPU to the CPU: `(numbers, handle)`.
+"""Queues a copy of int64 numbers on a GPU to the CPU: `(numbers, handle)`.
 
-The caller chooses the handle, reads the copy by it, and drops it.
+The caller chooses the handle, reads the copy with the handle, and drops the handle.
 """
 
 
 read_numbers: Callable[[int], list[int]] = _ops.read_numbers
-"""The numbers of a copy, once it is complete."""
+"""Waits for a copy and returns its numbers."""
 
 
 numbers_have_come: Callable[[int], bool] = _ops.numbers_have_come
@@ -379,34 +379,34 @@ numbers_have_come: Callable[[int], bool] = _ops.numbers_have_come
 
 
 drop_numbers: Callable[[int], None] = _ops.drop_numbers
-"""Frees the memory of a copy, if there is one of this handle."""
+"""Frees the memory of a copy, if the handle has one."""
 
 
 round_rows: Callable[..., None] = _ops.round_rows
-"""Rounds float32 rows to numbers that 16 bits store: `(rows, ids, key, exponent_bits, at_random)`.
+"""Rounds float32 rows to values that 16 bits store: `(rows, ids, key, exponent_bits, at_random)`.
 
-Of each field the first rows, `len(ids)` many, whose exponent bits are 8 (bfloat16), 5 (float16) or
-0 (they stay as they are). `key` is int64 `[2]`: the seed, and the step, which becomes the next.
+Rounds the first `len(ids)` rows of each field. A field's exponent bits are 8 (bfloat16), 5
+(float16) or 0 (not rounded). `key` is int64 `[2]`: the seed, and the step, which the op increments.
 """
 
 
 merge_rows: Callable[..., list[Tensor]] = _ops.merge_rows
-"""Room for more rows among held ones: `(rows, held, more)`.
+"""Merges two ascending id lists and allocates memory for the rows of both: `(rows, held, more)`.
 
-`held` and `more` are ascending ids, none of which is in both; `rows` are those of `held`, field by
-field, and perhaps one row without an id behind them. Gives the ids of both, the places among them
-of the held rows and of the others, and new memory of each field, in which the held rows are.
+`held` and `more` have no common id. `rows` are the rows of `held`, field by field, with optionally
+one more row without an id at the end. Returns the merged ids, the positions of `held` and of `more`
+among them, and new memory for each field. The rows of `held` are copied to that memory.
 """
 
 
 def carry_rows(
     rows: Sequence[Tensor], places: Tensor, others: Sequence[Tensor], other_places: Tensor
 ) -> None:
-    """Rows of every field to places that ascend, from other places in other memory of the device.
+    """Copies `rows[k][places] = others[k][other_places]` for all fields in one launch.
 
-    That is `rows[k][places] = others[k][other_places]`, in one launch for all fields.
+    `places` ascend. Both sides are different memory of one device.
     """
-    if len(rows) == 1:  # for which torch has two launches, and nothing to check
+    if len(rows) == 1:  # torch needs two launches and no checks
         rows[0].index_copy_(0, places, others[0].index_select(0, other_places))
         return
     nothing, none = [each[:0] for each in rows], places[:0]
@@ -425,32 +425,33 @@ def optimizer_state_swap(
     evict_places: Tensor | None = None,
     load_places: Tensor | None = None,
 ) -> None:
-    """Exchanges the rows of two id lists, weights and optimizer state at once, both ways at once.
+    """Exchanges the rows of two id lists, weights and optimizer state, in both directions at once.
 
     For every field k: `host[k][evict] = leaving[k][:len(evict)]` and `arriving[k][:len(load)] =
-    host[k][load]`. A row in both lists goes from `leaving` to `arriving`; its host copy stays.
-    docs/ops.md shows the op in TorchScript, where lists may be arguments, attributes or literals.
+    host[k][load]`. A row in both lists is copied from `leaving` to `arriving`, and its host copy
+    does not change. docs/ops.md shows the op in TorchScript, where lists may be arguments,
+    attributes or literals.
 
     Args:
-        host: fields `[rows, ...]` of one table, on the CPU or on the GPU of the other side.
-        leaving: for each field a contiguous tensor `[n, ...]`, n at least `len(evict)`.
-        evict: distinct int32 or int64 ids of the rows that leave.
-        arriving: for each field a contiguous tensor `[m, ...]`, m at least `len(load)`; rows beyond
-            stay as they are.
-        load: distinct int32 or int64 ids of the rows that arrive.
-        evict_plan: result of `plan_rows(evict, rows)`.
-        load_plan: result of `plan_rows(load, rows)`.
-        evict_places: int64 `[len(evict)]` with `load_places`: row i of evict is
-            `leaving[k][evict_places[i]]`, of any number of rows. The ids of both lists are int64
-            and ascend then, on the device of `arriving`, and need no plan.
-        load_places: int64 `[len(load)]`, distinct: row i of load goes to
+        host: Fields `[rows, ...]` of one table, on the CPU or on the GPU of the other side.
+        leaving: For each field a contiguous tensor `[n, ...]`, n at least `len(evict)`.
+        evict: Unique int32 or int64 ids of the rows to write back.
+        arriving: For each field a contiguous tensor `[m, ...]`, m at least `len(load)`; further
+            rows do not change.
+        load: Unique int32 or int64 ids of the rows to load.
+        evict_plan: Result of `plan_rows(evict, rows)`.
+        load_plan: Result of `plan_rows(load, rows)`.
+        evict_places: int64 `[len(evict)]`, with `load_places`: row i of evict is
+            `leaving[k][evict_places[i]]`, and leaving may have any number of rows. Both id lists
+            must then be ascending int64 ids on the device of `arriving`, and need no plan.
+        load_places: int64 `[len(load)]`, unique: row i of load is copied to
             `arriving[k][load_places[i]]`.
 
     Raises:
-        IndexError: an id is not in [0, rows) or stands twice in its list, or a place is none of the
-            rows; no row has changed.
-        ValueError: lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
-        RuntimeError: CUDA failed, or a CUDA graph is captured where a staged copy is needed.
+        IndexError: An id is not in [0, rows) or occurs twice in its list, or a place is out of
+            range; no row has changed.
+        ValueError: Lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
+        RuntimeError: CUDA failed, or a staged copy is needed during the capture of a CUDA graph.
 
     Example:
         >>> weight = torch.arange(4.0).reshape(4, 1)
@@ -465,12 +466,12 @@ def optimizer_state_swap(
             raise not_ids(name, ids)
     sides = [(list(host), list(leaving), list(arriving))]
     if torch.compiler.is_compiling() and 1 < len(host) == len(leaving) == len(arriving):
-        # Of several written views of one storage torch.compile clones all but one, and loses their
-        # offsets where shapes are dynamic (pytorch#198068): each field gets an op of its own.
+        # torch.compile clones all but one of several written views of one storage. With dynamic
+        # shapes the clones lose their offsets (pytorch#198068), so each field gets its own op.
         sides = [([host[k]], [leaving[k]], [arriving[k]]) for k in range(len(host))]
     one_plan = bool(evict_plan) != bool(load_plan)
     if torch.compiler.is_compiling() and host and arriving and one_plan:
-        # AOTInductor passes no empty list, which a missing plan would be.
+        # AOTInductor cannot pass an empty list, which stands for a missing plan.
         rows, device = host[0].shape[0], arriving[0].device
         evict_plan = evict_plan or plan_rows(evict.to(device), rows)
         load_plan = load_plan or plan_rows(load.to(device), rows)
@@ -499,29 +500,29 @@ def sum_rows(
     distinct: int | None = None,
     source: Tensor | None = None,
 ) -> Tensor:
-    """Adds up the rows of each distinct id of a batch: the gradient of looking them up.
+    """Sums the rows of each unique id of a batch: the gradient of a lookup.
 
-    An id's rows are added in index order, on a GPU in parts of 32 that are counted from its first
-    on: its sum has the same bits whatever else is in the batch. Half precision is added up in
-    float32 and rounded once.
+    The rows of an id are added in index order, on a GPU in groups of 32 from its first row. A sum
+    has the same bits whatever else is in the batch. Half precision is summed in float32 and rounded
+    once.
 
     Args:
-        rows: `[n, ...]`, float16, bfloat16, float32 or float64, of any row stride, rows contiguous
-            inside: the rows of ids `begin` to `begin + n` of the batch; with `source` any number.
-        plan: result of `plan_rows(index, table_rows)`, on the device of `rows`.
-        table_rows: rows of the table that the ids name.
-        begin: how many ids of the batch come before those of `rows`; all others count as zeros.
-        distinct: number of distinct ids; None: read from the plan, which waits for a GPU.
+        rows: `[n, ...]`, float16, bfloat16, float32 or float64. Any row stride; each row is
+            contiguous. The rows of ids `begin` to `begin + n`; with `source` any number of rows.
+        plan: Result of `plan_rows(index, table_rows)`, on the device of `rows`.
+        table_rows: Number of rows of the table that the ids index.
+        begin: Number of ids of the batch before those of `rows`; all other ids count as zeros.
+        distinct: Number of unique ids. By default read from the plan, which waits for a GPU.
         source: int64 `[n]`, contiguous, on the device of `rows`: ids `begin` to `begin + n` have
-            the rows `rows[source]`, as those of a bag all have the bag's. One that is none of the
-            rows is an error on the CPU, and counts as zeros on a GPU.
+            the rows `rows[source]`. For example, all ids of a bag share the bag's row. An entry out
+            of range is an error on the CPU and counts as zeros on a GPU.
 
     Returns:
         `[distinct, ...]`: the sum of the rows of each entry of the plan's `unique`.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, there are not so many ids, or a source on
-            the CPU is none of the rows.
+        ValueError: A shape, dtype or device does not fit, the batch has too few ids, or an entry of
+            source on the CPU is out of range.
 
     Example:
         >>> plan = plan_rows(torch.tensor([7, 2, 7]), 10)
@@ -541,16 +542,16 @@ _late: list[Callable[[], Callable[[], None] | None]] = []
 
 
 def raises_later(check: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Lets synchronize() call a method that raises what a GPU has found, while its object lives."""
+    """Registers a method for synchronize(), which raises a GPU's errors while its object lives."""
     _late[:] = [each for each in _late if each() is not None]
     _late.append(check)
 
 
 def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    """Ids of several features as rows of one table that holds the rows of all of them.
+    """Maps the ids of several features to rows of one table that has the rows of all features.
 
-    Bags are numbered feature after feature in `offsets`, `f * samples + s`, and sample after sample
-    in the result, `s * features + f`.
+    Bags are numbered feature by feature in `offsets`, `f * samples + s`, and sample by sample in
+    the result, `s * features + f`.
 
     Args:
         ids: int32 or int64 `[n]`, contiguous: the ids of all bags, in the order of `offsets`.
@@ -558,15 +559,15 @@ def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tup
             the last one ends.
         ranges: int64 `[features, 2]`: the first row in the table, and the number of rows, of each
             feature.
-        samples: bags of each feature.
+        samples: Number of bags of each feature.
 
     Returns:
-        `(rows, bags)`, int64 `[n]` on the device of `ids`: the row of each id, or -1 where it is
-        none of its feature, and the bag.
+        `(rows, bags)`, int64 `[n]` on the device of `ids`: the row and the bag of each id. The row
+        is -1 if the id is out of its feature's range.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, or offsets on the CPU do not share out
-            the ids. (On a GPU such offsets give some bag.)
+        ValueError: A shape, dtype or device does not fit, or offsets on the CPU are invalid. (For
+            invalid offsets on a GPU, `bags` is arbitrary.)
 
     Example:
         >>> offsets, ranges = torch.tensor([0, 2, 2, 3, 4]), torch.tensor([[0, 10], [10, 5]])
@@ -583,28 +584,27 @@ def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tup
 def pool_rows(
     rows: Tensor, places: Tensor, offsets: Tensor, features: int, *, mean: bool = False
 ) -> Tensor:
-    """Adds up the rows of each bag, of several features at once: a pooled lookup.
+    """Sums the rows of each bag, for several features at once: a pooled lookup.
 
-    A bag's rows are added in order, as torch's embedding_bag does. Half precision is added up in
-    float32 and rounded once. Not differentiable: its callers have a backward of their own, of which
-    `sum_rows` is the work.
+    The rows of a bag are added in order, as in torch's embedding_bag. Half precision is summed in
+    float32 and rounded once. Not differentiable: callers have their own backward with `sum_rows`.
 
     Args:
-        rows: contiguous `[m, columns]`, float16, bfloat16, float32 or float64.
-        places: int64 `[n]`, contiguous: which row each entry of the bags is. One that is none of
-            the rows is an error on the CPU, and counts as zeros on a GPU.
+        rows: Contiguous `[m, columns]`, float16, bfloat16, float32 or float64.
+        places: int64 `[n]`, contiguous: the row of each entry of the bags. A place out of range is
+            an error on the CPU and counts as zeros on a GPU.
         offsets: int64 `[features * samples + 1]`, ascending from 0 to n: where each bag begins and
-            the last one ends, feature after feature.
-        features: how many of them the bags are of.
-        mean: divide a sum by the number of its entries.
+            the last one ends, feature by feature.
+        features: Number of features.
+        mean: Divide each sum by the number of its entries.
 
     Returns:
-        `[samples * features, columns]`: bag `f * samples + s` is row `s * features + f`; an empty
-        one is zeros.
+        `[samples * features, columns]`: bag `f * samples + s` is row `s * features + f`. Empty bags
+        are zeros.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, the features do not divide the bags, or,
-            on the CPU, places are none of the rows or offsets do not share out the entries.
+        ValueError: A shape, dtype or device does not fit, the number of bags is not a multiple of
+            `features`, or places or offsets on the CPU are invalid.
 
     Example:
         >>> rows, offsets = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 2, 2, 3, 4])
@@ -616,18 +616,19 @@ def pool_rows(
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Waits for the GPU's queued work and reports bad ids that were found on it.
+    """Waits for the GPU's queued work and reports bad ids that the GPU found.
 
-    An op that finds one moves no row, and a gather gives zeros; the first later call that sees it
-    raises, at the latest this one, after which the CPU sees every row that ops have written.
+    An op that finds a bad id moves no row, and a gather returns zeros. The first later call that
+    sees the error raises, at the latest this one. After this call the CPU sees every row that ops
+    have written.
 
     Args:
-        device: the GPU to wait for (none if it is the CPU); the current one if not given.
+        device: The GPU to wait for, by default the current one; no wait if it is the CPU.
 
     Raises:
-        IndexError: an op since the last report was given an id out of range, or one twice where ids
-            must be distinct.
-        RuntimeError: a step of an Embedding has named more rows than its capacity.
+        IndexError: An op since the last report received an id out of range, or a duplicate id where
+            ids must be unique.
+        RuntimeError: A step of an Embedding has named more rows than its capacity.
 
     Example:
         >>> synchronize()
@@ -639,8 +640,8 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
 
 
 def wait_for_rows(device: torch.device | str | int | None = None) -> None:
-    """synchronize() without what modules have found."""
-    # A number is that of a GPU; torch.device(1) raises where there is none.
+    """Does the work of synchronize() without the checks that modules have registered."""
+    # A number is a GPU's index; torch.device(1) raises without that GPU.
     on_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
     if not on_cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
@@ -648,7 +649,7 @@ def wait_for_rows(device: torch.device | str | int | None = None) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# What torch.compile, torch.export and autograd know of the ops: fake kernels and gradients.
+# For torch.compile, torch.export and autograd: fake kernels and gradients.
 
 
 def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
@@ -658,7 +659,7 @@ def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
 
 
 def _refuse_meta_mix(*args: Any, **kwargs: object) -> None:
-    """Fake kernel of ops that return nothing; a meta tensor has no rows for a real one."""
+    """Fake kernel of ops without a result; raises if meta tensors are mixed with real ones."""
     if len({each.is_meta for each in _tensors(args)}) > 1:
         raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
 
@@ -737,7 +738,7 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "explain_move": _explain_move_fake,
     "chunk_digests": _chunk_digests_fake,
 }
-# They ask or change the process at their call. (Dynamo takes no op that returns a number.)
+# These ops query or change the process at the call. (Dynamo supports no op that returns a number.)
 _OF_THE_PROCESS = (
     *("host_empty", "host_register", "host_unregister", "available_bytes", "memory_stats"),
     *("memory_kind", "registration_seams"),
@@ -748,7 +749,7 @@ _OF_THE_PROCESS = (
 )
 
 
-# They plan and move the rows of a step, which no graph holds.
+# These ops plan and move the rows of a step, which no graph contains.
 _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
@@ -772,25 +773,25 @@ def _refuse_in_graphs(name: str) -> Callable[..., Any]:
 _FAKE_KERNELS |= {_name: _refuse_in_graphs(_name) for _name in (*_OF_THE_PROCESS, *_OF_STEPS)}
 
 # torch empties a list that it passes to the library (see csrc/core/registration.h). TorchScript
-# passes the caller's own list. A kernel in Python gets a copy of it, and passes that on.
+# passes the caller's own list. A kernel in Python receives a copy of the list and passes that on.
 _shared_lists = torch.library.Library("speedtorch", "IMPL")  # type: ignore[no-untyped-call]
 _own_lists = torch.library.Library("speedtorch_lists", "IMPL")  # type: ignore[no-untyped-call]
 for _name, _kernel in _FAKE_KERNELS.items():
     torch.library.register_fake(f"speedtorch::{_name}", _kernel)
     _op, _, _overload = _name.partition(".")
-    getattr(_ops, _op)  # found now, as torch.compile does not trace how it is found
+    getattr(_ops, _op)  # looked up now, because torch.compile cannot trace the lookup
     _given = _overloads(_op)[_overload or "default"]
     if _given.namespace == "speedtorch_lists":
         torch.library.register_fake(f"speedtorch_lists::{_name}", _kernel)
         for _key in ("CPU", "CUDA"):
             _shared_lists.impl(_name, _checked(_given), _key)  # type: ignore[no-untyped-call]
-        # What torch.jit.trace records is run as TorchScript.
+        # torch.jit.trace must record the op in `speedtorch`, because the trace runs as TorchScript.
         _traced = getattr(getattr(torch.ops.speedtorch, _op), _overload or "default")
         _own_lists.impl(_name, _traced, "Tracer")  # type: ignore[no-untyped-call]
 
 
 def _refuse_tangents(name: str, tensors: Iterable[Tensor]) -> None:
-    """Forward-mode tangents, as of torch.func.jvp, which no op has."""
+    """Raises NotImplementedError for forward-mode tangents, such as those of torch.func.jvp."""
     if is_forward_mode() and any(
         forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
         for tensor in tensors
@@ -802,13 +803,13 @@ def _refuse_tangents(name: str, tensors: Iterable[Tensor]) -> None:
 
 
 def _tensors(arguments: Iterable[object]) -> list[Tensor]:
-    """The tensors among an op's arguments, and in lists among them."""
+    """The tensors among an op's arguments, including tensors in lists."""
     parts = (part if isinstance(part, list | tuple) else (part,) for part in arguments)
     return [each for part in parts for each in part if isinstance(each, Tensor)]
 
 
 class _Gather(torch.autograd.Function):
-    """A gather with a sparse gradient: `(op below autograd, table, index, plan if any)`."""
+    """A gather with a sparse gradient: `(op below autograd, table, index, optional plan)`."""
 
     @staticmethod
     def forward(
@@ -828,7 +829,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _with_gradient(name: str, op: Any) -> Callable[..., Tensor]:
-    """The autograd kernel of a gather."""
+    """Returns the autograd kernel of a gather."""
 
     def kernel(keys: Any, table: Tensor, *rest: Any) -> Tensor:
         _refuse_tangents(name, (table,))
@@ -842,7 +843,7 @@ def _with_gradient(name: str, op: Any) -> Callable[..., Tensor]:
 
 
 def _without_gradient(name: str, op: Any) -> Callable[..., Any]:
-    """The autograd kernel of an op that records nothing: it raises where torch's would record."""
+    """Returns the autograd kernel of an op without gradients, which raises if one is required."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = _tensors((*args, *kwargs.values()))
@@ -859,7 +860,7 @@ def _without_gradient(name: str, op: Any) -> Callable[..., Any]:
 
 
 def _resolved(name: str, op: Any) -> Callable[..., Any]:
-    """The kernel of an op that writes, given conjugated views: torch's would write to copies."""
+    """Returns a writing op's kernel for conjugated views, because torch's would write to copies."""
     written = written_arguments(op)
 
     def resolve(argument: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The variable SPEEDTORCH_LOG, read once when the package is imported."""
+"""The environment variable SPEEDTORCH_LOG, read once when the package is imported."""
 
 import os
 import re
@@ -13,5 +13,5 @@ for _part in _parts:
             f" joined by commas, got {_part!r}; unset the variable to log nothing"
         )
 LOGS_CALLS, REPORTS_ALIVE = "calls" in _parts, "alive" in _parts
-# The number of last operators whose inputs are kept; 0: no inputs are kept.
+# The number of last operators whose inputs are recorded; 0 records none.
 DUMPED_CALLS = max([int(part[5:] or 16) for part in _parts if part.startswith("dump")], default=0)

@@ -1,4 +1,4 @@
-"""Keeps the last operators' inputs for `speedtorch replay`; SPEEDTORCH_LOG=dump loads this file."""
+"""Records the last operators' inputs for `speedtorch replay`; loaded by SPEEDTORCH_LOG=dump."""
 
 import atexit
 import hashlib
@@ -19,14 +19,14 @@ from speedtorch.ops.log_switches import DUMPED_CALLS
 
 __all__ = ["digests_of", "is_operator", "kept", "wait_for_gpu", "write_by"]
 
-_MOST_BYTES = 64 << 20  # of a call's inputs: large tables would fill the host's memory
-# Results of these ops have entries that no kernel writes: the number of whole results.
+_MOST_BYTES = 64 << 20  # per call: the inputs of large tables would fill the host's memory
+# The numbers of fully written results of ops that leave entries of other results unwritten.
 _WHOLE_RESULTS = {"plan_batch": 5, "merge_rows": 3, "diff_ids": 0}
-_process = os.getpid()  # calls of a forked child are not kept
+_process = os.getpid()  # calls of a forked child are not recorded
 _path = Path(f"speedtorch-dump-{_process}.safetensors").absolute()
 _calls: deque[dict[str, Any]] = deque(maxlen=DUMPED_CALLS)
 _writers: list[Callable[[Path, Sequence[dict[str, Any]]], object]] = []
-"""What writes calls to a file, once the package knows its file formats."""
+"""The function that writes calls to a file, once the package has set it."""
 
 
 def write_by(writer: Callable[[Path, Sequence[dict[str, Any]]], object]) -> None:
@@ -47,7 +47,7 @@ def wait_for_gpu() -> None:
 
 
 def digests_of(op: Any, arguments: Sequence[object], results: object) -> list[str]:
-    """Digests of an op's results, and of the arguments that it has written to."""
+    """SHA-256 digests of an op's results and of the arguments that the op has written."""
     wait_for_gpu()
     found = internals.tree_leaves(results)[: _WHOLE_RESULTS.get(op._schema.name.partition("::")[2])]
     for place in internals.written_arguments(op).values():
@@ -61,7 +61,7 @@ def digests_of(op: Any, arguments: Sequence[object], results: object) -> list[st
 
 
 def _is_recording() -> bool:
-    """Whether copies would become a part of a trace, a transform or a capture."""
+    """Whether copies would become part of a trace, a transform or a graph capture."""
     if internals.is_tracing() or internals.is_transformed() or internals.dispatch_modes():
         return True
     has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ def _is_recording() -> bool:
 
 
 def _copied(arguments: Sequence[object]) -> Any:
-    """Arguments in new memory: tensors that share memory share the copy. Text: not copied."""
+    """Copies tensors, whose shared storages remain shared; a text replaces a tensor not copied."""
     copies: dict[int, torch.UntypedStorage] = {}
 
     def copy(value: object) -> object:
@@ -93,7 +93,7 @@ def _copied(arguments: Sequence[object]) -> Any:
 
 
 def _write(why: str) -> None:
-    """Writes the last calls to a file in the folder in which the program began."""
+    """Writes the recorded calls to a file in the program's initial working directory."""
     if os.getpid() != _process or not _calls or not _writers:
         return
     log, new = logging.getLogger("speedtorch.dump"), _path.with_suffix(f".{threading.get_ident()}")
@@ -104,7 +104,7 @@ def _write(why: str) -> None:
         new.unlink(missing_ok=True)
         log.error("%s, and %s cannot be written: %s", why, _path, error)
         return
-    atexit.unregister(_write)  # what an operator's error has written remains
+    atexit.unregister(_write)  # so that the exit does not overwrite an error's dump
     log.warning(
         "%s: `speedtorch replay %s` runs the last operators again (at most %d of %d MiB each)",
         *(why, _path, DUMPED_CALLS, _MOST_BYTES >> 20),
@@ -115,7 +115,7 @@ atexit.register(_write, "the program ends")
 
 
 def kept(op: Any) -> Callable[..., Any]:
-    """An op whose calls keep their inputs and digests of their results."""
+    """Wraps an op to record its inputs and digests of its results."""
     if not is_operator(op):
         return op  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Shapes and dtypes that rows can have."""
+"""Checks of the shapes and dtypes of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.qui
 
 
 def row_shape(dim: int | Sequence[int], what: str = "dim") -> tuple[int, ...]:
-    """The shape that a number of columns, or a shape, stands for; errors call it `what`."""
+    """The row shape for a number of columns or a shape; errors name the argument `what`."""
     parts = dim if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
     try:
         if any(isinstance(part, bool) for part in parts):
@@ -28,7 +28,7 @@ def row_shape(dim: int | Sequence[int], what: str = "dim") -> tuple[int, ...]:
 
 
 def check_dtype(what: str, dtype: object) -> None:
-    """Raises unless this is a dtype whose elements stand for themselves."""
+    """Raises TypeError unless `dtype` is a dtype, and ValueError for quantized dtypes."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{what}: expected a torch.dtype, got {dtype!r}")
     if dtype in _QUANTIZED:
@@ -36,6 +36,6 @@ def check_dtype(what: str, dtype: object) -> None:
 
 
 def check_span(what: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raises ValueError for a shape without elements whose strides torch cannot count."""
+    """Raises ValueError for an empty shape whose strides would overflow int64."""
     if 0 in shape and math.prod(max(1, size) for size in shape) * dtype.itemsize >= 2**63:
         raise ValueError(f"{what}: rows of {list(shape)} span more than 2^63 - 1 bytes")

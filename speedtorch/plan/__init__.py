@@ -1,1 +1,1 @@
-"""Plans of batches: distinct rows, their places in a step, and what changes between steps."""
+"""Batch plans: unique rows, their positions in a step, and the changes between two steps."""

@@ -1,4 +1,4 @@
-"""The distinct rows of a batch whose number stays on the device: at most so many fit a step."""
+"""The unique rows of a batch with a capacity; their number stays on the device of the rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from speedtorch.plan.planned_batch import BatchIds
 __all__ = ["BAD_IDS", "TOO_MANY", "Changes", "FixedSizeBatch", "raises_at_once", "too_many"]
 
 BAD_IDS, TOO_MANY = 1, 2
-"""Why no step can hold a batch; ranks that hold rows together have more reasons."""
+"""Why a step cannot load a batch; embeddings that span several ranks have more reasons."""
 
 
 def raises_at_once(device: torch.device) -> bool:
-    """Whether what is wrong with a batch is raised before its step begins; a GPU says it later."""
+    """Whether a bad batch raises before its step begins; a GPU reports the error later."""
     return device.type == "cpu"
 
 
 def too_many(name: str, named: int, capacity: int, so: str) -> RuntimeError:
-    """The error about a step that names more rows than fit, and what came of it."""
+    """The error for a step with more rows than `capacity`; `so` states the consequence."""
     return RuntimeError(
         f"{name}: a step names {named} distinct rows, capacity={capacity} fit; use smaller batches"
         f" or a larger capacity: {so}"
@@ -32,7 +32,7 @@ def too_many(name: str, named: int, capacity: int, so: str) -> RuntimeError:
 
 
 class Changes(NamedTuple):
-    """Which rows arrive, stay and leave, of which only the first so many entries are some."""
+    """Arriving, staying and leaving rows; only the first entries of each list are valid."""
 
     arriving: Tensor
     arriving_places: Tensor
@@ -41,19 +41,19 @@ class Changes(NamedTuple):
     leaving: Tensor
     leaving_places: Tensor
     counts: Tensor
-    """Of the rows that are named, stay, arrive and leave."""
+    """The numbers of named, staying, arriving and leaving rows."""
 
 
 class FixedSizeBatch:
-    """The distinct rows of a batch, in address order, as a block of `capacity` rows holds them.
+    """The unique rows of a batch, in ascending order, as a block of `capacity` rows stores them.
 
-    The host does not wait for their number. The padding's row stands after the block.
-    `following()` is the batch that was planned after this one. Known once a step holds the rows are
-    `ids`, those of the block, always the same tensor, and `number`, how many they are: `[1]`.
+    The host does not wait for their number. The padding's row follows the block. `following()` is
+    the batch that was planned after this one. `held()` sets `ids`, the ids of the block, always the
+    same tensor, and `number` `[1]`, the number of rows in use.
 
     Raises:
-        IndexError: rows are held on the CPU and an id is out of range; a GPU's are written to the
-            `fault` of `compared`.
+        IndexError: The rows are on the CPU and an id is out of range. A GPU writes this error to
+            the `fault` of `compared()`.
     """
 
     def __init__(
@@ -79,45 +79,45 @@ class FixedSizeBatch:
 
     @property
     def named(self) -> Tensor:
-        """Its rows, ascending, before entries that are none."""
+        """The ascending ids of the rows, followed by unused entries."""
         return self.parts.plan[0]
 
     def compared(self, held: Tensor, held_status: Tensor, halt: Tensor, fault: Tensor) -> Changes:
-        """What changes when its rows follow on held ones; see csrc/ops/diff_ids.cpp."""
+        """Compares the rows with the step's rows `held`; see csrc/ops/diff_ids.cpp."""
         unique, status, parts = self.parts.plan[0], self.parts.plan[4], self.parts
         compare = _ops.diff_ids
         return Changes(*compare(unique, status, held, held_status, parts.rows, halt, fault))
 
     def held(self, ids: Tensor, number: Tensor) -> None:
-        """Says that a block holds the rows."""
+        """Records the ids of the block that stores the rows, and their number."""
         self.ids, self.number = ids, number
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept on the device of the rows."""
+        """All tensors that this batch keeps on the device of the rows."""
         yield from self.parts.tensors()
 
     def count(self) -> None:
-        """Raises RuntimeError if the CPU holds the rows and too many are named; never waits."""
+        """Raises RuntimeError if too many rows on the CPU are named. Never waits."""
         if not self._is_counted and raises_at_once(self.device):
             if (named := int(self.parts.plan[4][3])) > self.capacity:
                 raise too_many(self.parts.name, named, self.capacity, "nothing has changed")
             self._is_counted = True
 
     def fault(self) -> Tensor:
-        """Why no step can hold the batch, or 0: `[1]`, on the device; raises as count()."""
+        """Why no step can load the batch, or 0: `[1]`, on the device. Raises as count() does."""
         self.count()
         fault: Tensor = _ops.plan_fault(self.parts.plan[4], self.capacity)
         return fault
 
     def spoil(self, fault: Tensor) -> None:
-        """Lets no step hold the batch unless `fault`, the largest of all ranks' fault(), is 0.
+        """Marks the plan as bad unless `fault`, the maximum of fault() over all ranks, is 0.
 
-        Unless its own is as large, the position of a bad id then says which: less than 0.
+        If the batch's own fault is smaller, the position of the first bad id becomes `-fault`.
         """
         _ops.spoil_plan(self.parts.plan[4], self.capacity, fault)
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
-        """The gradients of a part's rows, added up: those of the block and the padding's."""
+        """Sums a part's gradients into one gradient per row of the block, then the padding's."""
         summed: Tensor = _ops.sum_rows(
             rows,
             list(self.parts.plan),

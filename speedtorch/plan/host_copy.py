@@ -1,4 +1,4 @@
-"""HostCopy: a copy of a few numbers to the CPU, for which nothing waits until they are read."""
+"""HostCopy: an asynchronous copy of a few numbers to the CPU; only a read waits for the copy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class HostCopy:
     """A copy of int64 `numbers` `[n]` to the CPU, queued on the current stream of their device."""
 
     _handle: int | None = None
-    """Of the copy from a GPU."""
+    """Identifies the copy from a GPU."""
     _read: list[int] | None = None
 
     def __init__(self, numbers: Tensor) -> None:
         if numbers.is_cpu:
             self._numbers = numbers
         else:
-            self._handle = next(_handles)  # known before the copy, which Ctrl-C may follow
+            self._handle = next(_handles)  # set first, because Ctrl-C may follow the copy
             numbers_to_host(numbers, self._handle)
 
     def __del__(self) -> None:
@@ -35,7 +35,7 @@ class HostCopy:
             drop_numbers(self._handle)
 
     def have_come(self, seconds: float) -> bool:
-        """Waits for the copy at most so many seconds; whether it is complete."""
+        """Waits for the copy for at most `seconds` and returns whether the copy is complete."""
         begin = time.monotonic()
         while self._handle is not None and not numbers_have_come(self._handle):
             if (waited := time.monotonic() - begin) > seconds:
@@ -45,7 +45,7 @@ class HostCopy:
         return True
 
     def read(self) -> list[int]:
-        """The numbers, once the copy is complete."""
+        """Waits for the copy and returns the numbers."""
         if self._handle is None:
             return self._numbers.tolist()
         if self._read is None:

@@ -1,7 +1,7 @@
-"""The batches of several tables, planned as one: a sort, a comparison and a wait for all of them.
+"""The batches of several tables, planned as one with one sort, one comparison and one wait.
 
-The rows of all tables are numbered, table after table. The distinct rows of a batch ascend by their
-numbers, so those of one table are one range of them.
+The rows of all tables are numbered consecutively, table after table. The unique rows of a batch are
+sorted by number, so the rows of each table form one contiguous range.
 """
 
 from __future__ import annotations
@@ -26,48 +26,47 @@ _STATUS_FIELDS, _COMPARED = 8, 4
 
 
 def _sent(values: Sequence[Any], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # it is kept, for whatever comes
+    with torch.inference_mode(False):  # later calls outside inference mode use the cached tensor
         made = torch.tensor(values, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def _place(device: torch.device) -> tuple[torch.device, int]:
-    """The device, and its current stream: no other stream waits until a constant is there."""
+    """The device and its current stream, so that no other stream uses a constant too early."""
     return device, current_stream(device).stream_id if device.type == "cuda" else 0
 
 
 @lru_cache(maxsize=64)
 def _ascending(sizes: tuple[int, ...], place: tuple[torch.device, int]) -> Tensor:
-    """Where things of these sizes begin that lie one after another, and where they end."""
+    """The cumulative sums of `sizes`: where each of the consecutive ranges begins and ends."""
     return _sent([0, *accumulate(sizes)], place[0])
 
 
 @lru_cache(maxsize=64)
 def _ranges(rows: tuple[int, ...], place: tuple[torch.device, int]) -> Tensor:
-    """The first row of each table, and how many it has."""
+    """The first row number and the number of rows of each table."""
     return _sent(list(zip([0, *accumulate(rows)], rows, strict=False)), place[0])
 
 
 class JointBatch:
-    """The distinct rows of a batch in several tables, in address order, table after table.
+    """The unique rows of a batch in several tables, in ascending order, table after table.
 
-    take_apart() gives what each table's part is by itself; `following()` is the joint batch that
-    was planned after this one. Known after count(), if it says so, are `bounds`, where the rows of
-    each table begin among all, and the lists of those that arrive, stay and leave when they follow
-    on those of `after`.
+    take_apart() returns one batch per table. `following()` is the joint batch that was planned
+    after this one. If count() returns True, `bounds` is the range of each table in the list of all
+    rows. The lists of rows that arrive, stay and leave relative to `after` are then also valid.
 
     Args:
-        parts: The ids of each table, not planned yet.
-        device: Where rows are held.
-        after: The joint batch of the same tables whose rows are held before this one's.
+        parts: The unplanned ids of each table.
+        device: The device of the rows.
+        after: The joint batch of the same tables in the step before.
 
     Raises:
-        IndexError: rows are held on the CPU and an id is out of range; a GPU's are found by
-            count().
+        IndexError: The rows are on the CPU and an id is out of range. For rows on a GPU, count()
+            returns False.
     """
 
     numbers: Tensor
-    """Of the rows, ascending, before entries that are none."""
+    """The ascending numbers of the rows, followed by unused entries."""
     _status: Tensor
 
     def __init__(
@@ -102,32 +101,32 @@ class JointBatch:
             after.following = weakref.ref(self)
 
     def planned_until(self, event: torch.cuda.Event | None) -> None:
-        """Says after which event the plans are there; see BatchIds."""
+        """Sets the event after which the plans are complete; see BatchIds."""
         self._planned = event
         for each in self.parts:
             each.planned_until(event)
 
     def join(self) -> None:
-        """What the current stream gets from now on begins when the plans are there."""
+        """Makes the current stream wait until the plans are complete."""
         if self._planned is not None:
             self.parts[0].join()
             self.planned_until(None)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept on the device of the rows."""
+        """All tensors that this batch keeps on the device of the rows."""
         yield from (self.numbers, self._status, *self._lists)
         for each in self.parts:
             yield from each.tensors()
 
     def count(self) -> bool:
-        """Waits for the counts; whether all ids are good."""
+        """Waits for the counts and returns whether all ids are in range."""
         counts = self._numbers.read()
         self._compared = counts[_STATUS_FIELDS : _STATUS_FIELDS + _COMPARED]
         self.bounds = counts[_STATUS_FIELDS + _COMPARED :]
         return counts[0] == 0
 
     def take_apart(self) -> list[PlannedBatch]:
-        """The batches of the tables, which know this one; the caller alone keeps them."""
+        """Creates one batch per table; this object keeps only weak references to the batches."""
         made = [
             PlannedBatch(each, each.rows, self._device, joint=self, number=number)
             for number, each in enumerate(self.parts)
@@ -137,26 +136,26 @@ class JointBatch:
 
     @property
     def batches(self) -> list[PlannedBatch]:
-        """Those that were taken apart and are still there; none once it has begun."""
+        """The batches of take_apart() that are still alive; empty after let_go()."""
         return [batch for each in self._batches if (batch := each()) is not None]
 
     def let_go(self) -> None:
-        """Says that a step of it has begun, or never will."""
+        """Forgets the batches, because a step of this batch has begun or never will."""
         self._batches = []
 
     @property
     def arriving(self) -> tuple[Tensor, Tensor]:
-        """Numbers, ascending, and places of the rows that were not held before."""
+        """Ascending numbers and positions of the rows that the batch before did not hold."""
         return self._listed(0, 2)
 
     @property
     def staying(self) -> tuple[Tensor, Tensor]:
-        """Places now and before of the rows that were held before as well."""
+        """New and old positions of the rows that the batch before held as well."""
         return self._listed(2, 1)
 
     @property
     def leaving(self) -> tuple[Tensor, Tensor]:
-        """Numbers, ascending, and places before of the rows that this batch does not name."""
+        """Ascending numbers and old positions of the rows that this batch does not name."""
         return self._listed(4, 3)
 
     def _listed(self, first: int, counted: int) -> tuple[Tensor, Tensor]:

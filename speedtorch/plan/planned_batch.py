@@ -1,8 +1,8 @@
-"""The distinct rows that a batch names, where each of them will be held, and how many they are.
+"""The unique rows of a batch: their ids, their positions in a step, and their number.
 
-Everything is computed on the device of the rows without waiting; only the counts come to the host,
-and only when they are asked for. With the rows of an earlier batch given, a batch also knows
-which rows it has in common with that one.
+All results are computed on the device of the rows without a wait. The host copies only the counts,
+and waits for them only in `count()`. A batch that follows an earlier batch also lists which rows
+the two have in common.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = [
 
 _Made = TypeVar("_Made")
 
-# Places among the counts, of which those of the plan's status come first.
+# Positions in the counts. The fields of the plan's status come first.
 _DISTINCT, _STATUS_FIELDS, _ARRIVING, _LEAVING = 3, 8, 10, 11
 
-_KEY_IDS = 256  # at most, by which ids are told apart
+_KEY_IDS = 256  # the maximum number of ids in a key
 
 ID_DTYPES = frozenset({torch.int64, torch.int32})
 
 
 def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
-    """Raises TypeError, or for tensors of other numbers `numbers`, unless torch looks these up."""
+    """Raises TypeError, or `numbers` for an unsuitable tensor, unless torch can look these up."""
     if not isinstance(ids, Tensor):
         raise not_ids(name, ids)
     is_dense = ids.layout == torch.strided and not ids.is_nested
@@ -58,12 +58,12 @@ def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> N
 
 
 class SeenIds:
-    """Ids that are recognised when they come again.
+    """Ids of an earlier call, which later calls can recognise.
 
-    Ids on the CPU are compared with a copy, which no other code writes to and which a GPU takes
-    without waiting. Those that are to stay `unread`, as they lie on a GPU, must be the same tensor,
-    unchanged. It is kept, and so is its memory, which it can be made to leave (`tensor.data =
-    other`): no other tensor comes to lie there.
+    Ids on the CPU are compared with a private copy that no other code writes to. A GPU loads that
+    copy without a wait. `unread` ids, such as those on a GPU, must be the same tensor, unchanged.
+    Their tensor and its storage are kept alive. `tensor.data = other` can replace the tensor's
+    storage, but no other tensor is allocated at the old address.
     """
 
     def __init__(self, ids: Tensor, device: torch.device, *, unread: bool) -> None:
@@ -72,7 +72,7 @@ class SeenIds:
         self._unread: Tensor | None = None
         if not self._is_copy:
             self.values = ids.detach()
-        elif device.type == "cuda":  # where they will be needed
+        elif device.type == "cuda":  # pinned, for a copy to the GPU without a wait
             self.values = torch.empty_like(ids, pin_memory=True).copy_(ids)
         else:
             self.values = ids.clone()
@@ -81,7 +81,7 @@ class SeenIds:
 
     @classmethod
     def of_copy(cls, copied: Tensor, shape: torch.Size) -> SeenIds:
-        """Ids of this shape on the CPU, of which there is a copy that nothing writes to."""
+        """Ids of this shape on the CPU, with a copy that no code writes to."""
         seen = cls.__new__(cls)
         seen.shape, seen.values = shape, copied if len(shape) == 1 else copied.view(shape)
         seen._is_copy, seen._unread = True, None
@@ -89,35 +89,35 @@ class SeenIds:
 
     @property
     def key(self) -> Hashable:
-        """One of keys_of() the same ids."""
+        """A key of these ids, which is one of `keys_of()` for equal ids."""
         return _value_key(self.values) if self._unread is None else id(self._unread)
 
     @staticmethod
     def keys_of(ids: Tensor) -> list[Hashable]:
-        """Of ids that are looked up; other ids may have the same."""
+        """The keys under which ids may be stored; different ids may have equal keys."""
         return [id(ids), _value_key(ids)] if ids.is_cpu else [id(ids)]
 
     @property
     def copied(self) -> Tensor | None:
-        """A copy of the ids on the CPU, if that is how they are recognised."""
+        """The private copy of the ids on the CPU, if they are recognised by value."""
         return self.values if self._is_copy else None
 
     def are(self, ids: Tensor) -> bool:
-        """Whether these are the ids, for certain."""
+        """Whether `ids` certainly equal the recorded ids."""
         if self._unread is not None:
             return ids is self._unread and _state_of(ids) == self._state
         same_kind = self._is_copy and ids.is_cpu and ids.dtype == self.values.dtype
         return same_kind and torch.equal(ids, self.values)
 
     def are_those(self, other: SeenIds) -> bool:
-        """Whether both are the same ids, for certain."""
+        """Whether both objects certainly record the same ids."""
         if self._unread is None:
             return other._is_copy and self.are(other.values)
         return self._unread is other._unread and self._state == other._state
 
 
 def _value_key(ids: Tensor) -> Hashable:
-    """The values of ids, or some of them, where these are on the CPU."""
+    """The shape and a sample of the values of ids on the CPU; None for ids on a GPU."""
     if not ids.is_cpu:
         return None
     flat = ids.numpy().reshape(-1)
@@ -125,9 +125,9 @@ def _value_key(ids: Tensor) -> Hashable:
 
 
 class SeenTensors:
-    """The tensors of ids of several features, recognised together, each as SeenIds does.
+    """The id tensors of several features, recognised together by the rules of SeenIds.
 
-    `unread` as there, of all of them; those on a GPU are unread in any case.
+    `unread` applies to all tensors. Tensors on a GPU are always unread.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class SeenTensors:
         self._memory = [ids.untyped_storage() for ids in tensors]
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these, as many, are the tensors, for certain."""
+        """Whether `tensors`, of the same number, certainly equal the recorded tensors."""
         if self._each:
             return all(seen.are(ids) for seen, ids in zip(self._each, tensors, strict=True))
         if not all(map(is_, self._tensors, tensors)):
@@ -151,16 +151,16 @@ class SeenTensors:
 
 
 def _state_of(ids: Tensor) -> tuple[Hashable, ...]:
-    """What shows that a tensor has changed, without reading it."""
+    """Properties that reveal a change of a tensor without a read of its values."""
     return version_of(ids), ids.data_ptr(), ids.shape, ids.stride(), ids.dtype
 
 
 class BatchIds:
-    """The ids of a batch, of any shape on either device, one part for each of its lookups.
+    """The ids of a batch, of any shape, on the CPU or a GPU, with one part per lookup.
 
-    `ids` are all of them, `[count]`, until they are planned: by plan_by_itself(), or together with
-    those of other tables. `plan` is on the device of the rows, as plan_batch makes it. With
-    `are_uploaded` the op that plans one part takes ids of the CPU for rows of a GPU, too.
+    `ids` `[count]` concatenates all parts until they are planned, either with `plan_by_itself()` or
+    together with the ids of other tables. `plan` is the result of `plan_batch` on the device of the
+    rows. With `are_uploaded` the op that plans a single part also accepts CPU ids for GPU rows.
     """
 
     plan: Sequence[Tensor]
@@ -180,7 +180,7 @@ class BatchIds:
         self._seen: list[SeenIds] = []
         self._begins = [0]
         self._uncopied: torch.Size | None = None
-        """The shape of a part of which the plan makes the copy, `_seen`."""
+        """The shape of the only part, if the plan makes the copy for `_seen`."""
         if len(parts) == 1 and parts[0].is_cpu and (device.type == "cpu" or are_uploaded):
             self._uncopied = parts[0].shape
             self._begins.append(parts[0].numel())
@@ -191,7 +191,7 @@ class BatchIds:
         for part in parts or [torch.empty(0, dtype=torch.int64)]:
             seen = SeenIds(part, device, unread=part.is_cuda)
             ids = seen.values if len(seen.shape) == 1 else seen.values.reshape(-1)
-            if ids.device != device:  # without a wait towards a GPU
+            if ids.device != device:  # a copy to a GPU does not wait
                 ids = ids.to(device, non_blocking=device.type == "cuda")
             self._seen.append(seen)
             self._begins.append(self._begins[-1] + ids.shape[0])
@@ -199,17 +199,17 @@ class BatchIds:
         self.ids = flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def plan_by_itself(self, *others: object) -> list[Tensor]:
-        """Plans the ids; gives what plan_batch makes of them and of these arguments.
+        """Plans the ids and returns the results of plan_batch, which also receives `others`.
 
-        The plan comes first in that. It has as many entries as the batch has ids, because the
-        number of distinct ids is still on the device: -1 follows them.
+        The plan comes first in the results. The number of unique ids is still on the device, so
+        their list has as many entries as the batch has ids, padded with -1.
 
-        Raises IndexError if rows are held on the CPU and an id is out of range.
+        Raises IndexError if the rows are on the CPU and an id is out of range.
         """
         return self.plan_by(plan_batch, *others)
 
     def plan_by(self, plan: Callable[..., list[Tensor]], *others: object) -> list[Tensor]:
-        """As plan_by_itself, by an op that gives more, and of ids on the CPU a copy as the last."""
+        """Plans with an op that returns more than a plan, for CPU ids with their copy as last."""
         try:
             made = plan(self.ids, self.rows, *others)
         except IndexError as error:  # "<op>: id 5 at position 1 of <argument> is ..."
@@ -221,55 +221,55 @@ class BatchIds:
         return made
 
     def planned_as(self, plan: Sequence[Tensor]) -> None:
-        """Gives the plan of the ids, which were planned with those of other tables."""
+        """Stores the plan of these ids, which were planned together with other tables' ids."""
         if self._uncopied is not None and self.ids is not None:
             self._seen.append(SeenIds.of_copy(self.ids.clone(), self._uncopied))
         self.plan, self.ids = plan, None
 
     def __len__(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return len(self._begins) - 1
 
     @property
     def count(self) -> int:
-        """Ids in all."""
+        """The number of ids in all parts."""
         return self._begins[-1]
 
     def begin(self, part: int) -> int:
-        """How many ids come before those of a part."""
+        """The number of ids in all parts before this one."""
         return self._begins[part]
 
     def part_of(self, ids: Tensor) -> int | None:
-        """Which of the parts these ids are, if they are known to be one."""
+        """The index of the part that certainly equals `ids`, or None."""
         for part, seen in enumerate(self._seen):
             if seen.are(ids):
                 return part
         return None
 
     def keys(self) -> Iterator[Hashable]:
-        """Of each part, as SeenIds has it."""
+        """The `SeenIds.key` of each part."""
         return (seen.key for seen in self._seen)
 
     def is_part(self, part: int, ids: Tensor) -> bool:
-        """Whether these ids are known to be that part."""
+        """Whether `ids` certainly equal this part."""
         return self._seen[part].are(ids)
 
     def is_same(self, part: int, others: BatchIds, other: int) -> bool:
-        """Whether a part's ids are known to be those of a part of others."""
+        """Whether a part certainly equals part `other` of `others`."""
         return self._seen[part].are_those(others._seen[other])
 
     def shape(self, part: int) -> torch.Size:
-        """Of the ids of a part."""
+        """The shape of a part's ids."""
         return self._seen[part].shape
 
     def values(self, part: int) -> Tensor | None:
-        """The ids of a part, if the CPU has them."""
+        """The CPU copy of a part's ids, or None."""
         return self._seen[part].copied
 
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
-        """The places of the rows that a part names, in the part's shape.
+        """The positions of the rows that a part names, in the part's shape.
 
-        `places` are those of the distinct rows; by default their order.
+        `places` are the positions of the unique rows, by default 0, 1, 2 and so on.
         """
         entries = self.plan[1]
         if len(self._seen) > 1:
@@ -279,22 +279,22 @@ class BatchIds:
         return local if local.shape == shape else local.view(shape)
 
     def tensors(self) -> Iterator[Tensor]:
-        """The plan, and the ids that are kept."""
+        """The tensors of the plan and the recorded ids."""
         yield from self.plan
         yield from (seen.values for seen in self._seen)
 
     def planned_until(self, event: torch.cuda.Event | None) -> None:
-        """Says after which event the plan is there, if it is made beside the current stream."""
+        """Sets the event after which the plan is complete, if a side stream computes the plan."""
         self._planned = event
 
     def join(self) -> None:
-        """What the current stream gets from now on begins when the plan is there."""
+        """Makes the current stream wait until the plan is complete."""
         if self._planned is not None:
             torch.cuda.current_stream(self._planned.device).wait_event(self._planned)
             self._planned = None
 
     def error(self, bad: int, position: int, bad_id: int) -> IndexError:
-        """The error about so many ids out of range, the first of them at a position."""
+        """The error for `bad` ids out of range; the first bad id is at `position`."""
         return IndexError(
             f"{self.name}: id {bad_id} at position {position} is out of range for a table of"
             f" {self.rows} rows ({bad} of {self.count} ids are out of range); no row was moved"
@@ -302,14 +302,14 @@ class BatchIds:
 
 
 def _held_before(after: Planned | Tensor) -> tuple[Tensor, Tensor]:
-    """The ids of held rows, ascending, and the status that counts them; empty: all count."""
+    """Ascending ids of the rows before, and the status that counts them (empty: all count)."""
     if isinstance(after, Tensor):
         return after, after[:0]
     return after.parts.plan[0], after.parts.plan[4]
 
 
 class Planned(Protocol):
-    """Rows that are held are those of a plan."""
+    """A batch whose rows are listed in a plan."""
 
     parts: BatchIds
 
@@ -318,31 +318,31 @@ class Joint(Protocol):
     """The batches of several tables, planned as one."""
 
     bounds: list[int]
-    """Where the rows of each table begin among those of all, and where the last ones end."""
+    """Cumulative row counts: table k has the rows from `bounds[k]` to `bounds[k + 1]`."""
 
     def count(self) -> bool:
-        """Waits for the counts; whether all ids are good."""
+        """Waits for the counts and returns whether all ids are in range."""
 
 
 class PlannedBatch:
-    """The distinct rows of a batch, in address order: the order in which a step holds them.
+    """The unique rows of a batch in ascending order, which is their order in a step.
 
-    The ids of all `parts` are the batch. The row of the padding follows those, whether it is named
-    or not. `following()` is the batch that was planned after this one. Known after count() are
-    `held`, the number of distinct rows without the padding's, `ids`, theirs, ascending: `[held]`,
-    always the same tensor, and `loaded`, the ids with that of the padding behind them.
+    The batch consists of the ids of all `parts`. The row of the padding follows these rows, even if
+    no id names the padding. `following()` is the batch that was planned after this one.
+
+    count() sets `held`, the number of unique rows without the padding's. It also sets `ids`
+    `[held]`, the ascending ids, always in one tensor, and `loaded`, `ids` followed by the padding.
 
     Args:
-        after: the batch whose rows are held before this one's, or ids of held rows, ascending.
-        name: what errors call the module.
-        joint: what `parts` are planned in, with those of other tables, and which alone has the
-            lists of rows that arrive, stay and leave. The caller has counted the rows of all
-            before, and no ids are bad.
-        number: of the table in it.
+        after: The batch of the step before, or the ascending ids of that step's rows.
+        name: The name of the module in errors.
+        joint: The joint batch in which `parts` are planned with other tables' ids. Only it lists
+            arriving, staying and leaving rows. The caller must first check its ids with count().
+        number: The index of the table in `joint`.
 
     Raises:
-        IndexError: rows are held on the CPU and an id is out of range; a GPU's are reported by
-            count().
+        IndexError: The rows are on the CPU and an id is out of range. For rows on a GPU, count()
+            raises this error.
     """
 
     def __init__(
@@ -371,13 +371,13 @@ class PlannedBatch:
             after.following = weakref.ref(self)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept on the device of the rows."""
+        """All tensors that this batch keeps on the device of the rows."""
         yield from self.parts.tensors()
         if self.joint is None:
             yield from self._changes
 
     def count(self) -> None:
-        """Waits for the counts; IndexError if an id on a GPU is out of range."""
+        """Waits for the counts. Raises IndexError if an id on a GPU is out of range."""
         if self._is_counted:
             return
         if self.joint is not None:
@@ -398,23 +398,23 @@ class PlannedBatch:
 
     @property
     def brings(self) -> int:
-        """How many rows were not held before, without the padding's."""
+        """The number of rows that the batch before did not hold, without the padding's."""
         self.count()
         return self._arriving - (self._padding is not None)
 
     @property
     def arriving(self) -> tuple[Tensor, Tensor]:
-        """Ids and places of the rows that were not held before, then those of the padding."""
+        """Ids and positions of rows that the batch before did not hold, then the padding's."""
         return self._listed(0)
 
     @property
     def staying(self) -> tuple[Tensor, Tensor]:
-        """Places now and before of the rows that were held before as well."""
+        """New and old positions of the rows that the batch before held as well."""
         return self._listed(1)
 
     @property
     def leaving(self) -> tuple[Tensor, Tensor]:
-        """Ids and places before of the rows that this batch does not name."""
+        """Ids and old positions of the rows that this batch does not name."""
         return self._listed(2)
 
     def _listed(self, change: int) -> tuple[Tensor, Tensor]:
@@ -424,7 +424,7 @@ class PlannedBatch:
         return ids[:count], places[:count]
 
     def places_among(self, ids: Tensor) -> Tensor:
-        """Where its distinct rows are among others, which are held with them: `ids` ascending."""
+        """The positions of this batch's unique rows in `ids`, an ascending superset."""
         unique = self.parts.plan[0]
         places = torch.searchsorted(ids, unique)
         if self._padding is not None:
@@ -432,10 +432,10 @@ class PlannedBatch:
         return places
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
-        """The gradients of the rows that a part looked up, added up for each row of the batch.
+        """Sums the gradients of a part's lookups into one gradient per row of the batch.
 
-        `rows` are those of its ids, or with `source` those that it names for each id. The padding's
-        gradient is zeros.
+        `rows` has one gradient per id, or with `source` the gradients that it names for each id.
+        The gradient of the padding is zero.
         """
         parts, plan, begin = self.parts, self.parts.plan, self.parts.begin(part)
         if self._padding is None:
@@ -447,16 +447,16 @@ class PlannedBatch:
 
 
 class LoadedBatch(PlannedBatch):
-    """A batch of one lookup's ids, whose rows were loaded when it was planned and counted.
+    """A batch of one lookup's ids, whose rows the planning op has also counted and loaded.
 
-    `brought` are the rows, field by field.
+    `brought` are the loaded rows, one tensor per field.
 
     Args:
-        load: RowStore.load_batch, of the ids, the number of rows and the padding.
+        load: RowStore.load_batch, called with the ids, the number of rows and the padding.
         ids, rows, device, padding, name: As for PlannedBatch.
 
     Raises:
-        IndexError: An id is out of range; no row has moved.
+        IndexError: An id is out of range. No row has moved.
     """
 
     def __init__(
