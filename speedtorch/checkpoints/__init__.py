@@ -1,1 +1,1 @@
-"""Checkpoints: all of a training run in generations of a folder, saved and loaded."""
+"""Checkpoints: saves and loads a training run as numbered checkpoints (generations) of a folder."""

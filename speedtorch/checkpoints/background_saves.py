@@ -1,4 +1,4 @@
-"""Saves that go on in a thread of their own, from copies of what they save."""
+"""Background saves: threads that write checkpoints from copies of the tensors."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ _Tensors = Mapping[Any, Tensor | SomeRows]
 
 
 class _Save:
-    """A save that goes on, which one thread writes: that of begin(), or one that waits for it."""
+    """A pending save, written by exactly one thread: the one of begin(), or a waiting one."""
 
     def __init__(self, done: Future[Any], place: str, run: Callable[[], None]) -> None:
         self.done, self.place, self._run = done, place, run
         self._taken: dict[str, tuple[int, object]] = {}
 
     def take(self) -> bool:
-        """Lets this thread alone write it; False if a thread has taken it already."""
+        """Claims the save for this thread; False if a thread has claimed it already."""
         mine = threading.get_ident(), object()
-        return self._taken.setdefault("by", mine) is mine  # no signal comes between
+        return self._taken.setdefault("by", mine) is mine  # atomic, also against signal handlers
 
     def write(self) -> None:
-        """Writes it in this thread, unless a thread has taken it."""
+        """Writes the save in this thread, unless a thread has claimed it."""
         if self.take():
             self._run()
 
     def wait(self) -> None:
-        """Waits for its end; not within a signal of the thread that writes it."""
+        """Waits for the end, except in a signal handler of the writing thread, which would hang."""
         self.write()
         if self._taken["by"][0] != threading.get_ident():
             wait([self.done])
 
 
 _pending: dict[Future[Any], _Save] = {}
-"""Those that go on."""
-os.register_at_fork(after_in_child=_pending.clear)  # whose threads are not there
+"""The pending saves."""
+os.register_at_fork(after_in_child=_pending.clear)  # a child process has no writing threads
 
 
 def fitting(shards: Sequence[_Tensors], max_memory: int | None, sharing: int = 1) -> int:
-    """How many files, from the last one on, are to be copied.
+    """How many of the last files fit into memory as copies.
 
-    By default half of the memory that is available is theirs, and of so many processes that share
-    it.
+    `max_memory` is in bytes. The default is half of the available host memory, divided by the
+    number of processes that share it.
     """
     left = host_memory.available_bytes() // (2 * sharing) if max_memory is None else max_memory
     count = 0
@@ -71,7 +71,7 @@ def fitting(shards: Sequence[_Tensors], max_memory: int | None, sharing: int = 1
 
 
 def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
-    """All tensors as they are now, in plain host memory."""
+    """Copies all tensors to pageable host memory."""
 
     def copied(given: Tensor | SomeRows) -> Tensor:
         if isinstance(given, SomeRows):
@@ -82,26 +82,26 @@ def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
 
 
 def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_Result]:
-    """Runs the rest of a save; the interpreter does not end before.
+    """Runs the rest of a save in a thread, which ends before the interpreter exits.
 
-    An error is warned of at once, and raised by the future's result(). Where no thread can be
-    started, that is raised, and what has been made is undone.
+    An error raises a warning at once, and the future's result() raises it. If no thread can be
+    started, `undo` is closed and this call raises.
     """
     done: Future[_Result] = Future()
-    # The end of a process of multiprocessing waits here, before it runs its other finalizers.
+    # A multiprocessing process waits here at its end, before it runs its other finalizers.
     ending = Finalize(None, wait, ([done],), exitpriority=100)
 
     def run() -> None:
         try:
             result = work()
         except BaseException as error:
-            # The future is not to keep what was saved, as the frames of its error would.
+            # The frames of the error would keep the saved tensors alive with the future.
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             text = f"speedtorch.async_save, in the background, to {folder}, has failed: {error!r}"
             try:
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
-            finally:  # also where warnings are errors
+            finally:  # also if warnings are errors
                 _pending.pop(done, None)
                 done.set_exception(error)
         else:
@@ -116,7 +116,7 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     try:
         thread.start()
     except BaseException:
-        if thread.ident is None and save.take():  # there is no room for another
+        if thread.ident is None and save.take():  # the system cannot start another thread
             _pending.pop(done, None)
             ending.cancel()
             undo.__exit__(*sys.exc_info())
@@ -125,9 +125,9 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
 
 
 def wait_for(folder: str) -> None:
-    """Waits until no save to a folder goes on in the background; its error has been told.
+    """Waits until no background save to a folder is pending; does not raise their errors.
 
-    One that no thread has begun to write is written here: a signal may have come before its thread.
+    Writes saves that no thread has claimed: a signal handler may run before the save's thread.
     """
     place = os.path.realpath(folder)
     for each in list(_pending.values()):

@@ -1,4 +1,4 @@
-"""Deltas: what is written against a base, of tables that note their changes the changed rows."""
+"""Deltas: chooses the tensors of an incremental checkpoint, with only changed rows of tables."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ __all__ = ["Change", "change_since"]
 
 _Written = TypeVar("_Written")
 
-LONGEST_CHAIN = 256  # each file takes a descriptor when it is loaded
-_IDS = "changed rows"  # how the names of ids begin
+LONGEST_CHAIN = 256  # a load uses one file descriptor for each file of the chain
+_IDS = "changed rows"  # prefix of the ids' keys
 
 
 class Change(NamedTuple):
-    """What is written, by keys: by one process, the first rank, and by all ranks together."""
+    """The tensors to write, by key."""
 
     against: SavedGeneration | None  # the base
-    own: dict[str, Tensor | SomeRows]
-    shared: dict[str, JoinedRows]
-    ids_of: dict[str, str]  # by the key of changed rows: that of their ids
+    own: dict[str, Tensor | SomeRows]  # written by one process, the first rank
+    shared: dict[str, JoinedRows]  # written by all ranks together
+    ids_of: dict[str, str]  # the key of changed rows -> the key of their ids
 
     @property
     def base(self) -> int | None:
-        """The number of the base, if there is one."""
+        """The number of the base, or None."""
         return None if self.against is None else self.against.number
 
 
 def change_since(ranks: Together, folder: str, base: int | None, tensors: SavedTensors) -> Change:
-    """Looks what has changed since a generation, as all ranks know it."""
+    """Finds the changes since `base` that all ranks know; all tensors if its chain is too long."""
 
     def whole() -> Change:
         shared = {key: JoinedRows.of(each) for key, each in tensors.shared.items()}
@@ -77,9 +77,9 @@ def _delta(
     changed: Mapping[str, Changed[_Written]],
     taken: Collection[str],
 ) -> tuple[dict[str, _Written], dict[str, str]]:
-    """Tensors by key, of some only changed rows and their ids; and the ids' keys by the rows' keys.
+    """Replaces `changed` tensors by their changed rows and ids; also returns the ids' keys.
 
-    The ids' keys are new ones, which are not `taken`.
+    The ids' keys are new and not in `taken`. The second dict maps the rows' keys to them.
     """
     made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
     for key, each in changed.items():
@@ -97,9 +97,9 @@ def _joined(
     every: Sequence[Mapping[str, tuple[Hashable, int]]],
     rank: int,
 ) -> Iterator[tuple[str, Changed[JoinedRows]]]:
-    """What ranks write together of `shared` tensors whose changes all know; gives their keys.
+    """Yields the joined changed rows, by key, of `shared` tensors whose changes all ranks know.
 
-    `own` is what this rank knows; `every` has each rank's groups and numbers of changed rows.
+    `own` has this rank's changes; `every` has each rank's groups and numbers of changed rows.
     """
     for key, each in shared.items():
         of_ranks = [known[key] for known in every if key in known]

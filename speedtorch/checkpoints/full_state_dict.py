@@ -1,4 +1,4 @@
-"""full_state_dict: all rows on the first rank, for what saves a state_dict() of one process."""
+"""full_state_dict: gathers all rows on the first rank, for libraries that save on one process."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ __all__ = ["full_state_dict"]
 
 @contextmanager
 def full_state_dict(model: nn.Module) -> Iterator[None]:
-    """Lets the first rank's state_dict() have all rows of a sharded model, and their state.
+    """Makes state_dict() on the first rank contain all rows of a sharded model and their state.
 
-    For libraries whose first rank saves by torch.save or safetensors: accelerate, Lightning and
-    transformers' Trainer. All ranks begin the block; each then saves as without speedtorch. Within
-    it state_dict() of the model, of what wraps it and of an attached optimizer has plain tensors on
-    the first rank: copies in host memory of what the rows were when the block began. Load as
-    always, outside of it: load_state_dict() of sharded modules takes all rows and keeps the rank's
-    share. A model without sharded rows stays as it is.
+    Use this with libraries whose first rank saves by torch.save or safetensors: accelerate,
+    Lightning and transformers' Trainer. All ranks enter the block and save as without speedtorch.
+    Within the block, state_dict() of the model, of its wrapper and of an attached optimizer has
+    plain tensors on the first rank: copies in host memory of the rows at the block's begin. Load
+    outside of the block: load_state_dict() of a sharded module accepts all rows and loads the
+    rank's shard. A model without sharded rows does not change.
 
-    The first rank needs host memory for all rows and their state. For more than it has there is
-    torch.distributed.checkpoint, which belongs outside of the block.
+    The first rank needs host memory for all rows and their state. If that is too much, use
+    torch.distributed.checkpoint outside of the block.
 
     Args:
-        model: Has sharded Embeddings, EmbeddingBags or collections, or wraps a model that has some.
+        model: A model with sharded Embeddings, EmbeddingBags or collections, or its wrapper.
 
     Raises:
         MemoryError: The first rank has too little host memory.
-        RuntimeError: Not all ranks begin the block, with the same modules and optimizers.
+        RuntimeError: The ranks do not all enter the block with the same modules and optimizers.
 
-        Both raise on all ranks; nothing has changed then.
+        Both raise on all ranks, and nothing has changed.
 
     Example:
         On all ranks::
@@ -62,7 +62,7 @@ def full_state_dict(model: nn.Module) -> Iterator[None]:
 def _collected(
     ranks: Ranks, modules: list[tuple[RowModule, ShardedRows]]
 ) -> list[tuple[RowModule, Mapping[str, Tensor]]]:
-    """All rows of modules by their fields, on the first rank; nothing on the others."""
+    """Gathers all rows of modules, by field, on the first rank; empty on the other ranks."""
     modules[0][1].meet_for_all()
     full: list[dict[str, Tensor]] = []
     names: list[list[str]] = []
@@ -95,7 +95,7 @@ def _collected(
 def _room(
     modules: list[tuple[RowModule, ShardedRows]], names: list[list[str]]
 ) -> list[dict[str, Tensor]]:
-    """Host memory for all rows; MemoryError if there is too little."""
+    """Allocates host memory for all rows; raises MemoryError if there is too little."""
     needed = 0
     for (module, _), fields in zip(modules, names, strict=True):
         table = module.trained_rows.table

@@ -1,4 +1,4 @@
-"""GenerationWriter: writes a new generation of a folder, by one process or by ranks together."""
+"""GenerationWriter: writes a new checkpoint, by one process or by all ranks together."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
 
 @dataclass(eq=False)
 class GenerationWriter:
-    """A generation that is written, by one process or by ranks together.
+    """Writes one checkpoint, by one process or by all ranks together.
 
-    Each method is called by all ranks, in the order in which they stand here. An error of one rank
-    raises on all of them, and the generations of before stay. Its caller closes `stack` once it is
-    written, or has failed.
+    All ranks call the methods in the order of their definition. An error on one rank raises on all
+    ranks, and the previous checkpoints remain. The caller closes `stack` at the end, also after an
+    error.
     """
 
     _ranks: Together
@@ -57,7 +57,7 @@ class GenerationWriter:
             JoinedFile(f"rows-{at:05d}.safetensors", each)
             for at, each in enumerate(_shards(self.change.shared), 1)
         ]
-        # This rank's rows in each file of all ranks, and its own files.
+        # First this rank's rows of each file that all ranks write, then the files of one process.
         self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
         self.jobs += _shards(self.change.own)
         self._entries: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ class GenerationWriter:
         self._moments: Moments = []
 
     def make(self, keep: int) -> None:
-        """Makes the folder, and the files of all ranks in it."""
+        """Creates the folder, and in it the files that all ranks write together."""
 
         def make() -> Generation:
             needed = partial(base_of, self._folder)
@@ -80,11 +80,11 @@ class GenerationWriter:
                 each.make(made.folder)
             return made
 
-        # The first rank's is the object whose number is certain once it has switched.
+        # Only the first rank's object gets the final number, when it switches.
         self._generation = by_first(self._ranks, make)
 
     def begin(self, tensors: SavedTensors, later: int, progress: bool | None) -> None:
-        """Writes the jobs, but for the last ones, so many, of which it makes copies."""
+        """Writes all jobs except for the last `later` ones, whose tensors are copied."""
         first = len(self.jobs) - later
         now = self.jobs[:first]
         total = sum(each.nbytes for job in now for each in job.values())
@@ -98,7 +98,7 @@ class GenerationWriter:
         agreed(self._ranks, begin)
 
     def go_beside(self, patience: float) -> None:
-        """Lets ranks agree beside the collectives of training from now on; see Meeting."""
+        """Replaces the collectives of the next stages by a Meeting, while training continues."""
         ranks = self._ranks
         meeting = Meeting(self._generation.meeting, ranks.rank, ranks.size, patience)
 
@@ -115,7 +115,7 @@ class GenerationWriter:
         self._ranks = meeting
 
     def finish(self) -> tuple[int, int]:
-        """Writes the rest and switches; gives the number, and the bytes of all files."""
+        """Writes the copies and publishes the checkpoint; returns its number and total bytes."""
         ranks = self._ranks
 
         def write() -> None:
@@ -141,7 +141,7 @@ class GenerationWriter:
         first: int,
         told: Callable[[int], object],
     ) -> None:
-        """Writes jobs, or copies of them, from the `first` on."""
+        """Writes jobs or their copies; `first` is the index of the first job."""
         for at, job in enumerate(jobs, first - len(self._files)):
             if at < 0:
                 self._files[at].write(self._generation.folder, job)
@@ -152,7 +152,7 @@ class GenerationWriter:
                 self._entries.append({"name": name, "bytes": file.count, "crc32c": digests})
 
     def _switch(self) -> tuple[int, int, str]:
-        """Puts the generation in its place; gives its number, all bytes, and its digest."""
+        """Publishes the checkpoint; returns its number, total bytes and digest."""
         against = self.change.against
         with self._switching.pop_all():
             content = {"version": VERSION, "files": self._entries, "parts": self._values}
@@ -178,11 +178,11 @@ class GenerationWriter:
 
 
 def _shards(tensors: Mapping[str, _Written]) -> Iterator[dict[str, _Written]]:
-    """Those of one file each."""
+    """Splits tensors into files of limited bytes, tensors and header size."""
     shard: dict[str, _Written] = {}
     nbytes = of_header = 0
     for key, each in tensors.items():
-        of_entry = len(json.dumps([key, *each.shape])) + 100  # with its dtype and its offsets
+        of_entry = len(json.dumps([key, *each.shape])) + 100  # 100 for dtype and offsets
         is_full = nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS
         if shard and (is_full or of_header + of_entry > safetensors_format.LARGEST_HEADER):
             yield shard

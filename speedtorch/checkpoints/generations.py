@@ -1,8 +1,8 @@
-"""Generations: folders with numbers within a folder, each whole and on the disk, or not there.
+"""Generations: numbered checkpoint folders, each complete on the disk or absent.
 
-A generation is written under a hidden name, synced, and then renamed in one step, also at a power
-loss. A reader takes the highest number; one that is being removed meanwhile stays readable where it
-is open, and is looked for again where it is not.
+A checkpoint is written under a hidden name, synced, and then renamed, which is atomic also at a
+power loss. A reader opens the highest number. If that is removed meanwhile, opened files remain
+readable, and the reader otherwise searches again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _HIDDEN = re.compile(rf"\.generation-\d+\.{TOKEN}\.(partial|old|ranks)")
 
 
 def path_of(folder: str, number: int) -> str:
-    """Where a generation is."""
+    """The path of a checkpoint's folder."""
     return os.path.join(folder, f"generation-{number:08d}")
 
 
 def generations_of(folder: str) -> list[int]:
-    """The numbers of those that there are, ascending; none where there is no such folder.
+    """The numbers of a folder's checkpoints, ascending; empty if the folder is missing.
 
-    Other entries are passed over: files, links to nothing, folders of other names or contents.
-    Raises NotADirectoryError for a file.
+    Ignores all other entries: files, broken links, folders with other names or contents. Raises
+    NotADirectoryError if `folder` is a file.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         text = "is a file; name the folder that has, or is to have, the generations"
@@ -52,20 +52,20 @@ def generations_of(folder: str) -> list[int]:
             )
             if found:
                 return found
-            before = names  # the last one may have been removed since, after the next one came
+            before = names  # meanwhile a save may have replaced the last checkpoint: list again
     return []
 
 
 def check_number(what: str, given: object) -> None:
-    """Raises TypeError for what is no number of a generation, nor None."""
+    """Raises TypeError unless `given` is an int or None."""
     if isinstance(given, bool) or not isinstance(given, int | None):
         raise TypeError(f"{what}: expected a number, as Saved.generation is, got {given!r}")
 
 
 def chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
-    """The number of a generation that is there: this one, or the last that is not `damaged`.
+    """The number of an existing checkpoint: `generation`, or the last that is not `damaged`.
 
-    Raises FileNotFoundError if it is not there, ValueError if all are damaged.
+    Raises FileNotFoundError if it does not exist, ValueError if all are damaged.
     """
     there = generations_of(folder)
     if generation in there:
@@ -82,21 +82,21 @@ def chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {})
 
 @dataclass
 class Generation:
-    """One in the making."""
+    """A checkpoint that is being written."""
 
-    number: int  # certain once it is there
+    number: int  # may increase in switch()
     folder: str  # where its files are written
 
     @property
     def meeting(self) -> str:
-        """A folder beside it for ranks that write it together; what is left is removed as well."""
+        """A sibling folder for the ranks' Meeting; a later save removes abandoned ones."""
         return f"{self.folder.removesuffix('partial')}ranks"
 
     def switch(self, folder: str) -> None:
-        """Renames it to the first free number after all others."""
-        # Other processes may have saved meanwhile. A number before theirs would be removed.
+        """Renames the folder to the first free number after all others."""
+        # Other processes may have saved meanwhile. A lower number would be removed as too old.
         self.number = max(generations_of(folder), default=0) + 1
-        # What has the name may be no folder.
+        # A file may have the name.
         while not rename_folder(self.folder, path_of(folder, self.number), errno.ENOTDIR):
             self.number = max([self.number, *generations_of(folder)]) + 1
 
@@ -105,19 +105,19 @@ class Generation:
 def new_generation(
     folder: str, keep: int, base_of: Callable[[int], int | None], base: int | None = None
 ) -> Iterator[Generation]:
-    """Makes the next generation of a folder.
+    """Makes the next checkpoint of a folder.
 
-    Within the `with` block every file is written and synced. Then the folder switches, and all
-    generations but the last `keep` are removed, and those that they go on from: `base` is that of
-    the new one, and `base_of` says which an older one needs, or None. An error leaves what was
-    there. What killed processes have left is removed first, unless another process saves to this
-    folder now.
+    The caller writes and syncs every file within the `with` block. Then the new folder is renamed,
+    and all checkpoints are removed except for the last `keep` and their bases. `base` is the base
+    of the new checkpoint, and `base_of` returns the base of an older one, or None. After an error
+    all previous checkpoints remain. Leftovers of killed processes are removed first, unless another
+    process saves to this folder now.
 
     Raises:
-        OSError: Of the disk. If syncing the folder fails, the message says that the new generation
-            is in place.
+        OSError: The disk raises an error. If syncing the folder fails, the message says that the
+            new checkpoint is in place.
     """
-    generations_of(folder)  # or it is no folder
+    generations_of(folder)  # raises if `folder` is a file
     os.makedirs(folder, exist_ok=True)
     folder = os.path.realpath(folder)
     token, number = new_token(), max(generations_of(folder), default=0) + 1
@@ -132,9 +132,9 @@ def new_generation(
         bases |= {each: base_of(each) for each in numbers if each not in bases}
         for number in _unneeded(numbers, keep, bases):
             hidden = os.path.join(folder, f".generation-{number}.{token}.old")
-            with suppress(FileNotFoundError):  # another process has done so
-                calls.rename(path_of(folder, number), hidden)  # at once no generation any more
-                if os.path.islink(hidden):  # to another disk
+            with suppress(FileNotFoundError):  # another process has removed it
+                calls.rename(path_of(folder, number), hidden)  # hides it atomically
+                if os.path.islink(hidden):  # a link to another disk
                     calls.unlink(hidden)
                 else:
                     shutil.rmtree(hidden)
@@ -144,7 +144,7 @@ def new_generation(
 
 
 def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) -> list[int]:
-    """Generations to remove, the last one first: a delta is removed before its base."""
+    """The checkpoints to remove, the latest first, so that a delta is removed before its base."""
     needed: set[int] = set()
     for each in numbers[-keep:]:
         at: int | None = each

@@ -1,7 +1,7 @@
-"""Files that ranks write together: one file has all rows of some tensors, and each rank writes its.
+"""JoinedFile: a file with all rows of some sharded tensors, which all ranks write together.
 
-The first rank makes the file, each writes its rows to their places in it, and each looks up the
-digests of a part of it. So the file is that of one process, and is loaded as such.
+The first rank creates the file. Each rank writes its rows to their places, and then computes the
+digests of one part. The result is the same file as from one process.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ __all__ = ["JoinedFile", "JoinedRows"]
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows `[rows, ...]` of which each rank has some."""
+    """Rows `[rows, ...]` that are sharded among ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    own: Mapping[int, Tensor | SomeRows]  # this rank's, by the place of each run's first row
+    own: Mapping[int, Tensor | SomeRows]  # this rank's runs of rows, by the place of the first row
 
     @classmethod
     def of(cls, rows: SharedRows) -> JoinedRows:
-        """All rows of a field."""
+        """All rows of a tensor."""
         own = {there.start: rows.field[here.start : here.stop] for there, here in rows.blocks}
         return cls(tuple(rows.shape), rows.dtype, own)
 
     @property
     def nbytes(self) -> int:
-        """Of all."""
+        """Bytes of all ranks' rows."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _writer_of_runs(descriptor: int, runs: Mapping[int, int]) -> Callable[[memoryview], None]:
-    """What writes the next bytes of a file's runs: by where each begins, how many bytes it has."""
+    """A function that writes consecutive bytes to runs of a file, given as {offset: bytes}."""
     rest, left = iter(runs.items()), 0
 
     def write(data: memoryview) -> None:
@@ -63,13 +63,13 @@ def _writer_of_runs(descriptor: int, runs: Mapping[int, int]) -> Callable[[memor
 
 
 class JoinedFile:
-    """A file of rows that ranks write together."""
+    """A file of sharded rows that all ranks write together."""
 
     def __init__(self, name: str, tensors: Mapping[str, JoinedRows]) -> None:
         self.name = name
         self._header = safetensors_header({k: (e.shape, e.dtype) for k, e in tensors.items()})
         self.own: dict[int, Tensor | SomeRows] = {}
-        """The rows that this rank writes, by the bytes at which they begin."""
+        """The rows that this rank writes, by their byte offset in the file."""
         self.nbytes = len(self._header)
         for key in in_file_order({key: each.dtype for key, each in tensors.items()}):
             each = tensors[key]
@@ -80,13 +80,13 @@ class JoinedFile:
             self.nbytes += each.nbytes
 
     def make(self, folder: str) -> None:
-        """Makes it, with its header and room for all rows."""
+        """Creates the file with its header, and reserves space for all rows."""
         with replace_files([os.path.join(folder, self.name)]) as (file,):
             file.reserve(self.nbytes)
             file.write(self._header)
 
     def write(self, folder: str, own: Mapping[int, Tensor | SomeRows]) -> None:
-        """Writes this rank's rows, or copies of them, and brings them to the disk."""
+        """Writes this rank's rows, or copies of them, and syncs the file to the disk."""
         path = os.path.join(folder, self.name)
         runs = {begin: rows.nbytes for begin, rows in own.items()}
         with opened(path, os.O_WRONLY) as descriptor, about(path):
@@ -94,7 +94,7 @@ class JoinedFile:
             calls.fsync(descriptor)
 
     def own_digests(self, folder: str, ranks: Together) -> list[int]:
-        """The digests of this rank's part of the file's chunks."""
+        """Reads this rank's part of the file's chunks and returns their digests."""
         count = chunk_count(self.nbytes)
         first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))
         with open_to_read(os.path.join(folder, self.name)) as file:

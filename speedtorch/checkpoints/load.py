@@ -1,4 +1,4 @@
-"""load: fills objects with what save() has written of them, and returns the other values."""
+"""load: loads a checkpoint of save() into objects, and returns the other values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from speedtorch.torch_internals import as_plain
 
 __all__ = ["load"]
 
-_TRIES = 100  # each but the last meets the end of another save
+_TRIES = 100  # a try fails if another save ends meanwhile
 
 
 def load(
@@ -46,38 +46,39 @@ def load(
     progress: bool | None = None,
     **parts: Any,
 ) -> dict[str, Any]:
-    """Loads what save() has written: into the objects that are given, and gives the rest.
+    """Loads a checkpoint of save() into the given objects, and returns the other values.
 
     Every byte is compared with its digest, and every part with its object, before anything is
-    loaded. Objects with load code of their own are the exception: what they raise is known once
-    they load, which they do first. Rows go from the file to the table without a copy in between.
+    loaded. Objects with their own load code cannot be checked: they load first and may raise then.
+    Rows are copied from the mapped file directly to the table.
 
-    Where ranks share rows out, all of them call it together: an error of one leaves the objects of
-    all as they were.
+    If rows are sharded, all ranks call load() together. An error on one rank leaves the objects of
+    all ranks unchanged.
 
     Args:
-        path: The folder that save() was given.
-        generation: Its number. By default the last one; if one of its files, or of its base's, is
-            damaged or missing, the last whole one, with a RuntimeWarning that names both.
-        since: The number of the generation that the parts have now. If this one was written against
-            that (`save(base=)`), or is that, only the rows that have changed since are written to
-            the tables, and other threads may look rows up meanwhile; else all is loaded.
+        path: The folder that was passed to save().
+        generation: The number of the checkpoint; the default is the latest one. If a file of that
+            or of its base is damaged or missing, the latest intact checkpoint is loaded instead,
+            with a RuntimeWarning that names both.
+        since: The number of the checkpoint that the parts have now. If that is the loaded one or
+            one of its bases (`save(base=)`), only rows changed since then are written to the
+            tables, and other threads may look up rows meanwhile. Otherwise everything is loaded.
         verify: Compare all bytes with their digests.
         progress: As of save().
-        **parts: By the names of save(): what has a load_state_dict(), or a list of such. Optimizers
-            of tables are attached before.
+        **parts: Objects with a load_state_dict(), or lists of such objects, by the names in save().
+            Attach the optimizers of tables before.
 
     Returns:
         All other parts by name; tensors are on the CPU.
 
     Raises:
-        FileNotFoundError: There is no generation, or not this one.
+        FileNotFoundError: There is no checkpoint, or not this one.
         KeyError: A part was not saved.
         TypeError: A part has no load_state_dict().
-        ValueError: A file of this generation, or of each one, is damaged, cut, missing, or none of
-            ours, or an optimizer does not take its part; nothing has been loaded.
-        RuntimeError: A module does not take its part, or another rank has raised an error; nothing
-            has been loaded.
+        ValueError: A file of this checkpoint, or of every one, is damaged, cut, missing or of an
+            unsupported format, or a part does not fit an optimizer; nothing has been loaded.
+        RuntimeError: A part does not fit a module, or another rank has raised an error; nothing has
+            been loaded.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -99,7 +100,7 @@ def load(
     damaged: dict[int, str] = {}
 
     def prepare() -> tuple[str | None, list[tuple[int, str]]]:
-        """Gives the digest of the generation, None if it was removed meanwhile; and `damaged`."""
+        """Returns the digest of the checkpoint (None if it was removed meanwhile) and `damaged`."""
         check_number("generation", generation)
         check_number("since", since)
         for name, part in parts.items():
@@ -123,7 +124,7 @@ def load(
                     raise
                 damaged[number] = damaged[error.generation] = error.text
             except Exception:
-                _warn_of(damaged, number)  # of before, whose parts may be others
+                _warn_of(damaged, number)  # the older checkpoint may be the cause of the error
                 raise
             else:
                 _warn_of(damaged, number)
@@ -151,7 +152,7 @@ def _prepared(
     verify: bool,
     progress: bool | None,
 ) -> Callable[[], dict[str, Any]]:
-    """Reads and checks all that is loaded; what it returns fills parts, and gives the rest."""
+    """Reads and checks everything; returns a function that loads it and returns other values."""
     if verify:
         opened.verify(progress)
     saved = opened.manifest["parts"]
@@ -180,7 +181,7 @@ def _prepared(
     known = [check_loads(*each) for each in pairs]
     for each in pairs:
         fill_shards(*each)
-    # What may still raise loads first, while the other objects are unchanged.
+    # Objects whose load may still raise are first, while the other objects are unchanged.
     order = sorted(range(len(pairs)), key=known.__getitem__)
 
     def fill() -> dict[str, Any]:
@@ -191,7 +192,7 @@ def _prepared(
             if isinstance(part, Optimizer):
                 opened.let_go(part)
         if any_notes_changes():
-            # Its load_state_dict() may have done otherwise, or rows were not those of `since`.
+            # Compares, because load_state_dict() may change values, and `since` may be wrong.
             same = {
                 key: each
                 for name, part in parts.items()
@@ -209,7 +210,7 @@ def _objects(part: Any) -> Sequence[Any]:
 
 
 def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str, Tensor]:
-    """The fields of tables that a part and a generation have, by their keys there."""
+    """The tensors of tables that both a part and a checkpoint have, by the checkpoint's keys."""
     if _copies(part):
         return {}
     tensors = SavedTensors()
@@ -223,12 +224,12 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
 
 
 def _copies(part: Any) -> bool:
-    """Whether what loads a part may keep the tensors that it is given."""
+    """Whether load_state_dict() of a part may keep the tensors, which must then be copies."""
     return not all(isinstance(each, nn.Module | Optimizer) for each in _objects(part))
 
 
 def _warn_of(damaged: Mapping[int, str], number: int) -> None:
-    """Warns if a generation is loaded instead of later ones."""
+    """Warns if a checkpoint is loaded instead of later, damaged ones."""
     if later := {each: text for each, text in damaged.items() if each > number}:
         texts = "; ".join(dict.fromkeys(later.values()))
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Checks before a load: whether each object takes what was saved of it, while nothing changes."""
+"""Checks before a load whether each saved state fits its object, without any change."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["check_loads", "shares_rows"]
 
 _UNCHANGED = "nothing has been loaded"
 _SHAPED_OTHERWISE = ("Adafactor", "LBFGS", "Muon")
-"""Optimizers whose state has other shapes than their parameters."""
+"""Optimizers whose state tensors do not have the shapes of their parameters."""
 
 
 def shares_rows(part: Any) -> bool:
-    """Whether other ranks have rows of an object, too."""
+    """Whether an object has sharded rows."""
     if has_dtensors(part):
         return True
     if isinstance(part, nn.Module):
@@ -40,11 +40,11 @@ def shares_rows(part: Any) -> bool:
 
 
 def check_loads(name: str, part: Any, state: Any) -> bool:
-    """Raises unless an object takes a state; False if only its own load_state_dict() can tell.
+    """Checks whether a state fits an object; False if only its load_state_dict() can check that.
 
     Raises:
-        ValueError: The state has another form, or is that of another optimizer.
-        RuntimeError: It is that of another module.
+        ValueError: The state has a different form, or does not fit the optimizer.
+        RuntimeError: The state does not fit the module.
     """
     is_known = isinstance(part, nn.Module | Optimizer)
     if not isinstance(state, Mapping) and (is_known or isinstance(part.state_dict(), Mapping)):
@@ -64,7 +64,7 @@ def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> boo
         if isinstance(value, ReadOnlyRows):
             raise ValueError(f"{name}: loading {key!r}: the table {value.remedy}; {_UNCHANGED}")
     if not (wrong := [*_differences(module, own, state)]):
-        # Tensors of other classes say themselves what they take.
+        # Tensors of other classes do their own checks when they load.
         known = (Tensor, nn.Parameter, SharedRows)
         return all(type(e) in known for e in own.values() if isinstance(e, Tensor))
     if any(map(loads_by_own_code, module.modules())):
@@ -79,9 +79,9 @@ def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> boo
 def _differences(
     module: nn.Module, own: Mapping[str, Any], state: Mapping[Any, Any]
 ) -> Iterator[str]:
-    """What a module and a state do not have in common, in torch's words."""
+    """The differences between a module and a state, in torch's words."""
     for key in {**own, **state}:
-        # Rows of 16 bits load as float32, and norms load what was saved before they counted.
+        # float32 tables have no rounding_state, and norms of old files no num_batches_tracked.
         if key not in own:
             if not str(key).endswith("rounding_state"):
                 yield f"unexpected key {key!r}"
@@ -125,9 +125,9 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
 
 
 def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
-    """Loads a state, without the elements of its tensors, into a shallow copy.
+    """Loads a state with empty tensors into a shallow copy of the optimizer.
 
-    Raises ValueError for state of other shapes than the parameters, too, as torch does not.
+    Also raises ValueError if state and parameters differ in shape, which torch does not check.
     """
     is_shaped_alike = type(optimizer).__name__ not in _SHAPED_OTHERWISE
     parameters = [each for group in optimizer.param_groups for each in group["params"]]

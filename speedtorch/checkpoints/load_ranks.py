@@ -1,6 +1,6 @@
-"""Ranks that load together: they agree through torch's store, beside collectives of other threads.
+"""LoadRanks: an all-gather for load(), through torch's store instead of collectives.
 
-Rows may be looked up while changed rows are loaded: a collective here could meet one of a lookup.
+Other threads may look up rows during a load: a collective here could be paired with a lookup's.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from speedtorch.torch_internals import prefix_store
 __all__ = ["LoadRanks"]
 
 _counts: weakref.WeakKeyDictionary[Ranks, int] = weakref.WeakKeyDictionary()
-"""The number of values that ranks have exchanged here; the same on all of them."""
+"""The number of all-gathers so far, the same on all ranks."""
 
 
 class LoadRanks(Together):
-    """The processes that load one generation; see Together."""
+    """The processes that load one checkpoint; see Together."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -29,9 +29,9 @@ class LoadRanks(Together):
         self._store = prefix_store(f"speedtorch load {ranks.name}")
 
     def every(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank: lists, numbers, strings and None.
+        """All-gathers values of lists, numbers, strings and None.
 
-        Raises RuntimeError if a rank does not load in time.
+        Raises RuntimeError if a rank does not call load() in time.
         """
         number = _counts[self._ranks] = _counts.get(self._ranks, 0) + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
@@ -44,6 +44,6 @@ class LoadRanks(Together):
                 f" together ({error})"
             ) from error
         said = [json.loads(self._store.get(key)) for key in keys]
-        if number > 1:  # all ranks are at this call, and have read the values of the last one
+        if number > 1:  # all ranks are at this call, and have read the previous values
             self._store.delete_key(f"{number - 1}/{self.rank}")
         return said

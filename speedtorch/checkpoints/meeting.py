@@ -1,7 +1,7 @@
-"""Meeting: ranks tell each other by files how far they are, beside the collectives of training.
+"""Meeting: an all-gather by files, concurrent with the collectives of training.
 
-Each rank has a file and appends a line of JSON for each value; an empty line says that it is gone.
-It also has a lock on its file, which the system takes away when its process ends.
+Each rank appends a line of JSON to its file for each value, and an empty line when it leaves. Each
+rank also locks its file. The system releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-3, 0.25  # seconds
 
 
 class Meeting:
-    """Ranks that write one generation while training goes on; see Together.
+    """Ranks that write one checkpoint while training continues; see Together.
 
-    The first rank makes the folder by make() before all enter, leaves last, and calls remove(). A
-    rank waits `patience` seconds for a line of another one if locks do not tell whether that is
-    still there.
+    The first rank calls make() before any rank enters, leaves last, and calls remove(). If locks
+    do not show whether a process lives, a rank waits `patience` seconds for another rank's line.
     """
 
     def __init__(self, folder: str, rank: int, size: int, patience: float) -> None:
@@ -48,14 +47,14 @@ class Meeting:
         self._left = ExitStack()
 
     def make(self) -> None:
-        """Makes the folder with a file of each rank: others find at once what it writes."""
+        """Creates the folder with a file for each rank, so that all ranks can read at once."""
         calls.make_folder(self._folder)
         for rank in range(self.size):
             with opened(self._path(rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL):
                 pass
 
     def remove(self) -> None:
-        """Removes it, unless another rank may still look there: the next save removes it then."""
+        """Removes the folder; if a rank may still read there, the next save removes it instead."""
         if not self._in_use:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -64,42 +63,42 @@ class Meeting:
             if self.rank == 0:
                 parent = stack.enter_context(opened_folder(os.path.dirname(self._folder)))
                 with where_supported(errno.EBADF, errno.ENOLCK):
-                    share_lock(parent)  # no other save takes the folder for one that was left
+                    share_lock(parent)  # or another save would remove the folder as abandoned
             file = opened(self._path(self.rank), os.O_WRONLY | os.O_APPEND)
             self._file = stack.enter_context(file)
-            with suppress(OSError):  # no locks here, which other ranks see
+            with suppress(OSError):  # no locks on this file system: look_for_locks() returns False
                 calls.own(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._left, self._in_use = stack.pop_all(), True
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._left, suppress(OSError):
-            with suppress(OSError):  # the lock goes all the same
+            with suppress(OSError):  # the lock is released in any case
                 write_all(self._file, b"\n")
             if self.rank == 0:
                 for rank in self._others():
-                    while self._line(rank):  # until there is none to come
+                    while self._line(rank):  # until the rank has left or ended
                         pass
             self._in_use = False
 
     def look_for_locks(self, ranks: Together) -> bool:
-        """Whether each rank sees the locks of all others, which have entered: these tell then."""
+        """Whether all ranks, which have entered, see all locks; locks then show who has ended."""
         sees_all = False
-        with suppress(OSError):  # no locks here
+        with suppress(OSError):  # no locks on this file system
             sees_all = not any(map(self._is_free, self._others()))
         self._sees_locks = all(ranks.every(sees_all))
         return self._sees_locks
 
     def every(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank: lists, numbers, strings and None.
+        """All-gathers values of lists, numbers, strings and None.
 
-        Raises RuntimeError if one has ended, or given up.
+        Raises RuntimeError if another rank has ended or left.
         """
         self._say(value)
         return [value if rank == self.rank else self._said(rank) for rank in range(self.size)]
 
     def agreed(self, value: Any) -> Any:
-        """What the first rank says; see every()."""
+        """Broadcasts the first rank's value; see every()."""
         if self.rank:
             return self._said(0)
         self._say(value)
@@ -107,7 +106,7 @@ class Meeting:
 
     def _say(self, value: Any) -> None:
         write_all(self._file, json.dumps(value).encode() + b"\n")
-        calls.fsync(self._file)  # a network file system shows it to others then
+        calls.fsync(self._file)  # makes the line visible to others on a network file system
 
     def _said(self, rank: int) -> Any:
         if line := self._line(rank):
@@ -115,11 +114,11 @@ class Meeting:
         raise RuntimeError(f"save: rank {rank} has ended, or given up")
 
     def _others(self) -> list[int]:
-        """Own files are opened once: closing one again would release the lock."""
+        """Without this rank: opening and closing its own file again would release its lock."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _line(self, rank: int) -> bytes:
-        """The next line of another rank; an empty one if there is none to come."""
+        """Waits for the next line of another rank; empty if the rank has left or ended."""
         begin, nap = time.monotonic(), _SHORTEST_NAP
         while True:
             waited = time.monotonic() - begin
@@ -134,7 +133,7 @@ class Meeting:
             nap = min(2 * nap, _LONGEST_NAP)
 
     def _is_free(self, rank: int) -> bool:
-        """Whether no process has the lock of another rank."""
+        """Whether no process holds another rank's lock."""
         with opened(self._path(rank), os.O_WRONLY) as descriptor:
             try:
                 calls.own(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

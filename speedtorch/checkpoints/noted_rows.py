@@ -1,4 +1,4 @@
-"""Rows of tables that note their changes: which checkpoints have them, and what changed since."""
+"""Change tracking: which checkpoints have a table's rows, and which rows have changed since."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ _Written = TypeVar("_Written")
 
 _known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str, str, int], int]]
 _known = weakref.WeakKeyDictionary()
-"""By a generation's digest, a key in it, a field and the first row: when the table's were that."""
-_MOST_KNOWN = 10_000  # of a table, as runs of months save often
+"""Version (moment) of a table's rows by checkpoint digest, tensor key, field and first row."""
+_MOST_KNOWN = 10_000  # entries per table; long runs save often
 
 
 class _Place(NamedTuple):
-    """Where rows of a tensor are in a table."""
+    """The place of a tensor's rows in a table."""
 
     table: HostTable
     field: str
     before: int  # rows of the field before `rows`
     rows: Tensor  # in the table's memory
-    blocks: _Ranges  # which of the tensor's rows are here, and where in `rows`
+    blocks: _Ranges  # the tensor's rows on this rank, and their places in `rows`
 
     @property
     def first(self) -> int:
-        """The first of them in the table."""
+        """The first of these rows in the table."""
         return self.before + (self.blocks[0][1].start if self.blocks else 0)
 
 
 Moments = list[tuple[str, _Place, int]]
-"""Rows of tables with their keys, and the moment up to which they are saved."""
+"""Keys, the places of their rows in tables, and the versions up to which the rows are saved."""
 
 
 @dataclass(frozen=True)
 class Changed(Generic[_Written]):
-    """Rows of a tensor that have changed, and their ids in it."""
+    """The changed rows of a tensor, and their ids."""
 
     group: Hashable  # the same for tensors of the same ids
     rows: _Written
@@ -60,9 +60,9 @@ class Changed(Generic[_Written]):
 def changed_rows(
     base: SavedGeneration, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Changed[Tensor | SomeRows]]]:
-    """Looks which rows have changed since a generation, where that is known; gives their keys.
+    """Yields the rows changed since a checkpoint, by key, of all tensors with known changes.
 
-    A table that did not note its changes then does from now on, if it can.
+    Begins change tracking of tables that can track changes and do not yet.
     """
     changed: dict[tuple[HostTable, int], Tensor] = {}
     groups: dict[Hashable, str] = {}
@@ -88,7 +88,7 @@ def changed_rows(
 
 
 def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
-    """Begins a new moment of the tables that note their changes, for all fields among these."""
+    """Begins a new version of the tables that track changes, for all of these tensors."""
     found = [(key, place_of(tensor)) for key, tensor in tensors.items()]
     noted = [(key, each) for key, each in found if each and each.table.changes]
     begun = {table: table.track_changes() for table in {each.table for _, each in noted}}
@@ -96,7 +96,7 @@ def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
 
 
 def remember(digest: str, moments: Moments) -> None:
-    """Says that a generation has these fields as they were at these moments."""
+    """Records that a checkpoint has these rows in these versions."""
     for key, place, moment in moments:
         of_table, what = _known.setdefault(place.table, {}), (digest, key, place.field, place.first)
         of_table.pop(what, None)
@@ -106,7 +106,7 @@ def remember(digest: str, moments: Moments) -> None:
 
 
 def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Writes rows by their ids, those that are here, to a tensor that is rows of a table."""
+    """Writes rows by their ids to a tensor of a table's rows; skips rows of other ranks."""
     place = place_of(tensor)
     assert place is not None
     for ids, rows in changes:
@@ -116,7 +116,7 @@ def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> N
 
 
 def are_same(tensor: Tensor, stored: Tensor) -> bool:
-    """Whether rows that note their changes, those that are here, have the same bytes."""
+    """Whether this rank's rows have the same bytes; False unless the table tracks changes."""
     place = place_of(tensor)
     if place is None or place.table.changes is None:
         return False
@@ -128,7 +128,7 @@ def are_same(tensor: Tensor, stored: Tensor) -> bool:
 
 
 def place_of(tensor: Tensor) -> _Place | None:
-    """Where rows of a table are in it; None for other tensors."""
+    """The place of a tensor's rows in their table; None if the tensor belongs to no table."""
     rows = tensor.field if isinstance(tensor, SharedRows) else tensor
     if (found := field_rows(rows)) is None:
         return None
@@ -138,9 +138,9 @@ def place_of(tensor: Tensor) -> _Place | None:
 
 
 def _across(ids: Tensor, ranges: _Ranges) -> tuple[Tensor, Tensor]:
-    """Which ids are in the first of each two ranges, `[n]`; and of those where in the second.
+    """Maps ids from the first range of each pair to the second: a mask `[n]`, and the mapped ids.
 
-    Ranges ascend, and ids are on the CPU.
+    Ranges ascend, and ids are on the CPU. The mask is False for ids outside of all first ranges.
     """
     if not ranges:
         return torch.zeros_like(ids, dtype=torch.bool), ids[:0]

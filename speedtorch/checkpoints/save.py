@@ -1,4 +1,4 @@
-"""save, async_save: all of a training run in one generation of a folder, or none of it."""
+"""save, async_save: write a training run atomically as a new checkpoint of a folder."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["Saved", "async_save", "save"]
 
 @dataclass(frozen=True)
 class Saved:
-    """What save() has written."""
+    """The result of save()."""
 
     path: str
-    """The folder of the generation."""
+    """The folder of the new checkpoint."""
     generation: int
     nbytes: int
-    """Of all files."""
+    """Bytes of all files."""
     seconds: float
     base: int | None = None
-    """The generation whose unchanged rows it goes on with."""
+    """The checkpoint that has the unchanged rows; None if all rows are written."""
     waited: float | None = None
     """Seconds until async_save() returned; None for save()."""
 
@@ -59,44 +59,45 @@ def save(
     progress: bool | None = None,
     **parts: Any,
 ) -> Saved:
-    """Saves all of a training run: tables, state, layers, schedulers, your own numbers.
+    """Saves a training run: tables, optimizer state, layers, schedulers and your own values.
 
-    `path` is a folder, in which each call makes a new generation: `generation-00000007` has
-    safetensors files and a manifest. It is there once every byte is on the disk, in one step: a
-    process that is killed, or a power loss, leaves the generations of before. Tables are written
-    block by block from where they are: no copy of them is made.
+    Each call makes a new checkpoint (generation) in the folder `path`. For example
+    `generation-00000007` has safetensors files and a manifest. The checkpoint appears in one step,
+    once every byte is on the disk. A killed process or a power loss leaves the previous checkpoints
+    intact. Tables are written block by block from host memory, without a copy.
 
-    Where ranks share rows out, every process of torch.distributed's default group calls it, with a
-    folder that all of them reach. Each writes its rows; all other values are the first one's. The
-    folder switches once all rows are on the disk: a rank that fails, or is killed, leaves the
-    generations of before, and the other ranks raise.
+    If rows are sharded, every process of torch.distributed's default group calls save() with a
+    folder that all processes reach. Each rank writes its rows; all other values are the first
+    rank's. The checkpoint appears once all rows are on the disk. If a rank fails or is killed, the
+    previous checkpoints remain and the other ranks raise.
 
     Args:
-        path: A folder, which is made if it is not there.
-        keep: How many generations stay; older ones are removed once the new one is there, but for
-            those that these need as their base.
-        base: The number of a generation of this folder: of tables only rows are written that have
-            changed since then. A table that had noted no changes, on one of the ranks that share it
-            out, is written as a whole, and notes them from now on (HostTable.track_changes) unless
-            a CUDA graph uses it. After 256 in a row all rows are written, and Saved.base is None.
-            No other process saves to the folder meanwhile.
-        progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
-            a moment and stderr is a terminal (None). There is none where ranks share rows out.
-        **parts: By names of your own, such as `model=`, `optimizer=`, `scheduler=`, `step=`: what
-            has a state_dict(), a list of such, or a value: None, numbers, strings, bytes, tensors,
-            NumPy's numbers and arrays, and dicts, lists and tuples of them.
+        path: A folder, which is created if missing.
+        keep: The number of checkpoints to keep. Older ones are removed once the new one is written,
+            except for bases that the kept ones need.
+        base: The number of a checkpoint of this folder. Only rows of tables that have changed since
+            then are written. A table is written as a whole if it did not track changes (for sharded
+            rows: on one of the ranks); it does from now on (HostTable.track_changes) unless a CUDA
+            graph uses it. After 256 such saves in a row all rows are written, and Saved.base is
+            None. No other process may save to the folder at the same time.
+        progress: Shows a bar on stderr: always (True), never (False), or if the save takes longer
+            than a moment and stderr is a terminal (None). There is no bar for sharded rows.
+        **parts: The parts by names of your own, such as `model=`, `optimizer=`, `scheduler=`,
+            `step=`. A part is an object with a state_dict(), a list of such objects, or a value:
+            None, numbers, strings, bytes, tensors, NumPy numbers and arrays, and dicts, lists and
+            tuples of these.
 
     Returns:
-        Where it is, and how many bytes were written in what time.
+        The path, number, bytes and duration of the new checkpoint.
 
     Raises:
-        TypeError: There is nothing to save, a part is called nearly as an option, or a file without
-            code cannot hold a value; it is named.
-        ValueError: `keep` is less than 1, a tensor is of a kind that safetensors files do not have,
-            the base is damaged, or ranks save different tables or in different ways.
-        FileNotFoundError: The base is not there.
-        OSError: Of the disk, such as too little room; the generations of before are as they were.
-        RuntimeError: Another rank has raised an error, which is told, or has ended.
+        TypeError: There is nothing to save, a part's name resembles an option, or a file without
+            code cannot hold a value, which the error names.
+        ValueError: `keep` is less than 1, safetensors files do not support a kind of tensor, the
+            base is damaged, or ranks save different tables or with different options.
+        FileNotFoundError: The base is missing.
+        OSError: The disk has too little space or an error; all previous checkpoints remain.
+        RuntimeError: Another rank has ended, or has raised an error, which the text includes.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -122,29 +123,29 @@ def async_save(
     max_memory: int | str | None = None,
     **parts: Any,
 ) -> Future[Saved]:
-    """Copies what save() would write, and writes it in a thread while training goes on.
+    """Copies the data of save() to host memory, and writes it in a thread while training continues.
 
-    The next save or load of the folder, and the end of the process, wait until it is written. Ranks
-    make no collectives meanwhile: they tell each other by files of the folder how far they are.
+    The next save or load of the folder and the end of the process wait until the checkpoint is
+    written. Meanwhile ranks coordinate by files in the folder, without collectives.
 
     Args:
         path: As of save().
         keep: As of save().
         base: As of save().
-        max_memory: Most bytes of the copies of this process, as a number or "64GiB"; by default
-            half of the host memory that is available, in equal parts for the ranks of a machine.
-            Files of tensors for which there is none left are written before the call returns.
+        max_memory: The maximum number of bytes for this process's copies, as a number or "64GiB".
+            The default is half of the available host memory, in equal parts for the ranks of a
+            machine. Files whose tensors do not fit are written before the call returns.
         **parts: As of save().
 
     Returns:
-        A concurrent.futures.Future, whose result() is what save() returns, or raises what went
-        wrong; a warning tells it at once.
+        A concurrent.futures.Future. Its result() returns the same as save(), or raises the error of
+        the save. An error also raises a warning at once.
 
     Raises:
-        MemoryError: There is too little for the copies; nothing was saved.
+        MemoryError: There is too little memory for the copies; nothing was saved.
         RuntimeError: No thread can be started; nothing was saved.
 
-    What save() raises before it writes is raised by the call as well.
+    The call also raises all errors that save() raises before it writes.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -155,7 +156,7 @@ def async_save(
         1
     """
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
-    folder = os.path.abspath(os.fsdecode(path))  # the program may change its folder meanwhile
+    folder = os.path.abspath(os.fsdecode(path))  # the program may change its working directory
     begun = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
     return background_saves.begin(folder, *begun)
 
@@ -169,10 +170,10 @@ _OPTIONS = {
 
 
 def _check_names(parts: Mapping[str, Any]) -> None:
-    """Raises TypeError for a part that may be meant as an option."""
+    """Raises TypeError if a part's name resembles an option."""
     if not parts:
         raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
-    # Not those of load: `generator` is a good name of a part.
+    # Without the options of load: `generator` is a good name for a part.
     of_save = [each for each, call in _OPTIONS.items() if call != "load"]
     plain = {each.replace("_", ""): each for each in (*of_save, "background")}
     for name in parts:
@@ -199,9 +200,9 @@ def _begun(
     beside: bool = False,
     max_bytes: int | None = None,
 ) -> tuple[Callable[[], Saved], ExitStack]:
-    """Begins a save; gives what writes the rest and switches, and what undoes it until then.
+    """Begins a save; returns a function that finishes it, and a stack that undoes it until then.
 
-    A save `beside` training needs the parts no more: all is written or copied.
+    A save `beside` training has then written or copied all parts.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
@@ -215,7 +216,7 @@ def _begun(
         ranks: Together = Ranks.of() if tensors.shared else Alone()
         _check_same(ranks, tensors.shared, {"base": base, "async": beside})
         if ranks.rank:
-            tensors.by_key.clear()  # they are the first one's
+            tensors.by_key.clear()  # the first rank writes them
         progress = False if tensors.shared else progress
         change = change_since(ranks, folder, base, tensors)
         writing = GenerationWriter(ranks, folder, change, values, stack)
@@ -240,7 +241,7 @@ def _begun(
 
 
 def _check_same(ranks: Together, shared: Mapping[str, SharedRows], how: Mapping[str, Any]) -> None:
-    """Raises ValueError on all ranks unless all save the same tables in the same way."""
+    """Raises ValueError on all ranks unless all save the same tables with the same options."""
     mine = [(key, tuple(each.shape), str(each.dtype)) for key, each in shared.items()], how
     for rank, theirs in enumerate(ranks.every(mine)):
         if theirs != mine:

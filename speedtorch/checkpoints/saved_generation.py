@@ -1,4 +1,4 @@
-"""SavedGeneration: what save() has written, to be read: whole, or rows over those of another."""
+"""SavedGeneration: reads a checkpoint of save(), full or incremental."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = ["FORMAT", "VERSION", "DamagedError", "SavedGeneration", "base_of"]
 
 FORMAT = "speedtorch checkpoint"
 VERSION = 3
-_CRC32_VERSIONS = (1, 2)  # that of a whole checkpoint and that of a delta; their digests are CRC-32
+_CRC32_VERSIONS = (1, 2)  # a full checkpoint and a delta, both with CRC-32 digests
 _LARGEST_MANIFEST = 1 << 30
 
 
 class DamagedError(ValueError):
-    """A generation lacks a file, or has other bytes than were written; `text` says which."""
+    """A file of a checkpoint is missing or has wrong bytes; `text` names the file."""
 
     def __init__(self, generation: int, text: str, others: str) -> None:
         super().__init__("; ".join(filter(None, (text, others))))
@@ -45,15 +45,15 @@ class DamagedError(ValueError):
 
 
 class SavedGeneration:
-    """A generation to read.
+    """A checkpoint to read.
 
-    If it has only the changed rows of some fields, it was written against its `base`, and `ids_of`
-    has by such a field's key that of the ids of its rows.
+    An incremental checkpoint has only the changed rows of some tensors, relative to its `base`.
+    `ids_of` maps the key of such a tensor to the key of the changed rows' ids.
     """
 
     def __init__(self, folder: str, number: int, later: int | None = None) -> None:
         self.number, self.path = number, path_of(folder, number)
-        self.digest = ""  # digest of the manifest, which has the digests of all files
+        self.digest = ""  # SHA-256 of the manifest, which has the digests of all files
         self.base: SavedGeneration | None = None
         self.ids_of: dict[str, str] = {}
         self._folder, self._later = folder, later
@@ -64,9 +64,9 @@ class SavedGeneration:
 
     @classmethod
     def opened(cls, folder: str, number: int) -> SavedGeneration:
-        """Maps its files and those of its chain, which may be longer than Python's stack.
+        """Maps the files of a checkpoint and its chain, iteratively because chains can be long.
 
-        Raises DamagedError if a file is damaged, or not there.
+        Raises DamagedError if a file is damaged or missing.
         """
         last = made = cls(folder, number)
         while "base" in last.manifest:
@@ -77,7 +77,7 @@ class SavedGeneration:
 
     @property
     def chain(self) -> list[SavedGeneration]:
-        """Itself, its base, that one's base and so on."""
+        """This checkpoint, its base, the base of its base, and so on."""
         found = [self]
         while (base := found[-1].base) is not None:
             found.append(base)
@@ -111,14 +111,14 @@ class SavedGeneration:
                 if file.size != nbytes:
                     raise ValueError(f"it has {file.size:,} bytes of {nbytes:,}")
                 arrays = safetensors_format.read_arrays(file.read, file.size)
-                mapped = file.map(calls.map_copy)  # what is written to the memory stays here
+                mapped = file.map(calls.map_copy)  # writes to the mapping do not change the file
             first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
             self._ranges.append(range(first, first + nbytes))
             self._arrays |= {key: (array, mapped) for key, array in arrays.items()}
 
     @contextmanager
     def _damage(self, name: str) -> Iterator[None]:
-        """Says in errors which file it is, and what else there is."""
+        """Turns errors into DamagedError with the file's path and the latest older checkpoint."""
         path, others = os.path.join(self.path, name), ""
         if self._older:
             others = f"load(..., generation={self._older[-1]}) is there"
@@ -167,23 +167,23 @@ class SavedGeneration:
         return self._whole_of(key)._arrays[key][0]
 
     def _whole_of(self, key: str) -> SavedGeneration:
-        """The one of its chain that has all rows of a tensor."""
+        """The checkpoint of the chain with all rows of a tensor."""
         at = self
         while at.base is not None and key in at.ids_of:
             at = at.base
         return at
 
     def has(self, key: str, like: Tensor) -> bool:
-        """Whether it has a tensor of the same shape and dtype under a key."""
+        """Whether the checkpoint has a tensor of the same shape and dtype under a key."""
         if key not in self._whole_of(key)._arrays:
             return False
         array = self.array(key)
         return (tuple(array.shape), array.dtype) == (tuple(like.shape), like.dtype)
 
     def changed_since(self, generation: int) -> dict[str, list[tuple[Tensor, Tensor]]] | None:
-        """Ids and rows that bring tables from a generation to this one, by key, in their order.
+        """By key the ids and rows to write, in order, to update tables from `generation` to this.
 
-        Returns None unless this is that generation, or its chain of bases contains it.
+        Returns None unless the chain contains `generation`.
         """
         later = list(itertools.takewhile(lambda each: each.number != generation, self.chain))
         if len(later) == len(self.chain):
@@ -192,7 +192,7 @@ class SavedGeneration:
         return {key: [each._rows(key) for each in reversed(later)] for key in keys}
 
     def _rows(self, key: str) -> tuple[Tensor, Tensor]:
-        """The ids of changed rows, all of them there, and the rows."""
+        """The ids of changed rows, checked to be in range, and the rows."""
         ids, count = self._mapped(self.ids_of[key]), self.array(key).shape[0]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
             with self._damage(self.ids_of[key]):
@@ -200,7 +200,7 @@ class SavedGeneration:
         return ids, self._mapped(key)
 
     def verify(self, progress: bool | None) -> None:
-        """Raises DamagedError unless all bytes are those that were written."""
+        """Compares all bytes with their digests; raises DamagedError if some differ."""
         files = [(each, entry) for each in self.chain for entry in each.manifest["files"]]
         total = sum(entry["bytes"] for _, entry in files)
         turn = Lock()
@@ -223,9 +223,9 @@ class SavedGeneration:
                             raise ValueError(f"its bytes from {begin:,} on are not those written")
 
     def value(self, name: str, instead: Mapping[str, Tensor], *, copies: bool) -> Any:
-        """The value of a part; its tensors are in the file's memory unless it `copies`.
+        """The value of a part; its tensors are mapped from the file, or copies if `copies`.
 
-        Some may be given by their keys.
+        Tensors in `instead` replace the file's tensors, by key.
         """
 
         def found(key: str) -> Tensor:
@@ -238,7 +238,7 @@ class SavedGeneration:
             return restored(self.manifest["parts"][name], found)
 
     def tensor(self, key: str) -> Tensor:
-        """A tensor in the file's memory, which is this process's own: with its changed rows."""
+        """A tensor in the private mapping of the file, with all changed rows written to it."""
         whole = self._whole_of(key)
         made = whole._mapped(key)
         for each in reversed(self.chain[: self.chain.index(whole)]):
@@ -249,15 +249,15 @@ class SavedGeneration:
         array, mapped = self._arrays[key]
         if array.nbytes == 0:
             return torch.empty(array.shape, dtype=array.dtype, device="cpu")
-        # A storage of these bytes alone: a deepcopy, as of an optimizer's groups, copies all of it.
+        # A storage of only these bytes: deepcopy (of an optimizer's groups) copies whole storages.
         part = torch.frombuffer(mapped, dtype=torch.uint8, count=array.nbytes, offset=array.offset)
-        if array.offset % array.dtype.itemsize:  # none of our files
+        if array.offset % array.dtype.itemsize:  # in files of other programs
             part = part.clone()
-        # No view of another tensor, which would keep that and with it the file.
+        # .data, because a view would keep a reference to its base tensor and so to the file.
         return part.view(array.dtype).view(array.shape).data
 
     def let_go(self, optimizer: Optimizer) -> None:
-        """Gives an optimizer tensors of its own where it has kept those of the file."""
+        """Copies the tensors of an optimizer's state that are still mapped from the file."""
         ranges = [part for each in self.chain for part in each._ranges]
         for _, each in plain_tensors("", dict(enumerate(optimizer.state.values()))):
             if each.is_cpu and each.numel() and any(each.data_ptr() in part for part in ranges):
@@ -265,7 +265,7 @@ class SavedGeneration:
 
 
 def _base_in(entry: Any) -> tuple[int, str]:
-    """The number and the digest of a generation, as a manifest has them."""
+    """The base's number and digest in a manifest; raises ValueError if they are malformed."""
     number, digest = entry["generation"], entry["sha256"]
     if type(number) is not int or number < 1 or not isinstance(digest, str):
         raise ValueError(f"it was written against {str(entry)[:80]}")
@@ -273,17 +273,17 @@ def _base_in(entry: Any) -> tuple[int, str]:
 
 
 def base_of(folder: str, number: int) -> int | None:
-    """The generation that another one was written against; None if it needs none, or is damaged.
+    """The number of a checkpoint's base; None if it has no base, is damaged or is missing.
 
-    Raises OSError of the disk.
+    Raises OSError on an error of the disk.
     """
     try:
         path = os.path.join(path_of(folder, number), "manifest.json")
         manifest = json.loads(read_file(path, _LARGEST_MANIFEST))
         return _base_in(manifest["base"])[0] if "base" in manifest else None
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None  # load() tells what it is
+        return None  # load() raises the error
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ELOOP):
             return None
-        raise  # it may need one
+        raise  # None would let new_generation() remove a base that is still needed

@@ -1,4 +1,4 @@
-"""SavedTensors: the tensors of a run's parts, by the keys under which files have them."""
+"""SavedTensors: the tensors of a run's parts, by their keys in the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["SavedTensors"]
 
 
 class SavedTensors:
-    """The tensors that a checkpoint has, each once.
+    """The tensors of a checkpoint, without duplicates.
 
     Attributes:
         by_key: Tensors of this process.
-        shared: Rows of which other ranks have some, too.
+        shared: Rows that are sharded among ranks.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class SavedTensors:
 
     @property
     def all_by_key(self) -> dict[str, Tensor]:
-        """Both."""
+        """`by_key` and `shared` together."""
         return {**self.by_key, **self.shared}
 
     def described(self, name: str, part: Any) -> Any:
-        """What JSON can hold of a part's state, or of a value; its tensors are kept here."""
+        """Converts a part's state, or a value, to JSON types, and keeps its tensors here."""
         if isinstance(part, list | tuple) and part and all(hasattr(e, "state_dict") for e in part):
             part = [each.state_dict() for each in part]
         elif hasattr(part, "state_dict"):
@@ -46,7 +46,7 @@ class SavedTensors:
         return described(name, part, self._keep)
 
     def _keep(self, name: str, tensor: Tensor) -> str:
-        """Takes one; what is the same memory in the same way has the same key."""
+        """Keeps a tensor and returns its key; views with the same memory and layout share a key."""
         plain = name.replace("'][", ".").replace("['", ".").replace("']", "")
         plain = plain.replace("][", ".").replace("[", ".").replace("]", "")
         key = next(
@@ -70,7 +70,7 @@ class SavedTensors:
 
 
 def _dense(name: str, tensor: Tensor) -> Tensor:
-    """A tensor whose rows can be written; raises for what has no plain elements."""
+    """A dense tensor with contiguous rows to write; raises if a tensor has no plain elements."""
     if isinstance(tensor, RowWeight):
         raise TypeError(
             f"{name}: stands for all rows of {tensor._rows.name}: give the module, its"

@@ -1,7 +1,7 @@
-"""Values of a training run as JSON, which names tensors where they are: no pickle, no code.
+"""Values of a training run as JSON with the names of tensors, without pickle and without code.
 
-A dict's keys are strings, numbers or bools; what JSON has no word for is a list that begins with
-one of our words.
+A dict's keys are strings, numbers or bools. A value of any type that JSON lacks is a list whose
+first item is the name of the type.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["described", "restored"]
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _SEQUENCES = {each.__name__.lower(): each for each in (list, tuple, torch.Size)}
 _DEEPEST = 100
-_LONG_BITS = 2048  # Python may refuse to turn ints of 640 digits into text: longer ones are hex
+_LONG_BITS = 2048  # longer ints are hex, as Python may limit decimal text to 640 digits
 
 
 def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: int = 0) -> Any:
-    """What JSON can hold of a value, which errors call `name`; the types are in save()'s docstring.
+    """Converts a value to JSON types; errors call it `name`, and save() documents its types.
 
-    `keep` keeps a tensor of a name, and gives the name under which it is found again. Raises
-    TypeError for another type within, ValueError if it is nested too deeply, or within itself.
+    `keep(name, tensor)` stores a tensor and returns its key. Raises TypeError for an unsupported
+    type, and ValueError if a value is nested too deeply or within itself.
     """
     if depth > _DEEPEST:
         raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")
@@ -67,7 +67,7 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
             entries.append([inner("'s key", key), inner(f"[{key!r}]", each)])
         if kind is not OrderedDict:
             return [kind.__name__.lower(), *entries]
-        metadata = getattr(value, "_metadata", None)  # of a module's state_dict
+        metadata = getattr(value, "_metadata", None)  # state_dict() of a module has it
         return ["ordered", inner("'s metadata", metadata), *entries]
     remedy = "what has a state_dict() by itself, or save that object's state_dict()"
     if isinstance(value, np.generic | np.ndarray):
@@ -80,9 +80,9 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
 
 
 def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
-    """The value of what `described` has given; `found` gives tensors by their names.
+    """Converts the result of described() back; `found` returns tensors by their keys.
 
-    Raises ValueError, KeyError for what it has not given.
+    Raises ValueError or KeyError if `value` is not such a result.
     """
     if depth > 2 * _DEEPEST:
         raise ValueError("it is nested too deeply")
@@ -120,13 +120,13 @@ def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
         if word == "device":
             try:
                 return torch.device(text)
-            except RuntimeError as error:  # torch's, of any other text
+            except RuntimeError as error:  # torch does not know the text
                 raise ValueError(f"expected a device, got {text[:80]!r}") from error
     raise ValueError(f"expected a value, got {str(value)[:80]}")
 
 
 def _has_plain_type(dtype: np.dtype[Any]) -> bool:
-    """Whether the name of a type of NumPy says all: no objects, no columns of a record."""
+    """Whether a NumPy dtype is fully described by its `str`: no objects, no structured dtype."""
     return not dtype.hasobject and np.dtype(dtype.str) == dtype
 
 
@@ -138,7 +138,7 @@ def _plain_type(name: str) -> np.dtype[Any]:
 
 
 def _array(word: str, rest: list[Any], found: Callable[[str], Tensor]) -> Any:
-    """An array of NumPy in memory of its own, or a number."""
+    """A NumPy array in its own memory, or a NumPy number."""
     if word == "number" and len(rest) == 2 and all(type(each) is str for each in rest):
         (number,) = np.frombuffer(bytes.fromhex(rest[1]), _plain_type(rest[0]))
         return number

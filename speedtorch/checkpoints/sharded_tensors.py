@@ -1,4 +1,4 @@
-"""DTensors, as of FSDP2: as rows that ranks share, and as shards of whole tensors."""
+"""DTensors (of FSDP2): saved as rows that are sharded among ranks, loaded from whole tensors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["fill_shards", "has_dtensors", "is_dtensor", "rows_of_dtensor"]
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor; importing its class would take half a second."""
+    """Whether a value is a DTensor, without importing that class, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def has_dtensors(part: Any) -> bool:
-    """Whether tensors of a module, or parameters of an optimizer, are DTensors."""
+    """Whether some tensors of a module, or parameters of an optimizer, are DTensors."""
     if isinstance(part, nn.Module):
         return any(map(is_dtensor, [*part.parameters(), *part.buffers()]))
     return isinstance(part, Optimizer) and any(map(is_dtensor, _parameters(part)))
 
 
 def rows_of_dtensor(name: str, tensor: Any) -> SharedRows:
-    """The rows of all ranks, of which this one saves its shard, or none of a second replica.
+    """The rows of all ranks, of which this rank saves its shard unless it is a second replica.
 
-    Raises TypeError unless all ranks share the rows out, in torch's way.
+    Raises TypeError unless the rows are sharded by Shard(0) on a mesh of all ranks.
     """
     rows, is_first = _shard(name, tensor)
     local = tensor.to_local().detach().contiguous()
@@ -42,7 +42,7 @@ def rows_of_dtensor(name: str, tensor: Any) -> SharedRows:
 
 
 def fill_shards(name: str, part: Any, state: Any) -> None:
-    """Puts this rank's shards in the place of whole tensors, if those of an object are DTensors."""
+    """Replaces whole tensors of a state by this rank's shards if the object has DTensors there."""
     if not has_dtensors(part):
         return
     if isinstance(part, nn.Module):
@@ -85,7 +85,7 @@ def _like(name: str, own: Any, whole: Tensor) -> Tensor:
 
 
 def _shard(name: str, tensor: Any) -> tuple[range, bool]:
-    """The rows of a DTensor that are here, and whether this is their first replica."""
+    """This rank's rows of a DTensor, and whether this rank is their first replica."""
     mesh, placements = tensor.device_mesh, tensor.placements
     sharding = {at: each for at, each in enumerate(placements) if not each.is_replicate()}
     kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in sharding.values()]

@@ -1,1 +1,1 @@
-"""Rows that are shared out among processes, each of which trains its own."""
+"""Rows that are sharded among processes, each of which trains its shard."""

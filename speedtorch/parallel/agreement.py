@@ -1,8 +1,8 @@
-"""Agreement: a step of rows of a capacity begins on all ranks, or on none.
+"""Agreement: a step of rows with a capacity begins on all ranks or on none.
 
-Only the rank that owns the rows finds that they are too many. On the CPU all ranks raise at once.
-On a GPU no rank waits: a step that is wrong on one rank moves no row on any, and all ranks raise at
-the next lookup, where each knows what all have agreed on at the last one.
+Only the owner of the rows finds that a step has too many rows. On the CPU all ranks raise at once.
+On a GPU no rank waits: a fault on one rank moves no row on any rank. All ranks raise at the next
+lookup, which reads the result of the last all-reduce of fault codes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """What ranks have agreed on at their last lookups.
+    """The fault codes of all ranks at their last lookups.
 
     Args:
-        memory: Of the rows that this rank owns, which asks by agree().
-        ranks: all that own some.
+        memory: The memory of the rows that this rank owns, which calls agree().
+        ranks: All ranks that own rows of the table.
     """
 
     def __init__(self, memory: FixedMemory, ranks: Ranks) -> None:
         self._memory, self._ranks = memory, ranks
         self._last: list[HostCopy] = []
-        """What has yet to be looked at."""
+        """Agreed fault codes that last() has not read."""
         self._known: Tensor | None = None
         self._calls: list[HostCopy] = []
-        """Of the ranks since the last lookup, not compared yet."""
+        """The ranks' call codes since the last lookup, not compared yet."""
 
     @property
     def compares_at_once(self) -> bool:
@@ -45,7 +45,7 @@ class Agreement:
         return raises_at_once(self._memory.held.device) or self._ranks.meets_beside_the_device
 
     def meet(self, calls: Sequence[Call]) -> Tensor | None:
-        """As Requests.meet; several calls only if ranks compare them at once."""
+        """As Requests.meet; more than one call only if compares_at_once."""
         name, device = self._memory.held.name, self._memory.held.device
         if self.compares_at_once:
             self._ranks.meet(name, calls, device)
@@ -62,7 +62,7 @@ class Agreement:
             del self._calls[0]
 
     def settle_calls(self) -> None:
-        """As check(), at a lookup: what raises here raises on all ranks, and a new step begins."""
+        """As check(), at a lookup: all ranks raise, and the memory can then start a new step."""
         try:
             self.check()
         except DisagreementError:
@@ -76,9 +76,9 @@ class Agreement:
             self._memory.stop(fault)
 
     def expect(self, faults: list[Tensor]) -> None:
-        """Says what may be wrong with ids of the next lookup: `[1]` each, on the device."""
+        """Sets the fault codes of the next lookup's ids: `[1]` each, on the device."""
         self._known = None
-        if not raises_at_once(self._memory.held.device):  # or it has been raised
+        if not raises_at_once(self._memory.held.device):  # otherwise faults are already raised
             self._known = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
 
     def agree(self, fault: Tensor) -> Tensor | int:
@@ -94,15 +94,15 @@ class Agreement:
         return found
 
     def last(self) -> int:
-        """What was wrong at the last lookups, since this was asked last; 0: nothing."""
+        """Reads the largest fault code since the previous read; 0: no fault. Waits for the GPU."""
         last, self._last = self._last, []
         name = self._memory.held.name
         return max((self._ranks.read(name, each)[0] for each in last), default=0)
 
     def settle(self, fault: int) -> None:
-        """Raises on all ranks what was wrong at the last lookup, unless each has raised it since.
+        """Raises the fault of the last lookup on all ranks, if some rank still has an error.
 
-        Raises IndexError or RuntimeError, on the rank whose rows were wrong as its exchange does.
+        A rank at fault raises its exchange's IndexError or RuntimeError; others raise of_ranks().
         """
         error: IndexError | RuntimeError | None = None
         device = self._memory.held.device

@@ -1,7 +1,7 @@
-"""BlockCyclic: which rank owns which row of a table: blocks of rows, dealt out in turn.
+"""BlockCyclic: maps each row of a table to a rank; blocks of rows are assigned in a cycle.
 
-Owner and place follow from the id alone. Popular ids are often small, and neighbours: blocks that
-are dealt to and fro, 0 1 2 2 1 0, give every rank as many of them.
+The id alone determines the owner and the place in its shard. Popular ids are often small and
+adjacent. Blocks go to the ranks 0 1 2 2 1 0, so that every rank owns about as many popular rows.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ __all__ = ["BlockCyclic"]
 
 _Rank = TypeVar("_Rank", int, Tensor)
 
-_MOST_BLOCKS = 1024  # of a rank; from half of them on, if there are so many rows
-# A checkpoint has a chunk for each block, which takes 1.7 kB and 0.3 ms besides its rows: blocks of
-# small tables have as many rows as this, if a rank has a few of them then.
+_MOST_BLOCKS = 1024  # blocks of a rank; large tables have at least half as many
+# Each block is a chunk of a checkpoint, which costs 1.7 kB and 0.3 ms besides its rows. So blocks
+# of small tables have _LEAST_ROWS rows, if each rank still has _FEW_BLOCKS blocks.
 _LEAST_ROWS, _FEW_BLOCKS = 32, 8
 
 
 class BlockCyclic(NamedTuple):
-    """The rows of a table, dealt out to ranks.
+    """The rows of a table, sharded among ranks.
 
-    All rows of all shares are numbered, rank after rank: numbers that ascend are of ranks that
-    ascend, and those of a rank begin at `rank * room`.
+    The rows of all shards are numbered in the order of the ranks. The numbers of a rank's rows
+    begin at `rank * room`.
     """
 
     rows: int
     ranks: int
     block: int
-    """Rows of a block; the last one may have fewer."""
+    """Rows in a block; the last block may have fewer."""
 
     @classmethod
     def of(cls, rows: int, ranks: int, unit: int = 1) -> BlockCyclic:
-        """Deals blocks whose sizes are `unit` times or divided by a power of two.
+        """Shards `rows` rows in blocks of `unit` rows times or divided by a power of two.
 
-        So blocks of rows that are made together, of `unit` rows, are seldom cut.
+        So blocks of `unit` rows, which are initialized together, are seldom split.
         """
         block = max(1, unit)
         while block * _MOST_BLOCKS * ranks < rows:
@@ -51,16 +51,16 @@ class BlockCyclic(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Blocks of a rank, at most."""
+        """The maximum number of blocks of a rank."""
         return -(-self.rows // (self.block * self.ranks))
 
     @property
     def room(self) -> int:
-        """Numbers of a rank."""
+        """The size of each rank's range of numbers."""
         return self.rounds * self.block
 
     def blocks(self, rank: int) -> Iterator[tuple[range, range]]:
-        """Those of a rank, in order: their rows in the whole table, and in the rank's share."""
+        """A rank's blocks, in order: their rows in the whole table, and in the rank's shard."""
         for turn in range(self.rounds):
             first = (turn * self.ranks + self._seat(turn, rank)) * self.block
             if first < self.rows:
@@ -72,14 +72,14 @@ class BlockCyclic(NamedTuple):
         return self.ranks - 1 - rank if turn % 2 else rank
 
     def distances(self) -> Tensor:
-        """From the ids of each block to their numbers: `[blocks]`, 8 kB for each rank at most."""
+        """The difference of number and id for each block: `[blocks]`, at most 8 kB per rank."""
         block = torch.arange(max(1, -(-self.rows // self.block)))
         turn, seat = block // self.ranks, block % self.ranks
         rank = torch.where(turn % 2 == 0, self._seat(0, seat), self._seat(1, seat))
         return rank * self.room + (turn - block) * self.block
 
     def numbers(self, ids: Tensor) -> Tensor:
-        """The numbers of rows by their ids, int64 of the same shape; -1 of what is no row."""
+        """The row numbers of ids, int64 of the same shape; -1 if an id is out of range."""
         ids = ids.to(torch.int64)
         rows = ids.clamp(0, self.rows - 1)
         block = rows.div(self.block, rounding_mode="floor")
@@ -87,7 +87,7 @@ class BlockCyclic(NamedTuple):
         return numbers.masked_fill_(rows != ids, -1)
 
     def ids(self, rank: int, places: range) -> Tensor:
-        """The ids of rows by their places in a rank's share: int64 `[n]`."""
+        """The ids of the rows at these places of a rank's shard: int64 `[n]`."""
         place = torch.arange(places.start, places.stop)
         turn = place.div(self.block, rounding_mode="floor")
         seat = torch.where(turn % 2 == 0, self._seat(0, rank), self._seat(1, rank))

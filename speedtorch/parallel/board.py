@@ -1,6 +1,6 @@
-"""Board: shared memory in which the ranks of one machine write what they are about to do.
+"""Board: shared memory in which the ranks of one machine compare their next calls.
 
-A rank waits there for the other ranks alone and not for its GPU.
+A rank waits there for the other ranks only, and not for its GPU.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any, BinaryIO, cast
 __all__ = ["WORDS", "Board"]
 
 WORDS = 32
-"""The most numbers that a rank passes to another one at once."""
+"""The maximum count of numbers that a rank passes to another rank in one exchange()."""
 
 _TOKEN = 16
 _NUMBER = 8
-_LEFT = -1  # in the place of a rank's numbers
+_LEFT = -1  # replaces the numbers of a rank that has left
 _SPIN = 5e-4
 _NAP = 5e-5
 _ALIVE = 0.5
-"""Seconds: of waiting without sleep, of each sleep after that, between looks at processes."""
+"""Seconds: _SPIN of waiting without sleep, then _NAP per sleep; _ALIVE between process checks."""
 
 
 class Board:
-    """Memory that ranks share, with up to WORDS numbers of each rank for each rank.
+    """Shared memory with up to WORDS numbers from each rank to each rank.
 
-    Every number carries which meeting it belongs to, modulo 4. A rank has one row of numbers for
-    even meetings and one for odd meetings, and writes the whole row: no number is overwritten while
-    another rank may still read it, and none of an earlier meeting is taken for a number of this
-    one. A number is one aligned word, which is written and read whole. A lock on a byte of the file
-    for each rank shows whether its process lives. The file is closed with the board.
+    Each word contains a number and the number of its exchange() call, modulo 4. A rank writes whole
+    rows of numbers, alternately to one row for even calls and one for odd calls. So no rank
+    overwrites a number that another rank may still read, or reads a number of an earlier call. An
+    aligned word is written and read whole. Each rank locks one byte of the file, and so the lock
+    shows whether its process lives. The file is closed with the board.
     """
 
     def __init__(self, file: BinaryIO, rank: int, size: int) -> None:
@@ -45,26 +45,26 @@ class Board:
         self._memory = mmap.mmap(file.fileno(), _TOKEN + _bytes_for(size))
         self._words = memoryview(self._memory).cast("q")[_TOKEN // _NUMBER :]
         self._own = tuple((parity * size + rank) * size * WORDS for parity in (0, 1))
-        """Where this rank's row of numbers begins, at an even and at an odd meeting."""
+        """Where this rank's row of numbers begins, for even and for odd calls."""
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @classmethod
     def of_machine(
         cls, rank: int, size: int, agreed: Callable[[Any], Any], every: Callable[[Any], list[Any]]
     ) -> Board | None:
-        """That of all ranks, each of which calls this; None if they share no memory of files.
+        """The board of all ranks; None if the ranks cannot map the same file. All ranks call this.
 
-        `agreed` and `every` are those of Together.
+        `agreed` and `every` are methods of a Together.
         """
         token, path, memory = secrets.token_bytes(_TOKEN), "", Path("/dev/shm")
         with ExitStack() as undone:
             if rank == 0:
-                with suppress(OSError):  # none can be made
+                with suppress(OSError):  # no file can be created
                     parent = memory if memory.is_dir() else None
                     made_folder = TemporaryDirectory(prefix="speedtorch-", dir=parent)
                     file = Path(undone.enter_context(made_folder), "board")
-                    # Only this user reaches it. What is written at once has its memory. The file is
-                    # closed before a rank opens it: closing would release this process's locks.
+                    # Only this user can open the file. The write allocates all its memory. The file
+                    # is closed before a rank opens it: closing releases this process's locks.
                     file.write_bytes(token + bytes(_bytes_for(size)))
                     path = str(file)
             path, token = agreed((path, token))
@@ -73,8 +73,8 @@ class Board:
 
     @classmethod
     def _opened(cls, path: str, token: bytes, rank: int, size: int) -> Board | None:
-        """On a machine of its own a rank finds no such file, or one of another token."""
-        with suppress(OSError, ValueError):  # no such file, one of another size, or no locks
+        """Opens the file; None on another machine, where it is missing or its token differs."""
+        with suppress(OSError, ValueError):  # no such file, a wrong size, or no locks
             file = cast(BinaryIO, open(path, "r+b", buffering=0))  # noqa: SIM115
             if file.read(_TOKEN) == token:
                 return cls(file, rank, size)
@@ -83,15 +83,15 @@ class Board:
     def exchange(self, given: Sequence[Sequence[int]], seconds: float) -> list[list[int]] | None:
         """Passes numbers to each rank and waits for as many from each rank, this one included.
 
-        There are as many for each, WORDS at most, from 0 to 2 ** 61 - 1. A rank that passes fewer
-        than another one passes zeros after them. None if a rank has not written them in these
-        seconds, has left, or its process has ended.
+        Each rank passes the same count to all ranks: at most WORDS, from 0 to 2 ** 61 - 1. Zeros
+        follow the numbers of a rank that passes fewer. Returns None if a rank writes nothing for
+        `seconds`, has left, or its process has ended.
         """
         words, size = self._words, self._size
         even, odd = (words[place] & 3 for place in self._own)
-        turn = (even + 1 + (odd == (even + 1) % 4)) % 4  # after that of this rank's last word
+        turn = (even + 1 + (odd == (even + 1) % 4)) % 4  # one more than at this rank's last call
         own = self._own[turn % 2]
-        for rank in reversed(range(size)):  # the first word of the row, which has the turn, is last
+        for rank in reversed(range(size)):  # the row's first word is last: `even`, `odd` read it
             row = array("q", [turn]) * WORDS
             for place, number in enumerate(given[rank]):
                 row[place] = number << 2 | turn
@@ -108,7 +108,7 @@ class Board:
                         return None
                     if now - looked > _ALIVE:
                         looked = now
-                        # It may have come and ended since.
+                        # The rank may have written its word and ended since the last look.
                         if not self._lives(rank) and words[place] & 3 != turn:
                             return None
                     time.sleep(0 if now - start < _SPIN else _NAP)
@@ -116,7 +116,7 @@ class Board:
         return None if any(_LEFT in each for each in taken) else taken
 
     def leave(self) -> None:
-        """Leaves for good: the other ranks' meetings return None now, or as soon as they look."""
+        """Makes exchange() of the other ranks return None, as soon as they read, from now on."""
         for own in self._own:
             for place in range(own, own + self._size * WORDS):
                 self._words[place] = _LEFT << 2 | self._words[place] & 3
@@ -134,5 +134,5 @@ class Board:
 
 
 def _bytes_for(size: int) -> int:
-    """Of the numbers of so many ranks."""
+    """Bytes for the numbers of `size` ranks."""
     return 2 * _NUMBER * size * size * WORDS

@@ -1,7 +1,7 @@
-"""Call: which exchange of rows a rank is at, as a number that it sends before the exchange.
+"""Call: a rank's next exchange as a number, which the rank sends before the exchange.
 
-Ranks at different exchanges would take the rows or gradients of one for those of another, or wait
-for each other in vain. So each rank sends its calls first, and all ranks raise if two differ.
+Ranks at different exchanges would mix up rows and gradients, or wait forever. So each rank sends
+its calls first, and all ranks raise if two calls differ.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _NUMBERED = 1 << 40  # more than any count of rows or lookups
 
 
 class Kind(IntEnum):
-    """What ranks exchange."""
+    """The data that ranks exchange."""
 
     COUNTS = 0
-    """How many rows a lookup, or one that is announced or prefetched, asks each rank for."""
+    """The numbers of rows that a (possibly announced or prefetched) lookup requests per rank."""
     IDS = 1
     """The ids of the last batch that prefetch() has planned."""
     ROWS = 2
     """Rows of a lookup whose ids were sent before."""
     BLOCKS = 3
-    """Ids of a lookup of rows with a capacity, or of one that is announced or prefetched."""
+    """Ids of a (possibly announced or prefetched) lookup of rows with a capacity."""
     GRADIENTS = 4
     """Gradients of a lookup's rows."""
     FULL = 5
-    """All rows, to be saved by the first rank."""
+    """All rows, which the first rank saves."""
     NONE = 6
     """Nothing, because a loop of prefetch() has an error of its own."""
     STEP = 7
@@ -39,23 +39,23 @@ class Kind(IntEnum):
     NO_STEP = 8
     """Nothing: an optimizer has an error of its own instead."""
     PACE = 9
-    """How long steps of a loop of prefetch() take."""
+    """The duration of steps in a loop of prefetch()."""
     END = 10
     """Nothing: no further call follows."""
 
 
 class Call(NamedTuple):
-    """An exchange that a rank is at."""
+    """One exchange of a rank."""
 
     kind: Kind
     table: int
-    """The same on all ranks."""
+    """The table's number, the same on all ranks."""
     lookup: int = 0
-    """Which lookup of the table since the last error, from 0 on; 0 for counts and all rows."""
+    """The lookup's number since the last error, from 0; 0 for COUNTS and FULL."""
 
     @property
     def code(self) -> int:
-        """As a number that fits int64; up to 2 ** 40 - 1 may be added for COUNTS and PACE."""
+        """The call as an int64; callers may add up to 2 ** 40 - 1 for COUNTS and PACE."""
         return (self.table * len(Kind) + self.kind) * _NUMBERED + self.lookup
 
     @classmethod
@@ -66,7 +66,7 @@ class Call(NamedTuple):
         return cls(Kind(kind), table, 0 if kind in _WITH_NUMBER else number)
 
     def said(self, tables: Sequence[str]) -> str:
-        """In words, with the names of the tables."""
+        """The call as text, with the table's name."""
         table = tables[self.table] if self.table < len(tables) else f"table {self.table}"
         return {
             Kind.COUNTS: f"a new lookup of {table} (or its announce() or prefetch())",
@@ -86,16 +86,16 @@ class Call(NamedTuple):
 _WITH_NUMBER = (Kind.COUNTS, Kind.PACE)
 
 END = Call(Kind.END, 0).code
-"""The code behind those of the calls that ranks compare at once."""
+"""The code that follows the codes of the calls that ranks compare."""
 
 
 def are_counts(numbers: Sequence[int]) -> bool:
-    """Whether these may have been added to a code, less one."""
+    """Whether numbers are valid counts: from -1 (bad ids) to 2 ** 40 - 2."""
     return min(numbers) >= -1 and max(numbers) < _NUMBERED - 1
 
 
 def differing(name: str, calls: Sequence[Call], tables: Sequence[str]) -> DisagreementError:
-    """The error about ranks that are not all at the same exchange."""
+    """The error about ranks at different exchanges."""
     ranks: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)

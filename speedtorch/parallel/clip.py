@@ -1,4 +1,4 @@
-"""clip_grad_norm_: the norm of a model whose rows are shared out among ranks."""
+"""clip_grad_norm_: clips gradients of a model whose rows are sharded among ranks."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clips gradients, in place, by the norm of all of them: those of the rows of every rank, too.
+    """Clips gradients in place by their total norm, which includes the rows of every rank.
 
-    As `torch.nn.utils.clip_grad_norm_`, which it equals where no rows are shared out. All ranks
-    call it; gradients of other parameters are taken to be the same on each, as
-    DistributedDataParallel makes them, or shared out by fully_shard.
+    Without sharded rows this is `torch.nn.utils.clip_grad_norm_`. With sharded rows all ranks call
+    it. Gradients of other parameters must be the same on each rank, as with
+    DistributedDataParallel, or be sharded by fully_shard.
 
     Args:
-        parameters: Those whose gradients are clipped.
-        max_norm: The most that their norm is after that.
-        norm_type: Which norm; inf is that of the largest.
-        error_if_nonfinite: Raise where the norm is none.
-        foreach: Use torch's functions of many tensors at once; None where they are faster.
+        parameters: The parameters whose gradients are clipped.
+        max_norm: The maximum norm of the gradients.
+        norm_type: The order of the norm; inf is the maximum norm.
+        error_if_nonfinite: Raise if the norm is infinite or NaN.
+        foreach: Use torch's foreach functions; None: use them if they are faster.
 
     Returns:
-        The norm before.
+        The norm before clipping.
 
     Raises:
-        RuntimeError: The norm is infinite or NaN, and that is asked to be an error; nothing has
+        RuntimeError: The norm is infinite or NaN and `error_if_nonfinite` is set; nothing has
             changed.
 
     Example:
@@ -58,7 +58,7 @@ def clip_grad_norm_(
     whole: list[Tensor] = []
     own: dict[Ranks, list[Tensor]] = {}
     places: dict[Ranks, tuple[torch.device, torch.dtype]] = {}
-    """Where ranks send their parts from, in a dtype that all of them know without a gradient."""
+    """The device and dtype of the collectives, which do not depend on a rank having gradients."""
     for parameter in given:
         rows = rows_of_parameter(parameter)
         ranks = None if rows is None else ranks_of(rows)
@@ -68,10 +68,10 @@ def clip_grad_norm_(
         else:
             with rows.turn:
                 gradient = rows.own_gradient()
-            if gradient is not None and gradient.is_sparse:  # a row that is named twice counts once
+            if gradient is not None and gradient.is_sparse:  # sums the entries of duplicate rows
                 gradient = rows.parameter.grad = gradient.coalesce()
                 gradient = sparse_values(gradient)
-        if gradient is not None and gradient.numel():  # torch finds no largest element of none
+        if gradient is not None and gradient.numel():  # torch has no inf norm of an empty tensor
             found.append(gradient)
         if ranks is not None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -85,11 +85,11 @@ def clip_grad_norm_(
     def power_of(gradients: list[Tensor]) -> Tensor:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device)
-        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # which powers fit into
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # powers overflow float16
         return norm if largest else norm**norm_type
 
     parts = [power_of(gradients) for gradients in _apart(whole)]
-    for ranks in sorted(own, key=lambda each: each.name):  # whatever the order of the parameters
+    for ranks in sorted(own, key=lambda each: each.name):  # parameter order may differ among ranks
         device_of_rows, dtype = places[ranks]
         part = power_of(own[ranks]).to(device_of_rows, dtype)
         parts.append((ranks.most_(part) if largest else ranks.summed_(part)).to(device))
@@ -106,6 +106,6 @@ def clip_grad_norm_(
 
 
 def _apart(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of this rank, and those of fully_shard: torch computes with both, not at once."""
+    """Splits plain tensors from DTensors, because torch cannot mix both in one call."""
     shared = [each for each in tensors if hasattr(each, "full_tensor")]
     return [each for each in tensors if not hasattr(each, "full_tensor")], shared

@@ -1,4 +1,4 @@
-"""Request: the rows that ranks ask each other for at a lookup, in any number."""
+"""Request: rows that ranks request from each other at a lookup, with counts first."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _Counts = list[list[int]]
 
 
 class CountedRound(LookupRound["Request"]):
-    """Lookups whose counts and ids ranks exchange at once."""
+    """Several lookups with one exchange of counts and one of ids."""
 
     _told: HostCopy | None = None
-    """The counts of this rank, `[lookups * size]`; behind them, unless ranks meet beside the
-    device, the words of the others."""
+    """The counts of this rank, `[lookups * size]`; unless ranks meet beside the device, the words
+    of all ranks follow."""
 
     def tell(self) -> None:
-        """Tells each rank how many rows this rank will ask for.
+        """Sends each rank the numbers of rows that this rank requests.
 
         Ranks that meet beside the device only compare their lookups: the CPU has no counts yet.
         """
@@ -45,15 +45,14 @@ class CountedRound(LookupRound["Request"]):
         words[:, : len(requests)] += own.view(len(requests), -1).t() + 1
         others = self._ranks.exchanged(requests[0].name, words)[:, : len(requests) + 1]
         told = HostCopy(torch.cat([own, others.reshape(-1)]))
-        if own.is_cpu:  # they have come
+        if own.is_cpu:  # the words are complete: raises at once if the lookups differ
             self._counts(requests, told)
         return told
 
     def _counts(self, requests: Sequence[Request], told: HostCopy) -> tuple[_Counts, _Counts]:
-        """For how many rows each rank asks this one and this asks each; -1 where ids are bad.
+        """Per lookup and rank the numbers of rows to send and to receive; -1 if ids are bad.
 
-        One list for each lookup. Raises DisagreementError on all ranks unless all are at the same
-        lookups now.
+        Raises DisagreementError on all ranks unless all are at the same lookups now.
         """
         name, codes = requests[0].name, [request.call.code for request in requests]
         size, length = self._ranks.size, len(codes) * self._ranks.size
@@ -71,7 +70,7 @@ class CountedRound(LookupRound["Request"]):
         return given, divided(own[:length], size)
 
     def _exchange(self, requests: Sequence[Request]) -> None:
-        """As LookupRound._exchange; nothing is asked for at a lookup of which ids are bad."""
+        """As LookupRound._exchange; sends no ids of a lookup with bad ids on some rank."""
         try:
             given, got = self._counts(requests, self._told or self._begun(requests))
             lookups = list(zip(requests, given, got, strict=True))
@@ -90,17 +89,17 @@ class CountedRound(LookupRound["Request"]):
 
 
 class Request(LookupRequest):
-    """The unique rows of a lookup, and what ranks ask each other for.
+    """The unique rows of a lookup, and the rows that ranks request from each other.
 
-    The number of rows is on the device at once. `asked` is known after ask(), which waits for the
-    counts of the other ranks.
+    The number of rows is on the device at once. ask() waits for the counts of the other ranks and
+    sets `asked`.
     """
 
     kind, round_type = Kind.COUNTS, CountedRound
     _error: Exception | None = None
 
     def take(self, answer: Asked | list[int] | Exception) -> None:
-        """Takes what ranks ask for, or the ranks whose ids are bad, or why ranks cannot ask."""
+        """Sets the requested rows, the ranks with bad ids, or the error of the exchange."""
         if isinstance(answer, Asked):
             self.asked = answer
         else:
@@ -119,7 +118,7 @@ class Request(LookupRequest):
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """As LookupRequest.with_padding."""
         places, count = self.places, len(rows)
-        if count == 0:  # gradients of none go to their owners, too
+        if count == 0:  # stays in the graph: the backward is a collective call of all ranks
             return places, torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
         unique = self.ids.unique[:count]
         place = torch.searchsorted(unique, number).clamp_(max=count - 1)

@@ -1,8 +1,8 @@
-"""FairShares: how many rows of each rank a lookup may name, where rows have a capacity.
+"""FairShares: the maximum number of each rank's rows in a lookup, for rows with a capacity.
 
-Ranks ask each other in blocks of a fixed size. Blocks of the whole capacity for each pair of ranks
-would carry it once for each rank. Ids that are spread over the table name about as many rows of
-each rank, so each block has room for that many, and for what chance adds.
+Ranks request rows in blocks of a fixed size. Blocks of the whole capacity for each pair of ranks
+would multiply the traffic by the number of ranks. Ids that are spread over the table name about
+the same number of rows of each rank: a block has this size plus a margin for chance.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from speedtorch.parallel.block_cyclic import BlockCyclic
 
 __all__ = ["FairShares", "fair_share"]
 
-_NATS = 32  # a block is too small for spread ids once in e ** 32 = 8e13 times, or less often
+_NATS = 32  # spread ids overflow a block with a probability of at most e ** -32 = 1.3e-14
 
 
 def fair_share(capacity: int, dealt: BlockCyclic, *, padded: bool = False) -> int:
-    """The most distinct rows of each rank that a lookup of one rank may name.
+    """The maximum number of unique rows of each rank that a lookup of one rank may name.
 
-    Where `padded`, one more: that of padding_idx, which takes no room in a step.
+    If `padded`, one more: the row of padding_idx, which does not count against a capacity.
 
-    Of `capacity` distinct rows, drawn at random, a rank owns as many as independent draws would
-    give it, or closer to the mean (Hoeffding, 1963). Bernstein's inequality bounds these: they
-    exceed `mean + sqrt(2 * mean * t) + t / 3` with a probability of at most `exp(-t)`.
+    If `capacity` unique rows are drawn at random, a rank's number of them is at least as close to
+    the mean as for independent draws (Hoeffding, 1963). Bernstein's inequality bounds the latter:
+    the number exceeds `mean + sqrt(2 * mean * t) + t / 3` with a probability of at most `exp(-t)`.
     """
     mean = capacity / dealt.ranks
     most = math.ceil(mean + math.sqrt(2 * mean * _NATS) + _NATS / 3)
@@ -33,18 +33,18 @@ def fair_share(capacity: int, dealt: BlockCyclic, *, padded: bool = False) -> in
 
 
 class FairShares(NamedTuple):
-    """Blocks of a fair share for each rank."""
+    """The sizes of the blocks of rows that each rank requests from each rank."""
 
     capacity: int
     dealt: BlockCyclic
     padded: bool
-    """Whether there is a padding_idx, whose row is one of a block, too."""
+    """Whether there is a padding_idx, whose row is also in a block."""
     rows: int
-    """Of a block."""
+    """Rows in a block."""
 
     @classmethod
     def of(cls, capacity: int, dealt: BlockCyclic, *, padded: bool = False) -> FairShares:
-        """Those of rows that are dealt out."""
+        """The block sizes for this capacity and sharding."""
         return cls(capacity, dealt, padded, fair_share(capacity, dealt, padded=padded))
 
     def exceeded(self, name: str, named: int, owner: int) -> RuntimeError:

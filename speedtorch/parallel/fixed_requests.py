@@ -1,8 +1,8 @@
-"""FixedRequest: what ranks ask each other for in blocks of one size, without counts.
+"""FixedRequest: rows that ranks request from each other in blocks of one size, without counts.
 
-Each rank asks each for a fair share of the capacity (fair_shares.py). The first rows are those that
-it names; what fills the block is none, and so are its row and its gradient. With the ids goes word
-of what is wrong with them, so that all ranks know of it.
+A block has as many ids as a fair share of the capacity (fair_shares.py). The requested rows are
+first. The other ids of a block stand for no row, and their gradients are zeros. The last word of a
+block is the fault code of its ids, so that all ranks know about bad ids.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["FixedRequest", "FixedRound"]
 
 
 class FixedRound(LookupRound["FixedRequest"]):
-    """Lookups whose blocks of ids ranks exchange at once; nothing waits for the device.
+    """Several lookups with one exchange of their blocks of ids; nothing waits for the device.
 
-    If ranks compare later, each request knows on the device whether they are at other lookups.
+    If ranks compare later, each request keeps on the device whether their lookups differ.
     """
 
     def _exchange(self, requests: Sequence[FixedRequest]) -> None:
@@ -44,18 +44,18 @@ class FixedRound(LookupRound["FixedRequest"]):
 
 
 class FixedRequest(LookupRequest):
-    """The unique rows of a lookup, and what ranks ask each other for.
+    """The unique rows of a lookup, and the blocks of rows that ranks request from each other.
 
     Args:
-        lookup: Of ids in blocks of a share.
-        shares: The blocks of rows that each rank is asked for.
-        none: The id that stands for no row in a block: one of each rank's own, never trained.
-        agreement: What the ranks that own the rows agree on.
+        lookup: The lookup, whose ShardedIds have a share.
+        shares: The sizes of the blocks.
+        none: The id that stands for no row in a block: a row of each rank that is never trained.
+        agreement: The agreement of the ranks that own the rows.
     """
 
     kind, round_type = Kind.BLOCKS, FixedRound
     fault: Tensor
-    """What is wrong on some rank, on the device: `[1]`; 0: nothing."""
+    """The fault code of all ranks, `[1]`, on the device; 0 if there is no fault."""
 
     def __init__(self, lookup: Lookup, shares: FairShares, none: int, agreement: Agreement) -> None:
         super().__init__(lookup)
@@ -63,13 +63,13 @@ class FixedRequest(LookupRequest):
 
     @property
     def most_at_once(self) -> int:
-        """Blocks of other sizes are exchanged after a comparison only."""
+        """1 unless ranks compare first: blocks of different sizes need a comparison before."""
         return LOOKUPS if self.agreement.compares_at_once else 1
 
     def take(self, told: Tensor, differs: Tensor | None) -> None:
-        """Takes the blocks of all ranks.
+        """Sets the received blocks of all ranks.
 
-        `differs`: whether ranks look up different tables now, `[1]`; None: they do not.
+        `differs`: whether the ranks' lookups differ, `[1]`; None: the lookups are the same.
         """
         self._told = told
         ids, self.fault = _ops.requested_ids(told, self._none, differs)
@@ -77,7 +77,7 @@ class FixedRequest(LookupRequest):
         self.asked = Asked(ids, every, every)
 
     def ask(self) -> None:
-        """As LookupRequest.ask; what is found later moves no row."""
+        """As LookupRequest.ask; on a GPU faults are found later, and no row is moved."""
         self.round.ask()
         if raises_at_once(self.asked.ids.device) and (fault := int(self.fault)):
             if fault != OTHER_MODULE:
@@ -87,7 +87,7 @@ class FixedRequest(LookupRequest):
             raise of_ranks(self.name, fault, "nothing has changed")
 
     def own_error(self) -> Exception | None:
-        """As LookupRequest.own_error, which may be that ids name too many rows."""
+        """As LookupRequest.own_error, or an error if ids name too many rows of a rank."""
         if (bad := super().own_error()) is not None:
             return bad
         shares = self._shares
@@ -96,7 +96,7 @@ class FixedRequest(LookupRequest):
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
         """As LookupRequest.summed."""
-        # The row behind those of all ids is zeros: the gradient of a row that is none.
+        # The row behind the rows of all ids is zeros: the gradient of an id that is no row.
         most = self.ids.numbers.numel() + 1
         return self.ids.summed(gradient, bags, most).index_select(0, self.ids.entries)
 

@@ -1,4 +1,4 @@
-"""GradScaler: also for rows that ranks share out, and for gradients in host memory."""
+"""GradScaler: also for rows that are sharded among ranks, and for gradients in host memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(HostGradScaler):
-    """As torch.amp.GradScaler, also for rows that are shared out, and for units of layers.
+    """torch.amp.GradScaler for models with sharded rows, and with layers offloaded by a Swapper.
 
-    **Rows:** no rank steps if one must not. Each rank has the gradients of its own rows, so that
-    ranks would skip different steps, and their scales would part. Here they tell each other, once
-    for each optimizer that holds such rows, in unscale_() or else in step(): all ranks call these
-    in the same order, also with an empty batch.
+    **Sharded rows:** if one rank finds infinite or NaN gradients, all ranks skip the step. A rank
+    has only its own rows' gradients: with torch's scaler, ranks would skip different steps and get
+    different scales. unscale_(), or step() without it, all-reduces the result once for each
+    optimizer with such rows. All ranks call these in the same order, also with an empty batch.
 
-    **Layers** that a Swapper moves: their gradients may be in host memory while the scale is on the
-    GPU, and are not divided before the scale has come there. Torch's does not wait.
+    **Offloaded layers:** gradients may be in host memory while the scale is on the GPU. Gradients
+    are divided after the scale is copied to the host. torch's scaler does not wait for that copy.
 
-    The arguments are torch's.
+    The arguments are the same as for torch.amp.GradScaler.
 
     Example:
         >>> import speedtorch
@@ -53,10 +53,10 @@ class GradScaler(HostGradScaler):
         ]
         of_rows: Any = SimpleNamespace(param_groups=groups)
         found = super()._unscale_grads_(of_rows, inv_scale, found_inf, allow_fp16)
-        most = found_inf.clone()  # where no parameter has a gradient nothing was found
+        most = found_inf.clone()  # `found` is empty if no parameter has a gradient
         for each in found.values():
             most = torch.maximum(most, each.to(most.device))
-        # Whatever the order of the parameters, which may have been those of a set.
+        # Sorted, because the order of parameters may differ among ranks, for example from a set.
         for ranks, rows in sorted(dict(sharing).items(), key=lambda each: each[0].name):
             most = ranks.most_(most.to(rows.exchange.held.device))
         return {most.device: most}

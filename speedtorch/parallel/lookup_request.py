@@ -1,4 +1,4 @@
-"""LookupRequest: what ranks ask each other for at a lookup; LookupRound: at several at once."""
+"""LookupRequest: rows that ranks request at one lookup; LookupRound: at several lookups at once."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Lookup(NamedTuple):
     """A lookup of a table."""
 
     name: str
-    """What errors call the module."""
+    """The module's name in errors."""
     table: int
     """The number of the table."""
     turn: LookupTurn
     ids: ShardedIds
     number: int
-    """Among the lookups of the table."""
+    """The lookup's number among the table's lookups."""
 
 
 class LookupRequest(ABC):
-    """The unique rows of a lookup, and what ranks ask each other for: `asked`, after ask()."""
+    """The unique rows of a lookup, and after ask() the rows requested by all ranks (`asked`)."""
 
     kind: ClassVar[Kind]
     round_type: ClassVar[type[LookupRound[Any]]]
@@ -43,21 +43,21 @@ class LookupRequest(ABC):
         self.call = Call(self.kind, table)
 
     def join(self, to: LookupRound[Any]) -> None:
-        """Is told and asked with the other requests of a round."""
+        """Joins a round, which exchanges the ids of all its requests."""
         self.round = to
 
     @property
     def most_at_once(self) -> int:
-        """The most lookups of a round."""
+        """The maximum number of lookups in a round."""
         return LOOKUPS
 
     @property
     def places(self) -> Tensor:
-        """Where the rows of the ids are among the rows that come."""
+        """The position of each id's row among the received rows."""
         return self.ids.places
 
     def own_error(self) -> Exception | None:
-        """Why this rank has no ids, or what is wrong with them."""
+        """The error of this rank's ids; None if the ids are valid."""
         return self.turn.error or self.ids.out_of_range(self.name, self.turn.ids)
 
     def bad_ids(self, ranks: list[int]) -> Exception:
@@ -68,30 +68,30 @@ class LookupRequest(ABC):
 
     @abstractmethod
     def ask(self) -> None:
-        """Asks the other ranks; raises on all of them what is wrong with ids on one of them."""
+        """Exchanges the ids of the round; bad ids on one rank raise on all ranks."""
 
     @abstractmethod
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
-        """The gradient of a lookup's result, added up for each of the rows that come."""
+        """Sums the gradient of a lookup's result for each received row."""
 
     @abstractmethod
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The places, and the rows with the padding's as the last, whose number is given."""
+        """The places and the rows, with the padding's row (of this number) appended as the last."""
 
 
 _Request = TypeVar("_Request", bound=LookupRequest)
 
 
 class LookupRound(ABC, Generic[_Request]):
-    """Lookups that ranks compare at once, and whose ids they exchange at once.
+    """Lookups with one comparison among the ranks and one exchange of ids.
 
     Args:
-        requests: Of the lookups, of one table or of several tables.
+        requests: The requests of lookups of one or several tables.
         ranks: The ranks that own the rows.
     """
 
     is_asked = False
-    """Whether the ids were exchanged, or cannot be."""
+    """Whether the exchange of ids has been tried."""
 
     def __init__(self, requests: Sequence[_Request], ranks: Ranks) -> None:
         self._requests, self._ranks = requests, ranks
@@ -99,17 +99,17 @@ class LookupRound(ABC, Generic[_Request]):
             request.join(self)
 
     def tell(self) -> None:
-        """Tells each rank what can be told without waiting for the device: by default all.
+        """Sends each rank all that needs no wait for the device; the default is ask().
 
-        Raises DisagreementError on all ranks if some of them are at other lookups.
+        Raises DisagreementError on all ranks if the ranks are at different lookups.
         """
         self.ask()
 
     def ask(self) -> None:
-        """Asks the other ranks, once; each request has its answer then."""
+        """Exchanges the ids, once, and sets the answer of each request."""
         if not self.is_asked:
             self.is_asked = True
-            requests, self._requests = self._requests, ()  # which have this
+            requests, self._requests = self._requests, ()  # no reference cycle: requests have this
             self._exchange(requests)
 
     @abstractmethod
@@ -118,7 +118,7 @@ class LookupRound(ABC, Generic[_Request]):
 
 
 def in_rounds(requests: Sequence[LookupRequest], ranks: Ranks) -> None:
-    """Lets the first request that is told or asked do so for all, or for as many as fit."""
+    """Groups requests of one type into rounds of at most `most_at_once` requests."""
     while requests:
         first = requests[0]
         alike = [each for each in requests if type(each) is type(first)][: first.most_at_once]

@@ -1,4 +1,4 @@
-"""LookupTurn: how a lookup that was planned is known when it comes."""
+"""LookupTurn: recognizes a planned lookup by its tensor of ids."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["LookupTurn"]
 
 
 class LookupTurn:
-    """The turn of one lookup, known by its tensor and what that holds.
+    """One planned lookup, recognized by its tensor and the tensor's version.
 
     Args:
-        ids: of the whole table, of any shape; an id that is out of range stands for none.
-        device: where rows are held.
+        ids: Ids of the whole table, of any shape. An id out of range names no row.
+        device: The device of a step's rows.
     """
 
     has_come = False
@@ -25,15 +25,15 @@ class LookupTurn:
         self.error: Exception | None = None
         if isinstance(ids, NoIds):
             self.error, ids = ids.error, torch.tensor([-1])
-        # A copy of those on the CPU: nothing waits for it, and NumPy cannot have written to it.
+        # Ids on the CPU are copied: nothing waits for the copy, and NumPy cannot write to it.
         copied = SeenIds(ids, device, unread=ids.is_cuda)
         self._seen = [SeenIds(ids, device, unread=True), copied]
         self.ids = copied.values
 
     def come(self) -> None:
-        """Says that the lookup has come."""
+        """Marks the lookup as made."""
         self.has_come = True
 
     def is_of(self, ids: Ids) -> bool:
-        """Whether it is one of this very tensor, which was not written to."""
+        """Whether `ids` is the same tensor object, unchanged since."""
         return isinstance(ids, Tensor) and all(each.are(ids) for each in self._seen)

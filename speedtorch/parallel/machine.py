@@ -1,4 +1,4 @@
-"""What the ranks on one machine need of its host memory, all of them together."""
+"""The total host memory that the ranks on one machine need."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _Need(NamedTuple):
-    """What a rank tells the others."""
+    """The message that each rank sends to the others; `needed` and `available` are bytes."""
 
     machine: tuple[str, str]
     needed: int
     available: int | None
-    """None where it is not to be checked."""
+    """None if the check is off."""
 
 
 def this_machine() -> tuple[str, str]:
-    """The host name, and the number of the kernel's boot: hosts may have equal names.
+    """The host name, and the kernel's boot id because hosts may have equal names.
 
     Containers of one kernel count as one machine if they have the same host name.
     """
     boot = ""
-    with suppress(OSError):  # not every system shows it; then the name must do
+    with suppress(OSError):  # not every system has the file
         boot = _BOOT.read_text().strip()
     return socket.gethostname(), boot
 
 
 def refuse_if_short(ranks: Ranks, needed: int) -> None:
-    """Raises MemoryError on all ranks if those on some machine need more than there is together.
+    """Raises MemoryError on all ranks if the ranks of some machine need more memory than it has.
 
     Args:
-        ranks: all of them call this.
-        needed: bytes of host memory that this rank is about to take.
+        ranks: The ranks, all of which call this.
+        needed: Bytes of host memory that this rank is about to allocate.
     """
     available = host_memory.available_bytes() if host_memory.is_checked() else None
     machines: dict[tuple[str, str], list[_Need]] = {}
@@ -48,7 +48,7 @@ def refuse_if_short(ranks: Ranks, needed: int) -> None:
         machines.setdefault(each.machine, []).append(each)
     for (host, _), needs in machines.items():
         total = sum(each.needed for each in needs)
-        # Some ranks may have less than others, by limits of their own.
+        # The limits of some ranks may be lower (cgroups, for example).
         least = min((each.available for each in needs if each.available is not None), default=total)
         if total > least:
             raise MemoryError(

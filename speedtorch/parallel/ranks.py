@@ -1,6 +1,6 @@
-"""Ranks: the processes that share the rows of a model, and what they send each other.
+"""Ranks: the collectives of the processes among which a model's rows are sharded.
 
-Every call is one of all ranks. What cannot be agreed on raises on every rank.
+All ranks make every call together. A disagreement raises on every rank.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ from speedtorch.torch_internals import group_like, timeout_of
 __all__ = ["LOOKUPS", "Asked", "Ranks", "divided"]
 
 LOOKUPS = WORDS - 1
-"""The most lookups that ranks compare at once; END follows the last one."""
+"""The maximum number of lookups in one comparison; END follows the last one."""
 
 _Value = TypeVar("_Value")
 
 
 class Asked(NamedTuple):
-    """Rows that ranks have asked each other for."""
+    """The rows that ranks request from each other at one lookup."""
 
     ids: Tensor
-    """Of the rows that this rank is asked for, `[n]`, those of each rank after another."""
+    """The ids of this rank's rows that ranks request, `[n]`, in the order of the ranks."""
     given: list[int]
-    """How many of them each rank asks for."""
+    """How many of them each rank requests."""
     got: list[int]
-    """How many rows this rank has asked each for."""
+    """How many rows this rank requests from each rank."""
 
 
 class Ranks:
-    """The processes of a group, in groups of their own.
+    """The processes of a group, with two process groups of their own: one for ids, one for rows.
 
-    What they ask goes beside what they give: rows of a step wait for the step before, and requests
-    of later steps wait for no rows.
+    A step's rows wait for the previous step. Ids of later steps use another group and need not
+    wait for these rows.
 
     Attributes:
-        tables: What errors call the tables, by their numbers, the same on all ranks.
-        faults: Errors that all ranks have raised.
-        members: Their ranks among all processes.
+        tables: The names of the tables in errors, by their numbers, the same on all ranks.
+        faults: The number of errors that all ranks have raised.
+        members: Global ranks of the processes.
         patience: Seconds for which a rank waits for the others.
     """
 
     faults = 0
     _lost = ""
-    """Why the other ranks may be elsewhere for good."""
+    """The first error after which the ranks cannot get in step again."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.tables: list[str] = []
-        # Collectives of others, such as those of DistributedDataParallel, go their own way.
+        # New groups, so that collectives of others (DistributedDataParallel) keep their order.
         self._giving, self._asking = group_like(group), group_like(group)
         self._meeting = SideStream("meeting")
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
         self.members = frozenset(dist.get_process_group_ranks(group))
         self._board = Board.of_machine(self.rank, self.size, self.agreed, self.every)
-        # When the time is over NCCL ends the process without the names of those that are missing.
+        # At the full timeout NCCL ends the process without naming the missing ranks.
         self.patience = 0.9 * timeout_of(group).total_seconds()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Ranks:
-        """Those of a group of torch.distributed, by default all processes.
+        """The Ranks of a group of torch.distributed, by default all processes.
 
-        All models have the same: on a GPU each communicator takes memory that is never given back.
+        All models share it, because each communicator uses GPU memory that is never released.
         """
         group = group or dist.group.WORLD
         assert group is not None
@@ -81,44 +81,44 @@ class Ranks:
 
     @property
     def meets_beside_the_device(self) -> bool:
-        """Whether meet() waits for the other ranks alone, and not for the device."""
+        """Whether meet() waits for the other ranks only, and not for the device."""
         return self._board is not None
 
     @property
     def name(self) -> str:
-        """The same on all of them, and another for others."""
+        """The group's name: the same on all its ranks, and unique among groups."""
         return str(self._giving.group_name)
 
     def numbered(self, name: str) -> int:
-        """The number of another table, whose qualified name is given."""
+        """The number of a new table with this qualified name."""
         said = repr(name)
-        if said in self.tables:  # of another model
+        if said in self.tables:  # a table of another model
             said += f" (table {len(self.tables)})"
         self.tables.append(said)
         return len(self.tables) - 1
 
     def count_fault(self) -> None:
-        """Says that all ranks raise an error."""
+        """Counts an error that all ranks raise."""
         self.faults += 1
 
     def meet(self, name: str, calls: Sequence[Call], device: torch.device) -> None:
-        """Waits until all ranks are at the same calls, LOOKUPS at most.
+        """Waits until all ranks make the same calls, LOOKUPS at most.
 
-        Raises DisagreementError on all ranks if some are not.
+        Raises DisagreementError on all ranks if the calls differ.
         """
         if self._board is not None:
             words = [[*(call.code for call in calls), END]] * self.size
             if (found := self.met(name, words)) != words:
                 raise self.differing(name, found)
             return
-        with self._meeting.after(device):  # beside what the device has to do before the exchange
+        with self._meeting.after(device):  # need not wait for work queued on the current stream
             codes = HostCopy(self.calls(name, calls, device).reshape(-1))
         self.refuse_if_differing(name, codes, len(calls))
 
     def tell_each(self, name: str, call: Call) -> list[int]:
-        """What each rank tells in the place of its call's lookup; raises as meet().
+        """All-gathers the number in `call.lookup`; raises as meet().
 
-        Of ranks that meet beside the device.
+        Needs meets_beside_the_device.
         """
         found = self.met(name, [[call.code, END]] * self.size)
         told = [words[0] - call.code + call.lookup for words in found]
@@ -127,7 +127,7 @@ class Ranks:
         return told
 
     def met(self, name: str, words: list[list[int]]) -> list[list[int]]:
-        """As Board.exchange; raises RuntimeError if some rank does not come."""
+        """As Board.exchange; raises RuntimeError if a rank is missing."""
         assert self._board is not None
         self._refuse_if_lost(name)
         if (found := self._board.exchange(words, self.patience)) is None:
@@ -135,22 +135,22 @@ class Ranks:
         return found
 
     def words(self, codes: list[int], device: torch.device) -> Tensor:
-        """Codes, and END, for each rank: `[size, WORDS]`, a view of one row."""
+        """Codes, followed by END, for each rank: `[size, WORDS]`, an expanded view of one row."""
         words = torch.tensor([*codes, END] + [0] * (LOOKUPS - len(codes)))
-        if device.type == "cuda":  # for which the host would wait
+        if device.type == "cuda":  # the host would wait for a copy from pageable memory
             words = words.pin_memory().to(device, non_blocking=True)
         return words.expand(self.size, WORDS)
 
     def calls(self, name: str, calls: Sequence[Call], device: torch.device) -> Tensor:
-        """The codes of as many calls of each rank, and the word behind them, on the device.
+        """All-gathers codes of calls, and the word behind them: `[size, calls + 1]`, on the device.
 
-        `[size, calls + 1]`. Nothing waits.
+        The host does not wait.
         """
         words = self.words([call.code for call in calls], device)
         return self.exchanged(name, words)[:, : len(calls) + 1]
 
     def refuse_if_differing(self, name: str, codes: HostCopy, count: int) -> None:
-        """Raises DisagreementError, on all ranks, unless the ranks' calls() are the same."""
+        """Raises DisagreementError on all ranks if the results of calls() differ."""
         words = divided(self.read(name, codes), count + 1)
         if any(each != words[self.rank] for each in words):
             raise self.differing(name, words)
@@ -159,52 +159,52 @@ class Ranks:
         """The error about the first calls that are not the same on all ranks."""
         self.count_fault()
         calls = list(zip(*([Call.of(word) for word in each] for each in words), strict=True))
-        # Of the same lookups one rank may be told ahead, and another one be asked.
+        # All calls are equal if one rank compares codes in tell() and another sends counts.
         first = next((each for each in calls if each.count(each[0]) < self.size), calls[0])
         return differing(name, first, self.tables)
 
     def read(self, name: str, numbers: HostCopy) -> list[int]:
-        """Numbers that need the other ranks; RuntimeError if these do not come in time."""
+        """Waits for numbers from other ranks; RuntimeError if a rank is too late."""
         if not numbers.have_come(self.patience):
             raise self._lose(name, f"nothing for {self.patience:.0f} s")
         return numbers.read()
 
     @torch.no_grad()
     def bring(self, name: str, rows: Sequence[Tensor], asked: Sequence[Asked]) -> list[Tensor]:
-        """Gives the rows that others have asked for, `[n, ...]`; gets those asked for by this."""
+        """Sends the rows `[n, ...]` that ranks request; returns the rows that this one requests."""
         got, given = [each.got for each in asked], [each.given for each in asked]
         return self.exchanged_jointly(name, rows, got, given, group=self._giving)
 
     def give_back(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
-        """The other way round, as gradients go."""
+        """Sends gradients back to the rows' owners: the reverse of bring()."""
         return self.exchanged(name, rows, asked.given, asked.got, group=self._giving)
 
     def collected(self, name: str, rows: Tensor, counts: list[int]) -> Tensor:
-        """Gives rows `[n, ...]` to the first rank, which gets those of each, as many as it says."""
+        """Gathers rows `[n, ...]` on rank 0, where `counts` has the number of rows per rank."""
         if self.rank:
             counts = [0] * self.size
         given = [len(rows)] + [0] * (self.size - 1)
         return self.exchanged(name, rows, counts, given, group=self._giving)
 
     def agreed(self, value: _Value) -> _Value:
-        """What the first rank says."""
+        """Broadcasts the first rank's value."""
         values = [value]
         dist.broadcast_object_list(values, group=self._asking, group_src=0)
         return values[0]
 
     def every(self, value: _Value) -> list[_Value]:
-        """What each rank says."""
+        """All-gathers a value."""
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self._asking)
         return values
 
     def summed_(self, number: Tensor) -> Tensor:
-        """The sum of a tensor of each rank, in place."""
+        """All-reduces a tensor by its sum, in place."""
         dist.all_reduce(number, dist.ReduceOp.SUM, group=self._giving)
         return number
 
     def most_(self, number: Tensor) -> Tensor:
-        """The largest of the numbers of each rank, in place."""
+        """All-reduces numbers by their maximum, in place."""
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self._giving)
         return number
 
@@ -217,17 +217,17 @@ class Ranks:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Parts of a tensor, of so many rows, to each rank; gets as many rows of each as said.
+        """Sends `counts[i]` rows to rank i and receives `received[i]` rows from rank i.
 
-        By default a row to each, and with what ranks ask.
+        The default is one row for each rank, in the group for ids.
         """
         if self.size == 1:
             return sent.clone()
         self._refuse_if_lost(name)
         size = len(sent) if received is None else sum(received)
         out = sent.new_empty((size, *sent.shape[1:]))
-        # Threads of the group keep both tensors for a while. Detached ones keep no graph: ranks
-        # would disagree on whether a step still waits for a backward.
+        # Threads of the group keep references to both tensors for a while. Detached tensors keep
+        # no graph, or ranks would disagree on whether a step still waits for its backward.
         sent = sent.detach().contiguous()
         try:
             group = group or self._asking
@@ -245,7 +245,7 @@ class Ranks:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> list[Tensor]:
-        """As exchanged(), of several tensors of one dtype at once."""
+        """As exchanged(), for several tensors of one dtype in one collective."""
         if len(sent) == 1:
             return [self.exchanged(name, sent[0], received[0], counts[0], group=group)]
         got, given = (
@@ -264,7 +264,7 @@ class Ranks:
         return [part.view(sum(of), *each.shape[1:]) for part, of, each in rows]
 
     def _lose(self, name: str, what: str) -> RuntimeError:
-        """The error about ranks that did not come; they would take what comes later for this.
+        """The error about missing ranks, which would take later data for the data of this call.
 
         All further calls raise, here at once and on the ranks that wait for this one.
         """
@@ -289,12 +289,12 @@ class Ranks:
 
 
 def divided(numbers: list[int], size: int) -> list[list[int]]:
-    """Numbers in parts of one size."""
+    """Splits numbers into lists of one size."""
     return [numbers[begin : begin + size] for begin in range(0, len(numbers), size)]
 
 
 def _transposed(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-    """Parts of `counts[i][j]` rows, those of each i one after another: those of each j, instead."""
+    """Reorders parts of `counts[i][j]` rows from i-major to j-major order."""
     parts = torch.unsafe_split_with_sizes(rows, [count for each in counts for count in each])
     size = len(counts[0])
     return torch.cat([part for j in range(size) for part in parts[j::size]])

@@ -1,9 +1,9 @@
-"""Requests: what ranks ask each other for, at a lookup or ahead of it.
+"""Requests: sends ids to the ranks that own their rows, at a lookup or ahead of it.
 
-Ids go to the owners of their rows, each distinct one once. Requests of a batch that is announced,
-or planned by a loop, are asked then; at the lookup they are known again by their tensors, never by
-values: all ranks run the same code, and have other values. A request serves one lookup. A rank
-that passes one tensor, such as an empty one, to several lookups therefore asks as often as others.
+A lookup sends each unique id once. Ids of an announced or prefetched batch are sent early. The
+lookup finds its request again by the identity of the tensor of ids, never by values, because all
+ranks run the same code on different values. A request serves one lookup. A rank that passes one
+tensor (such as an empty one) to several lookups therefore sends as many requests as other ranks.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ __all__ = ["PlannedRequests", "Requests"]
 
 
 class PlannedRequests:
-    """The requests of a batch, and the batch of the rows that this rank is asked for."""
+    """A batch's requests, and the plan of the rows that all ranks request from this rank."""
 
     def __init__(self, requests: Sequence[LookupRequest], after: PlannedRequests | None) -> None:
         self.requests = requests
         self.after = after
         self.own: Batch | None = None
         self.announced: Announced | None = None
-        """What the exchange is to announce of them."""
+        """What exchange.steps.announce() expects."""
         self.error: Exception | None = None
         self.is_asked = False
         self._until: torch.cuda.Event | None = None
 
     def planned_until(self, event: torch.cuda.Event | None) -> None:
-        """Says after which event all is there that was made beside the current stream."""
+        """Sets the event after which the tensors made on a side stream are complete."""
         self._until = event
 
     def join(self) -> None:
-        """What the current stream gets from now on begins when all is there."""
+        """Makes the current stream wait for the event of planned_until(), once."""
         if self._until is not None:
             torch.cuda.current_stream(self._until.device).wait_event(self._until)
             self._until = None
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether ids have yet to go to the other ranks."""
+        """Whether some ids have not been sent to the other ranks."""
         return not all(each.round.is_asked for each in self.requests)
 
     def tell(self) -> None:
-        """Tells the other ranks how many rows they will be asked for; see LookupRound.tell."""
+        """Sends the other ranks the numbers of requested rows; see LookupRound.tell."""
         for each in self.requests:
             each.round.tell()
 
     def ask(self) -> bool:
-        """Asks the other ranks, once; whether their answers are good. See error, if not."""
+        """Exchanges the ids with the other ranks, once; False if that failed and `error` is set."""
         if not self.is_asked:
             self.is_asked = True
             try:
@@ -84,17 +84,17 @@ class PlannedRequests:
         return self.error is None
 
     def plan_announced(self, exchange: Exchange) -> None:
-        """Plans what the exchange is to announce of them; see PlannedSteps.plan_announced."""
+        """Plans the rows requested from this rank; see PlannedSteps.plan_announced."""
         self.announced = exchange.steps.plan_announced(self.ids)
 
     @property
     def ids(self) -> list[Tensor]:
-        """Of the rows of this rank that each of the lookups asks for."""
+        """For each lookup the ids of the rows that all ranks request from this rank."""
         return [each.asked.ids for each in self.requests]
 
     @property
     def faults(self) -> list[Tensor]:
-        """What is known to be wrong with blocks of the ids, `[1]` each, on the device."""
+        """The fault code of each FixedRequest, `[1]`, on the device."""
         return [each.fault for each in self.requests if isinstance(each, FixedRequest)]
 
 
@@ -102,11 +102,11 @@ class RequestMaker:
     """Makes the requests of a table's lookups.
 
     Args:
-        exchange: of the rows that this rank owns.
-        dealt: which rank owns which row.
-        ranks: that own them.
-        number: of the table, the same on all ranks.
-        fixed: for an exchange with a capacity what its FixedRequests are made with.
+        exchange: The exchange of the rows that this rank owns.
+        dealt: Maps each row to its owner.
+        ranks: The ranks that own the rows.
+        number: The table's number, the same on all ranks.
+        fixed: Arguments of FixedRequest if the exchange has a capacity.
     """
 
     def __init__(
@@ -124,34 +124,34 @@ class RequestMaker:
         self.restart()
 
     def restart(self) -> None:
-        """Counts lookups from 0 again: before an error some ranks may have counted one more."""
+        """Counts lookups from 0 again, because the counts may differ after an error."""
         self._lookups = itertools.count()
 
     @property
     def shared_by(self) -> tuple[Ranks, torch.device]:
-        """The ranks that own the rows, and where the rows of a step are."""
+        """The ranks that own the rows, and the device of a step's rows."""
         return self._ranks, self._exchange.held.device
 
     def distances(self) -> Tensor:
-        """Those of the blocks of rows, on the device, where they are from the first lookup on."""
+        """BlockCyclic.distances() on the device; the first call copies them there."""
         if (device := self._exchange.held.device) != self._distances.device:
             self._distances = self._distances.to(device)
         return self._distances
 
     def join(self, others: JointRequests | None) -> None:
-        """Makes the next requests with those of other tables; None: alone."""
+        """Makes the next requests together with those of other tables; None: separately."""
         self._others = others
         self.distances()
 
     def requests(self, parts: Sequence[Ids], *, trains: bool = True) -> list[LookupRequest]:
-        """The requests of lookups, with those of the tables of join() if there are any."""
+        """The requests of lookups, in one round with those of the tables of join()."""
         made = None if self._others is None else self._others.take(self)
         if made is None:
             in_rounds(made := self.made(parts, trains), self._ranks)
         return made
 
     def made(self, parts: Sequence[Ids], trains: bool) -> list[LookupRequest]:
-        """New requests of lookups, which no rank knows yet."""
+        """New requests of lookups, without any communication."""
         fixed, device = self._fixed if trains else None, self._exchange.held.device
         share, distances = -1 if fixed is None else fixed[0].rows, self.distances()
         made: list[LookupRequest] = []
@@ -166,14 +166,14 @@ class RequestMaker:
 
 
 class JointRequests:
-    """Lookups of several tables; the first table that makes its requests makes those of all."""
+    """Lookups of several tables; the first table's take() makes the requests of all tables."""
 
     def __init__(self, lookups: Mapping[RequestMaker, tuple[Sequence[Ids], bool]]) -> None:
         self._lookups = lookups
         self._made: dict[RequestMaker, list[LookupRequest]] | None = None
 
     def take(self, maker: RequestMaker) -> list[LookupRequest] | None:
-        """The requests of a table, once."""
+        """Returns a table's requests on its first call; None afterwards."""
         if self._made is None:
             self._made = {each: each.made(*lookups) for each, lookups in self._lookups.items()}
             in_rounds([each for made in self._made.values() for each in made], maker.shared_by[0])
@@ -181,16 +181,16 @@ class JointRequests:
 
 
 class Requests:
-    """Asks for rows of a table, ahead where it is told to; every call is one of all ranks.
+    """Requests a table's rows from their owners, also ahead; all ranks make every call together.
 
     Args:
         exchange, dealt, ranks, number: As for RequestMaker.
-        none: for an exchange with a capacity the id of a row that is none, or of the padding's.
-        padded: whether some rank owns the padding's.
+        none: With a capacity the id that stands for no row, or the id of the padding's row.
+        padded: Whether some rank owns the padding's row.
     """
 
     ahead = 3
-    """Batches that are planned ahead: those of PlannedSteps, and one that is asked for."""
+    """Batches that a loop plans ahead: PlannedSteps.ahead, plus one whose ids are in exchange."""
 
     def __init__(
         self,
@@ -204,16 +204,16 @@ class Requests:
     ) -> None:
         self._exchange, self._ranks, self._number = exchange, ranks, number
         self._told: list[PlannedRequests] = []
-        """Announced since the last lookup before."""
+        """The batches of announce() calls since the latest lookup before them."""
         self._told_in = 0
-        """Of how many batches the exchange had seen the end then."""
+        """`exchange.steps.batches_over` at the last announce()."""
         self._expected: PlannedRequests | None = None
-        """Of the batch that a loop gives."""
+        """The prefetched batch that a loop has yielded last."""
         self._was_looked_up = False
         self._faults = ranks.faults
         self._planning = SideStream("planning")
         self._latest: PlannedRequests | None = None
-        """What was looked up last."""
+        """The batch of the latest lookup."""
         exchange.steps.leave_lookups_unchecked()
         exchange.steps.agree_on_steps(WeakMethod(self.before_step))
         self._agreement: Agreement | None = None
@@ -226,10 +226,10 @@ class Requests:
         self._maker = RequestMaker(exchange, dealt, ranks, number, fixed)
 
     def of(self, ids: Ids) -> LookupRequest:
-        """The request of a lookup of a step, which is asked now unless it was before.
+        """The request of a step's lookup, exchanged now unless it was exchanged ahead.
 
-        None was for a lookup without gradients, which may be of one of the planned tensors on some
-        ranks alone.
+        A lookup without gradients never uses a planned request, because the tensor may be a
+        planned one on some ranks only.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
@@ -248,7 +248,7 @@ class Requests:
     def _planned_for(
         self, ids: Ids
     ) -> tuple[tuple[PlannedRequests, LookupRequest] | None, Tensor | None]:
-        """What was planned for a lookup, and whether the ranks' lookups differ, as meet() says."""
+        """The batch and request planned for a lookup, and the result of meet()."""
         self._was_looked_up = True
         found, is_next, some_wait = None, False, False
         for batches in (self._told, [] if self._expected is None else [self._expected]):
@@ -277,9 +277,9 @@ class Requests:
         return found, fault
 
     def meet(self, kind: Kind, lookup: int = 0) -> Tensor | None:
-        """Raises DisagreementError on all ranks if some of them are at another exchange.
+        """Raises DisagreementError on all ranks if the ranks are at different exchanges.
 
-        Where what is wrong with rows of a capacity is raised later, gives whether they are: `[1]`.
+        If errors of rows with a capacity are raised later, returns whether the ranks differ, `[1]`.
         """
         calls = [Call(kind, self._number, lookup)]
         if self._agreement is not None:
@@ -288,16 +288,16 @@ class Requests:
         return None
 
     def before_gradients(self, lookup: int) -> None:
-        """Called before gradients of a lookup's rows go to their owners; as meet()."""
+        """Compares the ranks as meet() does, before a lookup's gradients are sent to the owners."""
         fault = self.meet(Kind.GRADIENTS, lookup)
         if fault is not None and self._agreement is not None:
             self._agreement.stop(fault)
 
     def before_step(self, met: set[object], *, fails: bool) -> None:
-        """Called before an optimizer steps the rows, or `fails` to, outside of a turn.
+        """Raises DisagreementError on all ranks unless all are about to step.
 
-        Raises DisagreementError on all ranks unless all of them are about to step. Ranks compare
-        once for all tables, of which `met` has noted it; those of several machines do not.
+        An optimizer calls this before it steps the rows, or `fails` to, without holding a turn.
+        Ranks compare once for all tables, which `met` records. Ranks on several machines do not.
         """
         if self._ranks.meets_beside_the_device and self._ranks not in met:
             met.add(self._ranks)
@@ -305,7 +305,7 @@ class Requests:
             self._ranks.meet(self._exchange.name, [call], self._exchange.held.device)
 
     def of_no_step(self, ids: Ids) -> LookupRequest:
-        """The request of a lookup that trains nothing; of any number of rows.
+        """The request of a lookup that trains nothing, for any number of rows.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
@@ -317,9 +317,9 @@ class Requests:
         return request
 
     def _forget_after_faults(self) -> None:
-        """Forgets what was planned before an error on all ranks.
+        """Discards all plans after an error on all ranks.
 
-        Some of them may then look up the same tensors, and those whose ids were bad others.
+        The next lookups may use the planned tensors on some ranks and different ones on others.
         """
         if self._faults != self._ranks.faults:
             self._faults = self._ranks.faults
@@ -329,7 +329,7 @@ class Requests:
                 self._exchange.held.announced.give_up()
 
     def _before_lookup(self) -> None:
-        """Raises what was found wrong at the last lookup; RuntimeError within a CUDA graph."""
+        """Raises the errors found at the last lookup, and RuntimeError during graph capture."""
         if self._exchange.held.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self._exchange.name}: a CUDA graph cannot hold a lookup of rows that are shared"
@@ -353,19 +353,19 @@ class Requests:
             raise
 
     def _expect(self, plans: Sequence[PlannedRequests], fault: Tensor | None = None) -> None:
-        """Tells the agreement of ranks what is known to be wrong with what may be held now."""
+        """Passes the fault codes of the planned batches to the Agreement, if there is one."""
         if self._agreement is not None:
             faults = [fault for planned in plans for fault in planned.faults]
             faults += [] if fault is None else [fault * OTHER_MODULE]
             self._agreement.expect(faults)
 
     def plan_announced(self, parts: Sequence[Ids]) -> PlannedRequests:
-        """As PlannedSteps.plan_announced; a batch before that may have been given up is."""
+        """As PlannedSteps.plan_announced; discards batches announced before the latest lookup."""
         self._forget_after_faults()
         if self._was_looked_up or self._told_in != self._exchange.steps.batches_over:
             self._told, self._was_looked_up = [], False
         planned = PlannedRequests(self._maker.requests(parts), None)
-        if self._exchange.held.device.type == "cpu":  # nothing is gained by waiting later
+        if self._exchange.held.device.type == "cpu":  # a later wait would save no time
             self._ask_all(planned)
         else:
             planned.tell()
@@ -384,9 +384,9 @@ class Requests:
         self._exchange.steps.give_up()
 
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
-        """As PlannedSteps.plan_ahead; it plans the batch before, whose counts have come."""
+        """As PlannedSteps.plan_ahead; also plans the batch before, whose counts are received."""
         self._forget_after_faults()
-        self._maker.distances()  # on the current stream
+        self._maker.distances()  # copied on the current stream, which the side stream waits for
         with self._planning.after_current(self._exchange.held.device):
             planned = PlannedRequests(self._maker.requests(parts), after)
             planned.tell()
@@ -400,7 +400,7 @@ class Requests:
         self._forget_after_faults()
         self._expected = batch
         if batch is not None:
-            if batch.waits_for_ranks:  # as the last batch of a loop does
+            if batch.waits_for_ranks:  # the last batch of a loop
                 self.meet(Kind.IDS, batch.requests[0].lookup)
             self._plan(batch)
         self._exchange.steps.expect(None if batch is None else batch.own)
@@ -410,7 +410,7 @@ class Requests:
         return self._exchange.steps.start_loop(loop)
 
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
-        """Nothing: the lookup raises it on all ranks."""
+        """Does nothing: the lookup raises the error on all ranks."""
 
     def end_loop(self, loop: object) -> None:
         """As PlannedSteps.end_loop."""
@@ -418,16 +418,16 @@ class Requests:
         self._exchange.steps.end_loop(loop)
 
     def _plan(self, batch: PlannedRequests) -> None:
-        """Asks, and plans what this rank is asked for, as what follows the batch before.
+        """Exchanges a batch's ids and plans the rows requested here, after the batch before.
 
-        Errors about ids are raised by the lookup, and DisagreementError now.
+        The lookup raises errors about ids. DisagreementError is raised here.
         """
         if batch.is_asked:
             return
         with self._planning.after_current(self._exchange.held.device):
             batch.ask()
         batch.planned_until(self._planning.end)
-        if isinstance(batch.error, DisagreementError):  # all ranks forget their batches
+        if isinstance(batch.error, DisagreementError):  # all ranks discard their batches
             raise batch.error
         if batch.error is None:
             before = None if batch.after is None else batch.after.own
@@ -435,7 +435,7 @@ class Requests:
         batch.after = None
 
     def _ask_all(self, planned: PlannedRequests) -> None:
-        """Asks the other ranks, and plans what they ask for."""
+        """Exchanges the ids of a batch, and plans the rows requested from this rank."""
         self._ask(planned)
         self._expect([*self._told, planned])
         try:
@@ -445,7 +445,7 @@ class Requests:
             raise
 
     def _ask(self, planned: PlannedRequests) -> None:
-        """Asks the other ranks; raises what is wrong."""
+        """Exchanges the ids of a batch; raises its error on all ranks."""
         if not planned.ask():
             assert planned.error is not None
             self._ranks.count_fault()

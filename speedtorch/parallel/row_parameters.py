@@ -1,4 +1,4 @@
-"""row_parameters: the weights of a model that stand for rows, which others leave alone."""
+"""row_parameters: the parameters of a model that stand for rows of tables."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["row_parameters"]
 def row_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The weights of a model's Embeddings, EmbeddingBags and collections.
 
-    For what shards the other parameters, as
-    `torch.distributed.fsdp.fully_shard(model, ignored_params=row_parameters(model))`. The rows
-    themselves are for shard(): unless they are shared out, each process trains rows of its own.
+    Wrappers that shard the other parameters must ignore these, such as
+    `torch.distributed.fsdp.fully_shard(model, ignored_params=row_parameters(model))`. shard()
+    shards the rows themselves: without it each process trains a separate copy of the rows.
 
-    Where an optimizer steps a group's parameters together (foreach, which torch chooses on a GPU,
-    or fused), torch does not take those of fully_shard and others at once: give the rows a
-    parameter group of their own. A GradScaler goes through all of an optimizer's gradients: with
-    one give the rows an optimizer of their own.
+    If an optimizer steps a group's parameters together (foreach, which torch chooses on a GPU, or
+    fused), torch cannot mix parameters of fully_shard with others: use a separate parameter group
+    for the rows. A GradScaler handles all gradients of an optimizer together: with a GradScaler
+    use a separate optimizer for the rows.
 
     Args:
-        model: Of any kind; the rows may be shared out or not.
+        model: Any model, with or without sharded rows.
 
     Returns:
-        The parameters; none if the model has no such module.
+        The parameters; an empty set if the model has no such module.
 
     Example:
         >>> import speedtorch

@@ -1,4 +1,4 @@
-"""same_modules: the modules of a model that all ranks have, with the same settings."""
+"""same_modules: checks that all ranks have the same modules with the same settings."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from speedtorch.parallel.together import agreed
 __all__ = ["same_modules"]
 
 _VALUES = "init_"
-"""What is said of the function of the first values."""
+"""The key of a digest of initial values, which shows whether init functions differ."""
 _Settings = dict[str, str]
-"""Of a module, in words."""
+"""A module's settings as text."""
 
 
 def same_modules(ranks: Ranks, model: nn.Module, *, average: bool) -> dict[str, RowModule]:
-    """The modules of a model whose rows can be shared out, by their qualified names.
+    """The modules of a model whose rows can be sharded, by their qualified names.
 
-    Raises on all ranks, also where one of them alone is wrong: its own error there, and ValueError
-    on the others; ValueError if two ranks differ.
+    Raises on all ranks if one rank is wrong: its own error there, and ValueError on the others.
+    Raises ValueError on all ranks if two ranks differ.
     """
     named: dict[str, RowModule] = {}
 
@@ -42,7 +42,7 @@ def same_modules(ranks: Ranks, model: nn.Module, *, average: bool) -> dict[str, 
 
 
 def _modules_of(model: nn.Module) -> dict[str, RowModule]:
-    """Those whose rows can be shared out; raises if there are none, or others beside them."""
+    """The modules to shard; raises if there are none, or if some cannot be sharded."""
     named = {
         name or type(each).__name__: each
         for name, each in model.named_modules()
@@ -68,7 +68,7 @@ def _modules_of(model: nn.Module) -> dict[str, RowModule]:
 
 
 def _settings_of(module: RowModule, *, average: bool) -> _Settings:
-    """What must be the same on all ranks."""
+    """The settings that must be the same on all ranks."""
     table, weight = module.trained_rows.table, module.weight
     settings = {
         "class": type(module).__name__,
@@ -92,7 +92,7 @@ def _settings_of(module: RowModule, *, average: bool) -> _Settings:
 def _refuse_if_differing(
     first: list[tuple[str, _Settings]], others: list[tuple[str, _Settings]], rank: int
 ) -> None:
-    """Raises ValueError if a rank has other modules than the first, or other settings of one."""
+    """Raises ValueError if the modules of a rank or their settings differ from the first rank's."""
     remedy = "build the same model on all ranks; nothing has changed on any rank"
     for ours, theirs in zip_longest(first, others):
         if ours is None or theirs is None or ours[0] != theirs[0]:
@@ -103,7 +103,7 @@ def _refuse_if_differing(
         name, settings = ours
         differing = [key for key in settings | theirs[1] if settings.get(key) != theirs[1].get(key)]
         if len(differing) > 1 and _VALUES in differing:
-            differing.remove(_VALUES)  # which are others because of the rest
+            differing.remove(_VALUES)  # the other settings cause this difference
         if differing:
             said, of_first = (
                 ", ".join(f"{key}={each.get(key)}" for key in differing)

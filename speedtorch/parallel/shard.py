@@ -1,4 +1,4 @@
-"""shard: the rows of a model's modules, shared out among the processes of torch.distributed."""
+"""shard: shards the rows of a model's modules among the processes of torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ __all__ = ["shard"]
 def shard(
     model: nn.Module, *, process_group: dist.ProcessGroup | None = None, average: bool = True
 ) -> None:
-    """Shares the rows of a model's Embeddings out among processes, each of which trains its own.
+    """Shards the rows of a model's Embeddings row-wise among processes, which train their shards.
 
-    Every rank calls it once for its copy of the model, before the rows are used. Their first values
-    are those of the whole model with the first rank's seeds. From then on every lookup is one of
-    all ranks, in the same order, with an empty batch where a rank has none; the gradients of a row
-    go to the rank that owns it. What is wrong on one rank raises on all. A
-    DistributedDataParallel that wraps this very model, or a part of it, trains the other parameters
-    and leaves the rows alone; for fully_shard there is row_parameters(), and for gradients that are
-    scaled GradScaler.
+    Every rank calls shard() once for its copy of the model, before the rows are used. The initial
+    values are the same as for the whole model with the first rank's seeds. Afterwards all ranks
+    make every lookup together and in the same order; a rank without data passes an empty batch.
+    Gradients of a row are sent to the rank that owns the row. An error on one rank raises on all
+    ranks. A DistributedDataParallel that wraps this model or a part of it trains the other
+    parameters and ignores the rows. For fully_shard see row_parameters(), for scaled gradients
+    GradScaler.
 
-    A module's capacity is then the most distinct rows of a step that one rank owns, without that of
-    padding_idx. Besides, a lookup of one rank names at most `capacity / ranks + 8 * sqrt(capacity /
-    ranks) + 11` distinct rows of each owner, and no more than the capacity. Lookups of ids that are
-    spread over the table do so where the capacity is at least the distinct rows of each. A lookup
-    that names more raises RuntimeError on all ranks, and no row has changed; where rows are held on
-    a GPU, the next lookup raises it.
+    A module's capacity then limits a step's unique rows that one rank owns, without the row of
+    padding_idx. A lookup of one rank may name at most `capacity / ranks + 8 * sqrt(capacity /
+    ranks) + 11` unique rows of each owner, and at most the capacity. Ids that are spread over the
+    table stay below this limit if the capacity is at least the number of unique rows per lookup. A
+    lookup that names more rows raises RuntimeError on all ranks and changes no row. On a GPU the
+    next lookup raises the error.
 
     Args:
-        model: Has a speedtorch Embedding, EmbeddingBag or collection, or several.
-        process_group: The processes; by default all.
+        model: A model with at least one speedtorch Embedding, EmbeddingBag or collection.
+        process_group: The processes among which rows are sharded; the default is all processes.
         average: Divide the sum of all ranks' gradients, once, by the number of ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or rows have been used.
         TypeError: process_group is a DeviceMesh.
-        NotImplementedError: A module has scale_grad_by_freq, or all of a padding_idx, a max_norm
-            and a capacity.
-        ValueError: The model has no such module, this process is none of the group's or the group
-            cannot have communicators of its own, the ranks' modules, their settings, the functions
-            of their first values or `average` differ, or another rank raises one of these.
-        MemoryError: The rows of the ranks on some machine do not fit there together.
+        NotImplementedError: A module has scale_grad_by_freq, or has a padding_idx, a max_norm and a
+            capacity together.
+        ValueError: The model has no such module, this process is not in the group, the group
+            cannot have its own communicators, another rank raises one of these errors, or ranks
+            differ in their modules, settings, init functions or `average`.
+        MemoryError: The rows of a machine's ranks do not fit into its host memory.
 
-        What is wrong with the model of one rank raises on all of them; nothing has changed then.
+        An error in the model of one rank raises on all ranks, and nothing has changed.
 
     Example:
-        Under torchrun, which begins a process for each GPU::
+        Under torchrun, which starts a process for each GPU::
 
             torch.distributed.init_process_group()
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -103,7 +103,7 @@ def shard(
         needed += module.trained_rows.table.new.bytes_of(portions[-1].size)
     machine.refuse_if_short(ranks, needed)
     own = row_parameters(model)
-    for each in model.modules():  # DistributedDataParallel asks the one that it wraps
+    for each in model.modules():  # DistributedDataParallel may wrap any submodule
         if names := [name for name, parameter in each.named_parameters() if parameter in own]:
             ignored_by_data_parallel(each, names)
     for (name, module), dealt, portion in zip(named.items(), deals, portions, strict=True):

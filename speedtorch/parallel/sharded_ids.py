@@ -1,4 +1,4 @@
-"""ShardedIds: the distinct rows that a lookup names, in the order of the ranks that own them."""
+"""ShardedIds: the unique rows that a lookup names, in the order of the ranks that own them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["ShardedIds"]
 
 
 class ShardedIds:
-    """The plan of a lookup's ids, and which rows it asks each rank for; csrc/ops/shard_ids.cpp.
+    """The plan of a lookup's ids, and the rows requested from each rank; csrc/ops/shard_ids.cpp.
 
     Args:
         ids: `[...]`, on the device.
-        dealt: which rank owns which row.
-        distances: those of dealt, on the device.
-        share: the most rows to ask a rank for, in blocks of so many rows; -1: of any number.
+        dealt: Maps each row to its owner.
+        distances: dealt.distances(), on the device.
+        share: The number of rows in each rank's block, the most to request; -1: no blocks.
 
     Attributes:
-        numbers: of the rows, `[...]`; of what is no row that after all rows' numbers.
-        unique: the distinct numbers, ascending, `[n]`; -1 behind them.
-        counts: how many rows this asks each rank for, `[ranks]`; -1 each if an id is out of range.
-        sent: the rows, `[n]`; with a share `[ranks, share + 1]`, whose last column says what is
-            wrong with the ids, or 0.
-        places: which of the rows that are asked for each id names, `[...]`.
-        entries: with a share, which of the distinct rows each row of the blocks is; n: none.
+        numbers: The ids' row numbers, `[...]`; an id out of range has the number after all rows.
+        unique: The unique numbers, ascending and padded with -1, `[n]`.
+        counts: The number of rows requested from each rank, `[ranks]`; all -1 if an id is bad.
+        sent: The requested rows, `[n]`; with a share `[ranks, share + 1]`, whose last column is a
+            fault code, or 0.
+        places: The position of each id's row among the requested rows, `[...]`.
+        entries: With a share, the index of each block row among the unique rows; n: no row.
     """
 
     def __init__(self, ids: Tensor, dealt: BlockCyclic, distances: Tensor, share: int = -1) -> None:
@@ -39,17 +39,14 @@ class ShardedIds:
         self.places, self.entries = blocks[0], blocks[-1]
 
     def summed(self, gradient: Tensor, bags: Bags | None, most: int) -> Tensor:
-        """The gradient of a lookup's result, added up for each distinct row: `[most, ...]`.
-
-        Zeros follow them.
-        """
+        """Sums the gradient of a lookup's result for each unique row: `[most, ...]`, then zeros."""
         rows, source = rows_of_ids(gradient, bags)
         plan, end = self._plan, self._dealt.room * self._dealt.ranks
         added: Tensor = _ops.sum_rows(rows, list(plan), end + 1, 0, most, source, plan[4][3:4])
         return added
 
     def out_of_range(self, name: str, ids: Tensor) -> IndexError | None:
-        """The error about ids that are no rows, if some are."""
+        """The error about ids out of range, if there are any."""
         end, rows = self._dealt.room * self._dealt.ranks, self._dealt.rows
         bad = (self.numbers.reshape(-1) == end).nonzero()[:, 0]
         if len(bad) == 0:

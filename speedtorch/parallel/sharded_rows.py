@@ -1,8 +1,8 @@
-"""ShardedRows: lookups of rows of which this rank owns a share, in front of the step of that.
+"""ShardedRows: lookups of rows that are sharded row-wise among ranks.
 
-Ids go to the owners of their rows; rows come back, and the gradients of them go the same way. The
-owner's step does not know of it: to it the ids of all ranks, one after another, are the ids of a
-lookup.
+A lookup sends ids to the owners of their rows, which send the rows back. The backward sends the
+gradients to the owners. The owner's step is an ordinary one: its lookup has the ids of all ranks,
+in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from speedtorch.torch_internals import (
 
 __all__ = ["ShardedRows", "ranks_of"]
 
-_COLLECTED_BYTES = 16 << 20  # of a field, from each rank at once
+_COLLECTED_BYTES = 16 << 20  # from each rank in one collective of collect()
 
-_MOST_MICROSECONDS = 1 << 38  # that ranks tell each other
+_MOST_MICROSECONDS = 1 << 38  # twice this, plus a flag, fits into a Call
 
 _ranks: weakref.WeakKeyDictionary[TrainedRows, Ranks] = weakref.WeakKeyDictionary()
-"""The ranks that share the rows of which a TrainedRows has some."""
+"""The ranks among which the table of a TrainedRows is sharded."""
 
 
 def ranks_of(rows: TrainedRows) -> Ranks | None:
-    """The ranks that share rows out among each other, if they are shared out."""
+    """The ranks among which these rows are sharded; None if the rows are not sharded."""
     return _ranks.get(rows)
 
 
 class ShardedRows(SharedLookups):
-    """Looks up rows by ids of the whole table; every call is one of all ranks.
+    """Looks up rows by ids of the whole table; all ranks make every call together.
 
     Args:
-        rows: those that this rank owns.
-        own_padding: where the padding's is among them, if it is.
-        dealt: which rank owns which row.
-        ranks: that own them.
-        number: of the table, the same on all ranks.
-        padding: id of the row that is never trained, or None.
-        average: divide gradients by the number of ranks.
-        sparse: whether autograd is asked for sparse gradients.
-        model: returns the model that was sharded, while there is one.
+        rows: The rows that this rank owns.
+        own_padding: Index of the padding's row among them; None if this rank does not own it.
+        dealt: Maps each row to its owner.
+        ranks: The ranks that own the rows.
+        number: The table's number, the same on all ranks.
+        padding: Id of the row that is never trained, or None.
+        average: Divide gradients by the number of ranks.
+        sparse: Whether the module asks for sparse gradients.
+        model: Returns the sharded model, or None once that is gone.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ShardedRows(SharedLookups):
         self._rows, self._ranks = rows, ranks
         self._model = model
         self._wrapped = 0
-        """The number of modules of fully_shard and replicate that were checked."""
+        """The number of modules of fully_shard and replicate that are already checked."""
         self._dealt, self._number = dealt, number
         self._owns_padding = own_padding is not None
         self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
@@ -92,7 +92,7 @@ class ShardedRows(SharedLookups):
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
-        """As TrainedRows.rows_of; the rows are copies of their owners'."""
+        """As TrainedRows.rows_of; the rows are copies of the owners' rows."""
         self._refuse_replicas()
         request = self.exchange.of(ids)
         places, held = self._rows.rows_of(request.asked.ids, max_norm, norm_type)
@@ -111,7 +111,7 @@ class ShardedRows(SharedLookups):
         return result
 
     def _refuse_replicas(self) -> None:
-        """Raises NotImplementedError if more ranks train the model than share the rows."""
+        """Raises NotImplementedError if ranks that own no rows train the model too."""
         if (active := active_data_parallel()) is not None:
             if takes_uneven_inputs(active):
                 raise NotImplementedError(
@@ -136,7 +136,7 @@ class ShardedRows(SharedLookups):
         self._wrapped = len(wrapped)
 
     def _refuse_others(self, wrapper: str, ranks: Iterable[int]) -> None:
-        """Raises NotImplementedError if ranks of a wrapper do not share the rows."""
+        """Raises NotImplementedError if the rows are not sharded among all ranks of a wrapper."""
         if others := set(ranks) - self._ranks.members:
             same = "the same process_group"
             if wrapper != "DistributedDataParallel":
@@ -150,18 +150,18 @@ class ShardedRows(SharedLookups):
 
     @property
     def can_agree(self) -> bool:
-        """Whether ranks meet without waiting for their GPUs."""
+        """Whether ranks can compare calls without waiting for their GPUs."""
         return self._ranks.meets_beside_the_device
 
     def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
-        """The seconds of the slowest rank, and whether the GPUs of all were idle."""
+        """The seconds of the slowest rank, and whether the GPUs of all ranks were idle."""
         told = min(int(seconds * 1e6), _MOST_MICROSECONDS) * 2 + is_idle
         call = Call(Kind.PACE, self._number, told)
         every = self._ranks.tell_each(self._rows.name, call)
         return max(each >> 1 for each in every) / 1e6, all(each & 1 for each in every)
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
-        """Does with the other ranks what they do for the lookups; raises the error if they do."""
+        """Joins the ranks' lookups, which all raise: here `error`, unless the ranks disagree."""
         none = NoIds(error)
         if announced:
             self.exchange.plan_announced([none] * announced)
@@ -169,7 +169,7 @@ class ShardedRows(SharedLookups):
             self.summed(none) if trains else self.read(none)
 
     def end_by_error(self) -> None:
-        """Raises on the other ranks, wherever they wait, unless their loops raise as well."""
+        """Makes the other ranks raise at their next call, unless their loops raise as well."""
         with suppress(DisagreementError):  # the caller raises this rank's own error
             self.exchange.meet(Kind.NONE)
 
@@ -189,26 +189,26 @@ class ShardedRows(SharedLookups):
 
     @property
     def ranks(self) -> Ranks:
-        """That own the rows."""
+        """The ranks that own the rows."""
         return self._ranks
 
     @property
     def shared_by(self) -> tuple[Ranks, torch.device]:
-        """The ranks that own the rows, and where the rows of a step are."""
+        """The ranks that own the rows, and the device of a step's rows."""
         return self._ranks, self._rows.exchange.held.device
 
     def meet_for_all(self) -> None:
-        """Raises DisagreementError on all ranks unless all are about to call full()."""
+        """Raises DisagreementError on all ranks unless all are about to call collect()."""
         calls = [Call(Kind.FULL, self._number)]
         self._ranks.meet(self._rows.name, calls, self._rows.exchange.held.device)
 
     def empty_for_all(self, name: str) -> Tensor:
-        """Host memory for all rows of a field."""
+        """Allocates host memory for all rows of a field."""
         field, rows = self._rows.table.field(name), self._dealt.rows
         return torch.empty((rows, *field.shape[1:]), dtype=field.dtype, device="cpu")
 
     def collect(self, name: str, every: Tensor | None) -> None:
-        """Copies all rows of a field from their owners to `every` of the first rank."""
+        """Copies all rows of a field from their owners to `every`, which only rank 0 passes."""
         dealt, ranks, field = self._dealt, self._ranks, self._rows.table.field(name)
         owned = [sum(len(here) for _, here in dealt.blocks(rank)) for rank in range(ranks.size)]
         elements = field.shape[1:].numel()
@@ -224,11 +224,11 @@ class ShardedRows(SharedLookups):
                 every.view(dealt.rows, elements).view(torch.uint8).index_copy_(0, ids, got.cpu())
 
     def gives_sparse(self, *, asked: bool) -> bool:
-        """Never: gradients go to their owners dense, and become sparse there."""
+        """Never: ranks exchange dense gradients; the owner makes them sparse."""
         return False
 
     def _operand(self, request: LookupRequest, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Places and rows of a lookup, whose padding's row is the last."""
+        """The places and rows of a lookup; the last row is the padding's, if there is one."""
         if self._padding is None:
             return request.places, rows
         return request.with_padding(rows, self._padding)
@@ -262,27 +262,27 @@ class ShardedRows(SharedLookups):
                     rows._joint = None
 
     def begin(self, ids: Ids) -> tuple[LookupRequest, Tensor]:
-        """The request of a lookup of a step, and the rows that other ranks ask this one for."""
+        """The request of a step's lookup, and the rows that all ranks request from this rank."""
         request = self.exchange.of(ids)
         return request, self._rows.summed(request.asked.ids)
 
     def give_back(self, gradient: Tensor, asked: Asked, lookup: int) -> Tensor:
-        """The gradients of a lookup's rows, to their owners."""
+        """Sends the gradients of a lookup's rows to the owners; returns the gradients received."""
         self.exchange.before_gradients(lookup)
         return self._ranks.give_back(self._rows.name, gradient, asked)
 
 
 class JointRows:
-    """Rows of lookups of several tables, which come from their owners at once."""
+    """Rows of several tables' lookups, received from their owners in one collective per dtype."""
 
     def __init__(self, lookups: Mapping[ShardedRows, Ids]) -> None:
         self._lookups = lookups
         self._made: dict[ShardedRows, tuple[LookupRequest, Tensor, Tensor]] | None = None
         self._error: Exception | None = None
-        """Of the first lookup that all ranks raise in, after which they make no other."""
+        """The error that all ranks raise at one lookup, after which they make no further lookup."""
 
     def take(self, table: ShardedRows) -> tuple[LookupRequest, Tensor, Tensor]:
-        """The request, the rows that others ask for, and the rows that come, once for a table."""
+        """A table's request, rows requested by all ranks, and rows received; once per table."""
         if self._made is None:
             self._made = self._brought(table.ranks)
         if table not in self._made and self._error is not None:
@@ -309,7 +309,7 @@ class JointRows:
 
 
 class _Brought(torch.autograd.Function):
-    """Rows from their owners, to whom the gradients go."""
+    """Received rows; the backward sends their gradients to the owners."""
 
     @staticmethod
     def forward(
@@ -325,7 +325,7 @@ class _Brought(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Rows by the places that ids name, whose gradients are added up by the plan of the ids."""
+    """Received rows in the order of the ids; the backward sums gradients by the plan of the ids."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, request: LookupRequest, bags: Bags | None) -> Tensor:

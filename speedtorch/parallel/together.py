@@ -1,4 +1,4 @@
-"""Together: processes that do something in stages; an error of one of them raises on all."""
+"""Together: processes that work in stages; an error of one process raises on all."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _Value = TypeVar("_Value")
 
 
 class Together(Protocol):
-    """The processes that write a generation; this one has the number `rank`."""
+    """The processes that write a checkpoint; this process has the number `rank`."""
 
     rank: int
     size: int
 
     def every(self, value: Any) -> list[Any]:
-        """What each of them says, by rank: all call it."""
+        """All-gathers a value; all processes call this."""
 
     def agreed(self, value: Any) -> Any:
-        """What the first one says: all call it."""
+        """Broadcasts the first process's value; all processes call this."""
         return self.every(value)[0]
 
 
@@ -31,7 +31,7 @@ class Alone(Together):
     rank, size = 0, 1
 
     def every(self, value: Any) -> list[Any]:
-        """As of Together."""
+        """As Together.every."""
         return [value]
 
 
@@ -42,9 +42,9 @@ def agreed(
     error_of: Callable[[str], Exception] = RuntimeError,
     tell: Callable[[Any], list[Any]] | None = None,
 ) -> list[_Value]:
-    """What each rank gives, by rank, or what `tell` lets ranks tell; all call it, within `call`.
+    """Runs a stage on all ranks, and all-gathers the results (or calls `tell` instead).
 
-    Raises what this rank's stage raises, and `error_of` a text if another's does.
+    Raises the error of this rank's stage, or `error_of(text with call)` if another rank's raises.
     """
     tell = tell or ranks.every
     try:
@@ -61,7 +61,7 @@ def agreed(
 
 
 def by_first(ranks: Together, stage: Callable[[], _Value]) -> _Value:
-    """What the first rank gives, which alone makes the call; errors as of agreed()."""
+    """Runs a stage on the first rank only and broadcasts its result; raises as agreed()."""
     own: Callable[[], Any] = (lambda: None) if ranks.rank else stage
     given: list[_Value] = agreed(ranks, own, tell=lambda said: [ranks.agreed(said)])
     return given[0]
