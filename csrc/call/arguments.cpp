@@ -1,4 +1,4 @@
-// The protocol of arguments; see arguments.h.
+// Implements the argument checks; see arguments.h.
 
 #include "call/arguments.h"
 
@@ -46,7 +46,7 @@ struct Dimension {
   int64_t stride_bytes;
 };
 
-constexpr size_t kMostDimensions = 64;  // of a torch tensor
+constexpr size_t kMostDimensions = 64;  // torch's maximum
 
 }  // namespace
 
@@ -57,7 +57,7 @@ Arguments::Extent Arguments::extent_of(const Argument& argument, size_t at) cons
   const int64_t item = element_bytes(tensor);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  std::array<Dimension, kMostDimensions> dims;  // the first `count` of them
+  std::array<Dimension, kMostDimensions> dims;  // the first `count` are valid
   size_t count = 0;
   int64_t last = 0;
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -80,7 +80,7 @@ Arguments::Extent Arguments::extent_of(const Argument& argument, size_t at) cons
                 .run_bytes = item,
                 .step_bytes = 0};
   extent.end = extent.begin + last + item;
-  // The dimensions that make up one run, from the smallest stride on; all others only step.
+  // The dimensions of one run, from the smallest stride up; the other dimensions only add steps.
   std::sort(dims.begin(), dims.begin() + count,
             [](const Dimension& a, const Dimension& b) { return a.stride_bytes < b.stride_bytes; });
   for (size_t d = 0; d < count; ++d) {
@@ -93,8 +93,9 @@ Arguments::Extent Arguments::extent_of(const Argument& argument, size_t at) cons
   return extent;
 }
 
-// Runs of two tensors begin apart by a constant plus multiples of their steps' greatest common
-// divisor: exact for fields of one record and for rows taken at regular distances.
+// The distance between runs of two tensors is a constant plus multiples of the greatest common
+// divisor of their steps. This test is exact for fields of one record and for rows at regular
+// distances.
 bool Arguments::share_a_byte(const Extent& a, const Extent& b) {
   if (a.begin >= b.end || b.begin >= a.end) return false;
   const int64_t step = std::gcd(a.step_bytes, b.step_bytes);
@@ -122,7 +123,7 @@ void Arguments::check_memory() const {
   for (const Extent& mine : extents_) {
     if (!mine.argument->is_written) continue;
     for (const Extent& other : extents_) {
-      // Of two that are written the first is compared with the second.
+      // Compares each pair of written tensors once.
       if (other.argument->is_written && &other <= &mine) continue;
       if (!share_a_byte(mine, other)) continue;
       throw_value_error(op_, mine.name(), " and ", other.name(),

@@ -1,12 +1,12 @@
-// The protocol by which every op checks its tensors before the first byte moves. An op names all of
-// them once, with what it does to them, and goes through these steps in this order:
-//   1. kinds: the constructor (dense, on the CPU or a GPU, a dtype that moves, storage that is
-//      there); shapes, dtypes and devices that must fit each other: tensor_checks.h
+// The checks that every op makes before the first byte moves. An op names all its tensors once,
+// with their use, and follows these steps in this order:
+//   1. kinds: the constructor (dense, on the CPU or a GPU, a supported dtype, storage with
+//      memory); shapes, dtypes and devices that must fit each other: tensor_checks.h
 //   2. aliases: nothing that is written shares a byte with anything else   check_memory()
 //   3. owner: no managed memory of the process that forked this one        check_memory()
-//   4. reach: how a GPU gets at host memory                                reach()
+//   4. reach: how a GPU accesses host memory                               reach()
 //   5. ids on the CPU, and plans there (those on a GPU are checked by the kernels)
-//   6. marking as written, so that a refused write leaves autograd alone   mark_written()
+//   6. marking as written, last, so that a throw leaves autograd unchanged  mark_written()
 //   7. the first byte
 #pragma once
 
@@ -28,7 +28,7 @@ struct Argument {
   size_t count;
   bool of_list;
   bool is_written;
-  bool is_marked;  // some of its contents will change
+  bool is_marked;  // this call changes its contents
 };
 
 inline Argument read(const char* name, const Tensor& tensor) {
@@ -49,9 +49,9 @@ inline Argument written(const char* name, const Tensor& tensor) {
 inline Argument written(const char* name, const std::optional<Tensor>& tensor, bool changes) {
   return {name, tensor ? &*tensor : nullptr, tensor ? size_t{1} : size_t{0}, false, true, changes};
 }
-// A tensor would become an optional that is destroyed before the tensor is marked.
+// Deleted: a Tensor would convert to a temporary optional, destroyed before the tensor is marked.
 Argument written(const char* name, const Tensor& tensor, bool changes) = delete;
-// `changes`: whether any of them will be written to in this call.
+// `changes`: whether this call writes to any of them.
 inline Argument written(const char* name, const Tensors& list, bool changes) {
   return {name, list.data(), list.size(), true, true, changes};
 }
@@ -59,14 +59,14 @@ inline Argument written(const char* name, const Tensors& list, bool changes) {
 // The tensors must outlive this.
 class Arguments {
  public:
-  // Raises what an earlier op on the GPU left word of, then checks the kinds.
+  // Throws a pending error of an earlier op on the GPU, then checks the kinds.
   Arguments(const char* op, std::initializer_list<Argument> all);
 
   void check_memory() const;
   void mark_written() const;
 
  private:
-  // Bytes that a tensor reaches: runs of `run_bytes` that begin at `begin` plus multiples of
+  // The bytes that a tensor covers: runs of `run_bytes` that start at `begin` plus multiples of
   // `step_bytes` (0: one run).
   struct Extent {
     const Argument* argument;
@@ -84,7 +84,7 @@ class Arguments {
 
   const char* op_;
   std::vector<Argument> all_;
-  std::vector<Extent> extents_;  // of the tensors that have elements
+  std::vector<Extent> extents_;  // of the tensors with elements
 };
 
 }  // namespace speedtorch

@@ -17,14 +17,15 @@ struct HostSlot {
   size_t capacity;
   int64_t* memory = nullptr;
   void* event = nullptr;
-  std::atomic<bool> is_complete{true};  // whether the event is known to have passed
+  std::atomic<bool> is_complete{true};  // whether the event is known to be complete
 };
 
 namespace {
 
-constexpr size_t kFewNumbers = 16;  // the smallest slot has memory for so many
+constexpr size_t kFewNumbers = 16;  // capacity of the smallest slot
 
-// Of all GPUs. Never destroyed: events and pinned memory cannot be freed while the process ends.
+// The free slots of all GPUs. Never destroyed, because events and pinned memory cannot be freed
+// during process exit.
 struct FreeSlots {
   std::mutex mutex;
   std::vector<HostSlot*> slots;
@@ -35,7 +36,7 @@ FreeSlots& free_slots() {
   return *all;
 }
 
-// An error of the GPU is left to whoever waits.
+// A GPU error is reported to the thread that waits.
 bool has_passed(HostSlot& slot) {
   if (slot.is_complete) return true;
   const RelaxedCapture while_capturing;
@@ -60,7 +61,7 @@ HostSlot* new_slot(const char* op, int device, size_t capacity) {
   return made.release();
 }
 
-// A slot that no copy writes to.
+// Returns a slot that no copy writes to.
 HostSlot* take_slot(const char* op, int device, size_t count) {
   const size_t capacity = std::bit_ceil(std::max(count, kFewNumbers));
   {
@@ -101,7 +102,7 @@ HostNumbers::HostNumbers(const char* op, const Tensor& numbers, const CurrentStr
     check_cuda(copied, op);
   }
   slot_->is_complete = false;
-  // A slot whose copy no event follows is never used again.
+  // If recording fails, the slot is never reused, because its copy has no event.
   check_cuda(cuda_calls().event_record(slot_->event, stream.get()), op);
 }
 

@@ -1,7 +1,7 @@
-// A copy of a few numbers of a GPU to the CPU, for which nothing waits until they are read.
-// load_batch waits for one within its call; numbers_to_host hands them to Python by a handle.
+// An asynchronous copy of a few numbers from a GPU to the CPU; only a reader waits. load_batch
+// waits within its call. numbers_to_host passes the numbers to Python by a handle.
 //
-// Pinned memory and events are kept for later copies: a new pair takes longer than a copy.
+// Pinned memory and events are kept for later copies, because a new pair takes longer than a copy.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@ struct HostSlot;
 
 class HostNumbers {
  public:
-  // Queues the copy of a contiguous int64 tensor of the stream's GPU. `numbers` may be freed at
-  // once: torch gives its memory to work behind this on the same stream.
+  // Queues the copy of a contiguous int64 tensor on the stream's GPU. The caller may free `numbers`
+  // at once: torch reuses its memory only for later work on the same stream.
   HostNumbers(const char* op, const Tensor& numbers, const CurrentStream& stream);
-  // Nothing waits here. The memory is used again once its event has passed.
+  // Does not wait. The pinned memory is reused after its event has completed.
   ~HostNumbers();
   HostNumbers(const HostNumbers&) = delete;
   HostNumbers& operator=(const HostNumbers&) = delete;
 
   int64_t count() const { return count_; }
-  // Whether wait() would return at once. Several threads may ask and wait.
+  // Whether wait() would return at once. Several threads may call both.
   bool is_complete() const;
   const int64_t* wait(const char* op) const;
 

@@ -15,10 +15,10 @@ namespace speedtorch {
 namespace {
 
 constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
-// speedtorch/ops/functions.py knows by it that the error is torch.OutOfMemoryError.
+// speedtorch/ops/functions.py recognizes this prefix and raises torch.OutOfMemoryError.
 constexpr const char* kOutOfMemory = "out of memory: ";
 
-// What torch says of its last failure, where it can be asked (newer than what we need at least).
+// Torch's message about its last failure, if this version of torch exposes it.
 std::string words_of_torch() {
   using Ask = const char* (*)();
   static const Ask ask =
@@ -27,8 +27,8 @@ std::string words_of_torch() {
   return words == nullptr ? "" : words;
 }
 
-// Runs a call into torch; the stable interface tells of a failure only that there was one.
-// `what()` says what failed; `unknown` what went wrong where torch does not say.
+// Runs a call into torch. The stable ABI reports only that a call failed. `what()` names the call;
+// `unknown` is the message if torch exposes none.
 template <typename What, typename Call>
 auto ask_torch(const char* op, const What& what, const Call& call, const char* unknown = "") {
   try {
@@ -50,7 +50,7 @@ std::string size_text(const std::vector<int64_t>& shape, ScalarType dtype) {
   return "shape " + shape_text(shape) + " and dtype " + torch::headeronly::toString(dtype);
 }
 
-// torch::stable::empty goes through the dispatcher, at three times the cost of this call.
+// torch::stable::empty takes three times as long as this call, because it uses the dispatcher.
 Tensor empty_like_device(const std::vector<int64_t>& shape, ScalarType dtype, const Tensor& on) {
   std::vector<int64_t> strides(shape.size());
   int64_t stride = 1;
@@ -132,8 +132,8 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
       op,
       "the ids are on the CPU, and the graph would keep those of this call; keep them in a tensor "
       "on the GPU");
-  // The driver stages pageable memory before a copy returns. It reads pinned memory later, so that
-  // is copied first.
+  // The driver stages pageable memory before a copy returns. Pinned memory is read later, so its
+  // ids are copied first.
   const bool pageable = static_cast<MemoryKind>(memory_kind(ids.keep)) == MemoryKind::kPlain;
   const Tensor source = pageable ? ids.keep
                                  : ask_torch(
@@ -154,7 +154,7 @@ void copy(const char* op, const Tensor& from, const Tensor& to, bool wait) {
 }
 
 void mark_written(const char* op, const Tensor& tensor) {
-  // An in-place operation that changes nothing raises the version, which views share.
+  // An in-place operation without effect increments the version, which views share.
   ask_torch(
       op,
       [] {

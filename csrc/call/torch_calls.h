@@ -1,6 +1,6 @@
-// What the ops ask of torch itself: new tensors, copies that kernels cannot make, and word that a
-// tensor was written. A failure inside torch arrives with the op's name and torch's own words,
-// or with those on standard error.
+// The calls of ops into torch: new tensors, copies that kernels cannot make, and version counters.
+// A failure inside torch throws with the op's name and torch's message, or with torch's message on
+// standard error.
 #pragma once
 
 #include <vector>
@@ -10,28 +10,29 @@
 
 namespace speedtorch {
 
-// Uninitialised, on the device of `on`. On a GPU this is torch's caching allocator: safe while a
-// graph is captured.
+// Returns an uninitialized tensor on the device of `on`. GPU memory comes from torch's caching
+// allocator and is safe during graph capture.
 Tensor new_tensor(const char* op, const std::vector<int64_t>& shape, ScalarType dtype,
                   const Tensor& on);
-// int64 tensors of these lengths. If they share memory, one allocation has all of them: a view
-// costs the host less than a small tensor of a GPU. Results of an op in a graph must not.
+// Returns int64 tensors of these lengths. If they share memory, one allocation serves all: a view
+// costs the host less than a small GPU tensor. Results of an op in a graph must not share memory.
 std::vector<Tensor> new_lists(const char* op, const std::vector<int64_t>& lengths, const Tensor& on,
                               bool shares_memory);
-// Pinned CPU tensor of that shape with the dtype of `like`.
+// Returns a pinned CPU tensor of that shape with the dtype of `like`.
 Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like);
 
-// Waits for the GPU where `tensor` lies there.
+// Copies to the CPU. Waits for the GPU if `tensor` is on one.
 Tensor copy_to_cpu(const char* op, const Tensor& tensor);
-// Ids from the CPU to the device of `on`. Does not wait, and the source may change as soon as this
-// returns.
+// Copies ids from the CPU to the device of `on` without waiting. The source may change as soon as
+// this returns.
 Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on, const CurrentStream& stream);
-// Copies; without waiting, a source from new_pinned stays until the copy is done.
+// Copies. Without `wait`, the caller must keep a source from new_pinned unchanged until the copy is
+// done.
 void copy(const char* op, const Tensor& from, const Tensor& to, bool wait);
 
-// Tells autograd that the tensor has new contents, as torch's own in-place operations do: a
-// backward pass that needs the old ones then raises instead of giving wrong gradients. Comes before
-// the writing, because it refuses leaves that require grad.
+// Increments the tensor's version counter, as torch's in-place operations do. A backward pass that
+// needs the old contents then raises instead of computing wrong gradients. Call this before
+// writing, because it throws for leaves that require grad.
 void mark_written(const char* op, const Tensor& tensor);
 
 }  // namespace speedtorch

@@ -1,8 +1,7 @@
-// memcpy, memmove and memset of a build with ThreadSanitizer, which setup.py has the linker take
-// for those of libc. ThreadSanitizer intercepts those of libc, but looks at them only if it looks
-// at the calls of Python and torch as well, whose threads it does not see synchronise:
-// tests/sanitized.py sets ignore_noninstrumented_modules. An ordinary build has nothing of this
-// file.
+// memcpy, memmove and memset for builds with ThreadSanitizer; setup.py links them in place of
+// libc's. ThreadSanitizer checks libc's functions only together with calls from Python and torch,
+// whose synchronization it does not see, so tests/sanitized.py sets ignore_noninstrumented_modules.
+// An ordinary build contains nothing of this file.
 
 #ifdef __SANITIZE_THREAD__
 

@@ -1,6 +1,6 @@
-// CRC-32C by instructions and by tables. A polynomial over two elements is a word whose highest bit
-// is the coefficient of x^0. The state between bytes is the remainder without the inversions that
-// the checksum begins and ends with.
+// Computes CRC-32C with CPU instructions or tables; see checksum.h. A polynomial over GF(2) is a
+// word whose highest bit is the coefficient of x^0. The state between bytes is the remainder
+// without the inversions at the begin and end of the checksum.
 
 #include "core/checksum.h"
 
@@ -25,7 +25,7 @@ constexpr uint32_t kOne = 1u << 31;
 
 constexpr uint32_t times_x(uint32_t a) { return (a >> 1) ^ ((a & 1) != 0 ? kPolynomial : 0); }
 
-// Little-endian, at any address.
+// Reads a little-endian word at any address.
 uint64_t word_at(const uint8_t* data) {
   uint64_t word;
   std::memcpy(&word, data, sizeof(word));
@@ -37,7 +37,7 @@ uint64_t word_at(const uint8_t* data) {
 
 using Table = std::array<uint32_t, 256>;
 
-// tables[n][byte] is the state after the byte and n zeros.
+// tables[n][byte] is the state after the byte and n zero bytes.
 constexpr std::array<Table, 8> kTables = [] {
   std::array<Table, 8> tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -95,7 +95,7 @@ SPEEDTORCH_WITH_CRC inline uint32_t after_byte(uint32_t state, uint8_t byte) {
 
 #endif
 
-// Modulo the polynomial.
+// Multiplies modulo the polynomial.
 constexpr uint32_t product(uint32_t a, uint32_t b) {
   uint32_t sum = 0;
   for (uint32_t bit = kOne; bit != 0; bit >>= 1) {
@@ -105,12 +105,13 @@ constexpr uint32_t product(uint32_t a, uint32_t b) {
   return sum;
 }
 
-// An instruction takes three cycles, and each cycle can begin one: three runs of bytes go at once.
-// Runs of 16 KiB make the products that join them 3 % of the time.
+// An instruction has a latency of three cycles and a throughput of one per cycle, so three runs of
+// bytes are processed at once. With runs of 16 KiB, the products that join them take 3 % of the
+// time.
 constexpr int64_t kRun = 16 << 10;
 constexpr int64_t kRuns = 3;
 
-// What a state is multiplied by for a run of zeros: x^(8 * kRun).
+// The factor that advances a state over a run of zeros: x^(8 * kRun).
 constexpr uint32_t kAfterRun = [] {
   uint32_t power = kOne >> 8;  // x^8
   for (int64_t bytes = 1; bytes < kRun; bytes *= 2) power = product(power, power);

@@ -1,4 +1,4 @@
-// The table of CUDA calls: the real ones where CUDA was compiled in, "no device" everywhere else.
+// Fills the table of CUDA calls: the real calls in a build with CUDA, "no device" otherwise.
 
 #include "core/cuda_calls.h"
 
@@ -39,7 +39,7 @@ int device_attribute(int device, int* value) {
   return cudaDeviceGetAttribute(value, kAttribute, device);
 }
 
-// A CUDA call whose arguments differ from the table's by their types alone.
+// Wraps a CUDA call that differs from the table's entry only in argument types.
 template <auto kCall, typename... From>
 int call(From... from) {
   auto convert = [&]<typename... To>(cudaError_t (*)(To...)) {
@@ -58,7 +58,7 @@ int stream_is_capturing(void* stream, int* capturing) {
 int stream_id(void* stream, unsigned long long* id) {
 #if CUDART_VERSION >= 12000
   return cudaStreamGetId(static_cast<cudaStream_t>(stream), id);
-#else  // streams have no numbers there
+#else  // streams have no ids in this version
   *id = reinterpret_cast<unsigned long long>(stream);
   return cudaSuccess;
 #endif
@@ -158,14 +158,13 @@ CudaCalls real_calls() { return {}; }
 
 #endif
 
-// The oldest driver of NVIDIA's that runs programs of a CUDA, by its major number; 0: not known
-// here.
+// The oldest NVIDIA driver for a CUDA major version; 0: unknown.
 constexpr int driver_release(int major) { return major == 13 ? 580 : major == 12 ? 525 : 0; }
 
 std::string version_text(int version) { return text(version / 1000, ".", version % 1000 / 10); }
 
-// Any driver of one major version runs what was built with a minor one of it. Empty where it is new
-// enough, or where there is none.
+// The error text for a driver that is too old, else empty, also without a driver. Every driver of a
+// major version runs builds with any of its minor versions.
 std::string why_driver_is_too_old() {
   int has = 0, built_with = 0;
   if (!succeeded(cuda_calls().driver_version(&has)) ||

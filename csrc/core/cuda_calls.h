@@ -1,7 +1,7 @@
-// Every CUDA runtime call that the host side makes, behind one table of function pointers.
-// The rest of csrc/*.cpp calls through it, so that it builds and runs without CUDA, and so that
-// tests can put a failing or a pretended driver there (the table is exported as
-// `speedtorch_cuda_calls`). Results are cudaError_t values; 0 is success.
+// Every CUDA runtime call of the host side, behind one table of function pointers. The other
+// csrc/*.cpp files call through this table, so that they build and run without CUDA. Tests replace
+// entries with failing or simulated ones (exported as `speedtorch_cuda_calls`). Results are
+// cudaError_t values; 0 is success.
 #pragma once
 
 #include <cstddef>
@@ -9,30 +9,31 @@
 
 namespace speedtorch {
 
-// Whether the current device, `device`, has bulk copies; pinned_copy.cu knows. A cudaError_t.
+// Reports whether `device`, the current device, has bulk copies. Defined in pinned_copy.cu. Returns
+// a cudaError_t.
 int ask_bulk_copies(int device, int* supported);
 
-// A GPU's addresses without memory behind them, and memory there; virtual_memory.cpp has them. A
-// cudaError_t each. The base and the bytes are multiples of kAddressUnit.
+// Reserves and maps GPU addresses; defined in virtual_memory.cpp. Each returns a cudaError_t. The
+// base and the bytes are multiples of kAddressUnit.
 constexpr size_t kAddressUnit = size_t{2} << 20;
 int reserve_addresses(void** base, size_t bytes);
 int free_addresses(void* base, size_t bytes);
-// All or nothing; `memory` is its handle.
+// A failure maps nothing. `memory` receives the handle.
 int map_memory(void* base, size_t bytes, int device, unsigned long long* memory);
 int unmap_memory(void* base, size_t bytes, unsigned long long memory);
 
-// The values are cudaMemoryType's.
+// The values equal cudaMemoryType.
 enum class PointerKind : int { kPageable = 0, kHost = 1, kDevice = 2, kManaged = 3 };
 
-// What each call does in a build without CUDA: cudaErrorNoDevice; nothing is written.
+// Every call in a build without CUDA: returns cudaErrorNoDevice and writes nothing.
 template <typename... Arguments>
 int no_device(Arguments...) {
   return 100;
 }
 
 struct CudaCalls {
-  // As 12040 for CUDA 12.4: the newest that the driver runs (0: there is no driver), and the one
-  // that this library was built with.
+  // Versions such as 12040 for CUDA 12.4. driver_version: the newest version that the driver
+  // supports, 0 without a driver. runtime_version: the version of this build.
   int (*driver_version)(int* version) = no_device;
   int (*runtime_version)(int* version) = no_device;
   int (*device_count)(int* count) = no_device;
@@ -53,9 +54,9 @@ struct CudaCalls {
   int (*free_addresses)(void* base, size_t bytes) = no_device;
   int (*map_memory)(void* base, size_t bytes, int device, unsigned long long* memory) = no_device;
   int (*unmap_memory)(void* base, size_t bytes, unsigned long long memory) = no_device;
-  // `on_gpu`: where kernels on the current device find the memory; null if they do not reach it.
+  // `on_gpu`: the address for kernels on the current device; null if they cannot access the memory.
   int (*pointer_kind)(const void* address, int* kind, void** on_gpu) = no_device;
-  // Queues the copy; `to` is pinned, or the call may wait for it.
+  // Queues the copy. The call may wait for the copy if `to` is not pinned.
   int (*copy_to_host)(void* to, const void* from, size_t bytes, void* stream) = no_device;
   int (*event_create)(void** event) = no_device;
   int (*event_record)(void* event, void* stream) = no_device;
@@ -64,10 +65,11 @@ struct CudaCalls {
   int (*event_destroy)(void* event) = no_device;
   int (*stream_create)(void** stream) = no_device;
   int (*stream_is_capturing)(void* stream, int* capturing) = no_device;
-  // A number that no other stream of the device ever has; handles return to new streams.
+  // A number that no other stream of the device ever gets; new streams reuse handles.
   int (*stream_id)(void* stream, unsigned long long* id) = no_device;
   int (*relax_capture)(int* mode) = no_device;
-  // Calls gone(data) when the graph that the stream captures, and all that was made of it, is gone.
+  // Calls gone(data) after the graph that the stream captures, and every graph made from it, is
+  // destroyed.
   int (*retain_in_capture)(void* stream, void* data, void (*gone)(void*)) = no_device;
   int (*get_device)(int* device) = no_device;
   int (*set_device)(int device) = no_device;
@@ -79,14 +81,13 @@ struct CudaCalls {
 CudaCalls& cuda_calls();
 
 constexpr int kNoMemory = 2;             // cudaErrorMemoryAllocation
-constexpr int kInsufficientDriver = 35;  // also the answer where there is no driver at all
+constexpr int kInsufficientDriver = 35;  // also returned without any driver
 
-// True for the errors that say there is no GPU or no driver for it (or no CUDA in this build).
+// True for errors that mean no GPU, no usable driver or a build without CUDA.
 constexpr bool is_without_gpu(int error) { return error == kInsufficientDriver || error == 100; }
-// What follows "... needs a GPU" for one of these errors: there is none, or the driver is too old;
-// and the remedy.
+// Returns the end of a message "... needs a GPU": no GPU or a driver too old, and the remedy.
 std::string without_gpu(int error);
-// Throws std::runtime_error, which names both, if the driver is older than this library needs.
+// Throws std::runtime_error with both versions if the driver is older than this library needs.
 void check_driver();
 
 #ifdef SPEEDTORCH_CUDA
@@ -95,15 +96,15 @@ constexpr bool kWithCuda = true;
 constexpr bool kWithCuda = false;
 #endif
 
-// Whether a call succeeded whose failure the caller can live with. A failure is cleared, so that it
-// does not surface later in innocent code.
+// Returns whether a call succeeded, for failures that the caller can ignore. Clears a failure, so
+// that unrelated code does not see it later.
 bool succeeded(int error);
 // Throws std::runtime_error("<what> failed: <reason> (CUDA error <n>)") unless `error` is 0. Clears
-// it as above. Where the driver is too old for this library, the reason says which one is needed.
+// the error as above. If the driver is too old, the reason names the required driver.
 void check_cuda(int error, const char* what);
 
-// While one lives, this thread may allocate, query and free although some stream captures a CUDA
-// graph.
+// During its lifetime, this thread may allocate, query and free although some stream captures a
+// CUDA graph.
 class RelaxedCapture {
  public:
   RelaxedCapture() noexcept { exchange(); }
@@ -113,7 +114,7 @@ class RelaxedCapture {
 
  private:
   void exchange() noexcept { succeeded(cuda_calls().relax_capture(&mode_)); }
-  int mode_ = 2;  // cudaStreamCaptureModeRelaxed; holds the thread's former mode in between
+  int mode_ = 2;  // cudaStreamCaptureModeRelaxed; swapped with the thread's former mode
 };
 
 }  // namespace speedtorch

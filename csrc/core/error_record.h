@@ -1,4 +1,5 @@
-// Word of bad ids, left by a kernel in host memory for a later call to read. No torch here.
+// The record of bad ids: a kernel writes it to host memory, and a later call reads it and throws
+// (gpu.h). Included by kernels and by the ops. This header includes no torch header.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +10,12 @@ enum class IdError : int32_t {
   kOutOfRange = 1,
   kRepeated = 2,
   kForeignPlan = 3,
-  kUnordered = 4,     // ids that come with places must ascend
-  kBadPlace = 5,      // `id` is a place, `rows` are those that it should be among
-  kOtherDistinct = 6  // `id` is what the plan says, `rows` what the call says
+  kUnordered = 4,     // ids with places must ascend
+  kBadPlace = 5,      // `id` is a place, which must be below `rows`
+  kOtherDistinct = 6  // `id` is the plan's number, `rows` the call's
 };
 
-// Which op and which of its id lists an error speaks of; the values travel through GPU memory.
+// The op and the id list of an error. Kernels write these values to memory.
 enum class Op : int32_t { kGather = 0, kScatter = 1, kSwap = 2, kSum = 3 };
 enum class IdList : int32_t { kIndex = 0, kEvict = 1, kLoad = 2 };
 constexpr const char* name_of(IdList list) {
@@ -22,14 +23,14 @@ constexpr const char* name_of(IdList list) {
   return kNames[static_cast<int32_t>(list)];
 }
 
-// Of one GPU. A launch that has bad ids claims it, writes all of it and says so in `written`; the
-// host reads it and says so in `taken`. Each of the three counts words, and none is written by both
-// sides: an atomic of a GPU on host memory is none for the CPU. `op` and `list` are an Op and an
-// IdList.
+// The record of one GPU. A launch with bad ids claims the record, writes the error's fields, then
+// `written`. The host reads them and then writes `taken`. The first three fields count errors. CPU
+// and GPU never write the same field, because GPU atomics on host memory are not atomic for the
+// CPU. `op` and `list` are an Op and an IdList.
 struct ErrorRecord {
-  int32_t claimed;  // by a launch: one above `taken`, or the same where the record is free
-  int32_t written;  // by that launch, last
-  int32_t taken;    // by the host
+  int32_t claimed;  // written by a launch: `taken` + 1, or `taken` if the record is free
+  int32_t written;  // written by that launch, last
+  int32_t taken;    // written by the host
   int32_t kind;
   int32_t op;
   int32_t list;
@@ -40,12 +41,12 @@ struct ErrorRecord {
   int64_t count;
 };
 
-// What a kernel needs besides the ids to report bad ones.
+// The data besides the ids that a kernel needs to report bad ids.
 struct Report {
   ErrorRecord* record;  // null: another launch of the same op reports
   Op op;
   IdList list;
-  int64_t rows;  // of the table
+  int64_t rows;  // number of rows of the table
 };
 
 }  // namespace speedtorch

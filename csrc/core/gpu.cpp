@@ -1,4 +1,4 @@
-// Streams and the error record; see gpu.h.
+// Implements streams and the error record; see gpu.h.
 
 #include "core/gpu.h"
 
@@ -16,8 +16,8 @@ namespace {
 
 using CurrentStreamOf = int32_t (*)(int32_t device, void** stream);
 
-// torch's CUDA library is asked for by name, so that this library needs none of its symbols to
-// load. A program may load it after a first, failing call.
+// Looks up torch's CUDA library by name at runtime, so that this library loads without its symbols.
+// A program may load torch's library after a first, failing call.
 CurrentStreamOf current_stream_of() {
   static std::atomic<CurrentStreamOf> known{nullptr};
   if (const CurrentStreamOf function = known) return function;
@@ -31,17 +31,17 @@ constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimize
                                     "sum_rows"};
 
 #ifdef SPEEDTORCH_CUDA
-constexpr int kKnownGpus = 64;  // GPUs whose answers are kept, and that have an error record
+constexpr int kKnownGpus = 64;  // GPUs with cached answers and an error record
 
-// What each GPU answers to a question, asked for once.
+// A property of each GPU, queried once.
 struct Answers {
   const char* question;
-  std::array<std::atomic<int>, kKnownGpus> known{};  // 0: not asked, or the answer and 1
+  std::array<std::atomic<int>, kKnownGpus> known{};  // 0: not queried; else the answer + 1
 
   int of(int device, int (*ask)(int device, int* answer)) {
     auto* kept = device < kKnownGpus ? &known[static_cast<size_t>(device)] : nullptr;
     if (kept != nullptr && *kept != 0) return *kept - 1;
-    const RelaxedCapture while_capturing;  // a kernel may have to be loaded first
+    const RelaxedCapture while_capturing;  // the query may load a kernel
     int answer = 0;
     check_cuda(ask(device, &answer), question);
     if (kept != nullptr) *kept = answer + 1;
@@ -57,10 +57,10 @@ void refuse_if_capturing(void* stream, const char* op, const std::string& why) {
   throw std::runtime_error(text(op, ": not possible while a CUDA graph is captured: ", why));
 }
 
-// Of all GPUs, made at the first need.
+// The records of all GPUs, allocated at first use.
 std::atomic<ErrorRecord*> the_records{nullptr};
-std::atomic<pid_t> records_owner{0};  // a forked child must not touch them
-std::atomic<int> highest_gpu{-1};     // that has been given its record
+std::atomic<pid_t> records_owner{0};  // a forked child must not access the records
+std::atomic<int> highest_gpu{-1};     // the highest GPU that has a record
 
 }  // namespace
 
@@ -99,7 +99,7 @@ void CurrentStream::refuse_capture_of_pageable(const char* op, const std::string
 void refuse_during_capture(const char* op, const std::string& why) {
   const CurrentStreamOf stream_of = current_stream_of();
   int device = 0;
-  // Without a GPU nothing captures.
+  // No stream captures without a GPU.
   if (stream_of == nullptr || !succeeded(cuda_calls().get_device(&device))) return;
   void* stream = nullptr;
   if (stream_of(device, &stream) == 0) refuse_if_capturing(stream, op, why);
@@ -130,7 +130,7 @@ ErrorRecord* error_record(int device) {
     records_owner = process_id();
     if (the_records.compare_exchange_strong(records, made)) {
       records = made;
-    } else {  // another thread has made them
+    } else {  // another thread has allocated them
       succeeded(cuda_calls().host_free(memory));
     }
   }
@@ -152,7 +152,7 @@ void throw_pending() {
     int32_t before = taken.load(std::memory_order_relaxed);
     if (word == before) continue;
     const ErrorRecord error = record;
-    // Only now may another launch write to it. Fails where another thread took the word.
+    // Frees the record for another launch. Fails if another thread has read the record first.
     if (!taken.compare_exchange_strong(before, word, std::memory_order_acq_rel)) continue;
     throw_bad_ids({.kind = static_cast<IdError>(error.kind),
                    .op = kOpNames[error.op],

@@ -1,6 +1,6 @@
-// What an op needs of the GPU besides its kernels: the current stream, and the record in which
-// kernels leave word of bad ids. Checking ids on the GPU costs no synchronisation this way: the op
-// that has a bad id moves nothing, and a later call reads the record and throws.
+// The current stream, and the record of bad ids. Every op on a GPU uses both. Checking ids on the
+// GPU needs no synchronization: an op with a bad id moves nothing, and a later call reads the
+// record and throws.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -20,13 +20,13 @@ struct Stream {
   int device;
 };
 
-// The stream that torch has made current on the device of `tensor`; that device is current while
-// this lives.
+// The current torch stream of the device of `tensor`. The device is current during the lifetime of
+// this object.
 class CurrentStream {
  public:
 #ifdef SPEEDTORCH_CUDA
   CurrentStream(const char* op, const Tensor& tensor);
-#else  // throws, so that no code behind a stream is compiled
+#else  // always throws, so that code after it is not compiled
   [[noreturn]] CurrentStream(const char* op, const Tensor& tensor);
 #endif
   CurrentStream(const CurrentStream&) = delete;
@@ -35,31 +35,30 @@ class CurrentStream {
   void* get() const { return stream_; }
   int device() const { return device_; }
   Stream queue() const { return {stream_, device_}; }
-  // Whether this GPU has Hopper's bulk copies, and how many multiprocessors; asked for once per
-  // GPU.
+  // Whether this GPU has Hopper's bulk copies, and its number of multiprocessors. Both are cached
+  // per GPU.
   bool has_bulk_copies() const;
   int multiprocessors() const;
-  // Throws while this stream captures a CUDA graph; `why` says what cannot be done then, or the
-  // remedy.
+  // Throws while this stream captures a CUDA graph. `why` names the unsupported step or the remedy.
   void refuse_capture(const char* op, const std::string& why) const;
-  // The same for a way through the host, which `what` (an argument `name`) needs in pageable
-  // memory.
+  // Throws likewise for a copy through the host, which `what` (an argument `name`) needs in
+  // pageable memory.
   void refuse_capture_of_pageable(const char* op, const std::string& what, const char* name) const;
 
  private:
   void* stream_ = nullptr;
   int device_ = 0;
-  // torch's own: one of CUDA's calls would open a context on a GPU that is not used.
+  // torch's guard, because a plain CUDA call would create a context on an unused GPU.
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// As CurrentStream::refuse_capture, for the current device and without needing one.
+// Does the same as CurrentStream::refuse_capture for the current device. Works without a GPU.
 void refuse_during_capture(const char* op, const std::string& why);
 
-// The error record of a GPU; all are made at the first call. One for each GPU: kernels claim it by
-// an atomic, which in host memory is one among the threads of a GPU alone.
+// Returns the error record of a GPU. The first call allocates all of them. Each GPU needs its own,
+// because its atomics on host memory are atomic only among its own threads.
 ErrorRecord* error_record(int device);
-// If a kernel has left word of bad ids: takes it out of the error record and throws IndexError.
+// If a kernel has written an error record, marks the record as read and throws its error.
 void throw_pending();
 
 }  // namespace speedtorch

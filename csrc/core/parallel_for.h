@@ -1,9 +1,9 @@
-// torch's parallel_for, as the CPU loops of ops call it: `use(begin, end)` for parts of a range, on
-// torch's threads. An ordinary build has torch's own function under this name.
+// torch's parallel_for for the CPU loops of ops: calls `use(begin, end)` for parts of a range on
+// torch's threads. In an ordinary build the name is torch's own function.
 //
-// libgomp starts and joins these threads without a call that ThreadSanitizer intercepts. A build
-// with it would report a race for each write before a loop that the loop reads, and the other way
-// round. There this file announces the fork and the join.
+// libgomp starts and joins these threads without calls that ThreadSanitizer intercepts. Without
+// this wrapper, ThreadSanitizer would report races between the loop and the code around it. A build
+// with ThreadSanitizer announces the fork and the join here.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,15 +18,16 @@ namespace speedtorch {
 
 #ifdef __SANITIZE_THREAD__
 
-// The loop's body, between two announcements. Each has an address of its own: with one for both, a
-// part that ends would happen before each part that begins later, which hides their races.
+// The loop's body between two announcements. Fork and join have separate addresses: with a common
+// address, a part that ends would happen before each part that begins later, which hides their
+// races.
 template <typename Use>
 struct AnnouncedUse {
   const Use& use;
-  mutable char fork{}, join{};  // their addresses are all that counts
+  mutable char fork{}, join{};  // only their addresses matter
 
   void operator()(int64_t begin, int64_t end) const {
-    __tsan_acquire(&fork);  // before this reads what the caller wrote, `use` itself included
+    __tsan_acquire(&fork);  // before reading data of the caller, including `use`
     use(begin, end);
     __tsan_release(&join);
   }

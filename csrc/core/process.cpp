@@ -1,5 +1,4 @@
-// The process's number, renewed after a fork, and Python's lock, where there is a Python; see
-// process.h.
+// The process id, updated after a fork, and Python's GIL if there is a Python; see process.h.
 
 #include "core/process.h"
 
@@ -10,7 +9,7 @@
 #include <atomic>
 #include <cstdlib>
 
-// Declared here rather than by Python.h, weak: a program without Python has none of them.
+// Declared weak here instead of by Python.h: a program without Python has none of these symbols.
 extern "C" {
 __attribute__((weak)) int Py_IsInitialized();
 __attribute__((weak)) void* PyEval_SaveThread();
@@ -22,8 +21,8 @@ namespace {
 
 std::atomic<bool> exits{false};
 
-// True if this thread has Python's lock. Every CPython exports PyGILState_Check, but the limited
-// API has no such function: it is looked up, and the library needs no symbol outside of that API.
+// True if this thread holds the GIL. Every CPython exports PyGILState_Check, but the limited API
+// does not have it. A lookup at runtime keeps the library free of symbols outside that API.
 bool has_python_lock() {
   static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
   return check != nullptr && check() != 0;

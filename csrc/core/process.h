@@ -1,23 +1,23 @@
-// This process: its number, whether it ends, and Python's global lock.
+// This process: its id, whether it exits, and Python's global interpreter lock. Called by
+// csrc/memory and csrc/core. Works without Python.
 #pragma once
 
 #include <sys/types.h>
 
 namespace speedtorch {
 
-// Without a system call, also right in a forked child.
+// Makes no system call. Correct in a forked child, too.
 pid_t process_id();
 
-// True once the process exits: from then on no CUDA call is made when memory goes.
+// True once the process exits. From then on, code that frees memory makes no CUDA call.
 bool process_exits();
 void note_process_exit();
-// Has it noted from here on.
+// Registers an exit handler that calls note_process_exit().
 void watch_process_exit();
 
-// Lets other Python threads run while this one waits in a driver or system call: releases Python's
-// global lock if this thread holds it, and takes it again when it goes. Ops run without the lock
-// already; this is for deleters, which Python calls with it. Does nothing in a program without
-// Python.
+// Releases Python's global interpreter lock (GIL) during its lifetime if this thread holds the GIL,
+// so that other Python threads run during a driver or system call. Ops already run without the GIL;
+// Python calls deleters with it. Does nothing in a program without Python.
 class WithoutPythonLock {
  public:
   WithoutPythonLock();

@@ -1,4 +1,4 @@
-// Registration of ops; see registration.h.
+// Registers each op in both libraries, as described in registration.h.
 
 #include "core/registration.h"
 

@@ -1,17 +1,17 @@
 // Registration of ops: each file of ops lists its schemas and kernels in one static object.
 //
-// Before torch calls a kernel of its stable ABI, it moves the tensors out of each list argument
+// Before torch calls a kernel of its stable ABI, torch moves the tensors out of each list argument
 // (from_ivalue, torch/csrc/shim_common.cpp). Python makes a list for each call and loses nothing.
-// TorchScript's interpreter hands over the caller's own list, which holds no tensor afterwards. A
-// kernel cannot undo that: it never sees the list. So each op that takes a list is registered
-// twice:
-//   speedtorch_lists::<op>  for calls whose lists were made for the call, as Python's are
-//   speedtorch::<op>        the same; where Python is, speedtorch/ops/functions.py gives it kernels
-//                           that copy the lists and call speedtorch_lists::<op>
+// TorchScript's interpreter passes the caller's own list, which is empty afterwards. A kernel never
+// sees the list and cannot refill it, so each op that takes a list is registered twice:
+//   speedtorch_lists::<op>  for calls with lists made for the call, such as Python's
+//   speedtorch::<op>        the same; if Python is present, speedtorch/ops/functions.py replaces
+//                           the kernel by one that copies the lists and calls
+//                           speedtorch_lists::<op>
 //
-// A list that is written is declared as Tensor(a! -> *)[]. The star says that its tensors may be
-// known elsewhere afterwards. Without it TorchScript's dead code elimination removes a call of
-// which the lists were made in the function: it does not see that their tensors change.
+// A list that the op writes to is declared as Tensor(a! -> *)[]. The star says that its tensors may
+// have other aliases afterwards. Without the star, TorchScript's dead code elimination removes a
+// call whose lists were made in the function, because it does not see that their tensors change.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

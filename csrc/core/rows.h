@@ -1,4 +1,5 @@
-// Rows of bytes, as kernels and CPU loops see them. No torch here.
+// Rows of bytes: the view of a table or batch that kernels and CPU loops work on. This header
+// includes no torch header.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +14,11 @@ struct Rows {
   int64_t stride_bytes = 0;
 
   char* row(int64_t r) const { return base + r * stride_bytes; }
-  // One past the last byte that any row reaches.
+  // The end of the last row.
   const char* end() const {
     return count == 0 ? base : base + (count - 1) * stride_bytes + row_bytes;
   }
-  // The address and the stride, or'ed together: what both are multiples of.
+  // The bitwise OR of address and stride: a power of two that divides this divides both.
   uint64_t bits() const {
     return reinterpret_cast<uint64_t>(base) | static_cast<uint64_t>(stride_bytes);
   }

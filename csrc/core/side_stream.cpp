@@ -1,6 +1,6 @@
-// A stream of one caller's own. Called by speedtorch/memory/side_stream.py: torch's own streams
-// come from a pool of 32 that callers draw from too, and two owners of one stream would wait for
-// each other and share the memory that torch caches for it.
+// Creates a stream with one owner. Called by speedtorch/memory/side_stream.py. Torch's own streams
+// come from a shared pool of 32: two owners of one stream would wait for each other and share the
+// memory that torch caches for this stream.
 
 #include <torch/csrc/stable/accelerator.h>
 
@@ -10,7 +10,7 @@
 namespace speedtorch {
 namespace {
 
-// The handle of a new stream of a GPU, which lives as long as the process.
+// Returns the handle of a new stream of a GPU. The stream is never destroyed.
 int64_t make_stream(int64_t device) {
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
   const RelaxedCapture while_capturing;

@@ -1,4 +1,4 @@
-// Argument checks shared by all ops; see tensor_checks.h.
+// Implements the argument checks shared by all ops; see tensor_checks.h.
 
 #include "core/tensor_checks.h"
 
@@ -13,13 +13,13 @@ namespace speedtorch {
 namespace {
 
 constexpr int64_t kMaxIds = std::numeric_limits<int32_t>::max();
-// Checking takes a fraction of a ns for each id: smaller tasks cost more than they save.
+// Checking an id takes a fraction of a ns: smaller tasks cost more than they save.
 constexpr int64_t kIdsPerTask = 1 << 18;
 
 template <typename Id>
 bool all_within(const Id* ids, int64_t begin, int64_t end, int64_t rows) {
-  // The sign bit of either shows an id below 0 or above the last row; no branch, so that compilers
-  // use vectors.
+  // The sign bit of either term marks an id below 0 or above the last row. No branch, so that
+  // compilers vectorize the loop.
   const uint64_t last = static_cast<uint64_t>(rows) - 1;
   uint64_t signs = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -116,7 +116,7 @@ Rows as_rows_like(const char* op, const char* name, const Tensor& tensor, const 
   std::vector<int64_t> expected = shape_of(like);
   expected[0] = tensor.size(0);
   check_shape(op, name, tensor, expected);
-  rows.stride_bytes = rows.row_bytes;  // torch's own is anything where there is one row
+  rows.stride_bytes = rows.row_bytes;  // torch's stride is arbitrary for a single row
   return rows;
 }
 

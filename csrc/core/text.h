@@ -1,4 +1,4 @@
-// Messages from their parts.
+// Builds messages from parts. Called wherever csrc throws.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace speedtorch {
 
-// Texts and whole numbers, one after the other.
+// Concatenates texts and integers.
 template <typename... Parts>
 std::string text(const Parts&... parts) {
   auto part = [](const auto& one) -> std::string {
@@ -20,7 +20,7 @@ std::string text(const Parts&... parts) {
   return (std::string() + ... + part(parts));
 }
 
-// An entry of a list, as messages call it.
+// The name of a list entry in messages.
 inline std::string item(const char* list, size_t k) { return text(list, "[", k, "]"); }
 
 }  // namespace speedtorch

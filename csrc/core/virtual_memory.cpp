@@ -1,5 +1,5 @@
-// CUDA's virtual memory: addresses that are a GPU's without memory behind them, and memory that is
-// put there and taken away. Only the driver has these calls; it is not linked (see setup.py).
+// CUDA's virtual memory: reserves GPU addresses, and maps and unmaps memory there. Called through
+// the table of cuda_calls.h. Only the driver has these calls; it is not linked (see setup.py).
 
 #ifdef SPEEDTORCH_CUDA
 
@@ -12,14 +12,15 @@
 namespace speedtorch {
 namespace {
 
-// A function of the driver, which the runtime has loaded by now; null if it has none of that name.
+// Looks up a function of the driver, which the runtime has loaded; null if there is no such
+// function.
 template <typename Call>
 Call driver_call(const char* name) {
   static void* const driver = dlopen("libcuda.so.1", RTLD_LAZY);
   return driver == nullptr ? nullptr : reinterpret_cast<Call>(dlsym(driver, name));
 }
 
-// The driver's errors have the numbers of the runtime's.
+// Driver errors have the same numbers as runtime errors.
 #define SPEEDTORCH_DRIVER_CALL(name, ...)                                         \
   [&]() -> int {                                                                  \
     static const auto call = driver_call<decltype(&::name)>(#name);               \
@@ -34,8 +35,8 @@ bool is_in_use(int device) {
          is_active != 0;
 }
 
-// Lets the GPU reach memory at an address, and other GPUs that are in use as far as they can: each
-// of these takes some 6 ms for a GB.
+// Grants the GPU access to mapped memory, and other GPUs in use if they can access it. Each grant
+// takes about 6 ms for a GB.
 int grant_access(CUdeviceptr at, size_t bytes, int device) {
   CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
   if (const int error = SPEEDTORCH_DRIVER_CALL(cuMemSetAccess, at, bytes, &access, 1)) return error;
@@ -45,7 +46,7 @@ int grant_access(CUdeviceptr at, size_t bytes, int device) {
     if (peer == device || !is_in_use(peer)) continue;
     if (!succeeded(cudaDeviceCanAccessPeer(&can, peer, device)) || can == 0) continue;
     access.location.id = peer;
-    // Without it torch's copies to and from that peer fail by CUDA's error.
+    // Without peer access, torch's copies to and from that GPU fail with CUDA's error.
     SPEEDTORCH_DRIVER_CALL(cuMemSetAccess, at, bytes, &access, 1);
   }
   return 0;

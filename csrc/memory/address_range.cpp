@@ -1,9 +1,9 @@
-// Addresses of a GPU that stay while the memory behind them comes and goes. Torch's allocator makes
-// tensors there: a thread that has opened a range gets its segments from it. Called by
-// speedtorch/memory/address_range.py.
+// GPU address ranges whose physical memory can be unmapped and mapped again at the same addresses.
+// Torch's pluggable allocator places tensors there: a thread that opened a range gets its segments
+// from this range. Called by speedtorch/memory/address_range.py.
 //
-// A range goes once its owner has left it and torch has given all segments back; without segments
-// it has no memory. A segment that was given back is not used again.
+// A range without segments has no physical memory. The addresses are freed after the owner left and
+// torch freed every segment. The addresses of a freed segment are never reused.
 
 #include <pthread.h>
 
@@ -27,10 +27,10 @@ struct Range {
   char* base;
   int device;
   size_t reserved;
-  size_t used = 0;      // up to the end of the last segment
-  size_t segments = 0;  // bytes that torch has not given back
+  size_t used = 0;      // bytes up to the end of the last segment
+  size_t segments = 0;  // bytes of segments that torch has not freed
   bool is_mapped = false;
-  unsigned long long memory = 0;  // behind [base, base + used)
+  unsigned long long memory = 0;  // handle of the memory mapped at [base, base + used)
   bool has_owner = true;
   pid_t maker = process_id();
 };
@@ -40,8 +40,8 @@ struct Ranges {
   std::map<const char*, Range> all;  // by base
 };
 
-// Never destroyed: torch may give segments back after static destructors ran. A fork waits until no
-// thread is in here, so that the child finds it unlocked.
+// Never destroyed, because torch may free segments after static destructors ran. A fork waits until
+// no thread holds the mutex, so that the child finds the mutex unlocked.
 Ranges& ranges() {
   static Ranges* const instance = [] {
     const auto unlock = [] { ranges().mutex.unlock(); };
@@ -51,12 +51,12 @@ Ranges& ranges() {
   return *instance;
 }
 
-// CUDA maps whole pages.
+// Rounds up, because CUDA maps whole pages.
 size_t whole_pages(size_t bytes) {
   return (bytes + kAddressUnit - 1) / kAddressUnit * kAddressUnit;
 }
 
-// Of this thread; null: none.
+// The range that this thread opened, or null.
 thread_local char* open_base = nullptr;
 
 char* base_of(int64_t base) { return reinterpret_cast<char*>(base); }
@@ -67,7 +67,7 @@ Range& find(Ranges& ranges, int64_t base) {
   return found->second;
 }
 
-// Takes the memory away, if there is some. A cudaError_t.
+// Unmaps the physical memory, if any. Returns a cudaError_t.
 int unmap(Range& range) {
   const bool has_memory = range.is_mapped && range.used > 0;
   const int error =
@@ -76,7 +76,7 @@ int unmap(Range& range) {
   return error;
 }
 
-// Waits for all that a GPU has to do.
+// Waits for all work queued on the GPU.
 void wait_for_gpu(int device) {
   int current = 0;
   succeeded(cuda_calls().get_device(&current));
@@ -85,15 +85,15 @@ void wait_for_gpu(int device) {
   if (current != device) succeeded(cuda_calls().set_device(current));
 }
 
-// Takes the memory from a range without segments, and the addresses if it has no owner either.
-// Errors are not reported: it must go all the same.
+// Unmaps the memory of a range without segments. Without an owner, also frees the addresses.
+// Ignores errors, because no caller could handle them.
 void let_go(Ranges& ranges, const char* base) noexcept {
   const auto found = ranges.all.find(base);
   if (found == ranges.all.end() || found->second.segments > 0) return;
   Range& range = found->second;
   if (!process_exits() && range.maker == process_id()) {
     const RelaxedCapture while_capturing;
-    // cuMemUnmap does not wait, as cudaFree does, for kernels that use what torch has freed.
+    // Unlike cudaFree, cuMemUnmap does not wait for kernels that use memory freed by torch.
     if (range.is_mapped && range.used > 0) wait_for_gpu(range.device);
     succeeded(unmap(range));
     if (!range.has_owner) succeeded(cuda_calls().free_addresses(range.base, range.reserved));
@@ -101,7 +101,7 @@ void let_go(Ranges& ranges, const char* base) noexcept {
   if (!range.has_owner) ranges.all.erase(found);
 }
 
-// The address of a new range of at least so many bytes, which has no memory yet.
+// Reserves a range of at least `bytes` and returns its address. No memory is mapped yet.
 int64_t reserve_range(int64_t bytes, int64_t device) {
   if (bytes < 1 || bytes > std::numeric_limits<int64_t>::max() - int64_t{kAddressUnit}) {
     throw_value_error("address range", "bytes must be positive, got ", bytes);
@@ -120,7 +120,7 @@ int64_t reserve_range(int64_t bytes, int64_t device) {
   return reinterpret_cast<int64_t>(base);
 }
 
-// From here on torch's allocator gets this thread's segments of the pool from this range; 0: none.
+// Torch's allocator serves this thread's next segments of the pool from this range. 0: no range.
 void open_range(int64_t base) {
   if (base != 0) {
     const std::lock_guard lock(ranges().mutex);
@@ -129,8 +129,8 @@ void open_range(int64_t base) {
   open_base = base_of(base);
 }
 
-// Puts memory behind all segments, after which there are no more; nothing happens if it is there.
-// All or nothing.
+// Maps memory for all segments, or does nothing if the range is mapped. A mapped range accepts no
+// further segments. A failure maps nothing.
 void map_range(int64_t base) {
   const std::lock_guard lock(ranges().mutex);
   Range& range = find(ranges(), base);
@@ -147,20 +147,20 @@ void map_range(int64_t base) {
   range.is_mapped = true;
 }
 
-// Takes the memory away; the caller has waited for all that uses it.
+// Unmaps the memory. The caller must have waited for all GPU work that uses the range.
 void unmap_range(int64_t base) {
   const std::lock_guard lock(ranges().mutex);
   const RelaxedCapture while_capturing;
   check_cuda(unmap(find(ranges(), base)), "address range: cuMemUnmap");
 }
 
-// Of the segments that torch has.
+// Bytes of the segments that torch has not freed.
 int64_t range_bytes(int64_t base) {
   const std::lock_guard lock(ranges().mutex);
   return static_cast<int64_t>(find(ranges(), base).segments);
 }
 
-// The owner lets go.
+// Ends the ownership; the range is freed with its last segment.
 void leave_range(int64_t base) {
   const std::lock_guard lock(ranges().mutex);
   find(ranges(), base).has_owner = false;
@@ -179,8 +179,8 @@ const Ops kOps{
 }  // namespace
 }  // namespace speedtorch
 
-// What torch.cuda.memory.CUDAPluggableAllocator calls, with torch's allocator locked: they call
-// nothing of torch. A null pointer says that the memory has run out.
+// The functions that torch.cuda.memory.CUDAPluggableAllocator calls. Torch's allocator is locked
+// during the call, so these functions must not call torch. A null pointer means out of memory.
 extern "C" __attribute__((visibility("default"))) void* speedtorch_range_allocate(size_t bytes, int,
                                                                                   void*) {
   using namespace speedtorch;

@@ -1,5 +1,6 @@
-// Whether a CUDA graph that was captured is still there: what it uses must stay where it is until
-// then. Called by speedtorch/step for steps that are captured whole.
+// Tracks whether a captured CUDA graph is alive. Memory that the graph uses must keep its address
+// until then. Called by speedtorch/step for steps that are captured whole. graph_is_alive() may be
+// called from any thread.
 
 #include <atomic>
 #include <deque>
@@ -16,8 +17,8 @@ namespace {
 
 constexpr const char* kOp = "watch_graph";
 
-// One for each capture that was watched, at the same address for ever: CUDA's own threads write
-// there, also while the process ends.
+// One flag for each watched capture. A flag is never freed, because CUDA's own threads write to it,
+// even during process exit.
 struct Captures {
   std::mutex lock;
   std::deque<std::atomic<bool>> are_alive;
@@ -28,10 +29,10 @@ Captures& captures() {
   return *all;
 }
 
-// In a thread of CUDA's, which must make no call of CUDA.
+// CUDA calls this on its own thread, where CUDA calls are forbidden.
 void note_gone(void* is_alive) { static_cast<std::atomic<bool>*>(is_alive)->store(false); }
 
-// A new number, and where note_gone writes. The lock goes before CUDA is called.
+// Returns a new number and the flag for note_gone. Releases the lock before the caller calls CUDA.
 std::pair<int64_t, std::atomic<bool>*> begin_watch() {
   Captures& all = captures();
   const std::lock_guard guard(all.lock);
@@ -39,18 +40,18 @@ std::pair<int64_t, std::atomic<bool>*> begin_watch() {
   return {static_cast<int64_t>(all.are_alive.size()) - 1, &is_alive};
 }
 
-// A number of the graph that the current stream of the tensor's GPU captures.
+// Returns a number for the graph that the current stream of the tensor's GPU captures.
 int64_t watch_graph(const Tensor& on) {
   if (on.is_cpu()) throw_value_error(kOp, "on must be on a GPU, got ", device_text(on));
   const CurrentStream stream(kOp, on);
   const auto [number, is_alive] = begin_watch();
   const int error = cuda_calls().retain_in_capture(stream.get(), is_alive, note_gone);
-  if (error != 0) *is_alive = false;  // a graph that never was
+  if (error != 0) *is_alive = false;  // no graph holds the flag
   check_cuda(error, kOp);
   return number;
 }
 
-// Whether that graph, or what was instantiated of it, is still there.
+// Whether the graph, or an executable instantiated from it, is alive.
 bool graph_is_alive(int64_t number) {
   Captures& all = captures();
   const std::lock_guard guard(all.lock);

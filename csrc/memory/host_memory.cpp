@@ -1,4 +1,5 @@
-// Makes and pins host memory, keeps a registry of it, and lets it go; see host_memory.h.
+// Allocates, pins and frees host memory, and keeps the registry of it; see host_memory.h. The ops
+// at the end are called by speedtorch/memory/host_memory.py.
 
 #include "memory/host_memory.h"
 
@@ -28,12 +29,13 @@
 namespace speedtorch {
 namespace {
 
-// True once this process has memory that is not to be touched or not to be written.
+// True once this process has memory that must not be accessed or must not be written.
 std::atomic<bool> has_rules{false};
-// Of the captures that may use host memory; numbers them.
+// Counts the captures that may use host memory. Each gets the count as its number.
 std::atomic<int64_t> capture_count{0};
 
-// Which stream it is, also once it was destroyed and its handle belongs to another.
+// Identifies a stream. A handle does not, because a new stream may reuse the handle of a destroyed
+// one.
 struct StreamName {
   int device;
   unsigned long long id;
@@ -47,16 +49,16 @@ StreamName name_of(const Stream& stream) {
   return name;
 }
 
-// The last use of a piece of memory on each stream.
+// The last use of a memory block on each stream.
 class StreamUses {
  public:
-  // The event of a stream; null if it has none.
+  // The event of a stream, or null.
   void* event_of(const StreamName& stream) const {
     const auto found = std::find_if(uses_.begin(), uses_.end(),
                                     [&](const Use& use) { return use.stream == stream; });
     return found == uses_.end() ? nullptr : found->event;
   }
-  // A stream that two threads use at once may have two events.
+  // A stream may have two events if two threads use it at once.
   void add(const StreamName& stream, void* event) { uses_.push_back({stream, event}); }
   bool any() const { return !uses_.empty(); }
   bool finished() const {
@@ -64,7 +66,7 @@ class StreamUses {
       return succeeded(cuda_calls().event_query(use.event));
     });
   }
-  // Waits for every use and forgets it. Errors are not reported: memory must go all the same.
+  // Waits for every use and forgets it. Ignores errors, because the memory is freed in any case.
   void wait() noexcept {
     for (const Use& use : uses_) {
       succeeded(cuda_calls().event_synchronize(use.event));
@@ -81,7 +83,7 @@ class StreamUses {
   std::vector<Use> uses_;
 };
 
-// The GPUs on which captured graphs may use a piece of memory.
+// The GPUs on which captured graphs may use a memory block.
 class CapturedOn {
  public:
   bool any() const { return !devices_.empty(); }
@@ -92,19 +94,18 @@ class CapturedOn {
   void add(const CapturedOn& other) {
     devices_.insert(other.devices_.begin(), other.devices_.end());
   }
-  // Forgets the captures made before `capture`, a number of capture_count, unless there is one
-  // after them.
+  // Forgets all GPUs unless a capture with a number above `capture` was added.
   void forget_before(int64_t capture) {
     if (last_ <= capture) devices_.clear();
   }
-  // Waits for all that is queued there, replays of the graphs among it. Errors are not reported:
-  // memory must go all the same.
+  // Waits for all work queued on these GPUs, including replays of the graphs. Ignores errors,
+  // because the memory is freed in any case.
   void wait() const noexcept {
     if (devices_.empty()) return;
     const RelaxedCapture while_capturing;
     int before = 0;
     succeeded(cuda_calls().get_device(&before));
-    // Making a device current, if only again, may open a context on it.
+    // set_device may create a context even if the device is current already.
     const bool elsewhere = devices_.size() > 1 || !devices_.contains(before);
     for (const int device : devices_) {
       if (elsewhere) succeeded(cuda_calls().set_device(device));
@@ -118,25 +119,26 @@ class CapturedOn {
   int64_t last_ = 0;
 };
 
-// What uses a piece of memory on GPUs.
+// The uses of a memory block on GPUs.
 struct Uses {
   CapturedOn captured;
   StreamUses queued;
-  int being_noted = 0;  // threads that record an event of these now, without the registry's lock
+  int being_noted = 0;  // threads that now record an event here without the registry's lock
 };
 
-// A piece of host memory that we made or registered.
+// A block of host memory that speedtorch allocated or registered.
 struct Block {
   char* base = nullptr;
   int64_t bytes = 0;
   MemoryKind kind = MemoryKind::kPlain;
-  // Of a piece registered where the user had it, which is not ours to unmap: its number, and a
-  // tensor over it, which lies elsewhere once its storage was resized.
+  // For a block that pin_memory_ registered in place: the number of the pin, and a tensor over the
+  // block. The user's storage owns the memory. After a resize of the storage, the tensor has
+  // another address.
   int64_t pin = 0;
   std::optional<Tensor> pinned{};
   bool read_only = false;
-  bool is_cudas = false;      // made by cudaHostAlloc, not by us
-  std::set<int> mapped_on{};  // of a managed piece: GPUs that have it mapped
+  bool is_cudas = false;      // allocated by cudaHostAlloc
+  std::set<int> mapped_on{};  // GPUs that map this managed block
   Uses uses{};
   bool tensor_gone = false;
   pid_t maker = process_id();
@@ -144,7 +146,8 @@ struct Block {
   char* end() const { return base + bytes; }
 };
 
-// Mapped memory of others (a torch-pinned tensor): kept alive until the GPU is done with it.
+// Mapped memory of another owner, such as a tensor pinned by torch. The entry keeps the tensor
+// alive until the GPU has finished with it.
 struct ForeignUse {
   Tensor table;
   const char* base;
@@ -156,15 +159,15 @@ using Blocks = std::map<const char*, std::unique_ptr<Block>>;  // by base
 struct Registry {
   std::mutex mutex;
   Blocks blocks;
-  // Pinned in place and left by their storage, while a captured graph may use them.
+  // Blocks pinned in place whose storage was resized, while a captured graph may use them.
   std::list<std::unique_ptr<Block>> left;
   std::list<ForeignUse> foreign;
 };
 
 Registry& registry();
 
-// In a forked child, from which the driver takes managed memory. What the registry still says of it
-// must not come to mean memory that the child maps there: a mapping without access keeps the place.
+// Runs in a forked child, where the driver removes managed memory. A new mapping of the child must
+// not take addresses that the registry lists as managed. A mapping without access reserves them.
 void keep_places() {
   for (const auto& [base, block] : registry().blocks) {
     if (block->kind != MemoryKind::kManaged) continue;
@@ -175,8 +178,8 @@ void keep_places() {
   registry().mutex.unlock();
 }
 
-// Never destroyed: tensors may go after static destructors ran. A fork waits until no thread is in
-// the registry, so that the child finds it unlocked.
+// Never destroyed, because tensors may be freed after static destructors ran. A fork waits until no
+// thread holds the registry's lock, so that the child finds it unlocked.
 Registry& registry() {
   static Registry* const instance = [] {
     pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); }, keep_places);
@@ -189,8 +192,8 @@ constexpr auto is_captured = [](const std::unique_ptr<Block>& block) {
   return block->uses.captured.any();
 };
 
-// Until no thread is about to record an event of a piece that is in the registry no more. Rare: an
-// op of another thread used memory that this one unpins.
+// Waits until no thread records an event of a block that was removed from the registry. Rare: an op
+// of another thread used memory that this thread unpins.
 void wait_until_noted(const Uses& uses) {
   while (true) {
     {
@@ -203,7 +206,7 @@ void wait_until_noted(const Uses& uses) {
 
 void free_memory(Block& block) noexcept {
   const bool exits = process_exits();
-  // Plain memory is used by GPUs that reach it through the host's page tables.
+  // GPUs may use plain memory through the host's page tables.
   const bool is_gpus = block.kind != MemoryKind::kPlain || block.uses.queued.any();
   if (is_gpus && !exits && block.maker == process_id()) {
     const RelaxedCapture while_capturing;
@@ -222,15 +225,15 @@ void free_memory(Block& block) noexcept {
   }
 }
 
-// Whether the storage of a piece pinned in place has other memory by now.
+// Whether the storage of a block pinned in place was resized or replaced.
 bool was_left(const Block& block) {
   void* now = nullptr;
   return block.pinned &&
          (aoti_torch_get_data_ptr(block.pinned->get(), &now) != 0 || now != block.base);
 }
 
-// The registry, locked while this lives. Pieces that their storage has left are found to be so when
-// they are asked for; they go when this does, outside the lock.
+// Locks the registry during its lifetime. find() removes blocks that their storage has left. The
+// destructor frees removed blocks after it releases the lock.
 class OpenRegistry {
  public:
   OpenRegistry() : all_(registry()), lock_(all_.mutex) {}
@@ -243,7 +246,7 @@ class OpenRegistry {
 
   Registry* operator->() { return &all_; }
 
-  // Some piece that holds one of these bytes, or null.
+  // A block that overlaps these bytes, or null.
   Block* find(const void* address, int64_t bytes = 1) {
     const char* begin = static_cast<const char*>(address);
     while (true) {
@@ -260,12 +263,12 @@ class OpenRegistry {
       }
     }
   }
-  // The memory goes with this.
+  // Removes a block. The destructor of this object frees its memory.
   void take_out(Blocks::iterator block) {
     going_.push_back(std::move(block->second));
     all_.blocks.erase(block);
   }
-  // The uses of a table that lies in memory of others.
+  // The uses of a table in memory of another owner.
   Uses& foreign_uses_of(const Tensor& table, const Rows& rows) {
     auto use = std::find_if(all_.foreign.begin(), all_.foreign.end(),
                             [&](const ForeignUse& each) { return each.base == rows.base; });
@@ -292,7 +295,7 @@ void refuse_in_fork(const Block* block) {
       "make the table with memory='registered'"));
 }
 
-// Takes a piece into the registry, as made by this process.
+// Adds a block to the registry.
 void remember(Block made) {
   watch_process_exit();
   if (made.read_only) has_rules = true;
@@ -301,7 +304,7 @@ void remember(Block made) {
   all->blocks[block->base] = std::move(block);
 }
 
-// The deleter of the tensors over our own pieces.
+// The deleter of tensors over blocks that speedtorch allocated.
 void tensor_gone(char* base) {
   const WithoutPythonLock while_waiting;
   OpenRegistry all;
@@ -311,7 +314,7 @@ void tensor_gone(char* base) {
   if (!is_captured(found->second)) all.take_out(found);
 }
 
-// What kind of piece holds one of these bytes; none if they are not ours.
+// The kind of a block that overlaps these bytes, or nullopt.
 std::optional<MemoryKind> kind_of_block(const void* address, int64_t bytes = 1) {
   OpenRegistry all;
   const Block* block = all.find(address, bytes);
@@ -354,7 +357,8 @@ void check_access(const char* op, const std::function<std::string()>& name, cons
 
 namespace {
 
-// How the current GPU reaches memory that is not pinned: on Grace as the CPU does.
+// How the current GPU accesses memory that is not pinned. On Grace the GPU uses the CPU's page
+// tables.
 Access access_to_pageable() {
   int device = 0, in_place = 0;
   const bool told = succeeded(cuda_calls().get_device(&device)) &&
@@ -368,21 +372,21 @@ Access access_to_foreign(const char* op, const Rows& rows) {
     void* on_gpu = nullptr;
     check_cuda(cuda_calls().pointer_kind(address, &kind, &on_gpu), op);
     if (static_cast<PointerKind>(kind) == PointerKind::kPageable) return access_to_pageable();
-    if (on_gpu != address) return Access::kNot;  // kernels are given the CPU's address
+    if (on_gpu != address) return Access::kNot;  // kernels receive the CPU's address
   }
   return static_cast<PointerKind>(kind) == PointerKind::kManaged ? Access::kManaged
                                                                  : Access::kMapped;
 }
 
-// Maps managed memory on a GPU, all of it, and keeps it mapped.
+// Maps a whole block of managed memory on a GPU, permanently.
 int map_managed(void* base, int64_t bytes, int device) {
   const RelaxedCapture while_capturing;
   return cuda_calls().advise_accessed_by(base, static_cast<size_t>(bytes), device);
 }
 
-// Lets go of tensors of others that were kept only until the GPU was done with them. They are taken
-// out meanwhile: no lock is held while the driver is asked, and a use that another thread notes now
-// is noted anew.
+// Releases tensors of other owners that the GPU has finished with. The entries are removed from the
+// registry during the queries, so that no lock is held during driver calls. A use that another
+// thread notes meanwhile gets a new entry.
 void drop_finished() {
   std::list<ForeignUse> asked, unfinished;
   {
@@ -397,7 +401,7 @@ void drop_finished() {
     }
   }
   if (asked.empty()) return;
-  const RelaxedCapture while_capturing;  // of another thread: a query must not disturb it
+  const RelaxedCapture while_capturing;  // a query must not disturb the capture of another thread
   for (auto use = asked.begin(); use != asked.end();) {
     const auto next = std::next(use);
     if (use->uses.queued.finished()) {
@@ -415,7 +419,7 @@ void drop_finished() {
 
 Access reach(const char* op, const Tensor& table, const Rows& rows, std::optional<int> used_by) {
   if (table.is_cuda()) return Access::kOnGpu;
-  if (rows.base == nullptr) return Access::kManaged;  // there is nothing to reach
+  if (rows.base == nullptr) return Access::kManaged;  // no rows
   std::optional<MemoryKind> kind;
   char* base = nullptr;
   int64_t bytes = 0;
@@ -445,13 +449,13 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
   int capturing = 0;
   check_cuda(cuda_calls().stream_is_capturing(stream.handle, &capturing),
              "host memory: asking whether the stream captures");
-  if (capturing) {  // no event can be asked for then
+  if (capturing) {  // events of a capture cannot be queried
     OpenRegistry all;
     Block* block = all.find(rows.base);
     Uses& uses = block != nullptr ? block->uses : all.foreign_uses_of(table, rows);
     return uses.captured.add(stream.device);
   }
-  // A driver may let the recording thread wait, for room in the stream: no lock is held then.
+  // Recording may block until the stream has space, so no lock is held during it.
   const StreamName name = name_of(stream);
   Uses* uses = nullptr;
   void* event = nullptr;
@@ -467,7 +471,7 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
   const bool is_new = event == nullptr;
   int error = 0;
   if (is_new) {
-    const RelaxedCapture while_capturing;  // of another thread
+    const RelaxedCapture while_capturing;  // another thread may capture
     error = cuda_calls().event_create(&event);
   }
   const char* what = error != 0 ? "host memory: cudaEventCreate" : "host memory: cudaEventRecord";
@@ -488,7 +492,7 @@ namespace {
 
 constexpr const char* kMakeBefore = "make and pin tables before the capture begins";
 
-// Throws with how many bytes, why and what to do instead.
+// Throws with the bytes, the failed call and the remedy.
 void check_managed(int error, const char* step, int64_t bytes) {
   if (succeeded(error)) return;
   if (is_without_gpu(error)) {
@@ -500,7 +504,7 @@ void check_managed(int error, const char* step, int64_t bytes) {
                                 "); free memory, or use memory='registered' or memory='plain'"));
 }
 
-// The GPU that memory made now is likely to be used on, if there is one.
+// The current GPU, which is likely to use new memory, if there is one.
 std::set<int> current_device() {
   int device = 0;
   if (succeeded(cuda_calls().get_device(&device))) return {device};
@@ -524,9 +528,9 @@ void* allocate_managed(int64_t bytes, const std::set<int>& map_on) {
   }
   void* address = nullptr;
   check_managed(cuda_calls().malloc_managed(&address, bytes), "cudaMallocManaged", bytes);
-  // The advice must stand before the first touch: it decides where the pages are made and how the
-  // GPU maps them. Other GPUs map them when they first use them (reach): advice for a GPU opens a
-  // context there.
+  // Advise before the first touch: the advice decides where pages are allocated and how the GPU
+  // maps them. Other GPUs map the memory at first use (reach), because advice for a GPU creates a
+  // context on it.
   int error = cuda_calls().advise_preferred_host(address, bytes);
   for (const int device : map_on) {
     if (error == 0) error = map_managed(address, bytes, device);
@@ -538,8 +542,8 @@ void* allocate_managed(int64_t bytes, const std::set<int>& map_on) {
 
 constexpr const char* kHostRegister = "cudaHostRegister";
 
-// Pins what was just made and filled. Where kernels would find it at another address (WSL2), memory
-// of CUDA's own, which has one address for all, takes its place.
+// Pins a block that was just allocated and filled. On WSL2 kernels would see registered memory at
+// another address, so the block is replaced by memory from cudaHostAlloc.
 void pin(Block& made, bool check_memory) {
   if (const int error = register_pages(made.base, made.bytes, false); error != 0) {
     throw std::runtime_error(pinning_failure(made.bytes, kHostRegister, error));
@@ -552,11 +556,11 @@ void pin(Block& made, bool check_memory) {
     throw std::runtime_error(pinning_failure(made.bytes, "cudaHostAlloc", error));
   }
   made.is_cudas = true;
-  kind_of_block(made.base, made.bytes);  // as in host_empty
+  kind_of_block(made.base, made.bytes);  // removes a stale entry, as in host_empty
   fill_with_zeros(made.base, made.bytes, check_memory);
 }
 
-// uint8 tensor of `bytes` zeros in host memory of that MemoryKind (plain, registered or managed).
+// Returns a uint8 tensor of `bytes` zeros in plain, registered or managed host memory.
 Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
   const auto wanted = static_cast<MemoryKind>(kind);
   if (bytes < 0) throw_value_error("host memory", "size must not be negative, got ", bytes);
@@ -579,7 +583,7 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
     made.base = static_cast<char*>(map_pages(bytes));
   }
   try {
-    kind_of_block(made.base, bytes);  // forgets what lay here, pinned, before its storage left
+    kind_of_block(made.base, bytes);  // removes a pinned block that its storage left
     fill_with_zeros(made.base, bytes, check_memory);
     if (wanted == MemoryKind::kRegistered) pin(made, check_memory);
   } catch (...) {
@@ -593,8 +597,8 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
                                   [](void* data) { tensor_gone(static_cast<char*>(data)); });
 }
 
-// Pins the memory of a dense CPU tensor in place; keeps the tensor, so that its memory goes after
-// it is unpinned. Returns a number for host_unregister, 0 for a tensor without elements.
+// Pins the memory of a dense CPU tensor in place. Keeps the tensor, so that the memory outlives the
+// pin. Returns a number for host_unregister, or 0 for a tensor without elements.
 int64_t host_register(const Tensor& tensor) {
   constexpr const char* kOp = "pin_memory_";
   if (tensor.numel() == 0) return 0;
@@ -610,7 +614,7 @@ int64_t host_register(const Tensor& tensor) {
     throw_value_error(kOp, "the tensor's memory is pinned already, by another library");
   }
   const int error = register_pages(base, bytes, false);
-  // A read-only mapping of a file can be registered as such alone.
+  // A read-only mapping of a file needs a read-only registration.
   const bool read_only = error != 0 && register_pages(base, bytes, true) == 0;
   if (error != 0 && !read_only) {
     throw std::runtime_error(pinning_failure(bytes, kHostRegister, error));
@@ -633,10 +637,10 @@ int64_t host_register(const Tensor& tensor) {
   return pin;
 }
 
-// Unpins what was pinned in place under this number; nothing if its memory went before. Throws if a
-// captured graph may use it, or keeps it for the graph if no other code has the tensor any more.
+// Unpins the block with this number, or does nothing if its memory is already freed. If a captured
+// graph may use the block: throws, or keeps it for the graph if `tensor_is_gone`.
 void host_unregister(int64_t pin, bool tensor_is_gone) {
-  if (pin == 0) return;  // what the pieces that are ours have
+  if (pin == 0) return;  // a block allocated by speedtorch, or an empty tensor
   OpenRegistry all;
   const auto is_it = [&](const std::unique_ptr<Block>& block) { return block->pin == pin; };
   const auto found = std::find_if(all->blocks.begin(), all->blocks.end(),
@@ -654,8 +658,8 @@ void host_unregister(int64_t pin, bool tensor_is_gone) {
   if (!captured) all.take_out(found);
 }
 
-// Where CUDA's copies of a tensor must be cut: bytes from its first one at which another
-// registration begins.
+// Offsets in bytes from the tensor's start at which another registration begins. One cudaMemcpy
+// must not cross such an offset.
 std::vector<int64_t> registration_seams(const Tensor& tensor) {
   std::vector<int64_t> seams;
   if (tensor.numel() == 0 || !tensor.is_cpu()) return seams;
@@ -670,7 +674,7 @@ std::vector<int64_t> registration_seams(const Tensor& tensor) {
   return seams;
 }
 
-// Bytes in use: {plain, registered, managed, held by captured graphs}.
+// Bytes in use: {plain, registered, managed, kept for captured graphs}.
 std::vector<int64_t> memory_stats() {
   std::vector<int64_t> bytes(4);
   OpenRegistry all;
@@ -681,7 +685,7 @@ std::vector<int64_t> memory_stats() {
   return bytes;
 }
 
-// From here on captured graphs do not keep this tensor's memory any more; waits for replays.
+// Ends the use of this tensor's memory by captured graphs. Waits for their replays.
 void let_captured_go(const Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.is_cpu()) return;
   const auto [begin, bytes] = span_of(tensor);
@@ -692,8 +696,8 @@ void let_captured_go(const Tensor& tensor) {
       if (begin <= each.base && each.base < end) use(each.uses.captured);
     }
   };
-  // Replays that are queued leave no event to wait for. A capture that another thread makes in the
-  // meantime stays.
+  // Queued replays have no event, so this waits for whole GPUs. A capture that another thread makes
+  // meanwhile keeps the memory.
   const int64_t captures = capture_count;
   CapturedOn captured;
   for_each_captured([&](const CapturedOn& one) { captured.add(one); });
@@ -702,7 +706,7 @@ void let_captured_go(const Tensor& tensor) {
   drop_finished();
 }
 
-// The same for all memory whose tensors are gone.
+// Does the same for all memory whose tensors are gone, and frees it.
 void let_orphans_go() {
   CapturedOn captured;
   std::list<std::unique_ptr<Block>> orphans;
@@ -723,8 +727,8 @@ void let_orphans_go() {
   for (const std::unique_ptr<Block>& block : orphans) free_memory(*block);
 }
 
-// What an op does with its table around its kernels, without any: for tests, which have no GPU.
-// Returns the Access.
+// For tests without a GPU: calls reach and note_use as an op does around its kernels. Returns the
+// Access.
 int64_t use_on(const Tensor& table, int64_t device, int64_t stream) {
   constexpr const char* kOp = "use_on";
   const Rows rows = as_rows(kOp, "table", table);
@@ -734,14 +738,14 @@ int64_t use_on(const Tensor& table, int64_t device, int64_t stream) {
   return static_cast<int64_t>(access);
 }
 
-// Refuses managed memory in a forked child, where touching it would kill the process.
+// Throws for managed memory in a forked child, where an access would kill the process.
 void check_owner(const Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.is_cpu()) return;
   OpenRegistry all;
   refuse_in_fork(all.find(tensor.data_ptr()));
 }
 
-// True if every GPU can use managed memory that stays on the host; false without a GPU.
+// True if every GPU can use managed memory that remains on the host. False without a GPU.
 bool managed_supported() {
   int devices = 0;
   if (!succeeded(cuda_calls().device_count(&devices))) return false;
@@ -761,7 +765,7 @@ void throw_pending_and_drop_finished() {
 }
 
 const Ops kOps{
-    // Ops on memory, for speedtorch/memory/host_memory.py. Kinds are numbers: see MemoryKind.
+    // Kinds are numbers: see MemoryKind.
     {"host_empty(int bytes, int kind, bool check_memory) -> Tensor", TORCH_BOX(&host_empty)},
     {"host_register(Tensor tensor) -> int", TORCH_BOX(&host_register)},
     {"host_unregister(int pin, bool tensor_is_gone) -> ()", TORCH_BOX(&host_unregister)},

@@ -1,11 +1,12 @@
-// Host memory that tables live in: made (managed, registered or plain), pinned where it is, known
-// again, in use by GPU work, and when it may go. The ops on it are in host_memory.cpp.
+// Registry of the host memory of tables: allocation (managed, registered or plain), pinning in
+// place, lookup by address, and use by GPU work. The ops call these functions; the ops on the
+// memory itself are in host_memory.cpp.
 //
-// Guarantees: exact size (pages aside); refused in numbers before the first page when the machine
-// has not enough, and later when others take what is left meanwhile; all or nothing. Memory goes
-// only after the GPU work that used it is done, unregistered strictly before it is unmapped; a
-// captured CUDA graph that may use it keeps it until let_captured_go(); no CUDA call once the
-// process exits.
+// Guarantees: a block has the requested size (rounded to pages). If the machine lacks memory, the
+// error names the numbers, before the first page or as soon as other processes take the rest. A
+// failed call leaves nothing allocated. Memory is freed after the GPU work that used it, and
+// unregistered before it is unmapped. A captured CUDA graph that may use memory keeps it until
+// let_captured_go(). No CUDA call is made during process exit.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@
 
 namespace speedtorch {
 
-// Order and values are part of the ops' contract (host_empty, memory_kind): see
+// The values are part of the contract of the ops host_empty and memory_kind: see
 // speedtorch/memory/host_memory.py.
 enum class MemoryKind : int64_t {
   kPlain = 0,
@@ -28,27 +29,27 @@ enum class MemoryKind : int64_t {
   kCuda = 4
 };
 
-// How a GPU reaches a table. Values are part of the contract with speedtorch/memory/cost_model.py.
-// Memory that is mapped but not managed has small pages.
+// How a GPU accesses a table. The values are part of the contract with
+// speedtorch/memory/cost_model.py. Mapped memory that is not managed has small pages.
 enum class Access : int64_t { kManaged = 0, kMapped = 1, kOnGpu = 2, kNot = 3 };
 
-// The MemoryKind of a tensor's memory.
+// Returns the MemoryKind of a tensor's memory.
 int64_t memory_kind(const Tensor& tensor);
-// Whether check_access can find anything to refuse.
+// Whether check_access can throw at all.
 bool registry_has_rules();
-// Refuses host memory that this process must not touch (managed memory of the process that forked
-// it), and memory that was registered read-only if it is to be written. `name` makes the argument's
-// name.
+// Throws for managed memory of the process that forked this one, and for a write to memory that was
+// registered read-only. `name` makes the argument's name.
 void check_access(const char* op, const std::function<std::string()>& name, const void* address,
                   bool is_written);
 
-// How the current GPU reaches these rows. Before work on it (`used_by`): its first use of a managed
-// table maps the table there.
+// Returns how the current GPU accesses these rows. Call with the device in `used_by` before work on
+// them: the first use of a managed table maps the table on this GPU.
 Access reach(const char* op, const Tensor& table, const Rows& rows, std::optional<int> used_by);
-// Notes that work just queued on `stream` uses the table: its memory stays until that work is done.
+// Notes that work just queued on `stream` uses the table. The memory is kept until that work is
+// done, or, if the stream captures, until let_captured_go().
 void note_use(const Tensor& table, const Rows& rows, const Stream& stream);
-// Work that is being queued on `stream`: note() says that all of it is. Where a part fails, what
-// came before is noted all the same.
+// A use of a table by work that is being queued on `stream`. Call note() after the last launch. If
+// a launch fails, the destructor notes the work queued so far.
 struct TableUse {
   const Tensor& table;
   const Rows& rows;
@@ -62,7 +63,7 @@ struct TableUse {
   ~TableUse() {
     try {
       if (!noted) note();
-    } catch (...) {  // the first failure is the one to tell of
+    } catch (...) {  // the caller must see the first failure
     }
   }
 };

@@ -1,4 +1,4 @@
-// Mapping, filling and pinning of host pages; see host_pages.h.
+// Maps, fills and pins host pages; see host_pages.h.
 
 #include "memory/host_pages.h"
 
@@ -31,9 +31,11 @@ namespace {
 constexpr int64_t kLargePage = int64_t{2} << 20;
 constexpr int64_t kBytesPerThread = int64_t{32}
                                     << 20;  // a thread starts in 30 us, fills this in 5 ms
-// What a thread fills at a time, in 1 to 2 ms; reading what is available takes up to 0.3 ms.
+// Bytes that a thread fills at a time, in 1 to 2 ms. Reading the available memory takes up to 0.3
+// ms.
 constexpr int64_t kBytesPerPiece = int64_t{8} << 20;
-// How long what was read counts: while the scheduler pauses a thread, other processes take memory.
+// How long a reading of available memory is valid: while the scheduler pauses a thread, other
+// processes allocate memory.
 constexpr std::chrono::milliseconds kReadCounts{20};
 
 class MemoryError : public std::bad_alloc {
@@ -57,14 +59,14 @@ int usable_cpus() {
 
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
-// A number of a file with nothing else in it; kUnlimited if the file is missing or says "max".
+// The number in a file; kUnlimited if the file is missing or contains "max".
 int64_t number_in(const std::string& path) {
   std::ifstream file(path);
   int64_t value = 0;
   return (file >> value) ? value : kUnlimited;
 }
 
-// The number after `key` in a file of such lines, times `unit`.
+// The number after `key` in a file of "key number" lines, times `unit`.
 std::optional<int64_t> number_after(const std::string& key, const std::string& path, int64_t unit) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -76,8 +78,8 @@ std::optional<int64_t> number_after(const std::string& key, const std::string& p
   return std::nullopt;
 }
 
-// Room under the limits of this process's cgroup and of every cgroup above it (version 2, then
-// version 1). What is cached of files and not in use counts as room, as in MemAvailable.
+// Free bytes under the limits of this process's cgroup and of all its parents (version 2, then
+// version 1). Unused file cache counts as free, as in MemAvailable.
 int64_t cgroup_room() {
   int64_t room = kUnlimited;
   auto consider = [&](const std::string& folder, const char* limit_file, const char* used_file,
@@ -110,8 +112,8 @@ int64_t cgroup_room() {
   return room;
 }
 
-// What is available to a table of `bytes`, of which `filled` are there, beside `others` that other
-// threads of this process will still take. Throws if the rest does not fit.
+// Bytes available to a table of `bytes`, of which `filled` are allocated, after the `others` bytes
+// that other threads of this process will still fill. Throws if the rest does not fit.
 int64_t room_for(int64_t bytes, int64_t filled, int64_t others) {
   const int64_t available = std::max<int64_t>(0, available_bytes() - others);
   if (bytes - filled <= available) return available;
@@ -124,8 +126,8 @@ int64_t room_for(int64_t bytes, int64_t filled, int64_t others) {
                          "SPEEDTORCH_MEMORY_CHECK=0 to try all the same"));
 }
 
-// A table that is being filled. What threads of this process have begun to fill, the machine does
-// not show before it is there: they take their bytes from one account when they begin.
+// A fill in progress. The machine does not show bytes that threads of this process will fill later,
+// so each fill adds its bytes to one shared account at its start.
 class Filling {
  public:
   Filling(int64_t bytes, bool check_memory) : bytes_(bytes) {
@@ -146,8 +148,8 @@ class Filling {
     const std::scoped_lock lock(account_mutex);
     return filled_;
   }
-  // Bytes that are available where pieces have been given out up to `next`; throws if the rest does
-  // not fit. Some of the pieces may be there already: where that decides, it waits for all of them.
+  // Bytes available once pieces up to `next` are handed out; throws if the rest does not fit. If
+  // the answer depends on pieces that are partly filled, waits for all of them.
   int64_t room(int64_t next) const {
     try {
       return room_for(bytes_, filled(), others());
@@ -196,7 +198,7 @@ void* map_pages(int64_t bytes) {
     char* mapped_end = begin + size + slack;
     if (mapped_end != aligned + size) munmap(aligned + size, mapped_end - (aligned + size));
     begin = aligned;
-    madvise(begin, size, MADV_HUGEPAGE);  // advice only: refused where large pages are switched off
+    madvise(begin, size, MADV_HUGEPAGE);  // fails without harm if large pages are switched off
   }
   return begin;
 }
@@ -210,14 +212,15 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   Filling filling(bytes, check_memory);
   std::mutex mutex;
   Clock::time_point last_read = Clock::now();
-  int64_t next = 0;                                         // where the next piece starts
-  int64_t allowed = check_memory ? kBytesPerPiece : bytes;  // how far it may go before a look
+  int64_t next = 0;  // start of the next piece
+  // limit of `next` until available memory is read again
+  int64_t allowed = check_memory ? kBytesPerPiece : bytes;
   std::exception_ptr refusal;
   auto take_piece = [&] {
     const std::scoped_lock lock(mutex);
     const bool is_due = next >= allowed || (check_memory && Clock::now() - last_read > kReadCounts);
     if (is_due && next < bytes) {
-      // Other processes fill memory at the same time: no more than an eighth of it between reads.
+      // Other processes fill memory at the same time, so fill at most an eighth between reads.
       const int64_t room = filling.room(next) - (next - filling.filled());
       allowed = next + std::max(kBytesPerPiece, room / 8);
       last_read = Clock::now();
@@ -242,10 +245,10 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
     }
   };
   {
-    std::vector<std::jthread> others;  // joins when it goes
+    std::vector<std::jthread> others;  // the destructor joins
     try {
       while (std::ssize(others) + 1 < threads) others.emplace_back(fill_pieces);
-    } catch (const std::system_error&) {  // no more threads: those that are there fill it all
+    } catch (const std::system_error&) {  // the threads that did start fill everything
     }
     fill_pieces();
   }
@@ -277,7 +280,7 @@ int register_pages(char* base, int64_t bytes, bool read_only) {
 bool is_at_own_address(const char* base) {
   int kind = 0;
   void* on_gpu = nullptr;
-  // Where CUDA does not say: it is so nearly everywhere.
+  // If CUDA does not report the address, assume that both are equal, as on nearly every system.
   return !succeeded(cuda_calls().pointer_kind(base, &kind, &on_gpu)) || on_gpu == base;
 }
 

@@ -1,6 +1,6 @@
-// The kernel that moves rows one way by Hopper's bulk copies: the link's latency is covered by
-// shared memory instead of by threads, so that few multiprocessors saturate the link. `RowMap` is
-// as in row_copy.cuh.
+// The kernel that moves rows in one direction with Hopper's bulk copies, for pinned_copy,
+// pinned_gather and pinned_scatter. Shared memory instead of threads covers the link's latency, so
+// that few multiprocessors saturate the link. `RowMap` is described in row_copy.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,7 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)));
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Arrives at the barrier, whose phase then ends when so many bytes have landed.
+// Arrives at the barrier; its phase ends after `bytes` bytes are copied.
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -49,18 +49,18 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until this thread's bulk stores have read their shared memory.
+// Waits until this thread's bulk stores have read shared memory.
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-// Until they are done altogether.
+// Waits until this thread's bulk stores are complete.
 __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 #endif
 
-// A chunk of a row on its way; bytes == 0: nothing to move.
+// A chunk of a row in flight; bytes == 0: nothing to move.
 struct Chunk {
   const char* source;
   char* target;
@@ -82,9 +82,9 @@ __device__ Chunk chunk_of(const RowMap& map, const Rows& from, const Rows& to,
 }
 
 // A warp owns kChunksPerWarp chunks at a time, a lane one of them: all are loaded into shared
-// memory, then stored. Each row crosses the link once. Addresses and lengths are multiples of 16.
-// (Rows that begin anywhere would need the 16-byte addresses around them; measured: 1.3 to 1.8
-// times as slow as threads are.)
+// memory, then stored. Blocks share nothing. Each row crosses the link once. Addresses and lengths
+// are multiples of 16. Unaligned rows would need the 16-byte blocks around them; measured: 1.3 to
+// 1.8 times as slow as plain threads.
 template <typename RowMap>
 __global__ void __launch_bounds__(kMostBulkWarps * 32)
     bulk_move_rows_kernel(RowMap map, Rows from, Rows to, BulkShape shape, int64_t zero_rows) {
@@ -118,17 +118,16 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
   }
   wait_stores();
 #else
-  __trap();  // ask_bulk_copies keeps this from being launched
+  __trap();  // ask_bulk_copies excludes this launch
 #endif
 }
 
-// Lets launches of a kernel on the current device take as much shared memory as any of them may.
-// Once for each kernel and device: the limit is the kernel's, so that a launch of another thread
-// would lower it between this one's call and its launch. How many blocks fit a multiprocessor is
-// decided by what a launch takes.
+// Raises a kernel's limit of shared memory on the current device to the maximum of all launches,
+// once per kernel and device. The limit belongs to the kernel: a limit per launch could be lowered
+// by another thread before the launch. Occupancy depends only on the bytes that a launch requests.
 template <typename RowMap>
 cudaError_t allow_shared_memory() {
-  constexpr int kKnown = 64;  // devices that are remembered
+  constexpr int kKnown = 64;  // devices with a flag
   static std::atomic<bool> is_allowed[kKnown];
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -141,7 +140,7 @@ cudaError_t allow_shared_memory() {
   return error;
 }
 
-// As launch_register_copy, where bulk copies can.
+// Does the same as launch_register_copy, with bulk copies.
 template <typename RowMap>
 int launch_bulk_copy(const RowMap& map, const Rows& from, const Rows& to, int64_t most_rows,
                      int64_t zero_rows, int most_blocks, void* stream) {

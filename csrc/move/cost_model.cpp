@@ -1,4 +1,4 @@
-// The choice of path, and the ops that explain and steer it; see cost_model.h.
+// Chooses the path, and defines the ops that explain and set the choice; see cost_model.h.
 
 #include "move/cost_model.h"
 
@@ -20,19 +20,19 @@
 namespace speedtorch {
 namespace {
 
-// Row lengths that movement is measured at; between them time is taken to be linear.
+// Row lengths with measured times; between them time is interpolated linearly.
 constexpr size_t kLengths = 3;
 constexpr std::array<int64_t, kLengths> kMeasuredRowBytes{64, 512, 1536};
 
-// Nanoseconds for a row that moves in index order or in address order, by Access (managed, mapped),
-// Direction and length; and what finding repetitions and sorting cost.
+// Nanoseconds per row moved in index order or in address order, by Access (managed, mapped),
+// Direction and length; and the cost of finding repetitions and of sorting.
 struct Costs {
   double row_ns[2][2][2][kLengths];  // [access][direction][in address order][length]
-  double dedup_us;                   // for any number of ids
-  double dedup_ns;                   // and for each
+  double dedup_us;                   // fixed cost per batch
+  double dedup_ns;                   // cost per id
   double plan_us;
   double plan_ns;
-  double link_gbps[2];  // of the copy engine, by Direction
+  double link_gbps[2];  // rate of the copy engine, by
 };
 constexpr int64_t kCostCount = sizeof(Costs) / sizeof(double);
 
@@ -42,51 +42,53 @@ struct Choice {
   Path path = Path::kOrdered;
   // Microseconds of each GPU path for a batch of distinct ids; infinite: not possible.
   std::array<double, kGpuPaths> path_us{};
-  double gigabytes_per_s = 0;  // of the movement alone, on the chosen path
+  double gigabytes_per_s = 0;  // of the movement only, on
 };
 
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
 
-// A GPU's translations of small pages reach about this far: in tables up to it, order does not
-// matter.
+// A GPU's translation cache covers about this much memory in small pages. In smaller tables, order
+// does not matter.
 constexpr int64_t kTranslatedBytes = int64_t{1} << 30;
 
-// What crosses the link at once. Rows that begin elsewhere take bulk copies 1.7 times as long as
-// threads; and written in any order they cost a quarter more than in address order, in which
-// neighbours complete each other's lines.
+// Bytes of one link transfer. Rows that are not aligned to this take 1.7 times as long with bulk
+// copies as with threads. Writing such rows in random order costs a quarter more than in address
+// order, in which neighbors complete each other's lines.
 constexpr uint64_t kLineBytes = 128;
 constexpr double kPartialLines = 1.25;
 
-// A smaller batch is over before shared memory has been set up for bulk copies.
+// A smaller batch finishes before shared memory is set up for bulk copies.
 constexpr int64_t kBulkRows = 4096;
-// With rows below this, threads keep more requests under way than bulk copies do.
+// For shorter rows, threads keep more requests in flight than bulk copies do.
 constexpr int64_t kBulkRowBytes = 256;
-// So many multiprocessors saturate the link by bulk copies of longer rows. Measured: 2 do in every
-// case but gathers of 512 bytes, which they leave 1 % short; and beside a large matrix product a
-// scatter on 3 or more cost that a quarter of its speed, on 2 a twentieth.
+// Multiprocessors that saturate the link with bulk copies of longer rows. Measured: 2 suffice
+// except for gathers of 512 bytes, which are 1 % slower. Beside a large matrix product, a scatter
+// on 3 or more slows the product by a quarter, on 2 by a twentieth.
 constexpr int64_t kLongBulkRowBytes = 512;
 constexpr int64_t kRecordBytes = 1024;
 constexpr int sms_for_long_rows(int64_t row_bytes, Direction direction) {
   return direction == Direction::kIn && row_bytes < kRecordBytes ? 3 : 2;
 }
 
-// The link that these counts were measured on. A faster one takes as many times more, as many more
-// requests must be on their way; one within a quarter of it is another measurement of the same.
+// The rate of the link on which these counts were measured. A faster link needs proportionally more
+// requests in flight. A rate within kSameLink of this one counts as the same link.
 constexpr double kMeasuredLinkGbps = 55.4;
 constexpr double kSameLink = 1.25;
-constexpr double kMostLinks = 1000;  // far above any; what a file of costs tells may be anything
-// The calibrated link's rate, in the slower direction, relative to it; at least 1.
+// far above any real link; a file of costs may contain anything
+constexpr double kMostLinks = 1000;
+// The rate of the calibrated link in its slower direction, relative to the measured link; at least
+// 1.
 std::atomic<double> link_ratio{1};
 
 int64_t for_link(int64_t sms) {
   return static_cast<int64_t>(std::lround(static_cast<double>(sms) * link_ratio));
 }
 
-// Both directions at once, records of 1,536 bytes: 8 multiprocessors reach 0.83 of what memcpy
-// moves both ways, in 16 and in 48 GiB; 16 reach 0.83 and 0.76, 64 reach 0.77 and 0.70.
+// Both directions at once, records of 1,536 bytes: 8 multiprocessors reach 0.83 of memcpy's rate in
+// both directions, in 16 and in 48 GiB; 16 reach 0.83 and 0.76, 64 reach 0.77 and 0.70.
 constexpr int64_t kSmsForSwap = 8;
 
-// Measured on an H200 (PCIe 5 x16) with tables of 16 GiB; serves where nothing else was measured.
+// Measured on an H200 (PCIe 5 x16) with tables of 16 GiB. The default without a calibration.
 Costs stored_costs = {
     .row_ns = {{{{2.9, 9.9, 29.6}, {2.1, 9.9, 29.6}}, {{2.8, 10.8, 28.9}, {1.5, 9.7, 28.9}}},
                {{{25.0, 27.0, 35.0}, {6.4, 12.0, 30.0}}, {{25.0, 34.0, 40.0}, {6.4, 14.0, 30.0}}}},
@@ -97,17 +99,17 @@ Costs stored_costs = {
     .link_gbps = {kMeasuredLinkGbps, kMeasuredLinkGbps}};
 std::mutex costs_lock;
 
-// What this process goes by.
+// The costs that this process uses.
 Costs costs() {
   std::lock_guard lock(costs_lock);
   return stored_costs;
 }
 
-// Slots of a hash table (dedup.h) are counted in 31 bits, two for each id.
+// Slots of a hash table (dedup.h) are counted with 31 bits; each id needs two slots.
 constexpr int64_t kMostHashed = int64_t{1} << 29;
 
 std::atomic<int64_t> forced_path{-1};
-std::atomic<int64_t> chosen_sms{0};  // by the user; 0: not
+std::atomic<int64_t> chosen_sms{0};  // set by the user; 0: not set
 
 double row_ns(const Batch& batch, bool in_address_order, const Costs& costs) {
   const bool small_pages = batch.access == Access::kMapped && batch.table_bytes > kTranslatedBytes;
@@ -119,7 +121,7 @@ double row_ns(const Batch& batch, bool in_address_order, const Costs& costs) {
   return ns[upper - 1] + share * (ns[upper] - ns[upper - 1]);
 }
 
-// Moves on the GPU itself cost the same in any order; what matters there is what comes before them.
+// Moves within the GPU cost the same in any order; only the preparation of the ids differs.
 double moving_us(const Batch& batch, bool in_address_order, const Costs& costs) {
   if (batch.access == Access::kOnGpu) return 0;
   const bool partial =
@@ -130,7 +132,7 @@ double moving_us(const Batch& batch, bool in_address_order, const Costs& costs) 
 
 bool direct_is_safe(const Batch& batch) {
   if (batch.direction == Direction::kOut) return batch.ids <= kIdsDedupedInBlock;
-  // Beyond this a row that stands in the batch often would cross the link as often.
+  // In larger batches a repeated row would cross the link repeatedly.
   return batch.ids <= kIdsCheckedInBlock || batch.access == Access::kOnGpu;
 }
 
@@ -147,7 +149,7 @@ Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
                     moving_us(batch, true, costs) + costs.plan_us + ids * costs.plan_ns / 1e3};
   if (!direct_is_safe(batch)) choice.path_us[0] = kImpossible;
   if (batch.ids > kMostHashed) choice.path_us[1] = kImpossible;
-  // Sums need every occurrence of an id, in order.
+  // Accumulation needs every occurrence of an id, in order.
   if (batch.accumulate) choice.path_us[0] = choice.path_us[1] = kImpossible;
   const auto best = std::min_element(choice.path_us.begin(), choice.path_us.end());
   choice.path = static_cast<Path>(best - choice.path_us.begin());
@@ -163,7 +165,7 @@ Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
   return choice;
 }
 
-// For rows that cross the link; `bulk`: this GPU has bulk copies.
+// The kernel for rows that cross the link; `bulk`: this GPU has bulk copies.
 CopyKernel link_copy_kernel(const Batch& batch, uint64_t other_bits, bool bulk, int sms) {
   const int64_t row_bytes = batch.row_bytes;
   const int access = widest_access(other_bits | static_cast<uint64_t>(row_bytes));
@@ -176,8 +178,8 @@ CopyKernel link_copy_kernel(const Batch& batch, uint64_t other_bits, bool bulk, 
   return {true, static_cast<int>(std::min<int64_t>(sms, enough))};
 }
 
-// How many multiprocessors kernels over the link may fill, at least 1: what the user has set, or as
-// many as the calibrated link takes.
+// The number of multiprocessors that kernels over the link may fill, at least 1: the user's
+// setting, or the need of the calibrated link.
 int64_t num_sms() {
   const int64_t chosen = chosen_sms;
   return chosen > 0 ? chosen : for_link(kDefaultSms);
@@ -191,14 +193,14 @@ Path path_for(const char* op, const Batch& batch) { return choose_path(op, batch
 
 CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentStream& stream) {
   if (batch.access == Access::kOnGpu) return gpu_copy_kernel();
-  // Measured: over small pages bulk copies in address order are a fifth to a half slower.
+  // Measured: with small pages, bulk copies in address order are a fifth to a half slower.
   const bool bulk = batch.access == Access::kManaged && stream.has_bulk_copies();
   return link_copy_kernel(batch, other.bits(), bulk, link_sms(stream));
 }
 
 int link_sms(const CurrentStream& stream) {
   const int64_t most = num_sms();
-  if (most <= kDefaultSms) return static_cast<int>(most);  // which every GPU may as well be given
+  if (most <= kDefaultSms) return static_cast<int>(most);  // every GPU has as many
   return static_cast<int>(std::min<int64_t>(most, stream.multiprocessors()));
 }
 
@@ -213,7 +215,7 @@ int swap_sms(const CurrentStream& stream) {
 
 namespace {
 
-// From here on every op takes this path; -1: the cheapest again. For tests and measurements.
+// Forces the path of every later op; -1: the cheapest again. For tests and measurements.
 void force_path(int64_t path) {
   if (path < -1 || path >= kGpuPaths) {
     throw_value_error("force_path", "path must be -1 to 2, got ", path);
@@ -222,7 +224,7 @@ void force_path(int64_t path) {
 }
 
 void set_num_sms(std::optional<int64_t> count) {
-  constexpr int64_t kMost = 1 << 16;  // more than any GPU has
+  constexpr int64_t kMost = 1 << 16;  // more than any GPU
   if (count && (*count < 1 || *count > kMost)) {
     throw_value_error("set_num_sms", "the number of multiprocessors must be 1 to ", kMost,
                       " or None, got ", *count);
@@ -265,8 +267,8 @@ Tensor explain_move(const Tensor& table, int64_t ids, int64_t direction, bool ac
   return doubles(values, std::size(values));
 }
 
-// {bulk, blocks, threads per block, bytes of one access or chunk, lanes or chunks per row, shared
-// bytes per block}: the launch for rows that cross the link.
+// The launch for rows that cross the link: {bulk, blocks, threads per block, bytes of one access or
+// chunk, lanes or chunks per row, shared bytes per block}.
 std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t host_bits,
                                  int64_t other_bits, int64_t rows, bool bulk, int64_t sms) {
   constexpr const char* kOp = "link_launch";
@@ -315,7 +317,7 @@ void set_costs(const Tensor& values) {
 }
 
 const Ops kOps{
-    // The choice of path, for speedtorch/memory/cost_model.py.
+    // The choice of path, called by speedtorch/memory/cost_model.py.
     {"explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor",
      TORCH_BOX(&explain_move)},
     {"link_launch(int direction, int row_bytes, int host_bits, int other_bits, int rows, bool "

@@ -1,6 +1,7 @@
-// Which path an op takes: what each would cost, from measured times of moving one row. Pure
-// functions of a batch's shape, so that explain() tells exactly what an op will do, and that tests
-// need no GPU. cost_model.cpp has the ops with which Python asks for the choice and steers it.
+// Chooses the path of an op by the cost of each path, from measured times per row. The functions
+// are pure functions of a batch's shape, so that explain() reports exactly what an op will do, and
+// tests need no GPU. Called by the ops that move rows; cost_model.cpp also has the ops with which
+// Python queries and sets the choice.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +12,16 @@
 
 namespace speedtorch {
 
-// Values are part of the contract with speedtorch/memory/cost_model.py.
+// The values are part of the contract with speedtorch/memory/cost_model.py.
 enum class Path : int64_t {
   kDirect = 0,    // one launch, in the order of the ids
   kDistinct = 1,  // each distinct row once, in the order of the ids
   kOrdered = 2,   // each distinct row once, in address order
-  kStaged = 3,    // by the CPU, through pinned staging
+  kStaged = 3,    // on the CPU, through
   kOnCpu = 4
 };
 
-enum class Direction : int64_t { kIn = 0, kOut = 1 };  // to the GPU, from it
+enum class Direction : int64_t { kIn = 0, kOut = 1 };  // to the GPU, from the GPU
 
 struct Batch {
   Direction direction = Direction::kIn;
@@ -28,7 +29,7 @@ struct Batch {
   int64_t ids = 0;
   int64_t row_bytes = 0;
   int64_t table_bytes = 0;
-  uint64_t host_bits = 0;  // the table's address and stride, or'ed together
+  uint64_t host_bits = 0;  // bitwise OR of the table's address and stride
   bool accumulate = false;
 };
 
@@ -43,13 +44,15 @@ inline Batch batch_of(Direction direction, Access access, const Rows& rows, int6
           .accumulate = accumulate};
 }
 
-// The cheapest path, or the one that tests ask for; throws ValueError if that is not possible.
+// Returns the cheapest path, or the path forced by force_path. Throws ValueError if a forced path
+// is not possible.
 Path path_for(const char* op, const Batch& batch);
 
-// The kernel for rows between a table and `other` rows, on the GPU.
+// The kernel for rows between a table and `other` rows on the GPU.
 CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentStream& stream);
 constexpr CopyKernel gpu_copy_kernel() { return {false, kDeviceBlocks}; }
-// How many multiprocessors of this GPU kernels over the link may fill, and blocks of a swap there.
+// The number of multiprocessors that kernels over the link may fill on this GPU, and of blocks of a
+// swap.
 int link_sms(const CurrentStream& stream);
 int swap_sms(const CurrentStream& stream);
 

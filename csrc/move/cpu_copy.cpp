@@ -1,5 +1,5 @@
-// The CPU's row loops; see cpu_copy.h. Numbers below were measured on an EPYC 9005 (one and two
-// threads), 131,072 random rows of a 5.12 GB table.
+// The CPU loops over rows; see cpu_copy.h. The numbers below were measured on an EPYC 9005 (one and
+// two threads) with 131,072 random rows of a 5.12 GB table.
 
 #include "move/cpu_copy.h"
 
@@ -24,23 +24,24 @@
 namespace speedtorch {
 namespace {
 
-constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
-// Between the counters of two chunks: 128 bytes, so that no two threads count in one cache line
+// the least work that is worth waking a thread
+constexpr int64_t kBytesPerTask = int64_t{64} << 10;
+// The distance between counters of two chunks: 128 bytes, so that no two threads share a cache line
 // (measured: 15 ns an id if they do).
 constexpr int64_t kCountersApart = 16;
-constexpr int64_t kIdsPerChunk = 8192;  // a thread's share of sorting (an estimate)
+constexpr int64_t kIdsPerChunk = 8192;  // ids that a thread sorts
 
-// Rows this many bytes ahead are asked for (4 KiB: 512-byte rows on 16 threads take 1.1 times as
-// long); fewer than 64 rows of 64 bytes cover no latency (32 rows: 1.3 times as slow).
+// Rows this many bytes ahead are prefetched (4 KiB: 1.1 times as slow for 512-byte rows on 16
+// threads). Fewer than 64 rows of 64 bytes do not cover the latency (32 rows: 1.3 times as slow).
 constexpr int64_t kAheadBytes = 8192;
 constexpr int64_t kLeastAhead = 4;
 constexpr int64_t kMostAhead = 64;
-// Of each row; the processor asks for the rest itself. Measured with 16 threads, gathers of 512
-// bytes: 0.81 ms, asking for all 0.82, for the first line 1.20, for nothing 1.27.
+// Bytes prefetched of each row; the processor prefetches the rest itself. Measured with 16 threads,
+// gathers of 512 bytes: 0.81 ms; with the whole row 0.82, the first line 1.20, no prefetch 1.27.
 constexpr int64_t kPrefetchBytes = 256;
 constexpr int64_t kLineBytes = 64;
 
-// Neighbouring rows that share two cache lines stay with one thread; larger stripes would give one
+// Neighboring rows within two cache lines belong to one thread. Larger stripes would give one
 // thread all the frequent rows of a table sorted by frequency.
 constexpr int64_t kStripeBytes = 128;
 
@@ -48,10 +49,10 @@ void prefetch(const char* row, int64_t row_bytes) {
   const char* end = row + std::min(row_bytes, kPrefetchBytes);
   row -= reinterpret_cast<uintptr_t>(row) % static_cast<uintptr_t>(kLineBytes);
   for (; row < end; row += kLineBytes) __builtin_prefetch(row);
-  asm volatile("");  // GCC drops calls of functions that only prefetch: they have no effect
+  asm volatile("");  // GCC removes calls of functions that only prefetch
 }
 
-// Rounded to the type at each addition, as np.add.at rounds.
+// Rounds to the type at each addition, as np.add.at does.
 template <typename T>
 T add(T a, T b) {
   return static_cast<T>(a + b);
@@ -64,7 +65,7 @@ template <typename T>
   for (int64_t k = 0; k < count; ++k) sum[k] = add(sum[k], addend[k]);
 }
 
-// The same for a table whose numbers begin at any address.
+// The same for a table with unaligned numbers.
 template <typename T>
 void add_numbers_anywhere(char* sum, const char* addend, int64_t count) {
   for (int64_t k = 0; k < count; ++k) {
@@ -77,7 +78,7 @@ void add_numbers_anywhere(char* sum, const char* addend, int64_t count) {
 }
 
 #ifdef __x86_64__
-// add_numbers with wider registers than every x86-64 has: rows of 512 bytes in 0.7 of the time.
+// add_numbers with AVX2, which not every x86-64 has: rows of 512 bytes take 0.7 of the time.
 template <typename T>
 [[gnu::target("avx2")]] void add_numbers_avx2(T* sum, const T* addend, int64_t count) {
   add_numbers(sum, addend, count);
@@ -92,10 +93,10 @@ auto best_add_numbers() {
   return add_numbers<T>;
 }
 
-// Stores that pass the caches do not read a line before they overwrite it: random rows of 512 bytes
-// in half of the time, on 1 to 16 threads. A batch below this may fit into the caches.
+// Stores that bypass the caches do not read a line before they overwrite it: random rows of 512
+// bytes take half of the time, on 1 to 16 threads. A smaller batch may fit into the caches.
 constexpr int64_t kLeastPassingBytes = int64_t{4} << 20;
-constexpr int64_t kPassingBytes = 32;  // of one store, and what rows must be aligned to
+constexpr int64_t kPassingBytes = 32;  // bytes of one store, and the alignment that rows need
 
 #ifdef __x86_64__
 [[gnu::target("avx2")]] void store_past_caches(char* row, const char* from, int64_t bytes) {
@@ -112,7 +113,7 @@ bool can_pass_caches(const Rows& table, const Ids& ids) {
          __builtin_cpu_supports("avx2");
 }
 
-// Other threads see this thread's stores.
+// Makes this thread's stores visible to other threads.
 void finish_stores() { _mm_sfence(); }
 #else
 void finish_stores() {}
@@ -127,8 +128,8 @@ void with_ids(const Ids& ids, const Use& use) {
   }
 }
 
-// Calls use(bytes) with a constant for the widths of narrow rows: a call of memcpy would take
-// longer than the copy (measured: 1.1 to 2 times as long in all).
+// Calls use(bytes) with a constant for the widths of narrow rows. A call of memcpy would take
+// longer than the copy (measured: 1.1 to 2 times as long in total).
 template <typename Use>
 void with_width(int64_t bytes, const Use& use) {
   switch (bytes) {
@@ -161,8 +162,8 @@ void in_turn(int64_t begin, int64_t end, int64_t row_bytes, const Position& posi
   for (; k < end; ++k) move(position(k));
 }
 
-// Says which of `count` threads writes a row: multiplicative hashing of the row's stripe, which
-// costs two multiplications where a remainder by a run-time number costs a division.
+// Maps a row to the one of `count` threads that writes it: multiplicative hashing of the row's
+// stripe. Two multiplications are cheaper than a division by a run-time number.
 struct Owners {
   int stripe_shift;
   uint64_t count;
@@ -178,7 +179,7 @@ struct Owners {
 };
 
 // Calls move(i) for every id; ids of one row in index order, on one thread. Two passes: each chunk
-// of the ids is sorted by owner, then every owner takes its share of one chunk after the other.
+// of ids is sorted by owner, then every owner processes its ids of each chunk in turn.
 template <typename Id, typename Fetch, typename Move>
 void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& fetch,
                  const Move& move) {
@@ -193,7 +194,7 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
   const int64_t chunks = std::clamp<int64_t>(count / kIdsPerChunk, 1, tasks);
   const auto chunk_begin = [&](int64_t chunk) { return count * chunk / chunks; };
   const int64_t stride = tasks + kCountersApart;
-  // Positions of chunk c by owner; those of owner o end before ends[c * stride + o].
+  // Positions of chunk c by owner; positions of owner o end before ends[c * stride + o].
   const auto order = std::make_unique_for_overwrite<int32_t[]>(static_cast<size_t>(count));
   std::vector<int64_t> ends(static_cast<size_t>(chunks * stride));
   parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
@@ -223,15 +224,15 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
 }
 
 // Calls write(row of the table, row of src) for every id; ids of one row in index order. `reads`:
-// the rows are worth asking for before they are written.
+// prefetch the table's rows before they are written.
 template <typename Write>
 void write_rows(const Rows& table, const Ids& ids, const Rows& src, bool reads,
                 const Write& write) {
   with_ids(ids, [&](const auto* id) {
     const auto fetch = [&](int64_t i) {
       if (reads) prefetch(table.row(id[i]), table.row_bytes);
-      // A thread's share of src has gaps. Wide rows are long enough for the processor's own
-      // prefetching (asking for them as well: 1.1 to 1.4 times as slow); narrow ones are not.
+      // A thread's rows of src have gaps. The processor prefetches wide rows itself (an explicit
+      // prefetch is 1.1 to 1.4 times as slow), but not narrow ones.
       if (src.row_bytes <= kLineBytes) prefetch(src.row(i), src.row_bytes);
     };
     for_each_id(id, ids.count, src.row_bytes, fetch,

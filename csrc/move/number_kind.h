@@ -1,4 +1,4 @@
-// Kinds of numbers that are added up. No CUDA, no torch here.
+// The kinds of numbers that kernels and CPU loops add. Includes no CUDA or torch header.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,16 @@ enum class NumberKind : int {
   kDouble
 };
 
-// A bool of any non-zero byte pattern; adds as "or".
+// A bool with any non-zero byte pattern; addition is "or".
 struct BoolByte {
   uint8_t value;
 };
 
-// What numbers are added up in: half precision in single, which is rounded once.
+// The type of a sum: half precision is summed in single precision and rounded once.
 template <typename Number>
 using SumOf = std::conditional_t<std::is_same_v<Number, double>, double, float>;
 
-// Calls `use` with a value of the kind's type; Half and BFloat16 are the caller's types for those.
+// Calls `use` with a value of the kind's type; the caller supplies its types for Half and BFloat16.
 template <typename Half, typename BFloat16, typename Use>
 auto with_float_type(NumberKind kind, const Use& use) {
   switch (kind) {

@@ -1,42 +1,41 @@
-// Shape of the launches that move rows: pure functions of widths, alignment and rows. No CUDA, no
-// torch here.
+// The shapes of launches that move rows: pure functions of widths, alignment and row counts, tested
+// without a GPU. Includes no CUDA or torch header.
 #pragma once
 
 #include <cstdint>
 
 namespace speedtorch {
 
-// Multiprocessors that kernels over a link of PCIe 5 x16 may fill; the user may change it
+// Multiprocessors that kernels over a PCIe 5 x16 link may fill; the user may change this
 // (set_num_sms). Measured on an H200: 8 to 16 blocks with 16-byte loads saturate the link, 4 with
 // bulk copies.
 constexpr int kDefaultSms = 16;
-// On the GPU's own memory everything may run: about eight blocks on each of 132 multiprocessors.
+// Within GPU memory all multiprocessors may run: about eight blocks on each of 132.
 constexpr int kDeviceBlocks = 1056;
 
-// A batch of at most so many ids is checked by the kernel that moves it, in each block anew: one
-// launch instead of three.
+// Each block of the moving kernel checks all ids of a batch up to this size: one launch instead of
+// three.
 constexpr int64_t kIdsCheckedInBlock = 4096;
 
-// Of a batch of at most so many ids each block finds the last occurrences itself, in shared memory:
-// one launch.
+// Each block finds the last occurrences of a batch up to this size in shared memory: one launch.
 constexpr int64_t kIdsDedupedInBlock = 2048;
 
-// Widest access that base addresses, strides and the row's length allow; `bits` is all of them
-// or'ed together.
+// The widest access that base addresses, strides and row length allow; `bits` is the bitwise OR of
+// all of them.
 constexpr int widest_access(uint64_t bits) {
   int bytes = 16;
   while (bits % bytes != 0) bytes /= 2;
   return bytes;
 }
 
-// Shares of `count` things, at least one: blocks of a launch, and the like. Here and below without
-// <algorithm>, which costs every CUDA file half a second of compiling.
+// The number of shares of size `share` for `count` things, in [1, most], such as blocks of a
+// launch. This file avoids <algorithm>, which costs every CUDA file half a second of compiling.
 constexpr int shares_of(int64_t count, int64_t share, int64_t most) {
   const int64_t shares = (count + share - 1) / share;
   return static_cast<int>(shares < 1 ? 1 : shares < most ? shares : most);
 }
 
-// Which kernel moves rows, and how much of the GPU it may fill.
+// The kernel that moves rows, and how much of the GPU it may fill.
 struct CopyKernel {
   bool bulk;  // bulk copies, which need compute capability 9.0
   int most_blocks;
@@ -50,7 +49,7 @@ struct MoveShape {
   int64_t vecs_per_row;
   int lanes_per_row;  // threads that share a row: a group
   int groups_in_warp;
-  int groups;  // a multiple of it
+  int groups;  // a multiple of groups_in_warp
   int blocks;
 };
 
@@ -76,7 +75,7 @@ constexpr MoveShape move_shape(int64_t row_bytes, uint64_t alignment_bits, int64
 // Rows through shared memory by bulk copies (Hopper and data-centre Blackwell).
 
 struct BulkShape {
-  int64_t chunk_bytes;  // a row is moved in chunks of at most this
+  int64_t chunk_bytes;  // maximum bytes of a chunk of a row
   int64_t chunks_per_row;
   int warps;  // per block; a lane has shared memory for one chunk
   int blocks;
@@ -85,9 +84,9 @@ struct BulkShape {
 
 constexpr int kChunksPerWarp = 32;
 constexpr int64_t kMostChunkBytes = 2048;
-constexpr int kBulkBarrierBytes = 128;  // 8 for each warp; chunks begin at an aligned address
+constexpr int kBulkBarrierBytes = 128;  // 8 per warp; keeps chunks aligned
 constexpr int kMostBulkWarps = 16;
-constexpr int kMostSharedBytes = 200 << 10;  // of 227 KiB that a block may have
+constexpr int kMostSharedBytes = 200 << 10;  // a block may have 227 KiB
 
 // `row_bytes` is a multiple of 16, not 0.
 constexpr BulkShape bulk_shape(int64_t row_bytes, int64_t rows, int most_blocks) {

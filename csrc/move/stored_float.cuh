@@ -1,5 +1,5 @@
-// What stored_float.h converts, by instructions of a GPU that take two numbers at once: the same
-// bits.
+// The conversions of stored_float.h with GPU instructions on two numbers at once. Called by
+// optimizer_state_swap.cu. The results are bitwise identical.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 namespace speedtorch {
 
-// Two float32 numbers in 16 bits each, the first in the lower half.
+// Converts two float32 numbers to 16 bits each, the first in the lower half.
 template <Stored kStored>
 __device__ __forceinline__ uint32_t stored_pair(uint32_t low, uint32_t high) {
   const float first = __uint_as_float(low), second = __uint_as_float(high);
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t stored_pair(uint32_t low, uint32_t high) {
   return pair;
 }
 
-// The float32 number of the lower 16 bits.
+// Converts the lower 16 bits to float32.
 template <Stored kStored>
 __device__ __forceinline__ uint32_t float_of_stored(uint32_t bits) {
   if constexpr (kStored == Stored::kBFloat16) return bits << 16;

@@ -1,20 +1,21 @@
-// float32 numbers as a table stores them in 16 bits: conversion both ways, and stochastic rounding.
-// Integer arithmetic alone, so that a CPU and a GPU give the same bits. No CUDA, no torch here.
+// float32 numbers stored in 16 bits: conversion in both directions, and stochastic rounding. Called
+// by swaps and by round_rows. Uses only integer arithmetic, so that CPU and GPU results are bitwise
+// identical. Includes no CUDA or torch header.
 #pragma once
 
 #include <cstdint>
 
 namespace speedtorch {
 
-// How a field of the other side is stored in the table: with the same bits, or float32 in 16 bits.
+// How a table stores a field: with the same bits, or float32 in 16 bits.
 enum class Stored : int { kSame, kBFloat16, kFloat16 };
 
 constexpr uint32_t kSignBit = 0x80000000u, kInfinity = 0x7F800000u;
 constexpr uint32_t kSmallestFloat16 = 103u << 23;  // 2^-24, as float32
 
-constexpr uint16_t kStoredNan = 0x7FFF;  // of both kinds, as GPUs give it
+constexpr uint16_t kStoredNan = 0x7FFF;  // NaN of both kinds, as GPUs convert it
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 constexpr uint16_t bfloat16_of(uint32_t bits) {
   if ((bits & ~kSignBit) > kInfinity) return kStoredNan;
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
@@ -63,9 +64,9 @@ constexpr uint32_t rounded_to_nearest(uint32_t bits, Stored kind) {
   return float_of(stored_of(bits, kind), kind);
 }
 
-// One of the two stored numbers around a float32: the upper one in as many of 2^32 values of
-// `random` as the number lies beyond the lower one, in 2^-32 of their distance. A number that is
-// stored exactly stays; one beyond the largest is rounded to nearest, as are NaN and infinities.
+// Rounds to one of the two stored numbers around a float32. The probability of the upper one is the
+// distance from the lower one, in 2^-32 of the gap. Numbers that are stored exactly do not change.
+// Numbers beyond the largest, NaN and infinities are rounded to nearest.
 constexpr uint32_t rounded_at_random(uint32_t bits, uint32_t random, Stored kind) {
   const uint32_t sign = bits & kSignBit, size = bits & ~kSignBit, exponent = size >> 23;
   if (size > (kind == Stored::kBFloat16 ? 0x7F7F0000u : 0x477FE000u)) {
@@ -86,7 +87,7 @@ constexpr uint32_t rounded_at_random(uint32_t bits, uint32_t random, Stored kind
 }
 
 // Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011): four random
-// words of a key and a counter.
+// words from a key and a counter.
 struct RandomWords {
   uint32_t word[4];
 };

@@ -1,4 +1,4 @@
-// What load_rows.cpp takes from other files of ops.
+// Functions of other op files that load_rows.cpp calls to begin a step.
 #pragma once
 
 #include <optional>
@@ -7,14 +7,14 @@
 
 namespace speedtorch {
 
-// exchange_rows of one table: `evict` are the ids of the first rows of leaving, `load` of arriving.
-// If `evicts` is false, `leaving` is the source of rows in both lists, and no row is written to the
-// host.
+// Does exchange_rows for one table. `evict` has the ids of the first rows of `leaving`, `load` the
+// ids of the first rows of `arriving`. If `evicts` is false, `leaving` is only the source of rows
+// in both lists, and no row is written to the host.
 void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
               const Tensors& arriving, const Tensor& load, bool evicts);
-// Both on the CPU, of one shape and dtype; `to` is contiguous.
+// Copies between CPU tensors of one shape and dtype; `to` is contiguous.
 void copy_ids(const Tensor& index, const Tensor& to);
-// The op.
+// The op plan_batch.
 Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t capacity,
                    const std::optional<Tensor>& held, const std::optional<Tensor>& held_status);
 

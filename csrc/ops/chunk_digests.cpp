@@ -1,6 +1,6 @@
-// chunk_digests: the CRC-32C of each chunk of bytes on the CPU. The calling thread computes them,
-// without Python's lock. Threads of speedtorch/files/file_digests.py and field_blocks.py call it.
-// Errors of earlier ops on a GPU are not raised here, because they concern no file.
+// chunk_digests: the CRC-32C of each chunk of bytes on the CPU, computed on the calling thread
+// without the GIL. Called by threads of speedtorch/files/file_digests.py and field_blocks.py. Does
+// not raise pending errors of earlier GPU ops, because they concern no file.
 
 #include <algorithm>
 
@@ -14,7 +14,8 @@ namespace {
 
 constexpr const char* kOp = "chunk_digests";
 
-// int64 `[chunks]`; the last chunk may be shorter. `by_tables`: as on a CPU without instructions.
+// Returns int64 `[chunks]`; the last chunk may be shorter. `by_tables`: compute as on a CPU without
+// CRC instructions.
 Tensor chunk_digests(const Tensor& data, int64_t chunk_bytes, bool by_tables) {
   if (!data.is_cpu() || data.scalar_type() != ScalarType::Byte || data.dim() != 1) {
     throw_value_error(kOp, "data must be uint8 of one dimension on the CPU, got ", dtype_text(data),

@@ -1,5 +1,5 @@
-// clear_rows: the rows of each field beyond those that count become zeros. Checks and the CPU loop;
-// GPU kernel: .cu.
+// clear_rows: fills the rows of each field beyond a count with zeros. This file has the checks and
+// the CPU loop; the GPU kernel is in clear_rows.cu.
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,4 +1,5 @@
-// Kernel of clear_rows: rows beyond those that count become zeros. Called by clear_rows.cpp.
+// Kernel of clear_rows: fills rows beyond a count with zeros. Called by clear_rows.cpp. The count
+// is in GPU memory.
 
 #include "move/row_copy.cuh"
 #include "ops/launchers.h"
@@ -12,7 +13,8 @@ struct Cleared {
   int vec_bytes[kFieldsPerLaunch];
 };
 
-// The blocks of a column of the grid own a field.
+// The blocks with the same blockIdx.y own a field; a thread owns vectors of its rows, a grid stride
+// apart.
 __global__ void __launch_bounds__(kMoverThreads)
     clear_rows_kernel(Cleared fields, const int64_t* count) {
   const Rows& rows = fields.rows[blockIdx.y];

@@ -1,6 +1,6 @@
-// diff_ids: which rows to load, to keep and to evict when a batch with a capacity follows on held
-// rows. Where the batch does not fit, the op records that on the device, so that nothing waits.
-// Checks and the CPU loops; GPU kernels: .cu.
+// diff_ids: lists the rows to load, keep and evict when a batch with a capacity replaces held rows.
+// A batch that does not fit is recorded on the device, so that nothing waits. This file has the
+// checks and the CPU loops; the GPU kernels are in diff_ids.cu.
 
 #include <algorithm>
 #include <limits>
@@ -17,7 +17,7 @@ namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "diff_ids";
-constexpr size_t kNamedLists = 4, kLists = 6;  // those that are as long as `named` come first
+constexpr size_t kNamedLists = 4, kLists = 6;  // lists as long as `named` come first
 
 int64_t checked_count(const char* op, const char* name, const SortedIds& list) {
   if (list.count == nullptr) return list.size;
@@ -109,8 +109,8 @@ Tensors diff(const char* op, const SortedIds& named, const SortedIds& held, int6
 
 namespace {
 
-// The lists of IdDiff and its counts. No Tensor[]: torch.compile takes none from an op that writes
-// to its arguments.
+// The lists of IdDiff and its counts. Not a Tensor[], because torch.compile does not support this
+// result for an op that writes to its arguments.
 using Diff = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& held,

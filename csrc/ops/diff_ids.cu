@@ -1,5 +1,5 @@
-// Kernels that compare two ascending lists of ids. Called by diff_ids.cpp. Everything is in GPU
-// memory; an id costs a binary search in the other list.
+// Kernels that compare two ascending lists of ids. Called by diff_ids.cpp. All data is in GPU
+// memory; each id costs a binary search in the other list.
 
 #include <cuda_runtime.h>
 
@@ -9,7 +9,7 @@
 namespace speedtorch {
 namespace {
 
-// A count that plan_rows did not write reads nothing out of bounds.
+// Clamps the count, so that a count not written by plan_rows causes no read out of bounds.
 __device__ int64_t count_of(const SortedIds& list) {
   return list.count == nullptr ? list.size : clamped(*list.count, list.size);
 }
@@ -19,8 +19,9 @@ __device__ bool contains(const SortedIds& list, int64_t count, int64_t id) {
   return at < count && list.ids[at] == id;
 }
 
-// A thread owns entries of both lists, one after the other: 1 where an id is not in the other list.
-// The first thread writes how many ids are compared.
+// A thread owns entries of both lists, which are numbered consecutively, a grid stride apart.
+// Writes 1 if an id is not in the other list. The first thread of the grid writes the number of
+// compared ids.
 __global__ void mark_apart_kernel(SortedIds named, SortedIds held, Fitting fitting, int32_t* apart,
                                   int64_t* compared) {
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -39,7 +40,7 @@ __global__ void mark_apart_kernel(SortedIds named, SortedIds held, Fitting fitti
   }
 }
 
-// By one thread, after every other has read what it writes.
+// Called by one thread after all other threads have read the fields that this writes.
 __device__ void record_misfit(const Fitting& fitting) {
   const Misfit why = fitting.record();
   if (why == Misfit::kNone) return;
@@ -47,7 +48,8 @@ __device__ void record_misfit(const Fitting& fitting) {
   *static_cast<volatile int64_t*>(&fitting.fault->kind) = static_cast<int64_t>(why);
 }
 
-// A thread owns entries of both lists; ranks[i] is the number of marks up to entry i.
+// A thread owns entries of both lists, a grid stride apart; ranks[i] is the number of marks up to
+// entry i.
 __global__ void write_diff_kernel(SortedIds named, SortedIds held, Fitting fitting,
                                   const int32_t* apart, const int32_t* ranks,
                                   const int64_t* compared, IdDiff out) {

@@ -1,6 +1,6 @@
-// hold_rows: the rows of one batch take the place of those of the batch before, as diff_ids
-// says which stay and leave; those that arrive have come before. Checks and the CPU loops; GPU
-// kernels: .cu.
+// hold_rows: the rows of one batch replace the held rows of the batch before. diff_ids lists the
+// kept and evicted rows; new rows are loaded before the call. This file has the checks and the CPU
+// loops; the GPU kernels are in hold_rows.cu.
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,5 +1,5 @@
-// Kernels of hold_rows: the rows of one batch take the place of those of the batch before. Called
-// by hold_rows.cpp. Everything is in GPU memory; a row that stays is read twice and written twice.
+// Kernels of hold_rows: the rows of one batch replace the held rows of the batch before. Called by
+// hold_rows.cpp. All rows are in GPU memory; a kept row is read twice and written twice.
 
 #include "move/row_copy.cuh"
 #include "ops/launchers.h"
@@ -13,10 +13,10 @@ struct Fields {
   MoveShape shape[kFieldsPerLaunch];
 };
 
-// Rows between listed places. A move from or to a place that is none is no move.
+// A RowMap of rows between listed places. A place out of range means no move.
 struct Listed {
   const int64_t* from_places;
-  const int64_t* to_places;  // null: as they stand in the list
+  const int64_t* to_places;  // null: row m for entry m
   int64_t moves, from_rows, to_rows;
 
   __device__ int64_t count() const { return moves; }
@@ -35,8 +35,9 @@ __device__ int64_t named_of(const HeldChanges& changes) {
   return clamped(changes.counts[0], changes.most_named);
 }
 
-// The blocks of a row of the grid own a field; threads and groups as in move_rows. A row that stays
-// goes to a place among those named: all beyond are zeros, whatever the lists say.
+// A grid row (blockIdx.y) of blocks owns a field; threads and groups work as in move_rows. Kept
+// rows go to places of named rows only. All rows of `coming` behind these become zeros, whatever
+// the lists contain.
 __global__ void __launch_bounds__(kMoverThreads, 2)
     complete_coming_kernel(Fields fields, HeldChanges changes) {
   const HeldField& field = fields.field[blockIdx.y];
@@ -54,7 +55,8 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   });
 }
 
-// As above; the blocks of the first row own the ids as well.
+// A grid row of blocks owns a field, as above. The threads of the first grid row also write the
+// ids, a grid stride apart.
 __global__ void __launch_bounds__(kMoverThreads, 2)
     take_over_kernel(Fields fields, HeldChanges changes, HeldIds ids) {
   const HeldField& field = fields.field[blockIdx.y];
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   if (ids.left_ids != nullptr) *ids.left_count = clamped(changes.counts[3], ids.size);
 }
 
-// The fields as kernels take them, and the grid: as many rows as fields.
+// Fills the kernel's fields and returns the grid, with one grid row per field.
 dim3 arrange(const HeldField* fields, int field_count, Fields& all) {
   int blocks = 1;
   for (int f = 0; f < field_count; ++f) {

@@ -1,5 +1,5 @@
-// Kernels that part the lists of a swap where a cache has some of the table's rows. Called by
-// optimizer_state_swap.cpp. Everything is in GPU memory.
+// Kernels that split the lists of a swap if a cache has some of the table's rows. Called by
+// optimizer_state_swap.cpp after launch_swap_match. All data is in GPU memory.
 
 #include <cuda_runtime.h>
 
@@ -9,19 +9,19 @@
 namespace speedtorch {
 namespace {
 
-// Entries that count, of a list whose status match_kernel has written.
+// The number of valid entries of a list whose status match_kernel has written.
 __device__ int64_t count_of(const PlanView& list) {
   return clamped(list.status->distinct, list.count);
 }
 
-// The slot of a row that match_kernel has found good, or -1.
+// The slot of a row that match_kernel has accepted, or -1.
 __device__ int64_t slot_of(const HotRows& hot, int64_t id) {
   const int64_t slot = hot.rows[id].slot;
   return is_outside(slot, hot.slots) ? -1 : slot;
 }
 
-// A thread owns entries of both lists, one after the other: 1 where a row crosses the link. Counts
-// the loads of each row, of which none stands in the list twice.
+// A thread owns entries of both lists, which are numbered consecutively, a grid stride apart.
+// Writes 1 if a row crosses the link. Also counts the loads of each row; no row is in a list twice.
 __global__ void mark_host_kernel(PlanView evict, PlanView load, SwapScratch scratch, HotRows hot,
                                  int32_t* in_host) {
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -40,14 +40,15 @@ __global__ void mark_host_kernel(PlanView evict, PlanView load, SwapScratch scra
   }
 }
 
-// Entry k of a parted list.
+// Writes entry k of a split list.
 __device__ void put(const PlanView& list, int64_t k, int64_t id, int64_t place) {
   list.unique[k] = id;
   list.order[k] = place;
 }
 
-// A thread owns entries of both lists; ranks[i] is the number of marks up to entry i. Rows that
-// cross nothing, from one side to the other or not at all, go with those of the cache.
+// A thread owns entries of both lists, a grid stride apart. ranks[i] is the number of marks up to
+// entry i. Rows that do not cross the link, including rows that are not moved, go to the lists of
+// the cache.
 __global__ void part_lists_kernel(PlanView evict, PlanView load, SwapScratch scratch, HotRows hot,
                                   const int32_t* in_host, const int32_t* ranks, SwapLists host,
                                   SwapLists cached, int64_t rows) {
@@ -91,7 +92,7 @@ __global__ void part_lists_kernel(PlanView evict, PlanView load, SwapScratch scr
   }
 }
 
-// Pieces of the memory that the caller allocates.
+// Divides the memory that the caller allocated.
 class Pieces {
  public:
   explicit Pieces(void* memory) : next_(static_cast<char*>(memory)) {}

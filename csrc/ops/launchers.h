@@ -1,7 +1,7 @@
-// Launchers: the C++ files of ops include torch and call them, the CUDA files define them. Each
-// launcher queues its kernels on `stream` and returns a cudaError_t as int. Pointers are GPU memory
-// or host memory mapped on the GPU. Callers have checked shapes; ids and places may be out of
-// range. No torch here.
+// Launchers of all ops: the ops' C++ files, which include torch, call them; the CUDA files define
+// them. Each launcher queues its kernels on `stream` and returns a cudaError_t as int. Pointers are
+// GPU memory or host memory mapped on the GPU. Callers have checked shapes; ids and places may be
+// out of range. This header includes no torch header.
 #pragma once
 
 #include "core/error_record.h"
@@ -13,7 +13,7 @@
 
 namespace speedtorch {
 
-// Fields of one launch, where an op takes any number of them.
+// The maximum number of fields of one launch, for ops that accept any number.
 constexpr int kFieldsPerLaunch = 16;
 
 // ------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ struct SwapField {
 constexpr int kTablesPerLaunch = 64;
 constexpr int kPlacesPerLaunch = 96;
 
-// The address that a field's row 0 of the consecutive numbering would have.
+// The address of row 0 in the consecutive numbering, which may lie before the table.
 struct HostPlace {
   char* base;
   int64_t stride_bytes;
@@ -64,29 +64,30 @@ struct HostPlace {
 
 struct SwapTables {
   int count;
-  int64_t firsts[kTablesPerLaunch + 1];  // ascending: the first row of each, and one after the last
+  int64_t firsts[kTablesPerLaunch + 1];  // ascending: first row of each table, then the row count
   HostPlace places[kPlacesPerLaunch];    // table by table, field by field
 };
 
-// Lists of ascending ids with a place of each (`order`), which no kernel has checked. The last id
+// Lists of ascending ids with a place for each (`order`), unchecked before the launch. The last id
 // to load may be out of order.
 struct PlacedLists {
-  int64_t leaving_rows, arriving_rows;  // places must be below
-  // Valid entries, or null: all. With them, rows in both lists are written to the host as well, so
-  // that the caller may discard the loaded rows. A count out of range means no valid entry.
+  int64_t leaving_rows, arriving_rows;  // limits of the places
+  // Numbers of valid entries, or null if all are valid. With counts, rows in both lists are also
+  // written to the host, so that the caller may discard the loaded rows. A count out of range means
+  // no valid entry.
   const int64_t* evict_count;
   const int64_t* load_count;
-  // Whether one bad entry stops all others; ids that do not ascend are bad as well then.
+  // Whether one bad entry stops all moves. If so, ids that do not ascend are bad as well.
   bool all_or_none;
 };
 
-// Bad entries of a list; zeros: none.
+// Bad entries of a list. All zeros: no bad entry.
 struct BadEntries {
   int64_t bad_count;    // ids out of range
   int64_t from_end[6];  // for each IdError: entries from the first such one to the end
 };
 
-// What is written of lists with places.
+// The results that launch_swap_match writes for lists with places.
 struct CheckedLists {
   PlanStatus evict, load;
   BadEntries bad_evict, bad_load;
@@ -106,8 +107,8 @@ struct SwapScratch {
 // out of range is recorded as an error and not moved.
 int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedLists* placed,
                       int64_t rows, const SwapScratch& scratch, ErrorRecord* record, void* stream);
-// Takes at most kFieldsPerLaunch fields; `host` is that of the first table. With `tables`, moves
-// rows of these tables only; `rows` counts the rows of all tables. A bad id in either list: moves
+// Moves at most kFieldsPerLaunch fields; `host` is the first table's field. With `tables`, moves
+// only rows of these tables; `rows` counts the rows of all tables. A bad id in either list: moves
 // nothing.
 int launch_swap(const SwapField* fields, int field_count, const SwapTables* tables, int64_t rows,
                 const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
@@ -116,10 +117,10 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
 // ------------------------------------------------------------------------------------------------
 // hot_rows.cu
 
-// What is kept of each row of a table that has a cache.
+// The cache state of one row of a cached table.
 struct HotRow {
-  int32_t slot;  // of the cache, which has the newer copy of the row; or -1
-  int32_t uses;  // how often it was loaded, in host memory or in its slot
+  int32_t slot;  // cache slot with the newer copy of the row, or -1
+  int32_t uses;  // number of loads, from host memory or from its slot
 };
 
 struct HotRows {
@@ -127,24 +128,25 @@ struct HotRows {
   int64_t slots;
 };
 
-// Both lists of a swap, with what launch_swap_match finds of them.
+// Both lists of a swap, with the results of launch_swap_match.
 struct SwapLists {
   PlanView evict, load;
   SwapScratch scratch;
 };
 
-// Lists of one table or cache, of so many rows or slots.
+// Lists of one table or cache; `rows` is its number of rows or slots.
 struct SwapPart {
   const SwapField* fields;
   int64_t rows;
   SwapLists lists;
 };
 
-// Moves the rows of both parts at once, those of `host` by few blocks. Of optimizer_state_swap.cu.
+// Moves the rows of both parts in one launch, with few blocks for `host`. Defined in
+// optimizer_state_swap.cu.
 int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_count,
                       int most_host_blocks, ErrorRecord* record, void* stream);
-// Parts lists that launch_swap_match has matched: `host` moves rows of the table, `cached` those of
-// slots, whose numbers its ids are, and rows in both lists. Counts the loads. `memory` has
+// Splits lists that launch_swap_match has matched. `host` moves rows of the table. `cached` moves
+// rows of slots, with slot numbers as ids, and rows in both lists. Counts the loads. `memory` has
 // part_lists_bytes.
 int64_t part_lists_bytes(int64_t evict_count, int64_t load_count);
 int launch_part_lists(const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
@@ -152,9 +154,9 @@ int launch_part_lists(const PlanView& evict, const PlanView& load, const SwapScr
                       void* memory, void* stream);
 
 // ------------------------------------------------------------------------------------------------
-// row_sums.cu. Kinds are floating point. A place out of range counts as a row of zeros.
+// row_sums.cu. Kinds are floating point. A place out of range stands for a row of zeros.
 
-// Sums of the rows of each distinct id. Only positions begin to begin + count of the batch have
+// Sums of the rows of each distinct id. Only positions in [begin, begin + count) of the batch have
 // rows.
 struct SumRows {
   const void* rows;  // [row_count, columns]
@@ -167,8 +169,8 @@ struct SumRows {
   void* out;         // [distinct, columns]
   int64_t distinct;  // valid entries of the plan's `unique`
   int64_t table_rows;
-  // In GPU memory, or null: the number of sums to compute, whatever the plan's status says. The
-  // other sums, and all sums of a bad plan, are zeros without an error record.
+  // The number of sums to compute, in GPU memory, or null. This number overrides the plan's status.
+  // Other sums, and all sums of a bad plan, are zeros without an error record.
   const int64_t* named;
 };
 
@@ -182,7 +184,7 @@ struct PoolRows {
   const int64_t* offsets;  // [features * samples + 1], feature after feature
   int64_t features;
   int64_t samples;
-  bool mean;  // divided by the number of entries
+  bool mean;  // divide by the number of entries
   void* out;  // [samples, features, columns]
 
   int64_t bags() const { return features * samples; }
@@ -190,8 +192,8 @@ struct PoolRows {
 
 // Bytes of scratch that launch_sum_rows needs for a plan of `entries` ids.
 int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns);
-// Fills `out` with zeros and writes an error record if the plan has bad ids, or was made for
-// another table or another number of distinct ids.
+// Fills `out` with zeros and writes an error record if the plan has bad ids or was made for another
+// table or another number of distinct ids.
 int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, void* scratch,
                     const Report& about, void* stream);
 int launch_pool_rows(NumberKind kind, const PoolRows& work, void* stream);
@@ -217,12 +219,13 @@ int launch_table_ids(const TableIds& work, void* stream);
 // ------------------------------------------------------------------------------------------------
 // shard_ids.cu
 
-// Why ranks cannot begin a step together. The largest of all ranks' is the one that counts. Values
-// are those of speedtorch/plan/fixed_size_batch.py and speedtorch/step/fixed_blocks.py.
+// Why ranks cannot begin a step together. The largest fault of all ranks counts. The values are
+// those of speedtorch/plan/fixed_size_batch.py and speedtorch/step/fixed_blocks.py.
 enum class ShardFault : int64_t { kNone = 0, kBadIds = 1, kOverShare = 3, kOtherModule = 4 };
 
-// Ids of rows that ranks own in blocks. Row `id` has the number `id + distances[id / block]`; those
-// of a rank are its `room` numbers from `rank * room` on. What is no row has the number behind all.
+// Maps ids to the ranks that own their rows, in blocks of rows. Row `id` has the number `id +
+// distances[id / block]`. Rank r owns the numbers in [r * room, (r + 1) * room). An id that is not
+// a row has the number end().
 struct ShardIds {
   const void* ids;  // [count], of int64 if `wide`, else of int32
   bool wide;
@@ -232,17 +235,17 @@ struct ShardIds {
   int64_t block;
   int64_t room;
   int64_t ranks;
-  int64_t share;     // the most rows to ask a rank for, in blocks of so many; -1: what is named
+  int64_t share;  // maximum rows to request from a rank, and the size of its block; -1: no maximum
   int64_t* numbers;  // [count]
-  // [ranks + 3]: where the numbers of each rank begin among the distinct ones, where that of no row
-  // begins and ends, and in the kernels the fault.
+  // [ranks + 3]: the begin of each rank's numbers among the distinct ones, the begin and end of the
+  // number of invalid ids, and, inside the kernels, the fault.
   int64_t* begins;
-  int64_t* counts;  // [ranks]: distinct rows of each, or -1 each if an id is no row
-  // With a share [ranks, share + 1]: rows of each rank, -1 for none, and the fault. Else [count]:
-  // the rows, one rank's after another's, -1 behind them.
+  int64_t* counts;  // [ranks]: distinct rows of each rank; all -1 if an id is not a row
+  // With a share [ranks, share + 1]: the rows requested from each rank, padded with -1, then the
+  // fault. Without [count]: the rows, grouped by rank, padded with -1.
   int64_t* sent;
-  int64_t* places;   // [count]: of each id's row in the blocks
-  int64_t* entries;  // [ranks * share]: of the plan's `unique` in the blocks, `count` for none
+  int64_t* places;   // [count]: place of each id's row in the blocks
+  int64_t* entries;  // [ranks * share]: index in the plan's `unique`, or `count` for padding
 
   constexpr int64_t end() const { return ranks * room; }
   constexpr int64_t sent_size() const { return share < 0 ? count : ranks * (share + 1); }
@@ -253,7 +256,7 @@ struct ShardIds {
     return number >= 0 && number < end() ? number : end();
   }
 
-  // These read `begins`; rank `ranks` owns what is no row.
+  // The following functions read `begins`. Rank `ranks` stands for ids that are not rows.
   constexpr int64_t count_of(int64_t rank) const {
     return begins[ranks + 1] > begins[ranks] ? -1 : begins[rank + 1] - begins[rank];
   }
@@ -265,10 +268,10 @@ struct ShardIds {
   constexpr int64_t place_of(const PlanView& plan, int64_t i) const {
     const int64_t rank = numbers[i] < end() ? numbers[i] / room : ranks;
     const int64_t place = plan.inverse[i] - begins[rank] + rank * share;
-    const int64_t last = ranks * share - 1;  // for ids that are no rows, or too many
+    const int64_t last = ranks * share - 1;  // reached for invalid ids or more than `share` rows
     return place < 0 || last < 0 ? 0 : place < last ? place : last;
   }
-  // Writes an entry of `sent`.
+  // Writes entry `i` of `sent`, and the entry of `entries` at the same place.
   constexpr void send(const PlanView& plan, int64_t i, ShardFault fault) const {
     if (share < 0) {
       sent[i] = i < begins[ranks] ? plan.unique[i] % room : -1;
@@ -288,21 +291,21 @@ struct ShardIds {
 
 // Fills `numbers`.
 int launch_number_ids(const ShardIds& work, void* stream);
-// Fills all else; `plan` is that of the numbers.
+// Fills all other outputs; `plan` is the plan of the numbers.
 int launch_shard_ids(const ShardIds& work, const PlanView& plan, void* stream);
 
-// What ranks ask for, as ShardIds sends it.
+// The rows that all ranks request from this rank, in the blocks that ShardIds writes.
 struct RequestedIds {
   const int64_t* blocks;  // [ranks, share + 1]
   int64_t ranks;
   int64_t share;
-  int64_t none;            // the id that stands for no row
-  const int64_t* differs;  // [1]: not 0 where ranks look up other tables; null: they do not
+  int64_t none;            // the id that stands for padding
+  const int64_t* differs;  // [1]: nonzero if ranks look up different tables; null: they do not
   int64_t* ids;            // [ranks * share]
   int64_t* fault;          // [1]: the largest
 
   constexpr int64_t id_at(int64_t i) const {
-    const int64_t row = blocks[i + i / share];  // behind the faults of the ranks before
+    const int64_t row = blocks[i + i / share];  // skips the faults of earlier ranks
     return row < 0 ? none : row;
   }
   constexpr int64_t fault_of(int64_t rank) const { return blocks[(rank + 1) * (share + 1) - 1]; }
@@ -323,13 +326,13 @@ int launch_clear_rows(const Rows* fields, int field_count, const int64_t* count,
 // ------------------------------------------------------------------------------------------------
 // merge_rows.cu
 
-// Two lists of ascending ids, of which none is in both, become one.
+// Merges two disjoint lists of ascending ids into one.
 struct MergedIds {
   const int64_t* held;
   int64_t held_count;
   const int64_t* more;
   int64_t more_count;
-  int64_t others;        // rows without an id, at most one, which comes last
+  int64_t others;        // 0 or 1: a last row without an id
   int64_t* ids;          // [all()]
   int64_t* held_places;  // [held_count + others]
   int64_t* more_places;  // [more_count]
@@ -338,43 +341,44 @@ struct MergedIds {
 };
 
 int launch_merge_ids(const MergedIds& work, void* stream);
-// Row m goes to row places[m], which no kernel checks, of at most kFieldsPerLaunch fields.
+// Copies row m to row places[m], which no kernel checks, for at most kFieldsPerLaunch fields.
 int launch_spread_rows(const Rows* from, const Rows* to, int field_count, const int64_t* places,
                        void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // diff_ids.cu
 
-// A list of distinct ids, ascending; of `size` entries the first `*count` are ids.
+// A list of distinct ascending ids. The first `*count` of `size` entries are valid.
 struct SortedIds {
   const int64_t* ids;
   int64_t size;
-  const int64_t* count;  // null: all of them
+  const int64_t* count;  // null: all are valid
 };
 
-// The rows to load, to keep and to evict when a batch follows on held rows.
+// The rows to load, keep and evict when a batch replaces the held rows.
 struct IdDiff {
-  int64_t* load_ids;  // [named.size], as the next three; [capacity] of a batch with a capacity
+  int64_t* load_ids;  // [named.size], also the next three; [capacity] for a batch with a capacity
   int64_t* load_places;
   int64_t* keep_places;
   int64_t* keep_from;
   int64_t* evict_ids;     // [held.size]
   int64_t* evict_places;  // [held.size]
   int64_t* counts;        // [kChangeCounts]: rows named, kept, loaded, evicted
-  // The id of a row that is loaded by every batch and never kept or evicted, or -1. It follows the
-  // other ids to load, which then have one entry more.
+  // The id of a row that every batch loads and none keeps or evicts, or -1. This id follows the
+  // other ids to load, which then have one more entry.
   int64_t padding;
 };
 
-// Why a batch does not fit its capacity. Values are part of the contract with readers of a Fault.
+// Why a batch does not fit its capacity. The values are part of the contract with readers of a
+// Fault.
 enum class Misfit : int64_t { kNone = 0, kBadIds = 1, kTooMany = 2, kForeignPlan = 3 };
 
 // Why the first batch did not fit. `kind` is a Misfit, written last.
 struct Fault {
   int64_t kind;
-  int64_t distinct;  // rows that the batch names, without the padding's
+  int64_t distinct;  // rows that the batch names, without the padding row
   int64_t capacity;
-  int64_t bad_count;  // this and the next three: of the plan's status
+  int64_t bad_count;  // this and the next three: from the plan's status
   int64_t bad_position;
   int64_t bad_id;
   int64_t count;
@@ -383,12 +387,12 @@ struct Fault {
 constexpr int64_t kFaultFields = 8;
 static_assert(sizeof(Fault) == kFaultFields * sizeof(int64_t));
 
-// What a batch must fit, and where the kernel records the first that does not. After that none
-// fits.
+// The limits of a batch, and the record of the first batch that does not fit. After this batch no
+// batch fits.
 struct Fitting {
-  const PlanStatus* status;  // of the plan whose ids are `named`
-  int64_t capacity;          // at most so many rows
-  int64_t table_rows;        // that the plan was made for
+  const PlanStatus* status;  // status of the plan whose ids are `named`
+  int64_t capacity;          // maximum number of rows
+  int64_t table_rows;        // the number of rows that the plan must be made for
   int64_t* halt;             // [2]: whether a batch did not fit, how many were skipped since
   Fault* fault;
 
@@ -398,8 +402,8 @@ struct Fitting {
     if (status->rows != table_rows) return Misfit::kForeignPlan;
     return status->distinct > capacity ? Misfit::kTooMany : Misfit::kNone;
   }
-  // Records a batch that does not fit, all but the kind of the fault, and returns that where it is
-  // the first such batch.
+  // Records a batch that does not fit. For the first such batch, writes every field of the fault
+  // except `kind` and returns the Misfit.
   constexpr Misfit record() const {
     if (halt[0] != 0) {
       ++halt[1];
@@ -422,25 +426,25 @@ struct Fitting {
 
 // Bytes of scratch that the launcher needs.
 int64_t diff_scratch_bytes(int64_t named_size, int64_t held_size);
-// A batch that must fit (`fitting` is not null) and does not names no id: all held rows are
-// evicted.
+// A batch that does not fit (`fitting` is not null then) counts as a batch without ids: all held
+// rows are evicted.
 int launch_diff_ids(const SortedIds& named, const SortedIds& held, const Fitting* fitting,
                     const IdDiff& out, void* scratch, int64_t scratch_bytes, void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // plan_fault.cu
 
-// Whether a block of a capacity can hold the rows of a plan.
+// Whether a block with this capacity can hold the rows of a plan.
 struct PlanFault {
   PlanStatus* status;
   int64_t capacity;
 
-  // A Misfit; 0: it can.
+  // Returns a Misfit; 0: the rows fit.
   constexpr int64_t kind() const {
     if (status->bad_count > 0) return static_cast<int64_t>(Misfit::kBadIds);
     return static_cast<int64_t>(status->distinct > capacity ? Misfit::kTooMany : Misfit::kNone);
   }
-  // Where `agreed` is larger than the plan's own fault, marks the plan as one of a bad id at the
+  // If `agreed` is larger than the plan's own fault, marks the plan as having a bad id at the
   // position `-agreed`.
   constexpr void spoil(int64_t agreed) const {
     if (agreed <= kind()) return;
@@ -449,72 +453,75 @@ struct PlanFault {
   }
 };
 
-// Writes the fault, `[1]`.
+// Writes the fault to `fault` [1].
 int launch_plan_fault(const PlanFault& work, int64_t* fault, void* stream);
 int launch_spoil_plan(const PlanFault& work, const int64_t* agreed, void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // hold_rows.cu
 
-// One field: contiguous rows, equally many of each.
+// One field: three contiguous tensors of rows, with the same number of rows each.
 struct HeldField {
   Rows held;
   Rows coming;
-  Rows left;  // without rows: what leaves is not put aside
+  Rows left;  // without rows: evicted rows are not saved
 };
 
-// Which rows stay and leave; every list has as many entries as there are rows.
+// Which held rows are kept and which are evicted. Every list has as many entries as `held` has
+// rows.
 struct HeldChanges {
   const int64_t* stay_places;
   const int64_t* stay_from;
   const int64_t* leaving_places;
-  const int64_t* counts;  // [4]: rows named, staying, arriving, leaving
+  const int64_t* counts;  // [4]: rows named, kept, loaded, evicted
   int64_t most_named;
 };
 
-// What says which rows are held.
+// The list of held ids and its inputs.
 struct HeldIds {
-  const int64_t* ids;  // [most_named] of HeldChanges: of the rows named
-  int64_t* held_ids;   // [size]; kNoId after those that are held, so that all ascend
+  const int64_t* ids;  // [most_named] of HeldChanges: ids of the rows named
+  int64_t* held_ids;   // [size]; ascending, padded with kNoId
   PlanStatus* status;
   int64_t size;
-  // Of the rows put aside, null where none are: their ids, [size], go to `left_ids`, and how many
-  // they are to `left_count`.
+  // For evicted rows that are saved, else null: their ids [size] are copied to `left_ids`, their
+  // number to `left_count`.
   const int64_t* leaving;
   int64_t* left_ids;
   int64_t* left_count;
 };
 constexpr int64_t kNoId = INT64_MAX;
 
-// Both of at most kFieldsPerLaunch fields. Rows that stay go from `held` to `coming`, those that
-// leave to `left`, and rows of `coming` beyond those named become zeros.
+// Both launchers take at most kFieldsPerLaunch fields. The first copies kept rows from `held` to
+// `coming` and evicted rows from `held` to `left`, then fills the rows of `coming` behind the named
+// ones with zeros.
 int launch_complete_coming(const HeldField* fields, int field_count, const HeldChanges& changes,
                            void* stream);
-// What has come is held; `ids` are written by one launch, null for the others.
+// Copies `coming` to `held`. The launch with `ids` also writes the held ids; pass null for all
+// other launches of the batch.
 int launch_take_over(const HeldField* fields, int field_count, const HeldChanges& changes,
                      const HeldIds* ids, void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // round_rows.cu
 
-// Columns of a row whose random numbers one call of the generator gives.
+// The number of columns whose random numbers come from one call of the generator.
 constexpr int kRoundedTogether = 4;
 
-// float32 rows of one field, which are to be numbers that 16 bits store.
+// float32 rows of one field, to be rounded to numbers that 16 bits can store.
 struct RoundedRows {
   uint32_t* rows;  // [count, columns]
   int64_t count;
   int64_t columns;
-  const int64_t* ids;  // [count], of the rows; negative or kNoId: none
+  const int64_t* ids;  // [count], ids of the rows; negative or kNoId: skip the row
   const int64_t* key;  // [2]: seed and step
-  int64_t field;       // its number among those of a row
+  int64_t field;       // index among the fields of a row
   Stored stored;
-  bool at_random;  // else to nearest
+  bool at_random;  // stochastic rounding; else to nearest
 
   constexpr int64_t groups() const { return (columns + kRoundedTogether - 1) / kRoundedTogether; }
 
   constexpr bool has_row(int64_t row) const { return ids[row] >= 0 && ids[row] != kNoId; }
-  // The random words of a group of columns. `step_key` is key_of_step's.
+  // The random words of a group of columns. `step_key` is the result of key_of_step.
   constexpr RandomWords words(uint64_t step_key, int64_t row, int64_t group) const {
     if (!at_random) return {};
     const uint64_t place = static_cast<uint64_t>(field) << 48 | static_cast<uint64_t>(group);
@@ -542,12 +549,12 @@ int launch_count_step(int64_t* key, void* stream);
 // ------------------------------------------------------------------------------------------------
 // split_plan.cu
 
-// The plan of ids of several tables, whose rows are ranges of one, as a plan of each table. The ids
-// of a table come one after another, those of the next follow; so do the parts of its plan.
+// Splits the plan of one batch over several tables into one plan per table. The tables' rows are
+// ranges of one row numbering. Ids and plan parts are stored table after table.
 struct SplitPlan {
-  PlanView plan;           // of all: what is split
-  int64_t table_rows;      // of all
-  const int64_t* offsets;  // [tables + 1]: where the ids of each begin, and the last ones end
+  PlanView plan;           // the plan to split, over all tables
+  int64_t table_rows;      // over all tables
+  const int64_t* offsets;  // [tables + 1]: begin of each table's ids, then the end
   const int64_t* ranges;   // [tables, 2]: first row, number of rows; ascending
   int64_t tables;
   int64_t* unique;     // [n]
@@ -555,7 +562,7 @@ struct SplitPlan {
   int64_t* order;      // [n]
   int64_t* begins;     // [n + tables]: the `offsets` of each plan
   PlanStatus* status;  // [tables]
-  int64_t* bounds;     // [tables + 1]: where the distinct rows of each begin among those of all
+  int64_t* bounds;     // [tables + 1]: begin of each table's distinct rows among all
 };
 
 int launch_split_plan(const SplitPlan& work, void* stream);

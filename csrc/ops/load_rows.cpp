@@ -1,5 +1,5 @@
-// load_rows: rows of a table arrive in new memory while others leave. count_batch: plans ids and
-// counts the distinct ones. load_batch does both. All are how a step begins.
+// load_rows: loads rows of a table into new memory while evicting others. count_batch: plans ids
+// and counts the unique ones. load_batch: does both. A step begins with one of these ops.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -19,16 +19,16 @@
 namespace speedtorch {
 namespace {
 
-// Places among what count_batch returns.
+// Indices into the result of count_batch.
 constexpr size_t kStatus = 4, kLoaded = 6;
 
 Tensor first(const Tensor& list, int64_t count) {
   return torch::stable::narrow(const_cast<Tensor&>(list), 0, 0, count);
 }
 
-// A row of each of the ids `load`, field by field, as those of `leaving` are held; the first rows
-// of `leaving` go to the ids `evict`, or with `evicts` false are the newest copy of these rows and
-// are not written.
+// Returns the rows of the ids `load`, field by field, in the form of `leaving`. The first rows of
+// `leaving` are written to the ids `evict`. With `evicts` false, these rows are only the newest
+// copies and are not written.
 Tensors load_rows(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                   const Tensor& load, bool evicts) {
   constexpr const char* kOp = "load_rows";
@@ -44,7 +44,7 @@ Tensors load_rows(const Tensors& host, const Tensors& leaving, const Tensor& evi
   return made;
 }
 
-// Ids of the CPU where they will be planned, beside a copy that nothing else writes to.
+// Copies CPU ids to the planning device. Also returns a CPU copy that nothing else writes to.
 std::pair<Tensor, Tensor> uploaded(const char* op, const Tensor& index, const Tensor& on) {
   const Tensor copied = new_pinned(op, shape_of(index), index);
   copy_ids(index, copied);
@@ -53,9 +53,9 @@ std::pair<Tensor, Tensor> uploaded(const char* op, const Tensor& index, const Te
   return {there, copied};
 }
 
-// The plan of `index` on the device of `like`, the distinct ids without and with the padding, and,
-// if `index` is on the CPU, a copy of it. On a GPU this waits for the plan: the caller needs as
-// much memory as it has ids.
+// Returns the plan of `index` on the device of `like`, the unique ids without and with the padding,
+// and, if `index` is on the CPU, a copy of it. On a GPU this waits for the plan, because the caller
+// allocates memory for the number of ids.
 Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64_t padding) {
   constexpr const char* kOp = "count_batch";
   const Arguments all(kOp, {read("index", index), read("like", like)});
@@ -92,7 +92,7 @@ Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64
   return made;
 }
 
-// As count_batch, with rows as load_rows gives them behind the ids.
+// Returns the results of count_batch, followed by the rows of load_rows.
 Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                    const Tensor& index, int64_t rows, int64_t padding, bool evicts) {
   constexpr const char* kOp = "load_batch";

@@ -1,5 +1,5 @@
-// merge_rows: room for more rows among rows that ascend by their ids. Checks and the CPU loops; GPU
-// kernels: .cu.
+// merge_rows: inserts space for more rows among rows in ascending order of ids. This file has the
+// checks and the CPU loops; the GPU kernels are in merge_rows.cu.
 
 #include <torch/csrc/stable/library.h>
 
@@ -20,9 +20,10 @@ namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "merge_rows";
-constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
+// the least work that is worth waking a thread
+constexpr int64_t kBytesPerTask = int64_t{64} << 10;
 
-// One walk over both lists.
+// One pass over both lists.
 void merge_on_cpu(const MergedIds& work) {
   int64_t i = 0, j = 0;
   while (i < work.held_count || j < work.more_count) {
@@ -43,9 +44,9 @@ void move_on_cpu(const Rows& from, const Rows& to, const int64_t* places) {
   });
 }
 
-// The ids of both lists, the places in them of the held ones and of the others, and for each field
-// memory of all their rows, in which the held ones are. The row after those of `held`, if there is
-// one, comes after all others and has no id.
+// Returns the merged ids, the places of the held and of the added ids, and for each field memory
+// for all rows, with the held rows copied in. A row of `rows` after the rows of `held` has no id
+// and becomes the last row.
 Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) {
   const Arguments all(kOp, {read("rows", rows), read("held", held), read("more", more)});
   check_fields(kOp, "rows", rows.size());

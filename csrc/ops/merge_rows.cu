@@ -1,4 +1,4 @@
-// Kernels of merge_rows. Called by merge_rows.cpp.
+// Kernels of merge_rows. Called by merge_rows.cpp. All data is in GPU memory.
 
 #include "move/row_copy.cuh"
 #include "ops/launchers.h"
@@ -7,7 +7,8 @@
 namespace speedtorch {
 namespace {
 
-// A thread owns entries of both lists; an id costs a binary search in the other list.
+// A thread owns entries of both lists, a grid stride apart; each id costs a binary search in the
+// other list.
 __global__ void merge_ids_kernel(MergedIds work) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < work.all() + work.others;
@@ -32,7 +33,8 @@ struct Spread {
   int vec_bytes[kFieldsPerLaunch];
 };
 
-// The blocks of a column of the grid own a field.
+// The blocks with the same blockIdx.y own a field; a thread owns vectors of its rows, a grid stride
+// apart.
 __global__ void __launch_bounds__(kMoverThreads)
     spread_rows_kernel(Spread fields, const int64_t* places) {
   const Rows &from = fields.from[blockIdx.y], &to = fields.to[blockIdx.y];

@@ -1,6 +1,6 @@
-// numbers_to_host: queues a copy of a few numbers of a GPU to the CPU, which the caller reads, once
-// it is complete, by the handle that it chose. read_numbers, numbers_have_come and drop_numbers
-// take that handle.
+// numbers_to_host: queues a copy of a few numbers from a GPU to the CPU under a handle that the
+// caller chose. read_numbers, numbers_have_come and drop_numbers take this handle. Called by
+// speedtorch/plan/host_copy.py.
 
 #include <memory>
 #include <mutex>
@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kOp = "numbers_to_host";
 constexpr const char* kRead = "read_numbers";
 
-using Copy = std::shared_ptr<const HostNumbers>;  // a thread may wait for one that is dropped
+using Copy = std::shared_ptr<const HostNumbers>;  // a thread may wait for a dropped copy
 
 struct Copies {
   const pid_t owner = process_id();
@@ -42,7 +42,7 @@ Copy copy_of(const char* op, int64_t handle) {
   return found->second;
 }
 
-// Whoever chooses the handle can drop it whatever becomes of the call.
+// The caller chooses the handle, so that it can drop the copy even if this call fails.
 void numbers_to_host(const Tensor& numbers, int64_t handle) {
   const Arguments all(kOp, {read("numbers", numbers)});
   check_contiguous(kOp, "numbers", numbers);
@@ -69,10 +69,10 @@ bool numbers_have_come(int64_t handle) {
   return copy_of("numbers_have_come", handle)->is_complete();
 }
 
-// Nothing happens where there is no such copy, nor in a forked child, whose mutex another thread of
-// the process before it may have held.
+// Does nothing without such a copy. Does nothing in a forked child either, because another thread
+// of the parent may have held the mutex.
 void drop_numbers(int64_t handle) {
-  Copy dropped;  // goes after the lock
+  Copy dropped;  // freed after the lock
   Copies& all = copies();
   if (all.owner != process_id()) return;
   const std::scoped_lock lock(all.mutex);

@@ -1,7 +1,7 @@
-// optimizer_state_swap: evicts the rows of `evict` to host fields and loads those of `load`. A row
-// in both lists is copied from `leaving` to `arriving` and not read from the host. Fields of 16
-// bits may have float32 on the other side. Checks, the CPU kernel and the choice of path; GPU
-// kernels: .cu.
+// optimizer_state_swap: evicts the rows of `evict` to host fields and loads the rows of `load`. A
+// row in both lists is copied from `leaving` to `arriving` and not read from the host. A field of
+// 16 bits on the host may be float32 in `leaving` and `arriving`. This file has the checks, the CPU
+// loop and the choice of path; the GPU kernels are in optimizer_state_swap.cu.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -28,24 +28,25 @@ namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "optimizer_state_swap";
-constexpr int64_t kBytesPerTask = int64_t{64} << 10;  // a thread's share that is worth waking it
+// the least work that is worth waking a thread
+constexpr int64_t kBytesPerTask = int64_t{64} << 10;
 
 // One table. Ids number the rows of all tables consecutively.
 struct SwapTable {
   int64_t first;  // the id of its row 0
   std::vector<SwapField> fields;
-  HotRow* hot = nullptr;              // [rows], if it has a cache
+  HotRow* hot = nullptr;              // [rows], or null without a cache
   const SwapTable* cached = nullptr;  // its cache
 
   int64_t end() const { return first + fields[0].host.count; }
-  // Where a row is on the CPU, in the table or in its cache.
+  // The address of a row on the CPU, in the table or in its cache.
   char* row(size_t field, int64_t id) const {
     const int64_t slot = hot == nullptr ? -1 : hot[id - first].slot;
     return slot < 0 ? fields[field].host.row(id - first) : cached->fields[field].host.row(slot);
   }
 };
 
-// How a field is stored in `host`, of which a side has the dtype `side`, or none of these ways.
+// How `host` stores a field whose sides have the dtype `side`; nullopt if unsupported.
 std::optional<Stored> stored_of(ScalarType host, ScalarType side) {
   if (host == side) return Stored::kSame;
   if (side != ScalarType::Float) return std::nullopt;
@@ -55,7 +56,7 @@ std::optional<Stored> stored_of(ScalarType host, ScalarType side) {
 }
 
 // The fields of the table that begins at host[first]. Throws ValueError unless shapes, dtypes and
-// devices match and the sides have room for the rows of both lists.
+// devices match and the sides are long enough for both lists.
 std::vector<SwapField> check_fields_of(const char* home_list, size_t first, const Tensors& host,
                                        const Tensors& leaving, const Tensors& arriving,
                                        int64_t evicted, int64_t loaded) {
@@ -72,7 +73,7 @@ std::vector<SwapField> check_fields_of(const char* home_list, size_t first, cons
     check_device(kOp, host_name.c_str(), home, "arriving[0]", arriving[0]);
     const std::optional<Stored> stored = stored_of(home.scalar_type(), arriving[k].scalar_type());
     field.stored = stored.value_or(Stored::kSame);
-    // Its dtype that the host's must be, or that of the other side.
+    // The tensor whose dtype the side must have.
     const Tensor& like = field.stored == Stored::kSame ? home : arriving[k];
     auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {
       const std::string name = item(list, k);
@@ -95,7 +96,7 @@ std::vector<SwapField> check_fields_of(const char* home_list, size_t first, cons
   return fields;
 }
 
-// The tables whose fields are listed in host, one table after another.
+// The tables whose fields `host` lists, table after table.
 std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Tensors& leaving,
                                     const Tensors& arriving, int64_t evicted = 0,
                                     int64_t loaded = 0, const char* home_list = "host") {
@@ -123,7 +124,7 @@ std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Te
   return tables;
 }
 
-// A list's ids from `begin` to `end`: of one table all of them, also if the last is out of order.
+// A list's ids in [begin, end). For one table: all ids, even if the last is out of order.
 PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
   int64_t* last = list.unique + list.count;
   const int64_t first = std::lower_bound(list.unique, last, begin) - list.unique;
@@ -135,14 +136,14 @@ PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
   return part;
 }
 
-// Finds ascending ids among ascending entries, in one walk over both.
+// Finds ascending ids among ascending entries in one pass over both.
 class AscendingSearch {
  public:
   AscendingSearch(const PlanView& list, int64_t first_id)
       : end_(list.unique + list.count),
         entry_(std::lower_bound<const int64_t*>(list.unique, end_, first_id)) {}
 
-  // The entry of an id, which is none of those before it; null if there is none.
+  // The entry of an id, or null. Ids of successive calls must ascend.
   const int64_t* find(int64_t id) {
     while (entry_ != end_ && *entry_ < id) ++entry_;
     return entry_ != end_ && *entry_ == id ? entry_ : nullptr;
@@ -153,7 +154,7 @@ class AscendingSearch {
   const int64_t* entry_;
 };
 
-// How the CPU moves a row of a field between the host and a side, and from one side to the other.
+// Moves a row of a field on the CPU, between the host and a side or from side to side.
 class RowMover {
  public:
   explicit RowMover(const SwapField& field)
@@ -167,7 +168,7 @@ class RowMover {
     if (stored_ == Stored::kSame) return copy(host, side);
     each([&](int64_t i) { put<uint16_t>(host, i, stored_of(at<uint32_t>(side, i), stored_)); });
   }
-  // What would have been loaded if the row had been evicted first.
+  // Copies with the rounding of an eviction and a load.
   void carry(char* to, const char* from) const {
     if (stored_ == Stored::kSame) return copy(to, from);
     each([&](int64_t i) {
@@ -198,8 +199,8 @@ class RowMover {
   int64_t host_bytes_;
 };
 
-// The rows of the list to evict that are written to the host: all but those in both lists, all, or
-// none. With kNone the list is only the source of rows in both lists.
+// Which rows of `evict` are written to the host: all except rows in both lists, all, or none. With
+// kNone the list is only the source of rows in both lists.
 enum class Evicts { kOthers, kAll, kNone };
 
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
@@ -247,24 +248,25 @@ void swap_on_cpu(const std::vector<SwapTable>& tables, const PlanView& evict, co
   }
 }
 
-// Whether a row of one field begins within the first two rows of another, as those of a record do.
+// Whether a row of `field` begins within the first row stride of `other`, as in records of several
+// fields.
 bool lies_among(const Rows& field, const Rows& other) {
   const char* end = other.base + other.stride_bytes;
   return field.stride_bytes == other.stride_bytes && field.base > other.base && field.base < end &&
          other.count > 1;
 }
 
-// Notes that work on `stream` uses fields of a table.
+// Notes that work on `stream` uses the fields of a table.
 void note_use_of(const Tensor* host, const SwapField* fields, size_t count,
                  const CurrentStream& stream) {
   for (size_t k = 0; k < count; ++k) {
-    // Fields of one record are one piece of memory.
+    // Fields of one record share one block of memory.
     const bool noted = k > 0 && lies_among(fields[k].host, fields[0].host);
     if (!noted) note_use(host[k], fields[k].host, stream.queue());
   }
 }
 
-// Fields `begin` to `end` of tables from `table` on: of as many as fit a launch.
+// Fields [begin, end) of the tables from `table` on, as many tables as fit one launch.
 SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t begin, size_t end) {
   SwapTables some{};
   const size_t most = std::min<size_t>(kTablesPerLaunch, kPlacesPerLaunch / (end - begin));
@@ -281,7 +283,7 @@ SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t 
   return some;
 }
 
-// Moves the rows of matched lists: those of `host`, the fields of all tables.
+// Moves the rows of matched lists; `host` has the fields of all tables.
 void launch_swaps(const Tensors& host, const std::vector<SwapTable>& tables, const SwapLists& lists,
                   const CurrentStream& stream) {
   if constexpr (kWithCuda) {
@@ -307,8 +309,8 @@ void launch_swaps(const Tensors& host, const std::vector<SwapTable>& tables, con
   }
 }
 
-// Lists with places (`placed` is not null) have no status yet. kAll takes effect by the counts of
-// `placed`.
+// Lists with places (`placed` is not null) have no status yet. For these, kAll takes effect through
+// the counts of `placed`.
 void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, PlanView evict,
                  PlanView load, const PlacedLists* placed, Evicts evicts, const Tensor& on,
                  const CurrentStream& stream, const Arguments& all) {
@@ -358,7 +360,7 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, Plan
   }
 }
 
-// Whether the GPU reaches every field where it is.
+// Whether the GPU can access every field in place.
 bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables,
                 const CurrentStream& stream) {
   bool mapped = true, on_gpu = false;
@@ -377,7 +379,7 @@ bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables,
   return mapped;
 }
 
-// Ids on the CPU in address order, by the caller's plan or a new one. Throws for repeated ids.
+// Ids on the CPU in address order, from the caller's plan or a new one. Throws for repeated ids.
 struct CpuPlan {
   Tensors made;
   PlanView view;
@@ -400,8 +402,8 @@ CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t 
                  .count = status.count});
 }
 
-// Swaps through the CPU. take(side) returns the evicted rows of a leaving side in the order of its
-// list; put(side, rows) writes the loaded rows, in the order of their list, to an arriving side.
+// Swaps through the CPU. take(side) returns the evicted rows of a leaving side in list order.
+// put(side, rows) writes the loaded rows, in list order, to an arriving side.
 template <typename Take, typename Put>
 void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& evict,
                  const Tensors& arriving, const PlanView& load, const Take& take, const Put& put,
@@ -452,7 +454,7 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   Ids evict_ids = as_ids(evict), load_ids = as_ids(load);
   if (!mapped) {
     stream.refuse_capture_of_pageable(kOp, "a host field", "field");
-    // Fields that the GPU reaches may have been written by work that is still queued.
+    // Waits for the GPU, because queued work may still write to fields that the GPU can access.
     copy_to_cpu(kOp, new_tensor(kOp, {1}, ScalarType::Byte, on));
     const Ids leave = check_ids_and_plan_on_cpu(kOp, "evict", evict_ids, evict_plan, rows);
     const Ids arrive = check_ids_and_plan_on_cpu(kOp, "load", load_ids, load_plan, rows);
@@ -466,7 +468,7 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
         },
         Evicts::kOthers, all);
   }
-  // Ids on the CPU are checked there, for repetitions too.
+  // Ids on the CPU are checked on the CPU, also for repetitions.
   if (evict_ids.on_cpu) plan_on_cpu("evict", evict_ids, std::nullopt, rows);
   if (load_ids.on_cpu) plan_on_cpu("load", load_ids, std::nullopt, rows);
   auto plan_on_gpu = [&](const char* list, Ids& ids, const Plan& plan) {
@@ -482,14 +484,14 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
 // ------------------------------------------------------------------------------------------------
 // With places
 
-// A list of distinct ids in ascending order, each with the place of its row on the other side,
-// which replaces a plan without sorting. Messages name its tensors after the list.
+// A list of distinct ascending ids, each with the place of its row on the other side. Replaces a
+// plan without sorting. Messages name its tensors after the list.
 struct PlacedList {
   std::string name;
   Tensor ids;
-  std::optional<Tensor> places;  // none: the first rows, in order
+  std::optional<Tensor> places;  // none: entry i is row i
   std::optional<Tensor> count;   // number of valid entries; none: all entries are valid
-  int64_t side_rows;             // places must be below
+  int64_t side_rows;             // limit of the places
 
   PlanView view() const {
     return {
@@ -507,8 +509,8 @@ void check_placed(const PlacedList& list, const Tensor& on) {
     check_list(kOp, (list.name + "_count").c_str(), *list.count, "arriving[0]", on, 1);
 }
 
-// The valid entries of a list on the CPU. Throws for an id or a place out of range, and for ids
-// that do not ascend where they must.
+// The valid entries of a list on the CPU. Throws for an id or a place out of range and, with
+// `must_ascend`, for ids that do not ascend.
 PlanView view_placed_on_cpu(const PlacedList& list, int64_t table_rows, bool must_ascend) {
   PlanView view = list.view();
   if (list.count) {
@@ -541,7 +543,7 @@ void check_side_rows(const char* name, const Tensors& side) {
   }
 }
 
-// Refuses a cache whose slots are not rows of the table, or whose map is not one of all rows.
+// Throws unless the slots store rows like the table's and `hot` has an entry for every row.
 void check_hot(const Tensors& cache, const SwapTable& slots, const Tensor& hot,
                const SwapTable& table, const Tensor& on) {
   for (size_t k = 0; k < cache.size(); ++k) {
@@ -560,7 +562,8 @@ void check_hot(const Tensors& cache, const SwapTable& slots, const Tensor& hot,
   check_same_device(kOp, "hot", hot, "arriving[0]", on);
 }
 
-// Reads and writes the rows of a list on the GPU, whose places were checked.
+// The two functions below read and write the rows of a list on the GPU. The places of the list are
+// already checked.
 Tensor rows_at(const Tensor& side, const PlacedList& list, const CurrentStream& stream) {
   if (!list.places) return first_rows(side, list.ids.numel());
   const Tensor& places = *list.places;
@@ -594,10 +597,10 @@ void put_rows_at(const Tensor& side, const PlacedList& list, const Tensor& stage
   }
 }
 
-// With counts, rows in both lists are written to the host as well, so that the caller may discard
-// the loaded rows. On a GPU a bad entry stops all others, or alone is not moved. `cache`: the
-// fields of slots, of one table; `hot`: the slot and the uses of each of its rows. If `evicts` is
-// false, no row is written to the host.
+// With counts, rows in both lists are also written to the host, so that the caller may discard the
+// loaded rows. On a GPU with `all_or_none`, a bad entry stops all moves; otherwise only this entry
+// is skipped. `cache`: the fields of the slots, for one table. `hot`: slot and uses of each row. If
+// `evicts` is false, no row is written to the host.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const std::optional<Tensor>& evict_places,
                     const std::optional<Tensor>& evict_count, const Tensors& arriving,
@@ -704,7 +707,7 @@ void optimizer_state_swap(const Tensors& host, const Tensors& leaving, const Ten
   swap(host, leaving, evict, std::nullopt, arriving, load, std::nullopt);
 }
 
-// An empty list stands for no plan.
+// An empty list means no plan.
 void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                                   const Tensors& evict_plan, const Tensors& arriving,
                                   const Tensor& load, const Tensors& load_plan) {
@@ -732,14 +735,14 @@ const Ops kOps{
     {"optimizer_state_swap.placed(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor "
      "evict_places, Tensor(b! -> *)[] arriving, Tensor load, Tensor load_places) -> ()",
      TORCH_BOX(&swap_placed)},
-    // For speedtorch/step: lists that the library made. Rows of several tables are numbered one
-    // after another, and `host` lists the tables' fields in that order. Counts are on the device.
+    // For speedtorch/step, with lists made by the library. Rows of several tables are numbered
+    // consecutively; `host` lists the tables' fields in this order. Counts are on the device.
     {"exchange_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor? evict_places, "
      "Tensor(b! -> *)[] arriving, Tensor load, Tensor? load_places, int tables=1, Tensor? "
      "evict_count=None, Tensor? load_count=None) -> ()",
      TORCH_BOX(&exchange_rows)},
-    // The same of one table of which a cache on the device has some rows: hot is [rows, 2], int32,
-    // the slot of each row, or -1, and how often it was loaded.
+    // The same for one table with a cache on the device. `hot` [rows, 2], int32: the slot of each
+    // row, or -1, and its number of loads.
     {"exchange_cached(Tensor(a! -> *)[] host, Tensor(b! -> *)[] cache, Tensor(c!) hot, Tensor[] "
      "leaving, Tensor evict, Tensor? evict_places, Tensor(d! -> *)[] arriving, Tensor load, "
      "Tensor? "

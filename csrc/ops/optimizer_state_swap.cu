@@ -1,5 +1,6 @@
-// Kernels of optimizer_state_swap: evict the rows of one list to the host while the rows of another
-// are loaded. Called by optimizer_state_swap.cpp.
+// Kernels of optimizer_state_swap: evict the rows of one list to the host while loading the rows of
+// another. Called by optimizer_state_swap.cpp. Each moved row crosses the link once; a row in both
+// lists is never read from the host.
 
 #include "move/row_copy.cuh"
 #include "move/stored_float.cuh"
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kMatchThreads = 256;
 
-// True if the list names ids that are out of range or stand in it twice.
+// True if the list has repeated ids or ids out of range.
 __device__ bool is_bad(const PlanStatus& status, int64_t rows) {
   return is_blocked(status, rows) || status.distinct != status.count;
 }
@@ -19,22 +20,22 @@ __device__ bool is_bad(const PlanStatus& status, int64_t rows) {
 __device__ void report_bad(const Report& about, const PlanStatus& status) {
   if (is_blocked(status, about.rows)) {
     report_blocked(about, status);
-  } else if (status.distinct >= 0) {  // else match_kernel has reported the error
+  } else if (status.distinct >= 0) {  // else match_kernel reported the error
     report(about, IdError::kRepeated, status.repeat_id, status.repeat_position,
            status.count - status.distinct, status.count);
   }
 }
 
-// Entries of a list, of one that is not bad: those that count.
+// The number of valid entries of a list without errors.
 __device__ int64_t count_of(const PlanView& list) { return min(list.status->distinct, list.count); }
 
-// The same of a list with places. A count that is none stands for no entry.
+// The same for a list with places. A count out of range means no valid entry.
 __device__ int64_t count_of(const PlanView& list, const int64_t* count) {
   if (count == nullptr) return list.count;
   return is_outside(*count, list.count + 1) ? 0 : *count;
 }
 
-// Where an id stands in a list, or -1.
+// The entry of an id in a list, or -1.
 __device__ int64_t find(const PlanView& list, int64_t id) {
   const int64_t at = lower_bound(list.unique, list.count, id);
   return at < list.count && list.unique[at] == id ? at : -1;
@@ -51,8 +52,8 @@ __device__ void report_entry(const PlanView& list, int64_t m, IdError kind, int6
   report(about, kind, is_place ? list.place(m) : list.unique[m], m, bad_count, list.count);
 }
 
-// Whether entry m names a row and a place. Otherwise adds it to `found`, or without that records
-// the error. Ids must ascend only where errors are added.
+// Returns whether entry m has a valid id and place. A bad entry is added to `found`, or reported if
+// `found` is null. Ids must ascend only with `found`.
 __device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, const Report& about,
                       BadEntries* found) {
   const int64_t id = list.unique[m];
@@ -71,7 +72,7 @@ __device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, const 
   return false;
 }
 
-// By one thread, when all entries have been checked: records the error, and blocks swap_kernel.
+// Called by one thread after all entries are checked: reports the error and blocks swap_kernel.
 __device__ void judge(const PlanView& list, int64_t side_rows, const Report& about,
                       const volatile BadEntries& found) {
   constexpr IdError kKinds[] = {IdError::kOutOfRange, IdError::kUnordered, IdError::kBadPlace};
@@ -84,10 +85,10 @@ __device__ void judge(const PlanView& list, int64_t side_rows, const Report& abo
   }
 }
 
-// A thread owns entries of both lists in address order, and searches each in the other list. Of
-// lists with places it checks its entries as well, and the first thread writes the statuses: a bad
-// entry is not moved, and a row whose other entry is bad is not copied from it. Where one bad entry
-// stops all others, the last block says so.
+// A thread owns entries of both lists, a grid stride apart, and searches each id in the other list.
+// For placed lists the thread also checks its entries, and the first thread of the grid writes both
+// statuses. A bad entry is not moved, and a row is not copied from a bad entry of the other list.
+// If one bad entry stops all moves, the last block to finish judges both lists.
 template <bool kPlaced>
 __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, Report evicting,
                              Report loading, SwapScratch scratch) {
@@ -117,7 +118,7 @@ __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, 
     scratch.stays[m] = stays;
   }
   if (!kPlaced || !placed.all_or_none) return;
-  __threadfence();  // before this block counts as done
+  __threadfence();  // publishes this block's results before its count
   __syncthreads();
   if (threadIdx.x != 0) return;
   auto* done = reinterpret_cast<unsigned long long*>(&scratch.checked->blocks_done);
@@ -127,14 +128,14 @@ __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, 
   judge(load, placed.arriving_rows, loading, *bad_load);
 }
 
-// A field as a launch moves it.
+// A field in the form that a launch moves.
 struct MovedField {
   char* host;
   int64_t host_stride_bytes;
   const char* leaving;
   char* arriving;
   int64_t side_row_bytes;
-  int number;  // among all fields of a row
+  int number;  // index among all fields of a row
 };
 
 struct Fields {
@@ -143,8 +144,8 @@ struct Fields {
   int count;
 };
 
-// How rows of the host are found: those of one table, or those of several, of which a row is in
-// none (-1) if the table is not among them.
+// Finds rows of the host: in one table, or in several, of which a launch may have only some. A row
+// of another table gets -1.
 struct OneTable {
   __device__ int table_of(int64_t) const { return 0; }
   __device__ char* row(const MovedField& field, int, int64_t id) const {
@@ -158,7 +159,7 @@ struct SomeTables {
 
   __device__ int table_of(int64_t id) const {
     if (id < all.firsts[0] || id >= all.firsts[all.count]) return -1;
-    // The first that begins after the row, less one: tables without rows are none.
+    // The first table that begins after the row, less one; this skips tables without rows.
     return static_cast<int>(lower_bound(all.firsts, all.count, id + 1)) - 1;
   }
   __device__ char* row(const MovedField& field, int table, int64_t id) const {
@@ -167,21 +168,21 @@ struct SomeTables {
   }
 };
 
-// What a launch may be given before CUDA 12.1.
+// CUDA before 12.1 limits the arguments of a launch to 4 KiB.
 static_assert(sizeof(Fields) + sizeof(SomeTables) + 2 * sizeof(PlanView) + sizeof(SwapScratch) +
                   2 * sizeof(Report) + 2 * sizeof(int64_t) <=
               4096);
 
-// The moves of a group of lanes: where rows leave from and to, and arrive from and at; negative
-// where none does.
+// The moves of a group of lanes: sources and targets of evicted and loaded rows; negative for no
+// move.
 struct Moves {
   int64_t leaves_to[kRowsInFlight], leaves_from[kRowsInFlight];
   int64_t arrives_to[kRowsInFlight], arrives_from[kRowsInFlight], loaded[kRowsInFlight];
   int leaves_table[kRowsInFlight], loaded_table[kRowsInFlight];
 };
 
-// One column of all moves, where the host has what a side has. Loads of all entries come before
-// their stores.
+// Moves one column of all moves if host and side store the same type. Loads of all entries precede
+// the stores.
 template <typename Vec, typename Tables>
 __device__ __forceinline__ void move_column(const MovedField& field, int64_t column,
                                             const Tables& tables, const Moves& moves) {
@@ -210,7 +211,7 @@ __device__ __forceinline__ void move_column(const MovedField& field, int64_t col
   }
 }
 
-// As many numbers in 16 bits as Vec holds, and the same as float32.
+// As many 16-bit numbers as Vec holds, and the same numbers as float32.
 template <typename Vec>
 union Halves {
   static constexpr int kNumbers = sizeof(Vec) / 2;
@@ -258,9 +259,9 @@ __device__ __forceinline__ Floats<Vec> floats_of(const Halves<Vec>& halves) {
   return floats;
 }
 
-// The same of a field that the host stores in 16 bits. Conversions come after all loads, for which
-// they would wait one by one. Rows from one side to the other become what the host would store;
-// they do not cross the link, and come last.
+// The same for a field that the host stores in 16 bits. Conversions follow all loads, because a
+// conversion waits for its load. Rows that move from side to side are rounded as the host would
+// store them. They do not cross the link and are moved last.
 template <typename Vec, Stored kStored, typename Tables>
 __device__ __forceinline__ void convert_column(const MovedField& field, int64_t column,
                                                const Tables& tables, const Moves& moves) {
@@ -297,17 +298,18 @@ __device__ __forceinline__ void convert_column(const MovedField& field, int64_t 
   }
 }
 
-// The type of an access to the host, and how it stores numbers.
+// The type of a host access and the storage format of numbers.
 template <typename Vec_, Stored kStored_>
 struct Way {
   using Vec = Vec_;
   static constexpr Stored kStored = kStored_;
 };
 
-// A group of lanes owns kRowsInFlight entries of both lists at a time; entry m of each list is the
-// m-th in address order, so that both directions work on the same neighbourhood of the table and
-// share its pages. No row is read and written at once: a row in both lists is not read from the
-// host. `blocks` blocks work on the lists; this is one of them.
+// A group of `lanes` threads owns kRowsInFlight entries of both lists at a time; a lane owns
+// columns of their rows. Entry m of each list is the m-th in address order, so that both directions
+// work on the same part of the table and share its pages. No row is read and written at once,
+// because a row in both lists is not read from the host. The calling block is one of `blocks`
+// blocks that share the lists.
 template <typename Way, typename Tables>
 __device__ void swap_rows(const Fields& fields, const Tables& tables, const PlanView& evict,
                           const PlanView& load, const SwapScratch& scratch, int lanes,
@@ -338,7 +340,7 @@ __device__ void swap_rows(const Fields& fields, const Tables& tables, const Plan
       moves.leaves_table[u] = leaves ? tables.table_of(moves.leaves_to[u]) : -1;
       leaves = moves.leaves_table[u] >= 0;
       moves.leaves_from[u] = leaves ? evict.place(m) : -1;
-      // Three loads that do not wait for each other.
+      // Three independent loads.
       const bool arrives = m < load_count;
       moves.loaded[u] = arrives ? load.unique[m] : -1;
       moves.arrives_to[u] = arrives ? load.place(m) : -1;
@@ -369,7 +371,7 @@ __global__ void __launch_bounds__(kMoverThreads)
                  gridDim.x);
 }
 
-// Lists of one table, and how its rows are moved.
+// The lists of one table and the layout of its rows.
 struct Part {
   Fields fields;
   PlanView evict, load;
@@ -380,8 +382,9 @@ struct Part {
 
 static_assert(2 * sizeof(Part) + sizeof(int) + sizeof(ErrorRecord*) <= 4096);
 
-// The first blocks work on rows that cross the link, which few can keep busy, and the others on
-// rows of the GPU's own memory: at the same time.
+// The first `host_blocks` blocks move rows across the link, because few blocks saturate the link.
+// The other blocks move rows within GPU memory at the same time. Threads and groups work as in
+// swap_rows.
 template <typename Way>
 __global__ void __launch_bounds__(kMoverThreads)
     swap_parts_kernel(const __grid_constant__ Part host, const __grid_constant__ Part cached,
@@ -395,14 +398,14 @@ __global__ void __launch_bounds__(kMoverThreads)
                  is_host ? host_blocks : gridDim.x - host_blocks);
 }
 
-// What an access to a field must divide: its addresses, strides and row lengths, or'ed.
+// The bitwise OR of a field's addresses, strides and row lengths: an access width must divide it.
 uint64_t bits_of(const SwapField& field) {
   return field.host.bits() | static_cast<uint64_t>(field.host.row_bytes) |
          reinterpret_cast<uint64_t>(field.leaving.base) |
          reinterpret_cast<uint64_t>(field.arriving.base);
 }
 
-// Fields of one kind of access, by their numbers.
+// Numbers of fields with the same access type.
 struct FieldGroup {
   int number[kFieldsPerLaunch];
   int count = 0;
@@ -410,11 +413,11 @@ struct FieldGroup {
   Stored stored = Stored::kSame;
 };
 
-// Records of so many bytes are worth a launch of their own for fields of narrow rows: these would
-// make all accesses narrow.
+// Records of at least this length get a launch separate from fields of narrow rows, which would
+// narrow all accesses.
 constexpr int64_t kLongRecord = 128;
 
-// Parts the fields of a launch. `bits`: what an access to each must divide.
+// Groups the fields of a launch. `bits`: bits_of each field.
 class FieldGroups {
  public:
   FieldGroups(const SwapField* fields, int field_count, const uint64_t* bits) {
@@ -438,7 +441,7 @@ class FieldGroups {
 
  private:
   void add(int field, int vec_bytes, Stored stored) {
-    if (stored != Stored::kSame && vec_bytes == 8) vec_bytes = 4;  // one kernel less
+    if (stored != Stored::kSame && vec_bytes == 8) vec_bytes = 4;  // saves one kernel
     int g = 0;
     while (g < count_ && (groups_[g].vec_bytes != vec_bytes || groups_[g].stored != stored)) ++g;
     if (g == count_) groups_[count_++] = FieldGroup{{}, 0, vec_bytes, stored};
@@ -466,7 +469,7 @@ MoveShape shape_of(const Fields& fields, const FieldGroup& group, int64_t entrie
   const int64_t row_bytes = fields.first_vec[fields.count] * group.vec_bytes;
   MoveShape shape =
       move_shape(row_bytes, static_cast<uint64_t>(group.vec_bytes), entries, most_blocks);
-  if (group.stored != Stored::kSame) {  // all lanes work in every turn
+  if (group.stored != Stored::kSame) {  // keeps all lanes busy in every iteration
     const int64_t turns = shares_of(shape.vecs_per_row, 32, INT32_MAX);
     shape.lanes_per_row = shares_of(shape.vecs_per_row, turns, 32);
     shape.blocks = shares_of(entries, kMoverThreads / shape.lanes_per_row, most_blocks);
@@ -474,7 +477,7 @@ MoveShape shape_of(const Fields& fields, const FieldGroup& group, int64_t entrie
   return shape;
 }
 
-// Calls `use` with the way to move the fields of a group.
+// Calls `use` with the Way of a group's fields.
 template <typename Use>
 void with_way(const FieldGroup& group, const Use& use) {
   with_vec_type(group.vec_bytes, [&](auto vec) {
@@ -530,7 +533,7 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
       tables == nullptr ? launch(OneTable{}) : launch(SomeTables{*tables, field_count});
     });
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    record = nullptr;  // one launch reports what is wrong
+    record = nullptr;  // only one launch reports an error
   }
   return cudaSuccess;
 }

@@ -1,6 +1,6 @@
-// pinned_copy: dst[:] = src for ranges of rows between host memory and a GPU, either way, by our
-// own kernel: the copy engine moves managed memory at a fifth of the link's speed. Checks and
-// dispatch; the kernel is in pinned_copy.cu.
+// pinned_copy: dst[:] = src for ranges of rows between host memory and a GPU, in either direction,
+// with a kernel: the copy engine moves managed memory at a fifth of the link's speed. This file has
+// the checks and the dispatch; the kernel is in pinned_copy.cu.
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
@@ -15,7 +15,7 @@ namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "pinned_copy";
-// Contiguous memory is cut into rows of this length, which share themselves out among threads.
+// Contiguous memory is cut into rows of this length, to spread the work over threads.
 constexpr int64_t kCutBytes = 2048;
 
 bool is_one_run(const Rows& rows) { return rows.count <= 1 || rows.stride_bytes == rows.row_bytes; }

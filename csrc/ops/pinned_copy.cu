@@ -1,4 +1,4 @@
-// Kernel of pinned_copy: consecutive rows between mapped host memory and the GPU. Called by
+// Kernel of pinned_copy: copies consecutive rows between mapped host memory and the GPU. Called by
 // pinned_copy.cpp with checked shapes. Each byte crosses the link once.
 
 #include "core/cuda_calls.h"
@@ -13,8 +13,8 @@ int launch_copy(const Rows& from, const Rows& to, bool to_host, CopyKernel kerne
   return launch(Consecutive{to.count}, from, to, to.count, 0, kernel.most_blocks, stream);
 }
 
-// The GPU must have bulk copies, and the shared memory that our kernel takes, and the kernel must
-// have been compiled for it.
+// Requires three things: a GPU with bulk copies, enough shared memory for the kernel, and a kernel
+// compiled for this architecture.
 int ask_bulk_copies(int device, int* supported) {
   int major = 0, shared_bytes = 0;
   *supported = 0;
@@ -23,7 +23,7 @@ int ask_bulk_copies(int device, int* supported) {
   error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
   if (major < 9 || shared_bytes < kMostSharedBytes) return cudaSuccess;
-  // A library built for older GPUs alone runs here too, from code that knows no bulk copies.
+  // A library built only for older GPUs also runs here, but its code has no bulk copies.
   cudaFuncAttributes kernel{};
   error = cudaFuncGetAttributes(&kernel, bulk_move_rows_kernel<Consecutive>);
   *supported = error == cudaSuccess && kernel.ptxVersion >= 90;

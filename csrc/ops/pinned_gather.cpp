@@ -1,6 +1,6 @@
-// pinned_gather: out[i] = table[index[i]], the table in host memory (or on the GPU of the ids).
-// Checks and the paths; cost_model.h chooses, the CPU loop is in cpu_copy.cpp, the GPU kernels in
-// pinned_gather.cu.
+// pinned_gather: out[i] = table[index[i]], for a table in host memory or on the GPU of the ids.
+// This file has the checks and the paths. cost_model.h chooses the path; the CPU loop is in
+// cpu_copy.cpp, the GPU kernels are in pinned_gather.cu.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -25,7 +25,7 @@ namespace {
 constexpr const char* kOp = "pinned_gather";
 constexpr const char* kIndex = "index";
 
-// One contiguous row per id, whatever the shape of the index.
+// Views `out` as one contiguous row per id, for any shape of the index.
 Rows rows_per_id(const Tensor& out, const Rows& table, const Ids& ids) {
   return {.base = static_cast<char*>(out.mutable_data_ptr()),
           .count = ids.count,
@@ -81,7 +81,7 @@ std::vector<int64_t> result_shape(const Tensor& table, const Tensor& index) {
   return shape;
 }
 
-// Shapes, dtypes and devices, for a result on the device of `on`.
+// Checks shapes, dtypes and devices for a result on the device of `on`.
 Rows check_fit(const Tensor& table, const Tensor& index, const Plan& plan, const char* on_name,
                const Tensor& on) {
   const Rows rows = as_rows(kOp, "table", table);
@@ -92,7 +92,7 @@ Rows check_fit(const Tensor& table, const Tensor& index, const Plan& plan, const
   return rows;
 }
 
-// With an index, or an index and its plan.
+// Called with an index, or with an index and its plan.
 template <typename... Planned>
 Tensor gather_new(const Tensor& table, const Tensor& index, const Planned&... planned) {
   const Plan plan{planned...};
@@ -126,7 +126,7 @@ void pinned_gather_planned_out(const Tensor& table, const Tensor& index, const T
 
 const Ops kOps{
     {"pinned_gather(Tensor table, Tensor index) -> Tensor", TORCH_BOX(&gather_new<>)},
-    // The same without the autograd kernel, which costs as much again as a small gather.
+    // The same without the autograd kernel, which costs as much as a small gather.
     {"pinned_gather_detached(Tensor table, Tensor index) -> Tensor", TORCH_BOX(&gather_new<>)},
     {"pinned_gather.out(Tensor table, Tensor index, Tensor(a!) out) -> ()",
      TORCH_BOX(&pinned_gather_out)},

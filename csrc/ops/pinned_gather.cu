@@ -1,5 +1,6 @@
-// Kernels of pinned_gather: rows of a mapped host table (or of a table on the GPU) to contiguous
-// rows on the GPU. Called by pinned_gather.cpp.
+// Kernels of pinned_gather: copy rows of a table in mapped host memory or on the GPU to contiguous
+// rows on the GPU. Called by pinned_gather.cpp. row_copy.cuh and bulk_copy.cuh say what a thread
+// owns.
 
 #include "move/bulk_copy.cuh"
 #include "ops/launchers.h"
@@ -8,9 +9,9 @@
 namespace speedtorch {
 namespace {
 
-// From the table to `out`. With a plan: move m is the first occurrence of distinct id m. With a
-// hash table: move m is position m if it was kept. With neither: every position; without a status
-// each block checks all ids itself.
+// Moves from the table to `out`. With a plan: move m is the first occurrence of distinct id m. With
+// a hash table: move m is position m if it was kept. With neither: every position moves; without a
+// status each block checks all ids itself.
 struct TableRows : RowMapOnce {
   __device__ bool blocked() const {
     if (planned() || dedup.status != nullptr) return RowMapOnce::blocked();
@@ -30,8 +31,8 @@ struct TableRows : RowMapOnce {
   }
 };
 
-// Repetitions, within `out`. With a plan: position m, from the first position of its id. With a
-// hash table: the m-th position that was not kept.
+// Moves of repetitions within `out`. With a plan: position m, from the first position of its id.
+// With a hash table: the m-th position that was not kept.
 struct Repetitions : RowMapOnce {
   __device__ bool blocked() const {
     return RowMapOnce::blocked() ||

@@ -1,6 +1,6 @@
-// pinned_scatter: table[index[i]] = src[i] (the last occurrence wins), or += with accumulate; the
-// table in host memory or on the GPU. Checks, the CPU kernel and the paths; cost_model.h chooses,
-// the GPU kernels are in pinned_scatter.cu.
+// pinned_scatter: table[index[i]] = src[i] (the last occurrence wins), or += with accumulate, for a
+// table in host memory or on the GPU. This file has the checks, the CPU code and the paths.
+// cost_model.h chooses the path; the GPU kernels are in pinned_scatter.cu.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -26,10 +26,10 @@ namespace {
 constexpr const char* kOp = "pinned_scatter";
 constexpr const char* kIndex = "index";
 
-using Added = std::optional<NumberKind>;  // how to accumulate; none: the last occurrence wins
+using Added = std::optional<NumberKind>;  // how to accumulate; nullopt: the last occurrence wins
 
-// How to add elements of each dtype. Signed and unsigned integers of one width add alike, modulo
-// 2^bits; a complex number adds as two.
+// How to add elements of each dtype. Signed and unsigned integers of one width add identically,
+// modulo 2^bits. A complex number adds as two numbers.
 constexpr std::pair<ScalarType, NumberKind> kNumberKinds[] = {
     {ScalarType::Bool, NumberKind::kBool},        {ScalarType::Char, NumberKind::kInt8},
     {ScalarType::Byte, NumberKind::kInt8},        {ScalarType::Short, NumberKind::kInt16},
@@ -40,7 +40,7 @@ constexpr std::pair<ScalarType, NumberKind> kNumberKinds[] = {
     {ScalarType::Float, NumberKind::kFloat},      {ScalarType::ComplexFloat, NumberKind::kFloat},
     {ScalarType::Double, NumberKind::kDouble},    {ScalarType::ComplexDouble, NumberKind::kDouble}};
 
-// Throws ValueError for dtypes without addition (float8 and the like).
+// Throws ValueError for dtypes without addition, such as float8.
 NumberKind number_kind_of(const Tensor& tensor) {
   for (const auto& [dtype, kind] : kNumberKinds) {
     if (dtype == tensor.scalar_type()) return kind;
@@ -85,7 +85,8 @@ void scatter_on_gpu(const Rows& table, Access access, const Ids& ids, const Rows
   }
 }
 
-// One row per id, whatever the shape of the index; rows contiguous inside, numbers aligned.
+// Views `src` as one row per id, for any shape of the index. Rows are contiguous inside and numbers
+// aligned.
 Tensor row_per_id(const Tensor& src, int64_t ids, int64_t index_dims) {
   std::vector<int64_t> shape{ids};
   for (int64_t d = index_dims; d < src.dim(); ++d) shape.push_back(src.size(d));
@@ -94,7 +95,7 @@ Tensor row_per_id(const Tensor& src, int64_t ids, int64_t index_dims) {
   return flat.is_contiguous() ? torch::stable::clone(flat) : torch::stable::contiguous(flat);
 }
 
-// Shapes, dtypes and devices.
+// Checks shapes, dtypes and devices.
 Rows check_fit(const Tensor& table, const Tensor& index, const Tensor& src, const Plan& plan) {
   const Rows rows = as_writable_rows(kOp, "table", table);
   check_ids_kind(kOp, kIndex, index);

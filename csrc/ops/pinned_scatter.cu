@@ -1,5 +1,5 @@
-// Kernels of pinned_scatter: rows on the GPU to a mapped host table (or a table on the GPU). Called
-// by pinned_scatter.cpp.
+// Kernels of pinned_scatter: copy rows on the GPU to a table in mapped host memory or on the GPU.
+// Called by pinned_scatter.cpp. row_copy.cuh and bulk_copy.cuh say what a thread owns.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,7 +11,7 @@
 namespace speedtorch {
 namespace {
 
-// The last occurrences, which each block finds in a hash table in its shared memory.
+// Moves of the last occurrences, which each block finds with a hash table in shared memory.
 struct LastInBlock {
   DedupView ids;
   Report about;
@@ -23,7 +23,7 @@ struct LastInBlock {
     return shared;
   }
   __device__ int64_t id(int64_t m) const { return id_at(ids.ids, ids.wide, m); }
-  // The slot of the id at position m: the one that holds it, or the first free one.
+  // The slot that holds the id at position m, or the first free slot.
   __device__ int slot_from(int64_t m, int slot) const {
     while (true) {
       const int32_t seen = *reinterpret_cast<volatile int32_t*>(positions() + slot);
@@ -63,8 +63,8 @@ struct LastInBlock {
   __device__ int64_t to(int64_t m, bool) const { return id(m); }
 };
 
-// The last occurrences. With a plan: of distinct id m. With a hash table: position m if it was
-// kept.
+// Moves of the last occurrences. With a plan: the last occurrence of distinct id m. With a hash
+// table: position m if it was kept.
 struct LastOccurrences : RowMapOnce {
   __device__ int64_t from(int64_t m, bool planned) const {
     if (planned) return plan.order[plan.offsets[m + 1] - 1];
@@ -89,7 +89,7 @@ __device__ __nv_bfloat16 add(__nv_bfloat16 a, __nv_bfloat16 b) {
   return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b));
 }
 
-// Numbers of a table may begin at any address, as those of a tensor over bytes of a file do.
+// Table numbers may be unaligned, as in a tensor over the bytes of a file.
 template <typename T>
 __device__ void copy_number(T* to, const T* from, bool aligned) {
   if (aligned) {
@@ -101,8 +101,9 @@ __device__ void copy_number(T* to, const T* from, bool aligned) {
   }
 }
 
-// A warp owns a distinct id, a lane every 32nd number of its row, kNumbersInFlight of them at a
-// time. A row crosses the link twice: once each way. `aligned` speaks of the table; src is.
+// A warp owns a distinct id at a time; a lane owns every 32nd number of the row, kNumbersInFlight
+// at a time. A row crosses the link twice: once each way. `aligned` refers to the table; src is
+// always aligned.
 template <typename T>
 __global__ void __launch_bounds__(kMoverThreads)
     add_rows_kernel(Rows table, Rows src, PlanView plan, Report about, bool aligned) {
@@ -155,7 +156,8 @@ int launch_scatter(const Rows& table, const Rows& src, const RowIdsView& ids, Co
 
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,
                        int most_blocks, const Report& about, void* stream) {
-  const int blocks = shares_of(plan.count, kMoverThreads / 32, most_blocks);  // a warp for each
+  // one warp for each id
+  const int blocks = shares_of(plan.count, kMoverThreads / 32, most_blocks);
   with_number_type<__half, __nv_bfloat16>(kind, [&](auto number) {
     const bool aligned = table.bits() % sizeof(number) == 0;
     add_rows_kernel<decltype(number)>

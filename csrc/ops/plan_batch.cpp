@@ -1,5 +1,5 @@
-// plan_batch: plans a batch for a step, and compares it with held rows if there are any. Checks;
-// the plan is made in plan.cpp, the comparison in diff_ids.cpp.
+// plan_batch: plans a batch for a step, and compares the plan with held rows if there are any. This
+// file has the checks; plan.cpp makes the plan, diff_ids.cpp compares.
 
 #include <torch/csrc/stable/library.h>
 
@@ -26,8 +26,8 @@ void copy_ids(const Tensor& index, const Tensor& to) {
   if (bytes > 0) std::memcpy(to.mutable_data_ptr(), ids.data, bytes);
 }
 
-// The plan; with held rows the lists of IdDiff and, behind the plan's status, the counts; of ids on
-// the CPU a copy that nothing else writes to.
+// Returns the plan. With held rows, also the lists of IdDiff, and the counts behind the plan's
+// status. For ids on the CPU, also a copy that nothing else writes to.
 Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t capacity,
                    const std::optional<Tensor>& held, const std::optional<Tensor>& held_status) {
   const Arguments all(kOp,

@@ -1,6 +1,7 @@
-// plan_fault: why no block of a capacity can hold the rows of a plan. spoil_plan: marks the plan as
-// bad where the largest fault of all ranks is larger. For speedtorch/plan/fixed_size_batch.py.
-// Checks and the CPU; GPU kernels: .cu.
+// plan_fault: computes why a block with a capacity cannot hold the rows of a plan. spoil_plan:
+// marks the plan as bad if the largest fault of all ranks is larger. Called by
+// speedtorch/plan/fixed_size_batch.py. This file has the checks and the CPU code; the GPU kernels
+// are in plan_fault.cu.
 
 #include <torch/csrc/stable/library.h>
 

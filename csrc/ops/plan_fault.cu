@@ -1,4 +1,4 @@
-// Kernels of plan_fault and spoil_plan, of one thread each. Called by plan_fault.cpp.
+// Kernels of plan_fault and spoil_plan: one thread each. Called by plan_fault.cpp.
 
 #include <cuda_runtime.h>
 

@@ -1,5 +1,5 @@
-// round_rows: float32 rows become numbers that a table stores in 16 bits, after each step. Checks
-// and the CPU loop; GPU kernels: .cu.
+// round_rows: rounds float32 rows to numbers that a table can store in 16 bits, after each step.
+// This file has the checks and the CPU loop; the GPU kernels are in round_rows.cu.
 
 #include <torch/csrc/stable/library.h>
 
@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kOp = "round_rows";
 constexpr int64_t kNumbersPerTask = 1 << 14;
 
-// Exponent bits of a float of 16 bits name its kind; 0: rows are stored as they are.
+// Maps the exponent bits of a 16-bit float to its kind; 0: rows are stored unchanged.
 Stored stored_as(int64_t exponent_bits) {
   if (exponent_bits == 0) return Stored::kSame;
   if (exponent_bits == 8) return Stored::kBFloat16;
@@ -38,7 +38,7 @@ void round_on_cpu(const RoundedRows& work) {
   });
 }
 
-// A step counts once, whatever number of fields it has.
+// Rounds all fields, then increments the step once.
 void round_rows(const Tensors& rows, const Tensor& ids, const Tensor& key,
                 const std::vector<int64_t>& exponent_bits, bool at_random) {
   const Arguments all(kOp, {written("rows", rows, true), read("ids", ids), written("key", key)});
@@ -90,9 +90,8 @@ void round_rows(const Tensors& rows, const Tensor& ids, const Tensor& key,
 }
 
 const Ops kOps{
-    // For speedtorch/step: the first rows are those of the ids, of which negative ones and kNoId
-    // are
-    // none. `key` is (seed, step), whose step becomes the next.
+    // For speedtorch/step: row i belongs to ids[i]; negative ids and kNoId mark no row. `key` is
+    // (seed, step), and the op increments the step.
     {"round_rows(Tensor(a! -> *)[] rows, Tensor ids, Tensor(b!) key, int[] exponent_bits, bool "
      "at_random) -> ()",
      TORCH_BOX(&round_rows)},

@@ -1,4 +1,5 @@
-// Kernels of round_rows: float32 rows become numbers that fit 16 bits. Called by round_rows.cpp.
+// Kernels of round_rows: round float32 rows to numbers that fit in 16 bits. Called by
+// round_rows.cpp.
 
 #include <cuda_runtime.h>
 
@@ -8,9 +9,10 @@
 namespace speedtorch {
 namespace {
 
-// `lanes` threads own a row at a time, and each of them every so many-th group of columns, for
-// which one call of the generator gives all random words. The rows are in GPU memory, and are read
-// and written once. kWhole: every group is one access of 16 bytes.
+// A block owns blockDim.x / `lanes` rows at a time, and `lanes` threads own one of them. Each
+// thread owns every `lanes`-th group of columns; one call of the generator yields the random words
+// of a group. The rows are in GPU memory and are read and written once. kWhole: every group is one
+// access of 16 bytes.
 template <bool kWhole>
 __global__ void round_rows_kernel(RoundedRows work, int lanes) {
   const uint64_t key = key_of_step(work.key[0], work.key[1]);

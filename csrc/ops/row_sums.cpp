@@ -1,6 +1,6 @@
-// sum_rows: the rows of each distinct id of a batch, added up: the gradient of looking them up.
-// pool_rows: the rows that bags of several features name, added up: one lookup of them all.
-// Checks and the CPU loops; GPU kernels: .cu.
+// sum_rows: sums the rows of each distinct id of a batch, the gradient of a lookup. pool_rows: sums
+// the rows of each bag of several features, a lookup of all features at once. This file has the
+// checks and the CPU loops; the GPU kernels are in row_sums.cu.
 
 #include <algorithm>
 #include <cstring>
@@ -24,7 +24,7 @@ namespace {
 
 constexpr const char* kSum = "sum_rows";
 constexpr const char* kPool = "pool_rows";
-constexpr const char* kIndex = "index";  // whose plan it is
+constexpr const char* kIndex = "index";  // the id list of the plan, for messages
 
 NumberKind float_kind_of(const char* op, const Tensor& rows) {
   switch (rows.scalar_type()) {
@@ -42,7 +42,7 @@ NumberKind float_kind_of(const char* op, const Tensor& rows) {
   }
 }
 
-// A sum of rows, in the order in which they are added.
+// A sum of rows, accumulated in call order.
 template <typename T>
 class RowSum {
  public:
@@ -51,7 +51,7 @@ class RowSum {
   void add(const T* row) {
     for (size_t c = 0; c < sum_.size(); ++c) sum_[c] += static_cast<SumOf<T>>(row[c]);
   }
-  // Writes the sum divided by `count`, and begins another.
+  // Writes the sum divided by `count` and resets the sum.
   void store(T* out, int64_t count) {
     for (size_t c = 0; c < sum_.size(); ++c) {
       out[c] = static_cast<T>(std::exchange(sum_[c], 0) / static_cast<SumOf<T>>(count));
@@ -62,7 +62,7 @@ class RowSum {
   std::vector<SumOf<T>> sum_;
 };
 
-// Calls use(k, sum, a number of the kind's type) for k < count, on torch's threads.
+// Calls use(k, sum, number of the kind's type) for k < count on torch's threads.
 template <typename Use>
 void for_sums(NumberKind kind, int64_t count, int64_t columns, const Use& use) {
   using torch::headeronly::BFloat16, torch::headeronly::Half;
@@ -90,7 +90,7 @@ void sum_on_cpu(NumberKind kind, const SumRows& work, const PlanView& plan) {
   });
 }
 
-// Which rows of the batch.
+// Throws unless [begin, begin + count) lies in the batch.
 void check_part(int64_t begin, int64_t count, int64_t entries) {
   if (begin < 0 || count > entries || begin > entries - count) {
     const std::string end =
@@ -101,7 +101,8 @@ void check_part(int64_t begin, int64_t count, int64_t entries) {
   }
 }
 
-// With `named` so many of the sums are some, and `distinct` is how many there are room for.
+// `distinct`: the number of rows of the result. `named`: the number of sums to compute; further
+// rows are zeros.
 Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int64_t begin,
                 int64_t distinct, const std::optional<Tensor>& source,
                 const std::optional<Tensor>& named) {
@@ -122,9 +123,9 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
                       named ? "" : ", the ids of the plan", ", got ", distinct);
   }
   all.check_memory();
-  int64_t sums = distinct;  // that the CPU computes
+  int64_t sums = distinct;  // sums that the CPU computes
   if (named && rows.is_cpu()) sums = check_count(kSum, "named", *data_of(*named), distinct);
-  // The plan of bad ids has no sums.
+  // A plan of bad ids has no sums.
   const bool has_sums = !(named && rows.is_cpu() && sums == 0);
   const PlanView view = has_sums ? view_plan(kSum, kIndex, plan, entries, table_rows) : PlanView{};
   if (rows.is_cpu() && has_sums) {
@@ -174,7 +175,8 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
 // ------------------------------------------------------------------------------------------------
 // pool_rows
 
-// Adds and divides as torch's embedding_bag does, to the same bits in single and double precision.
+// Adds and divides in the order of torch's embedding_bag; bitwise identical in single and double
+// precision.
 void pool_on_cpu(NumberKind kind, const PoolRows& work) {
   for_sums(kind, work.bags(), work.columns, [&](int64_t bag, auto& sum, auto number) {
     using T = decltype(number);

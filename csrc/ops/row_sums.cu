@@ -1,6 +1,6 @@
-// Kernels of sum_rows and pool_rows: rows are added up, those of one id or those of one bag, in the
-// order of the batch. Called by row_sums.cpp. Each row is read once for each sum that it is part
-// of; nothing crosses the link. A group of lanes owns a sum; lanes own neighbouring columns of it.
+// Kernels of sum_rows and pool_rows: add up the rows of one id or of one bag, in batch order.
+// Called by row_sums.cpp. Each row is read once for each sum that contains it; nothing crosses the
+// link. A group of lanes owns a sum; each lane owns neighboring columns of the sum.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,21 +13,22 @@ namespace speedtorch {
 namespace {
 
 constexpr int kSumThreads = 256;
-constexpr int kInFlight = 4;  // rows that a group of lanes has asked for at a time
+constexpr int kInFlight = 4;  // rows that a group of lanes loads at a time
 
 template <typename Number, int kCount>
 struct alignas(sizeof(Number) * kCount) Numbers {
   Number at[kCount];
 };
 
-// Which columns the lanes of a group add up: those from 0 on, and in other blocks those from
-// `count` on, and so on. Blocks of all turns lie in x: a grid has 65,535 in y at most.
+// The columns of a group's lanes: `count` lanes cover columns from 0 on, the blocks of the next
+// turn the columns after them, and so on. All turns are numbered in x, because a grid has at most
+// 65,535 blocks in y.
 struct SumLanes {
   int count;       // a power of two
-  unsigned turns;  // that all columns take
+  unsigned turns;  // turns to cover all columns
 };
 
-// Where a thread works: its group, and its first column (or one past all).
+// The position of a thread: its group and its first column (past the end for idle threads).
 template <int kVec>
 struct Seat {
   int64_t group;
@@ -41,9 +42,9 @@ struct Seat {
   }
 };
 
-// The numbers of a row from a thread's column on, where `rows` begins, which lie `step` apart;
-// zeros of a row that there is none of. They can be added like any other: a sum that began as zero
-// is never -0.0.
+// Loads the numbers of a row from a thread's column on. `rows` points at this column of row 0, and
+// `step` is the row stride. A place out of range yields zeros. Zeros can be added without a branch:
+// a sum that starts at zero is never -0.0.
 template <int kVec, typename T>
 __device__ __forceinline__ Numbers<T, kVec> row_or_zeros(const T* rows, int64_t place,
                                                          int64_t row_count, int64_t step) {
@@ -84,9 +85,8 @@ struct Vector {
   static constexpr int kVec = kCount;
 };
 
-// Calls `use` with the Vector of the kind that can be read at once: of 16 bytes where all rows of
-// `columns`, which lie `step` apart, begin at multiples of that; `bits` are the tensors' addresses
-// or'ed together.
+// Calls `use` with the widest vector type of the kind: 16 bytes if all rows of `columns`, which are
+// `step` apart, are aligned to that. `bits` is the bitwise OR of the tensors' addresses.
 template <typename Use>
 auto with_vector(NumberKind kind, int64_t columns, int64_t step, uint64_t bits, const Use& use) {
   return with_float_type<__half, __nv_bfloat16>(kind, [&](auto number) {
@@ -98,38 +98,38 @@ auto with_vector(NumberKind kind, int64_t columns, int64_t step, uint64_t bits, 
 }
 
 // ------------------------------------------------------------------------------------------------
-// sum_rows. The run of an id, its entries among the sorted ones of the plan, is cut into parts of
-// kEntriesPerPart from its own begin on, so that a sum does not depend on the rest of the batch.
-// The sorted entries are cut into windows of as many; a group of lanes adds up the parts that begin
-// in its window. A run of one part is done; of a long run the sum of each part is kept aside, and a
-// second kernel adds up what was kept, part after part.
+// sum_rows. The sorted entries of an id form a run. A run is cut into parts of kEntriesPerPart from
+// its own begin, so that a sum does not depend on the rest of the batch. The sorted entries are
+// also cut into windows of the same length. A group of lanes adds up the parts that begin in its
+// window. A run of one part is finished then. For a long run the sums of the parts are stored, and
+// a second kernel adds them in order.
 
-// Entries that are added up one after the other. Fixed, so that a sum has the same bits on every
-// GPU; the shorter, the more groups share a hot id.
+// Entries that are added sequentially. Fixed, so that sums are bitwise identical on every GPU.
+// Shorter parts let more groups share a frequent id.
 constexpr int64_t kEntriesPerPart = 32;
-// Kept parts that a thread has asked for at a time: the hottest id may have thousands, and they are
-// added up by one thread a column while little else runs.
+// Stored parts that a thread loads at a time. The most frequent id may have thousands, and one
+// thread per column adds them while little else runs.
 constexpr int kPartsInFlight = 64;
 
 // A run of several parts.
 struct LongRun {
   int64_t id;
-  int64_t window;  // in which it begins
+  int64_t window;  // the window of its begin
   int64_t parts;
 };
 
 template <typename Sum>
 struct Kept {
   unsigned long long* long_count;
-  LongRun* long_runs;  // in no order; one for each window at most
-  // [2 * windows, columns]. The first part of a long run is whole, and so is the one before a later
-  // part: two first parts begin a window apart or more, and so do two later ones.
+  LongRun* long_runs;  // unordered; at most one per window
+  // [2 * windows, columns]. Two slots per window suffice: the first parts of two long runs begin at
+  // least one window apart, and so do two later parts.
   Sum* sums;
 
   __device__ static int64_t slot(int64_t window, bool first) { return 2 * window + first; }
 };
 
-// By all threads: sums from `first` on are zeros. True for one thread.
+// Called by all threads: sets sums from `first` on to zero. Returns true for one thread.
 template <typename T>
 __device__ bool zero_from(const SumRows& work, int64_t first) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -140,7 +140,8 @@ __device__ bool zero_from(const SumRows& work, int64_t first) {
   return thread == 0;
 }
 
-// Whether the plan is none for these rows: there are no sums then, and word of what is wrong.
+// Returns whether the plan does not fit these rows. If so, all sums are zeros and the error is
+// reported.
 template <typename T>
 __device__ bool refuses(const SumRows& work, const PlanStatus& status, const Report& about) {
   const bool blocked = is_blocked(status, work.table_rows);
@@ -156,7 +157,7 @@ __device__ bool refuses(const SumRows& work, const PlanStatus& status, const Rep
   return true;
 }
 
-// A part of a run, and where it lies among the sorted entries.
+// A part of a run, and its position among the sorted entries.
 struct Part {
   int64_t id;
   int64_t run_begin;
@@ -168,8 +169,7 @@ struct Part {
   __device__ bool is_last() const { return end() == run_end; }
 };
 
-// The part that an entry is in. A plan that is none (which plan_rows did not write) reads nothing
-// out of bounds.
+// The part that contains an entry. A plan not made by plan_rows causes no read out of bounds.
 __device__ Part part_at(const SumRows& work, const PlanView& plan, int64_t entries, int64_t entry) {
   const int64_t position = plan.order[entry];
   int64_t id = is_outside(position, plan.count) ? 0 : plan.inverse[position];
@@ -179,8 +179,9 @@ __device__ Part part_at(const SumRows& work, const PlanView& plan, int64_t entri
   return {id, run_begin, run_end, entry - (entry - run_begin) % kEntriesPerPart};
 }
 
-// A group owns a window, and reads kEntriesPerPart - 1 entries beyond it at most. While rows are on
-// their way it asks for the places of the next ones, and for the positions of those after them.
+// A group of lanes owns a window, and reads at most kEntriesPerPart - 1 entries beyond it. While
+// rows are loading, the group loads the places of the next rows and the positions of the rows after
+// those.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumThreads)
     sum_parts_kernel(SumRows work, PlanView plan, Kept<SumOf<T>> kept, SumLanes lanes,
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kSumThreads)
   } else if (refuses<T>(work, *plan.status, about)) {
     return;
   }
-  // The entries behind those of the distinct ids are the padding's, which gets no gradient.
+  // The entries after the distinct ids belong to the padding, which gets no gradient.
   const int64_t summed = clamped(plan.offsets[work.distinct], plan.count);
   const Seat<kVec> seat(lanes);
   const int64_t first = seat.group * kEntriesPerPart;
@@ -236,14 +237,14 @@ __global__ void __launch_bounds__(kSumThreads)
       places[u] = !counts ? -1 : work.source ? work.source[place] : place;
     }
   };
-  // The part of which `first` is may have begun before; then another group adds it up.
+  // The part that contains `first` may begin in an earlier window; then another group owns it.
   int64_t entry = part.begin < first ? part.end() : first;
   ask_for_positions(entry);
   ask_for_places();
   ask_for_positions(entry + kInFlight);
   for (; entry < end; entry += kInFlight) {
     Numbers<T, kVec> some[kInFlight];
-    int64_t next_ends[kInFlight];  // of the runs after that of `part`
+    int64_t next_ends[kInFlight];  // of the runs after `part`
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       some[u] = row_or_zeros<kVec>(rows, places[u], work.row_count, work.row_step);
@@ -272,8 +273,8 @@ __global__ void __launch_bounds__(kSumThreads)
   finish();
 }
 
-// Adds kCount numbers that lie `step` apart, asked for without a question between them: each would
-// make a load wait for another.
+// Adds kCount numbers that are `step` apart. No branch separates their loads, because a branch
+// would serialize them.
 template <int kCount, typename Sum>
 __device__ __forceinline__ void add_numbers(const Sum* from, int64_t step, Sum& sum) {
   Sum some[kCount];
@@ -283,8 +284,8 @@ __device__ __forceinline__ void add_numbers(const Sum* from, int64_t step, Sum& 
   for (int u = 0; u < kCount; ++u) sum += some[u];
 }
 
-// A thread owns a column of a long run. (Without the 1 the compiler takes 32 registers, and has few
-// numbers on their way at a time.)
+// A thread owns one column of a long run and adds its stored parts in order. Without the 1 in the
+// launch bounds the compiler uses 32 registers and keeps few loads in flight.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads, 1)
     sum_kept_kernel(SumRows work, Kept<SumOf<T>> kept) {
@@ -332,9 +333,9 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, const Repor
 // ------------------------------------------------------------------------------------------------
 // pool_rows
 
-// A group owns a bag. While rows are on their way it asks for the places of the next ones. Offsets
-// that do not ascend read nothing out of bounds. (Without the 1 of the bounds the compiler takes
-// fewer registers, and lets rows wait for each other.)
+// A group of lanes owns a bag. While rows are loading, the group loads the places of the next rows.
+// Offsets that do not ascend cause no read out of bounds. Without the 1 in the launch bounds the
+// compiler uses fewer registers and serializes the row loads.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumThreads, 1)
     pool_rows_kernel(PoolRows work, int64_t bags, SumLanes lanes) {
@@ -385,7 +386,7 @@ int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns) {
 int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, void* scratch,
                     const Report& about, void* stream) {
   if (work.columns == 0) return cudaSuccess;
-  if (plan.count == 0) {  // all that there may be are zeros
+  if (plan.count == 0) {  // every sum is zero
     return with_float_type<__half, __nv_bfloat16>(kind, [&](auto number) {
       return static_cast<int>(cudaMemsetAsync(work.out, 0,
                                               work.distinct * work.columns * sizeof(number),

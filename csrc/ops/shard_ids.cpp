@@ -1,6 +1,7 @@
-// shard_ids: the ids of a lookup of rows that ranks own, planned, and the rows of each owner to ask
-// for. requested_ids: the rows that the other ranks ask this one for. For speedtorch/parallel.
-// Checks and the CPU loops; GPU kernels: .cu.
+// shard_ids: plans the ids of a lookup of sharded rows, and lists the rows to request from each
+// rank. requested_ids: the rows that the other ranks request from this rank. Called by
+// speedtorch/parallel. This file has the checks and the CPU loops; the GPU kernels are in
+// shard_ids.cu.
 
 #include <algorithm>
 #include <limits>
@@ -26,7 +27,7 @@ void check_at_least(const char* name, int64_t number, int64_t least) {
   throw_value_error(kShard, name, " must be at least ", least, ", got ", number);
 }
 
-// Refuses `factor` if more than `most` entries result: of ranks, each of so many.
+// Throws if `ranks` times `factor` entries are more than `most`.
 void check_product(const char* name, int64_t factor, int64_t ranks, int64_t most) {
   if (factor <= most / ranks) return;
   throw_value_error(kShard, name, " must be at most ", most / ranks, " for ", ranks, " ranks, got ",
@@ -47,7 +48,7 @@ void check_shards(const Tensor& ids, const Tensor& distances, int64_t rows, int6
   check_list(kShard, "distances", distances, "ids", ids, std::max<int64_t>(blocks, 1));
 }
 
-// Calls use(i) for i < count, on torch's threads.
+// Calls use(i) for i < count on torch's threads.
 template <typename Use>
 void for_each(int64_t count, const Use& use) {
   parallel_for(0, count, 4096, [&](int64_t begin, int64_t end) {
@@ -72,8 +73,8 @@ void fill_on_cpu(const ShardIds& work, const PlanView& plan) {
   for_each(work.count, [&](int64_t i) { work.places[i] = work.place_of(plan, i); });
 }
 
-// The numbers of the rows, their plan, the counts, what to send, and for blocks of a share the
-// places of the ids' rows among those of the blocks and the entries of `unique` in the blocks.
+// Returns the numbers of the rows, their plan, the counts and the rows to send. With a share, also
+// the places of the ids' rows in the blocks, and the entries of `unique` in the blocks.
 Tensors shard_ids(const Tensor& ids, const Tensor& distances, int64_t rows, int64_t block,
                   int64_t room, int64_t ranks, int64_t share) {
   const Arguments all(kShard, {read("ids", ids), read("distances", distances)});
@@ -129,7 +130,8 @@ Tensors shard_ids(const Tensor& ids, const Tensor& distances, int64_t rows, int6
 // ------------------------------------------------------------------------------------------------
 // requested_ids
 
-// The ids, and the largest fault of all ranks. `differs`: not 0 where ranks look up other tables.
+// Returns the ids and the largest fault of all ranks. `differs`: nonzero if ranks look up different
+// tables.
 std::tuple<Tensor, Tensor> requested_ids(const Tensor& blocks, int64_t none,
                                          const std::optional<Tensor>& differs) {
   const Arguments all(kRequested, {read(kBlocks, blocks), read("differs", differs)});

@@ -1,4 +1,5 @@
-// Kernels of shard_ids and requested_ids. Called by shard_ids.cpp. Everything is in GPU memory.
+// Kernels of shard_ids and requested_ids. Called by shard_ids.cpp. All data is in GPU memory. In
+// each kernel a thread owns entries a grid stride apart unless noted otherwise.
 
 #include <cuda_runtime.h>
 
@@ -11,15 +12,15 @@ namespace {
 __device__ int64_t first_of_thread() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ int64_t threads_of_grid() { return int64_t{gridDim.x} * blockDim.x; }
 
-// A thread owns ids.
+// A thread owns ids, and computes their numbers.
 __global__ void number_ids_kernel(ShardIds work) {
   for (int64_t i = first_of_thread(); i < work.count; i += threads_of_grid()) {
     work.numbers[i] = work.number_of(id_at(work.ids, work.wide, i));
   }
 }
 
-// One block, as all of it must know where the numbers of each rank begin; a thread owns ranks.
-// Writes the counts and, behind what `begins` holds, the fault.
+// One block, because all threads need the begin of each rank; a thread owns ranks. Writes `begins`,
+// the counts and, as the last entry of `begins`, the fault.
 __global__ void count_by_rank_kernel(ShardIds work, PlanView plan) {
   const int64_t distinct = plan.status->distinct;
   for (int64_t rank = threadIdx.x; rank <= work.ranks + 1; rank += blockDim.x) {
@@ -38,7 +39,7 @@ __global__ void count_by_rank_kernel(ShardIds work, PlanView plan) {
   work.begins[work.ranks + 2] = static_cast<int64_t>(fault);
 }
 
-// A thread owns entries of what is sent, and ids. An id costs no search.
+// A thread owns entries of `sent`, then ids. No id needs a search.
 __global__ void shard_ids_kernel(ShardIds work, PlanView plan) {
   const auto fault = static_cast<ShardFault>(work.begins[work.ranks + 2]);
   for (int64_t i = first_of_thread(); i < work.sent_size(); i += threads_of_grid()) {
@@ -50,7 +51,8 @@ __global__ void shard_ids_kernel(ShardIds work, PlanView plan) {
   }
 }
 
-// A thread owns entries of the ids; those of the first block own the faults, too.
+// A thread owns entries of `ids`. The threads of the first block also reduce the ranks' faults to
+// the largest.
 __global__ void requested_ids_kernel(RequestedIds work) {
   const int64_t size = work.ranks * work.share;
   for (int64_t i = first_of_thread(); i < size; i += threads_of_grid()) {

@@ -1,5 +1,6 @@
-// split_plan: the plan of ids of several tables, which are rows of one, as a plan of each table's.
-// Checks and the CPU loop; GPU kernel: .cu.
+// split_plan: splits the plan of one batch over several tables, numbered as rows of one, into a
+// plan for each table. This file has the checks and the CPU loop; the GPU kernel is in
+// split_plan.cu.
 
 #include <torch/csrc/stable/library.h>
 
@@ -18,7 +19,7 @@ namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "split_plan";
-constexpr const char* kIndex = "index";  // whose plan it is
+constexpr const char* kIndex = "index";  // the id list of the plan, for messages
 
 void split_on_cpu(const SplitPlan& work) {
   const PlanView& plan = work.plan;
@@ -46,7 +47,7 @@ void split_on_cpu(const SplitPlan& work) {
   work.bounds[work.tables] = begin;
 }
 
-// Refuses tables that the ids of a plan on the CPU are not shared out to.
+// Throws unless the ids of a plan on the CPU are partitioned among the tables.
 void check_shared_out(const SplitPlan& work) {
   const PlanView& plan = work.plan;
   int64_t row = 0;

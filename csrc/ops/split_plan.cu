@@ -1,5 +1,5 @@
-// Kernel of split_plan. Called by split_plan.cpp. Everything is in GPU memory; a thread finds its
-// table, and where the table's rows begin among the distinct ones, by halving.
+// Kernel of split_plan. Called by split_plan.cpp. All data is in GPU memory. A thread finds its
+// table, and the table's first distinct row, by binary search.
 
 #include <cuda_runtime.h>
 
@@ -9,15 +9,16 @@
 namespace speedtorch {
 namespace {
 
-// Of a plan with bad ids, or offsets that do not ascend, it gives some numbers: every status says
-// that ids are bad, or not so many.
+// A thread owns tables, then entries of the plan, a grid stride apart. A plan with bad ids, or
+// offsets that do not ascend, yields arbitrary numbers, but every status then reports bad ids or a
+// wrong count.
 __global__ void split_plan_kernel(SplitPlan work) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const PlanView& plan = work.plan;
   const PlanStatus all = *plan.status;
   const int64_t distinct = min(all.distinct, plan.count);
-  const auto begin_of = [&](int64_t table) {  // of its distinct rows
+  const auto begin_of = [&](int64_t table) {  // begin of the table's distinct rows
     return table == work.tables ? distinct
                                 : lower_bound(plan.unique, distinct, work.ranges[2 * table]);
   };
@@ -36,7 +37,7 @@ __global__ void split_plan_kernel(SplitPlan work) {
     work.begins[min(max(work.offsets[t + 1], int64_t{0}), plan.count) + t] = count;
   }
   for (int64_t i = thread; i < plan.count; i += stride) {
-    // Tables' ids end where the next ones begin: the first that ends after the entry has it.
+    // The entry belongs to the first table whose ids end after the entry.
     const int64_t t = min(lower_bound(work.offsets + 1, work.tables, i + 1), work.tables - 1);
     const int64_t first_entry = work.offsets[t], entry = i - first_entry;
     const int64_t begin = begin_of(t), rows = begin_of(t + 1) - begin;

@@ -1,5 +1,5 @@
-// table_ids: ids of several features as rows of one table that holds all of theirs, and the bag of
-// each. Checks and the CPU loop; GPU kernel: .cu.
+// table_ids: maps the ids of several features to rows of one table with all their rows, and to the
+// bag of each id. This file has the checks and the CPU loop; the GPU kernel is in table_ids.cu.
 
 #include <vector>
 
@@ -31,7 +31,7 @@ void find_on_cpu(const TableIds& work, const Ids& ids) {
   });
 }
 
-// Whether there are so many bags, without their product, which may be too large a number.
+// Whether `bags` equals features * samples, without the product, which may overflow.
 bool is_product(int64_t bags, int64_t features, int64_t samples) {
   if (features == 0 || samples == 0) return bags == 0;
   return bags % features == 0 && bags / features == samples;

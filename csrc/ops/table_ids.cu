@@ -1,5 +1,5 @@
-// Kernel of table_ids. Called by table_ids.cpp. Everything is in GPU memory; an id costs a search
-// by halving in the offsets of the bags.
+// Kernel of table_ids. Called by table_ids.cpp. All data is in GPU memory; each id costs a binary
+// search in the offsets of the bags.
 
 #include <cuda_runtime.h>
 
@@ -9,12 +9,13 @@
 namespace speedtorch {
 namespace {
 
-// A thread owns entries. Offsets that do not ascend name some bag, never one that there is not.
+// A thread owns entries, a grid stride apart. If offsets do not ascend, the entry gets some
+// existing bag.
 __global__ void table_ids_kernel(TableIds work) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t bags = work.features * work.samples;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < work.count; i += stride) {
-    // Bags end where the next ones begin: the first that ends after the entry holds it.
+    // The entry belongs to the first bag that ends after the entry.
     const int64_t bag = min(lower_bound(work.offsets + 1, bags, i + 1), bags - 1);
     const int64_t feature = bag / work.samples, sample = bag % work.samples;
     const int64_t id = id_at(work.ids, work.wide, i);

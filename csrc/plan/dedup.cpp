@@ -1,4 +1,4 @@
-// Prepares ids on a GPU; see dedup.h. The kernels are in dedup.cu.
+// Prepares ids on a GPU; see dedup.h. Launches the kernels of dedup.cu or makes a plan.
 
 #ifdef SPEEDTORCH_CUDA
 

@@ -1,6 +1,6 @@
-// Checks ids and finds which occurrence of each id moves its row, by a hash table in GPU memory.
-// Called by dedup.cpp. Reads each id once, and again those that hash to the same slot; nothing
-// crosses the link.
+// Checks ids and finds the occurrence of each id that moves its row, with a hash table in GPU
+// memory. Called by dedup.cpp. Each id is read once, and again for each id with the same slot;
+// nothing crosses the link.
 
 #include <cuda_runtime.h>
 
@@ -14,7 +14,8 @@ struct Taken {
   int32_t holder;  // the position that held the slot before, or the caller's
 };
 
-// Finds the slot of `id` and takes it if it is free. kLast: also takes it from an earlier position.
+// Finds the slot of `id` and claims it if it is free. kLast: also claims it from an earlier
+// position.
 template <Keep kKeep>
 __device__ Taken take_slot(const DedupView& dedup, int64_t id, int32_t position) {
   const uint64_t mask = static_cast<uint64_t>(dedup.slot_count) - 1;
@@ -49,9 +50,9 @@ __device__ void append_repeated(const DedupView& dedup, bool repeats, int64_t m)
   }
 }
 
-// A thread owns positions, from the end of the batch on: with kLast the first position to take a
-// slot mostly keeps it, so that frequent ids cause few writes. Of the lanes of a warp with the same
-// id, the one with the last position takes the slot for all.
+// A thread owns positions, a grid stride apart, starting at the end of the batch. With kLast the
+// first position to claim a slot then mostly keeps it, so that frequent ids cause few writes. In a
+// warp, the lane with the last position claims the slot for all lanes with the same id.
 template <Keep kKeep>
 __global__ void __launch_bounds__(kIdThreads) dedup_kernel(DedupView dedup, int64_t rows) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;

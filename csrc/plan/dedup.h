@@ -1,6 +1,7 @@
-// Prepares a batch's ids for the kernels that move its rows on a GPU: checks them, and finds which
-// occurrence of each id moves its row. By a plan (rows in address order), by a hash table (a tenth
-// of a sort's time, rows in any order), or not at all (each occurrence moves its row).
+// Prepares a batch's ids for the kernels that move its rows on a GPU. Called by the ops that move
+// rows. Checks the ids, and finds the occurrence of each id that moves its row: with a plan (rows
+// in address order), with a hash table (a tenth of a sort's time, rows in any order), or not at all
+// (each occurrence moves its row).
 #pragma once
 
 #include "move/cost_model.h"
@@ -9,12 +10,11 @@
 namespace speedtorch {
 
 struct RowIds {
-  Tensors keep;  // what `view` points into, in GPU memory
+  Tensors keep;  // GPU memory that `view` points into
   RowIdsView view;
 };
 
-// Queues that work. Only kOrdered takes a batch without
-// ids.
+// Queues this work on `stream`. A batch without ids needs kOrdered.
 //   Path::kOrdered   uses the caller's plan, or makes one
 //   Path::kDistinct  keeps one occurrence of each id, as `keep` says
 //   Path::kDirect    keeps all occurrences; at most kIdsCheckedInBlock ids stay unchecked (a null

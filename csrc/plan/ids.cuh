@@ -1,5 +1,5 @@
-// What kernels do with the ids of a batch: read, check, hash and search them, and report bad ids in
-// the error record (gpu.h). No torch here.
+// Device functions for the ids of a batch: read, check, hash and search them, and report bad ids in
+// the error record (gpu.h). Included by kernels. Includes no torch header.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 namespace speedtorch {
 
 constexpr int kIdThreads = 256;
-// Enough threads to saturate GPU memory on batches of a million ids, few enough to leave room
-// beside them.
+// Enough threads to saturate GPU memory on batches of a million ids, few enough to leave room for
+// other kernels.
 constexpr int64_t kMostIdBlocks = 1024;
 
 inline int blocks_for_ids(int64_t n) { return shares_of(n, kIdThreads, kMostIdBlocks); }
 
-// Bytes of a piece of scratch: pieces are aligned as cudaMalloc aligns.
+// Bytes of a part of scratch memory, rounded to the alignment of cudaMalloc.
 constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 __device__ inline int64_t id_at(const void* ids, bool wide, int64_t m) {
@@ -28,7 +28,7 @@ __device__ inline bool is_outside(int64_t id, int64_t rows) {
   return static_cast<uint64_t>(id) >= static_cast<uint64_t>(rows);
 }
 
-// A count that is none (it was not checked) stands for the nearest that is one.
+// Clamps an unchecked count to the valid range.
 __device__ inline int64_t clamped(int64_t count, int64_t most) {
   return min(max(count, int64_t{0}), most);
 }
@@ -38,7 +38,7 @@ __device__ inline uint64_t hash_of(int64_t id) {
   return static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull >> 32;
 }
 
-// The first of ascending ids that is not below `id`.
+// The index of the first id in ascending ids that is not below `id`.
 __device__ inline int64_t lower_bound(const int64_t* ids, int64_t count, int64_t id) {
   int64_t low = 0, high = count;
   while (low < high) {
@@ -63,8 +63,8 @@ __device__ inline void note_last(int64_t* from_end, int64_t count) {
 // ------------------------------------------------------------------------------------------------
 // Reports of bad ids; one thread calls each.
 
-// The first report stays until the host has read it. If kernels on several streams of a GPU report
-// at the same time, one claims the record and the reports of the others are dropped.
+// The first report remains until the host has read it. If kernels on several streams of a GPU
+// report at the same time, one claims the record and the other reports are dropped.
 __device__ inline void report(const Report& about, IdError kind, int64_t id, int64_t position,
                               int64_t bad_count, int64_t count) {
   volatile ErrorRecord* record = about.record;
@@ -97,7 +97,7 @@ __device__ inline void report_blocked(const Report& about, const PlanStatus& sta
   }
 }
 
-// Without a status, searches all ids.
+// Searches all ids if there is no status.
 __device__ inline void report_outside(const Report& about, const DedupView& ids) {
   int64_t first = 0, bad_count = 0;
   if (ids.status != nullptr) {
@@ -115,7 +115,7 @@ __device__ inline void report_outside(const Report& about, const DedupView& ids)
 
 // ------------------------------------------------------------------------------------------------
 
-// A RowMap (see row_copy.cuh) that takes each distinct id once.
+// A RowMap (see row_copy.cuh) that moves the row of each distinct id once.
 struct RowMapOnce : RowIdsView {
   Report about;
 

@@ -1,4 +1,5 @@
-// plan_rows: ids in address order, on the CPU here and on the GPU in plan.cu; see plan.h.
+// plan_rows: sorts ids in address order, on the CPU in this file and on the GPU in plan.cu; see
+// plan.h.
 
 #include "plan/plan.h"
 
@@ -25,7 +26,7 @@ constexpr const char* kPartNames[kParts] = {"unique", "inverse", "order", "offse
 void sort_positions(const Ids& ids, const PlanOf& of, int64_t* order) {
   constexpr int kDigitBits = 11;  // 2,048 counters of 8 bytes stay in the first-level cache
   constexpr size_t kBuckets = size_t{1} << kDigitBits;
-  constexpr int64_t kFew = 512;  // are compared in less time than the counters take to clear
+  constexpr int64_t kFew = 512;  // a comparison sort of these is faster than clearing the counters
   const int64_t n = ids.count;
   for (int64_t i = 0; i < n; ++i) order[i] = i;
   if (n <= kFew) {
@@ -66,7 +67,7 @@ PlanView view_of(const Tensors& plan, int64_t count) {
 void fill_plan_on_cpu(const Ids& ids, const PlanOf& of, const PlanView& plan) {
   const int64_t n = ids.count;
   if (n > 0) sort_positions(ids, of, plan.order);
-  int64_t distinct = 0, repeat = n, trained = n;  // entries before those of the padding
+  int64_t distinct = 0, repeat = n, trained = n;  // entries before the padding's
   for (int64_t i = 0; i < n; ++i) {
     const int64_t position = plan.order[i], id = ids.at(position);
     if (of.padding >= 0 && id == of.padding) {
@@ -179,7 +180,7 @@ PlanView view_plan(const char* op, const char* list, const Tensors& plan, int64_
 
 void check_offsets(const char* op, const char* list, const PlanView& view) {
   const int64_t distinct = view.status->distinct;
-  // The entries behind those of the distinct ids are the padding's.
+  // The entries after the distinct ids belong to the padding.
   const bool is_padded = view.has_padding && view.offsets[distinct] < view.count;
   bool good = view.offsets[0] == 0 && (is_padded || view.offsets[distinct] == view.count);
   for (int64_t k = 0; good && k < distinct; ++k) good = view.offsets[k] < view.offsets[k + 1];
@@ -188,8 +189,7 @@ void check_offsets(const char* op, const char* list, const PlanView& view) {
 
 void check_plan_of(const char* op, const char* list, const PlanView& view, const Ids& ids) {
   check_offsets(op, list, view);
-  // Positions that rise within each of the distinct ids and name it are all the positions there
-  // are.
+  // If positions ascend within each distinct id and name it, they are all the positions.
   for (int64_t k = 0; k < view.status->distinct; ++k) {
     const int64_t id = view.unique[k];
     bool good = k == 0 || view.unique[k - 1] < id;

@@ -1,7 +1,7 @@
-// Ids -> address order on the GPU: mark bad ids, sort (id, position) by id, number the distinct
-// ids. Called by plan.cpp. Every id is read once or twice from GPU memory; nothing crosses the
-// link. Bad ids leave garbage in the plan but never an address out of bounds; the status tells the
-// movers to leave everything as it was.
+// Plans ids on the GPU: marks bad ids, sorts (id, position) by id, numbers the distinct ids. Called
+// by plan.cpp. Each id is read once or twice from GPU memory; nothing crosses the link. Bad ids
+// leave garbage in the plan but cause no access out of bounds. Kernels that move rows read the
+// status and change nothing.
 
 #include <cuda_runtime.h>
 
@@ -9,7 +9,7 @@
 #include <iterator>
 #include <utility>
 
-// Ids are integers, and CUB is not profiled here: a fifth of this file's compiling.
+// Ids are integers, and CUB is not profiled here: these defines save a fifth of the compile time.
 #define CCCL_DISABLE_BF16_SUPPORT
 #define CCCL_DISABLE_FP16_SUPPORT
 #define CCCL_DISABLE_NVTX
@@ -25,7 +25,7 @@
 namespace speedtorch {
 namespace {
 
-// One block plans so few ids in the time of a few launches.
+// One block plans this many ids in the time of a few launches.
 constexpr int kFewThreads = 512;
 constexpr int kFewPerThread = 4;
 constexpr int64_t kFewIds = kFewThreads * kFewPerThread;
@@ -42,7 +42,7 @@ struct Scratch {
   int64_t cub_bytes;
 };
 
-// Marks of sorted entries, as the scan reads them: 1 where an id differs from the one before it.
+// Marks of sorted entries for the scan: 1 if an id differs from the one before it.
 template <typename Key>
 struct Heads {
   using iterator_category = std::random_access_iterator_tag;
@@ -61,7 +61,7 @@ struct Heads {
   __host__ __device__ Heads operator+(int64_t i) const { return {keys, at + i}; }
 };
 
-// Sorts (key, position) by key, or says how many bytes of scratch.cub that takes where it is null.
+// Sorts (key, position) by key. With a null scratch.cub, only returns the needed bytes.
 template <typename Key>
 cudaError_t sort(const Scratch<Key>& scratch, size_t& bytes, int64_t n, const PlanOf& of,
                  cudaStream_t stream) {
@@ -70,7 +70,7 @@ cudaError_t sort(const Scratch<Key>& scratch, size_t& bytes, int64_t n, const Pl
                                          static_cast<int>(n), 0, end_bit(of), stream);
 }
 
-// The number of heads up to each entry; bytes as above.
+// Computes the number of heads up to each entry; bytes as above.
 template <typename Key>
 cudaError_t rank_heads(const Scratch<Key>& scratch, size_t& bytes, int64_t n, cudaStream_t stream) {
   return cub::DeviceScan::InclusiveSum(scratch.cub, bytes, Heads<Key>{scratch.sorted_keys, 0},
@@ -105,7 +105,7 @@ Scratch<Key> carve(void* memory, int64_t bytes, int64_t n) {
 // ------------------------------------------------------------------------------------------------
 // kernels
 
-// A thread owns ids i, i + threads, ...: finds those out of range and prepares the sort.
+// A thread owns ids i, i + threads, ...: finds ids out of range and prepares the sort.
 template <typename Key>
 __global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, PlanOf of, Key* keys,
                                 int32_t* positions, Found* found) {
@@ -121,7 +121,8 @@ __global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, PlanOf of
   }
 }
 
-// A thread owns sorted entries: writes its share of the plan. The last block writes the status.
+// A thread owns sorted entries, a grid stride apart, and writes their part of the plan. The last
+// block to finish writes the status.
 template <typename Key>
 __global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const Key* sorted_keys,
                                   const int32_t* sorted_positions, const int32_t* ranks,
@@ -129,7 +130,7 @@ __global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const K
   const int64_t n = out.count;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t all = ranks[n - 1];
-  unsigned long long from_end = 0;  // of the first repeated id
+  unsigned long long from_end = 0;  // ids from the first repeated one to the end of the batch
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
     const int64_t position = sorted_positions[i];
     const bool head = i == 0 || ranks[i - 1] != ranks[i];
@@ -139,7 +140,7 @@ __global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const K
     }
   }
   note_repeat(found, from_end);
-  __threadfence();  // before this block counts as done
+  __threadfence();  // publishes this block's results before its count
   __syncthreads();
   if (threadIdx.x != 0) return;
   auto* done = reinterpret_cast<unsigned long long*>(&found->blocks_done);
@@ -149,8 +150,8 @@ __global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const K
   write_status(ids, wide, of, *found, distinct, out);
 }
 
-// One block: all of the above, for batches so small that a dozen launches take longer. A thread
-// owns kFewPerThread neighbours, before and after the sort.
+// One block does all of the above, for batches so small that a dozen launches take longer. A thread
+// owns kFewPerThread neighbors, before and after the sort.
 __global__ void __launch_bounds__(kFewThreads)
     plan_few_kernel(const void* ids, bool wide, PlanOf of, int last_bit, PlanView out) {
   using Sort = cub::BlockRadixSort<uint64_t, kFewThreads, kFewPerThread, int32_t>;
@@ -158,10 +159,10 @@ __global__ void __launch_bounds__(kFewThreads)
   __shared__ union {
     typename Sort::TempStorage sort;
     typename Scan::TempStorage scan;
-    uint64_t last_key[kFewThreads];  // of each thread's neighbours
+    uint64_t last_key[kFewThreads];  // the last key of each thread
   } shared;
   __shared__ Found found;
-  __shared__ int64_t final_key;  // of the last sorted entry
+  __shared__ int64_t final_key;  // key of the last sorted entry
   const int64_t n = out.count;
   if (threadIdx.x == 0) found = {};
   __syncthreads();
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kFewThreads)
       note_last(&found.bad_from_end, n - i);
     }
   }
-  // Stable, so that what is behind the last id stays there.
+  // The sort is stable, so that padding entries remain after the last id.
   Sort(shared.sort).Sort(key, position, 0, last_bit);
   __syncthreads();
   shared.last_key[threadIdx.x] = key[kFewPerThread - 1];

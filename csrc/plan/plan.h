@@ -1,12 +1,12 @@
-// A batch's ids in address order. One plan serves every op on the same ids.
+// Plans: a batch's ids in address order. Every op on the same ids can use the same plan.
 //
-// A plan is a list of tensors on one device: unique [n], inverse [n], order [n], offsets [n + 1],
-// status [8], all int64; with u distinct ids the first u of `unique` are valid, ascending, and
-// positions order[offsets[k]] up to order[offsets[k + 1]] name unique[k], in index order.
+// A plan is a list of int64 tensors on one device: unique [n], inverse [n], order [n], offsets
+// [n + 1], status [8]. With u distinct ids, the first u entries of `unique` are valid and ascend.
+// The positions order[offsets[k]] to order[offsets[k + 1] - 1] name unique[k], in index order.
 //
-// With a padding `unique` is [n + 1]. It is no distinct id: it stands at unique[u], its positions
-// from order[offsets[u]] on, and its place is u, whether the batch names it or not. With a capacity
-// its place is the capacity.
+// With a padding, `unique` is [n + 1]. The padding does not count as a distinct id: its id is
+// unique[u], and its positions begin at order[offsets[u]]. Its place is u, or the capacity if there
+// is one, whether the batch names the padding or not.
 #pragma once
 
 #include <cstdint>
@@ -19,33 +19,33 @@ namespace speedtorch {
 
 using Plan = std::optional<Tensors>;
 
-// ValueError about a plan whose numbers are none of plan_rows'.
+// Throws ValueError for a plan that plan_rows cannot have made.
 [[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list);
 
-// A plan of ids on their own device, without the checks that plan_rows makes of bad ids on the CPU.
+// Makes a plan on the device of the ids, without plan_rows' checks of bad ids on the CPU.
 Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, void* stream,
                   int64_t status_fields = kPlanStatusFields, bool shares_memory = true);
-// What plan_rows refuses of `index` and `rows` before it reads an id.
+// Makes the checks of plan_rows on `index` and `rows` that read no id.
 void check_plannable(const char* op, const Tensor& index, int64_t rows);
-// A plan of an `index` so checked, as plan_rows makes it: bad ids on the CPU are refused.
+// Makes a plan of a checked `index`, as plan_rows does: throws for bad ids on the CPU.
 Tensors plan_index(const char* op, const Tensor& index, const PlanOf& of, void* stream,
                    int64_t status_fields = kPlanStatusFields, bool shares_memory = true);
-// Refuses a status of neither length.
+// Throws unless the status has one of its two lengths.
 void check_status(const char* op, const char* name, const Tensor& status);
-// Checks a plan that the user passed: number, shapes, dtypes, devices. Reads no byte of it.
+// Checks a plan that the user passed: number, shapes, dtypes, devices. Does not read the data.
 void check_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
                 const Tensor& on, bool may_have_padding = false);
-// A checked plan; on the CPU its status is checked here. (On a GPU the kernels look at it.)
+// Views a checked plan. Checks its status on the CPU; on a GPU the kernels check it.
 PlanView view_plan(const char* op, const char* list, const Tensors& plan, int64_t count,
                    int64_t rows);
-// On the CPU, of one of view_plan: refuses offsets that do not share out all entries, at least one
-// to each distinct id.
+// Throws unless the offsets of a plan on the CPU partition all entries, with at least one for each
+// distinct id.
 void check_offsets(const char* op, const char* list, const PlanView& view);
-// The same, and refuses a plan that is not that of these ids.
+// Does the same, and throws for a plan of other ids.
 void check_plan_of(const char* op, const char* list, const PlanView& view, const Ids& ids);
 
-// For paths that work on the CPU although ids and plan lie on a GPU: brings the ids there and
-// checks both, which waits for the GPU.
+// For paths on the CPU with ids and plan on a GPU: copies both to the CPU and checks them, which
+// waits for the GPU. Returns the ids.
 Ids check_ids_and_plan_on_cpu(const char* op, const char* list, const Ids& ids, const Plan& plan,
                               int64_t rows);
 

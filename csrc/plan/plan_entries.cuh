@@ -1,5 +1,5 @@
-// What kernels that plan ids write once the ids are sorted, entry by entry; plan.cu and
-// plan_together.cu sort them. No torch here.
+// Device functions that write the entries of a plan from sorted ids. Called by the kernels of
+// plan.cu and plan_together.cu, which sort the ids. Includes no torch header.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace speedtorch {
 
-// What the kernels find before the status can be written; zeros: nothing.
+// The findings of the kernels before the status is written; all zeros: none.
 struct Found {
   int64_t bad_count;
   int64_t bad_from_end;     // ids from the first bad one to the end of the batch
-  int64_t repeat_from_end;  // the same of the first repeated one
+  int64_t repeat_from_end;  // ids from the first repeated one to the end of the batch
   int64_t blocks_done;
 };
 
@@ -21,10 +21,10 @@ inline int end_bit(const PlanOf& of) {
   return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(of.last_key()))));
 }
 
-// Whether half the bytes hold every key.
+// Whether every key fits in 32 bits.
 inline bool has_short_keys(const PlanOf& of) { return of.last_key() <= int64_t{UINT32_MAX}; }
 
-// By one thread, of a batch whose ids have all been looked at.
+// Called by one thread after all ids of the batch are examined: writes the status.
 __device__ inline void write_status(const void* ids, bool wide, const PlanOf& of,
                                     const volatile Found& found, int64_t distinct,
                                     const PlanView& out) {
@@ -39,9 +39,9 @@ __device__ inline void write_status(const void* ids, bool wide, const PlanOf& of
                  repeat < n ? id_at(ids, wide, repeat) : 0};
 }
 
-// Writes what sorted entry i says of the plan. `rank` is the number of distinct ids up to it, the
-// padding's included, and `all` that of the batch. Returns whether the id stands in an entry
-// before.
+// Writes the values of sorted entry i to the plan. `rank` is the number of distinct ids up to the
+// entry, including the padding, and `all` the number in the batch. Returns whether an earlier entry
+// has the same id.
 __device__ inline bool write_entry(int64_t i, int64_t key, int64_t position, int64_t rank,
                                    bool head, int64_t all, const PlanOf& of, const PlanView& out) {
   const int64_t n = out.count;
@@ -59,8 +59,8 @@ __device__ inline bool write_entry(int64_t i, int64_t key, int64_t position, int
   return !head && !is_padding;
 }
 
-// By one thread, which has the last sorted entry: what no entry has written. Returns the number of
-// distinct ids without the padding.
+// Called by the thread with the last sorted entry: writes the values after all entries. Returns the
+// number of distinct ids without the padding.
 __device__ inline int64_t write_ends(int64_t last_key, int64_t all, const PlanOf& of,
                                      const PlanView& out) {
   const int64_t n = out.count;
@@ -73,8 +73,8 @@ __device__ inline int64_t write_ends(int64_t last_key, int64_t all, const PlanOf
   return all - names_padding;
 }
 
-// All lanes of a warp call this. Once for each warp, and rarely: one atomic for each repeated id
-// took longer than the sort.
+// Called by all lanes of a warp, at most once per warp: one atomic per repeated id took longer than
+// the sort.
 __device__ inline void note_repeat(Found* found, unsigned long long from_end) {
   for (int apart = 16; apart > 0; apart /= 2) {
     from_end = max(from_end, __shfl_xor_sync(~0u, from_end, apart));

@@ -1,7 +1,7 @@
-// Plans a batch in one cooperative launch: a radix sort whose blocks wait for each other, then the
-// entries of the plan. Called by plan.cu for batches that are too large for one block and so small
-// that the host needs longer for a dozen launches than the GPU for their work. Every id is read
-// once, and written and read once for each 8 bits of the rows' number; nothing crosses the link.
+// Plans a batch in one cooperative launch: a radix sort with grid-wide barriers, then the entries
+// of the plan. Called by plan.cu for batches that are too large for one block, but so small that a
+// dozen launches cost the host more than the work costs the GPU. Each id is read once, and is
+// written and read once for each 8 bits of the largest row number; nothing crosses the link.
 
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
@@ -24,8 +24,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kPerThread = 4;
-constexpr int64_t kTile = int64_t{kThreads} * kPerThread;  // ids of a block
-// All of them wait on the GPU at once: other work keeps half of a large GPU's multiprocessors.
+constexpr int64_t kTile = int64_t{kThreads} * kPerThread;  // ids per block
+// All blocks run at once. This limit leaves half of a large GPU's multiprocessors to other work.
 constexpr int kMostBlocks = 64;
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
@@ -36,8 +36,8 @@ struct Scratch {
   Found* found;
   Key* keys[2];
   int32_t* positions[2];
-  int32_t* counts;  // [blocks][kDigits]: how many ids of a block have a digit
-  int32_t* heads;   // [blocks]: how many entries of a block differ from the one before
+  int32_t* counts;  // [blocks][kDigits]: number of a block's ids with a digit
+  int32_t* heads;   // [blocks]: number of a block's entries that differ from the one before
 };
 
 template <typename Key>
@@ -52,9 +52,9 @@ int64_t carve(void* memory, int64_t n, Scratch<Key>& scratch) {
   return static_cast<int64_t>(next - reinterpret_cast<uintptr_t>(memory));
 }
 
-// A block owns kTile neighbours of the batch, and of each order that the sort goes through; a
-// thread owns kPerThread neighbours of them. Entries behind the last id have the largest key and
-// stay behind it, because every sort is stable.
+// A block owns kTile neighbors of the batch, and of each order during the sort; a thread owns
+// kPerThread neighbors of them. Entries after the last id have the largest key and remain there,
+// because every pass is stable.
 template <typename Key>
 __global__ void __launch_bounds__(kThreads)
     plan_together_kernel(const void* ids, bool wide, PlanOf of, int last_bit, Scratch<Key> scratch,
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(kThreads)
     typename Scan::TempStorage scan;
     int32_t digit[kTile];
   } shared;
-  __shared__ int32_t begin[kDigits], end[kDigits];  // of the block's entries of each digit
+  __shared__ int32_t begin[kDigits], end[kDigits];  // of the block's entries with each digit
   const auto grid = cooperative_groups::this_grid();
   const int64_t n = out.count, tile = int64_t{blockIdx.x} * kTile;
   const int64_t first = tile + int64_t{threadIdx.x} * kPerThread;
-  const int mine = static_cast<int>(min(kTile, n - tile));  // entries of this block
+  const int mine = static_cast<int>(min(kTile, n - tile));  // number of valid entries in this block
   Key key[kPerThread];
   int32_t position[kPerThread];
   unsigned long long bad = 0, bad_from_end = 0;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (grid.thread_rank() == 0) *scratch.found = {};
-  int to = 0;  // which of the two arrays the entries go to
+  int to = 0;  // the target of the two arrays
   for (int bit = 0; bit < last_bit; bit += kDigitBits, to ^= 1) {
     const int bits = min(kDigitBits, last_bit - bit);
     Sort(shared.sort).Sort(key, position, bit, bit + bits);
@@ -111,12 +111,13 @@ __global__ void __launch_bounds__(kThreads)
       counts[blockIdx.x * kDigits] = end[threadIdx.x] - begin[threadIdx.x];
     }
     grid.sync();
-    if (bad > 0) {  // what is found was cleared before the blocks met
+    if (bad > 0) {  // scratch.found was cleared before the last grid.sync
       atomicAdd(reinterpret_cast<unsigned long long*>(&scratch.found->bad_count), bad);
       note_last(&scratch.found->bad_from_end, static_cast<int64_t>(bad_from_end));
       bad = 0;
     }
-    // Where entries of a digit begin: behind all of smaller digits, and those of blocks before.
+    // The begin of each digit's entries: after all smaller digits, and after the same digit in
+    // earlier blocks.
     int32_t before = 0, all = 0, smaller = 0;
     if (threadIdx.x < kDigits) {
       for (unsigned block = 0; block < gridDim.x; ++block) {
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
       scratch.keys[to][there] = key[k];
       scratch.positions[to][there] = position[k];
     }
-    grid.sync();  // which also ends the use of the counts
+    grid.sync();  // also ends the use of the counts
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
       const int64_t i = first + k;
@@ -157,13 +158,13 @@ __global__ void __launch_bounds__(kThreads)
   Scan(shared.scan).InclusiveSum(rank, rank, heads);
   if (threadIdx.x == 0) scratch.heads[blockIdx.x] = heads;
   grid.sync();
-  int64_t before = 0, all = 0;  // distinct ids of the blocks before, and of all
+  int64_t before = 0, all = 0;  // distinct ids of earlier blocks, and of all
   for (unsigned block = 0; block < gridDim.x; ++block) {
     const int32_t count = scratch.heads[block];
     if (block < blockIdx.x) before += count;
     all += count;
   }
-  unsigned long long from_end = 0;  // of the first repeated id
+  unsigned long long from_end = 0;  // ids from the first repeated one to the end of the batch
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     const int64_t i = first + k;
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kThreads)
   write_status(ids, wide, of, *scratch.found, distinct, out);
 }
 
-// Blocks that a GPU runs at once, asked for once; 0: it has no cooperative launches.
+// The number of blocks that a GPU runs at once, queried once; 0: no cooperative launches.
 int blocks_at_once(int device) {
   int supported = 0, processors = 0, each = 0;
   const RelaxedCapture while_capturing;  // the kernel may have to be loaded first
@@ -209,7 +210,7 @@ int launch(const void* ids, bool wide, PlanOf of, void* memory, PlanView out, cu
 
 bool can_plan_together(int64_t n) {
   constexpr int kKnownGpus = 64;
-  static std::atomic<int> known[kKnownGpus];  // 0: not asked, or the answer and 1
+  static std::atomic<int> known[kKnownGpus];  // 0: not queried; else the answer + 1
   if (blocks_of(n) > kMostBlocks) return false;
   int device = 0;
   if (!succeeded(cudaGetDevice(&device)) || device >= kKnownGpus) return false;

@@ -1,4 +1,5 @@
-// The Python module: importing it loads the library, which registers the ops. It has two classes.
+// The extension module speedtorch._C. Importing it loads the library, which registers the ops, and
+// adds the classes Turn and Turns.
 
 #include "python/turn.h"
 

@@ -1,13 +1,14 @@
-// Python's limited API: what of it is used here must be named here.
+// Includes Python's limited API and declares every symbol in use as weak. A new use of the API must
+// be added to this list.
 
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-// Without Python (in a C++ program) these symbols are missing, and the module's initialiser is
-// not called. Which functions count references depends on the Python that the library is built
-// for.
+// A C++ program without Python can load the library: these symbols are then missing and PyInit__C
+// is not called. Both forms of reference counting are listed, because the Python version at build
+// time decides which form is used.
 #pragma weak _Py_Dealloc
 #pragma weak Py_DecRef
 #pragma weak _Py_DecRef

@@ -1,17 +1,19 @@
-// A turn goes to the threads in the order in which they ask for it: Python's own locks go to the
-// thread that asks next, which in a loop is the same thread for minutes. There is no Python code in
-// it at which Ctrl-C could leave it taken, and that would cost each small step.
+// The Python classes Turn and Turns: reentrant locks that serve waiting threads in order of
+// arrival. speedtorch's Python modules use them as context managers. A plain Python lock can serve
+// one looping thread for minutes while others wait. The code is C++ for two reasons: Ctrl-C cannot
+// leave the lock acquired, and small steps pay no Python overhead.
 //
-// Python's global interpreter lock protects it: that is released only while a thread waits here.
+// The global interpreter lock (GIL) protects all state of this file. Only a thread that waits for a
+// turn releases the GIL.
 
 #include "python/turn.h"
 
 namespace speedtorch {
 namespace {
 
-// A thread that waits, on that thread's stack.
+// A waiting thread. The object lives on the stack of this thread.
 struct Waiter {
-  PyThread_type_lock wake;  // taken until the turn is this thread's
+  PyThread_type_lock wake;  // locked until this thread owns the turn
   unsigned long thread;
   bool has_turn = false;
   Waiter* next = nullptr;
@@ -19,11 +21,12 @@ struct Waiter {
 
 struct Turn {
   PyObject object;
-  // How often `thread` has taken it and not given it back; 0: it is free, and no thread waits.
+  // The number of acquisitions by `thread` that it has not released. 0: free, without waiters.
   Py_ssize_t depth;
   unsigned long thread;
   Waiter* first;
-  // What it has become a part of, which has all of this then; a reference.
+  // The turn that this turn was united with, or null. All state is in that turn then. Owned
+  // reference.
   Turn* whole;
 };
 
@@ -33,14 +36,14 @@ Turn& whole_of(PyObject* self) {
   return *turn;
 }
 
-// Sets Python's error unless this thread has the turn.
+// Sets a Python error and returns false unless the calling thread owns the turn.
 bool check_held(const Turn& turn) {
   if (turn.depth > 0 && turn.thread == PyThread_get_thread_ident()) return true;
   PyErr_SetString(PyExc_RuntimeError, "this thread does not have the turn");
   return false;
 }
 
-// Lets waiters follow those that wait for it already.
+// Appends a list of waiters to the queue.
 void append(Turn& turn, Waiter* waiters) {
   Waiter** end = &turn.first;
   while (*end != nullptr) end = &(*end)->next;
@@ -63,15 +66,15 @@ void release(Turn& turn) {
   PyThread_release_lock(following.wake);
 }
 
-// Waits until the turn is this thread's; false with Python's error set if a signal's handler
-// raised.
+// Waits until this thread owns the turn. Returns false with a Python error set if the handler of a
+// signal raised.
 bool wait_for(PyObject* self, Waiter& waiter) {
   while (!waiter.has_turn) {
     PyThreadState* const state = PyEval_SaveThread();
-    PyThread_acquire_lock_timed(waiter.wake, -1, /*intr_flag=*/1);  // a signal ends it, too
+    PyThread_acquire_lock_timed(waiter.wake, -1, /*intr_flag=*/1);  // signals interrupt the wait
     PyEval_RestoreThread(state);
     if (waiter.has_turn || PyErr_CheckSignals() == 0) continue;
-    // The handler is Python code: other threads may have run meanwhile.
+    // The handler is Python code, so other threads may have run and passed the turn to this one.
     if (waiter.has_turn) {
       release(whole_of(self));
     } else {
@@ -82,12 +85,13 @@ bool wait_for(PyObject* self, Waiter& waiter) {
   return true;
 }
 
-// Whether Python is ending: no other thread runs any more, whichever has the turn.
+// Whether the interpreter shuts down. No other thread runs then, so the turn can be taken from its
+// owner.
 bool is_ending() {
   PyObject* const ask = PySys_GetObject("is_finalizing");
   PyObject* const said = ask == nullptr ? nullptr : PyObject_CallNoArgs(ask);
   const bool is_ending = said == nullptr || PyObject_IsTrue(said) == 1;
-  if (said == nullptr) PyErr_Clear();  // what could say so is gone
+  if (said == nullptr) PyErr_Clear();  // sys.is_finalizing is already gone
   Py_DecRef(said);
   return is_ending;
 }
@@ -139,7 +143,7 @@ PyObject* unite(PyObject* self, PyObject* other) {
   return none();
 }
 
-// Frees an object of a class of this file, and what it refers to.
+// Frees an object of a class in this file and releases its reference to `referred`.
 void free_with(PyObject* self, PyObject* referred) {
   PyTypeObject* const type = Py_TYPE(self);
   Py_DecRef(referred);
@@ -151,14 +155,14 @@ void free_turn(PyObject* self) {
   free_with(self, reinterpret_cast<PyObject*>(reinterpret_cast<Turn*>(self)->whole));
 }
 
-// Several turns, which a thread takes at once: while it waits for one it has none of the others, so
-// that no two threads can wait for each other.
+// Several turns that a thread acquires together. A thread that waits for one of them owns none of
+// the others by this call, which excludes deadlock.
 struct Turns {
   PyObject object;
-  PyObject* turns;  // a tuple
+  PyObject* turns;  // a tuple of Turn
 };
 
-PyTypeObject* turn_type = nullptr;  // the class Turn
+PyTypeObject* turn_type = nullptr;
 
 PyObject* turns_of(PyObject* self) { return reinterpret_cast<Turns*>(self)->turns; }
 
@@ -175,7 +179,7 @@ PyObject* make_turns(PyTypeObject* type, PyObject* turns, PyObject*) {
   return self;
 }
 
-// A turn that another thread has, or nullptr.
+// The first turn that another thread owns, or nullptr.
 PyObject* first_taken(PyObject* turns) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(turns); ++i) {
     PyObject* const each = PyTuple_GetItem(turns, i);
@@ -252,7 +256,7 @@ bool add_turns(PyObject* module) {
   PyObject* const one = make_class(
       "speedtorch._C.Turn", sizeof(Turn), PyType_GenericNew, free_turn, of_one,
       "A lock that its thread may take again, and that goes to threads in the order they ask.");
-  turn_type = reinterpret_cast<PyTypeObject*>(one);  // the module keeps it
+  turn_type = reinterpret_cast<PyTypeObject*>(one);  // the module keeps a reference
   if (!add(module, "Turn", one)) return false;
   return add(module, "Turns",
              make_class("speedtorch._C.Turns", sizeof(Turns), make_turns, free_turns, of_several,

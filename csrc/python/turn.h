@@ -1,4 +1,5 @@
-// Turn: a lock of Python's threads, as a context manager; Turns: several of them.
+// Adds the classes Turn (a reentrant, fair lock for Python threads) and Turns (several such locks,
+// acquired together) to the extension module. Called by module.cpp at import.
 
 #pragma once
 
@@ -6,7 +7,7 @@
 
 namespace speedtorch {
 
-// Adds both classes to the module; false with Python's error set.
+// Returns false with a Python error set on failure.
 bool add_turns(PyObject* module);
 
 }  // namespace speedtorch
