@@ -101,9 +101,9 @@ class Announcements:
                 latest = self.latest = _planned(latest.parts, latest.begins, plan)
             latest.batch.count()
             after: tuple[Tensor, ...] = ()
-            waiting = (latest, self._before)
+            waiting: tuple[Announced | None, ...] = (latest, self._before)
             if ids.numel() == 0:  # as any other empty tensor, of whatever batch
-                waiting = (None if self._is_over else latest, None)
+                waiting = () if self._is_over else (latest,)
             for announced in waiting:
                 if announced is None or (part := announced.batch.parts.part_of(ids)) is None:
                     after = latest.parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -170,8 +170,13 @@ def test_rows_leave_before_a_reader_of_the_table(
 def test_memory_of_rows_that_leave_is_kept_for_their_transfer(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair, used = Pair(device), []
-    monkeypatch.setattr(SideStream, "uses", lambda _, tensors: used.extend(tensors))
+    pair, uses, used = Pair(device), SideStream.uses, []
+
+    def note(stream: SideStream, tensors: Sequence[Tensor]) -> None:
+        used.extend(tensors)
+        uses(stream, tensors)
+
+    monkeypatch.setattr(SideStream, "uses", note)
     ids = pair.ours.trained_rows.exchange.held.now.ids
     pair.step([1, 5])
     assert any(each is ids for each in used)
