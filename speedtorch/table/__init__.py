@@ -1,4 +1,4 @@
-"""HostTable: rows with their state, as records."""
+"""HostTable: rows and their optimizer state in host memory, stored as records."""
 
 from speedtorch.table.host_table import HostTable
 

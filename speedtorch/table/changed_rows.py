@@ -1,7 +1,7 @@
 """ChangedRows: which rows of a table were written since a moment.
 
-Moments are numbers from 1 on. A row has that of the last time it was written: on the device where
-its id was known, so that nothing waits, also within a CUDA graph.
+Moments are numbers from 1 on. Each row stores the moment of its last write. The device with the
+row's id stores the number, so recording waits for nothing and also works in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ __all__ = ["ChangedRows"]
 
 
 class _Noted(NamedTuple):
-    """What one device knows."""
+    """The record of changes on one device."""
 
     moments: Tensor
-    """`[rows + 1]`: the moment before each row was written last, 0 if it was not; the last one is
-    of no row."""
+    """`[rows + 1]`: the current moment at each row's last write, or 0. The last element is a dummy
+    for ids beyond `number`."""
     now: Tensor
-    """The last moment, `[1]`, as work that is queued there has it."""
+    """The last moment, `[1]`, for work that is queued on the device, such as CUDA graphs."""
 
 
 class ChangedRows:
-    """Notes when rows are written.
+    """Records the moment of each row's last write.
 
     Args:
-        rows: Of the table.
-        version: Gives torch's version of the table's memory: another number after each write that
-            torch has made or an op of ours.
+        rows: Number of rows of the table.
+        version: Returns the `_version` of the table's memory, which changes after each write by
+            torch or by an op of this library.
     """
 
     def __init__(self, rows: int, version: Callable[[], int]) -> None:
         self._rows, self._version = rows, version
         self._seen = version()
         self._now = self._all_at = 0
-        """The last moment, and that before all rows were written last, for all that is known."""
+        """The last moment, and the last moment at which a write named no rows (all count)."""
         self._noted: dict[torch.device, _Noted] = {}
 
     @property
@@ -48,12 +48,12 @@ class ChangedRows:
         return self._now
 
     def follow(self, version: Callable[[], int]) -> None:
-        """Goes on with other memory, to which the rows have moved; see ChangedRows."""
+        """Continues with other memory after the rows were copied there. See ChangedRows."""
         self._look()
         self._version, self._seen = version, version()
 
     def begin(self) -> int:
-        """A new moment; the caller has waited for what was to be written before it."""
+        """Starts and returns a new moment. The caller has waited for all earlier writes."""
         self._look()
         self._now += 1
         for device, noted in self._noted.items():
@@ -63,16 +63,16 @@ class ChangedRows:
 
     @contextmanager
     def writing(self, ids: Tensor, number: Tensor | None = None) -> Iterator[None]:
-        """Notes rows that are written within.
+        """A context that records rows as written.
 
         Args:
-            ids: Of the rows, int64 `[n]`, all of which are there.
-            number: How many of them, from the first on, `[1]` on their device; by default all.
+            ids: Ids of the rows, int64 `[n]`, all within the table.
+            number: Only the first `number` ids count, `[1]` on their device. By default all.
         """
         noted = self._on(ids.device)
         with self.moving():
             yield
-            # After what is waited for.
+            # Queued after the block, and thus after the waits of the block's work.
             if number is None:
                 noted.moments.index_fill_(0, ids, self._now)
             else:
@@ -83,18 +83,18 @@ class ChangedRows:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Notes nothing within: rows come and go as they were noted before.
+        """A context for copies of rows that change no values: records nothing.
 
-        Where an exception ends it all rows count as written, as the next look finds.
+        If the block raises, all rows count as written, because `_seen` keeps the old version.
         """
         self._look()
         yield
         self._seen = self._version()
 
     def since(self, moment: int) -> Tensor:
-        """Ids of the rows that were written since a moment, ascending `[n]`, on the CPU.
+        """Returns ascending ids of rows written since a moment, int64 `[n]` on the CPU.
 
-        All of them if something else has written to the table. The caller has waited for the GPU.
+        After any other write to the table, returns all ids. The caller has waited for the GPU.
         """
         self._look()
         if self._all_at >= moment:
@@ -108,7 +108,7 @@ class ChangedRows:
         return every
 
     def _look(self) -> None:
-        """All rows count as written after a write in place, which names none."""
+        """Counts all rows as written if the version shows a write in place, which names no rows."""
         if (version := self._version()) != self._seen:
             self._all_at, self._seen = self._now, version
 

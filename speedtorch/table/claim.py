@@ -1,4 +1,4 @@
-"""Claim: which object trains the rows of a table, also before the table has its memory."""
+"""Claim: which object trains the rows of a table, even before the table is allocated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Claim"]
 
 
 class Claim:
-    """What holds rows of a table elsewhere, as a module knows it and as the table does.
+    """Registers a module's RowHolder with its table. Another module may replace it there.
 
     Args:
-        table: None as long as there is none.
+        table: The table, or None before allocation.
     """
 
     def __init__(self, table: HostTable | None) -> None:
@@ -22,12 +22,12 @@ class Claim:
 
     @property
     def holder(self) -> RowHolder | None:
-        """What holds rows of the table, whichever module that belongs to."""
+        """The current RowHolder of the table, which may belong to another module."""
         reference = self._own if self._table is None else self._table.holder
         return None if reference is None else reference()
 
     def take(self, holder: RowHolder) -> None:
-        """Says what holds rows of the table; what did before writes them back."""
+        """Makes `holder` the RowHolder. The previous one first writes its rows back."""
         if self._table is not None:
             self._table.write_back()
         self._own = weakref.ref(holder)
@@ -35,34 +35,34 @@ class Claim:
             self._table.be_held(self._own)
 
     def drop(self, holder: RowHolder) -> None:
-        """Says that a holder holds rows no more."""
+        """Removes `holder`, if it is the current RowHolder."""
         if self.holder is holder:
             self._own = None
             if self._table is not None:
                 self._table.be_held(None)
 
     def carry_to(self, table: HostTable) -> None:
-        """Says that the table was made, or has taken the place of the one before."""
+        """Registers this module's holder with a new table, which replaces any earlier one."""
         table.be_held(self._own)
         self._table = table
 
     def share_with(self, beside: HostTable) -> None:
-        """Says that the module's holder has rows of another table as well."""
+        """Registers this module's holder with a second table too."""
         beside.be_held(self._own)
 
     @property
     def is_held_here(self) -> bool:
-        """Whether the table is there and tells the module's holder before it closes."""
+        """Whether the table is allocated, and this module's holder is registered with it."""
         table = self._table
         return self._own is not None and table is not None and table.holder is self._own
 
     @property
     def was_replaced(self) -> bool:
-        """Whether another holder has rows of the table than the module's."""
+        """Whether this module had a holder, and the table now has a different one or none."""
         return self._own is not None and self.holder is not self._own()
 
     def write_back_others(self) -> None:
-        """Rows that another module trains are in the table, too, after this."""
+        """Writes newer copies of rows back if another module trains them."""
         table = self._table
         if table is not None and table.holder is not self._own:
             table.write_back()

@@ -1,4 +1,4 @@
-"""HostTable: all rows of a huge table, and what an optimizer remembers about them, as records."""
+"""HostTable: the rows of a huge table with their optimizer state, stored as records."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _tables: weakref.WeakSet[HostTable] = weakref.WeakSet()
 
 
 class FieldRows(NamedTuple):
-    """Consecutive rows of a field, from `first` on."""
+    """Consecutive rows of one field, starting at row `first`."""
 
     table: HostTable
     field: str
@@ -60,7 +60,7 @@ class FieldRows(NamedTuple):
 
 
 def field_rows(tensor: Tensor) -> FieldRows | None:
-    """Which rows a tensor is in the memory of a table: all of a field, or some of them."""
+    """Returns the rows that `tensor` views in the memory of any open table, or None."""
     for table in list(_tables):
         for name, first in table.places_of(tensor):
             return FieldRows(table, name, first)
@@ -68,36 +68,36 @@ def field_rows(tensor: Tensor) -> FieldRows | None:
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same elements in the same memory."""
+    """Returns whether two tensors view the same memory with equal dtype, shape and strides."""
     same = one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
     return same and (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 def any_notes_changes() -> bool:
-    """Whether there is a table that notes which rows are written."""
+    """Returns whether any table tracks its changed rows."""
     return any(table.changes is not None for table in list(_tables))
 
 
 class RowHolder(Protocol):
-    """What holds rows of a table elsewhere, as the parameter of a step for instance."""
+    """An object with newer copies of a table's rows, such as the parameter of a step."""
 
     @property
     def turn(self) -> AbstractContextManager[None]:
-        """Entered by a thread while it uses the rows: another thread that trains them waits."""
+        """A lock that a thread enters while it uses the rows. Threads that train them wait."""
 
     def write_back(self) -> None:
-        """Writes rows that are newer elsewhere to the table, and reads them again before use."""
+        """Writes newer copies of rows to the table. The holder reads the rows again before use."""
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph uses the rows, which does not see what is done."""
+        """Whether a captured CUDA graph uses the rows. Its replays run none of this Python code."""
 
     def refuse_if_captured(self, what: str) -> None:
-        """Raises RuntimeError if one does."""
+        """Raises RuntimeError if a CUDA graph uses the rows. `what` names the refused call."""
 
 
 def _in_turn(method: _Method) -> _Method:
-    """Lets a method of a table wait until no other thread uses the rows that a module holds."""
+    """Makes a table method hold the lock of the table's RowHolder while it runs."""
 
     @wraps(method)
     def in_turn(self: HostTable, *args: Any, **kwargs: Any) -> Any:
@@ -109,55 +109,55 @@ def _in_turn(method: _Method) -> _Method:
 
 
 class HostTable:
-    """A table of records, one per row, with a weight and any number of fields beside it.
+    """A table of records, one per row. A record stores the weight and optimizer state of its row.
 
-    A record is one run of bytes: fields of one dtype lie side by side in the given order; with
-    different dtypes larger items come first. `table["weight"]` is the weight of all rows,
-    `[rows, *dim]`, a strided view of the records; `table.record` is everything, `[rows, columns]`.
+    Each part of a record is a field. Fields of one dtype are adjacent, in the given order. With
+    different dtypes, fields with larger items come first. `table["weight"]` is a strided view of
+    all weights `[rows, *dim]`. `table.record` views all fields `[rows, columns]`.
 
-    Rows that a module's step holds come home before any method, `table["weight"]` or `table.record`
-    gives or takes rows. Code that keeps a view calls `flush()` before reading it, for that reason
-    and as the GPU writes on its own time. In a forked child (a DataLoader worker) every method
-    refuses managed memory; memory="registered" works. Other processes use one table in
-    memory="shared" by its `share()`, or a saved one that each maps: `open(path, "mapped")`.
+    Methods, `table["weight"]` and `table.record` first write back rows that a training step keeps
+    on the GPU. Before you read a view that you kept, call `flush()` to write rows back and wait for
+    the GPU. In a forked child (a DataLoader worker), every method raises for memory="managed", and
+    memory="registered" works. Several processes use one table with memory="shared" and `share()`,
+    or each maps a saved table with `open(path, "mapped")`.
 
-    `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` give a field its first values, in parallel,
-    and return the table. With a seed the bits are the same whatever the number of threads, the kind
-    of memory and the other fields; without one `torch.manual_seed` decides. `progress` shows a bar
-    on stderr: always, never, or (None) on a terminal when it takes longer than a moment.
+    `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` initialize a field in parallel and return
+    the table. With a seed, the bits do not depend on the number of threads, the kind of memory or
+    the other fields. Without a seed, `torch.manual_seed` determines them. `progress` shows a bar on
+    stderr: always (True), never (False), or on a terminal after two seconds (None).
 
-    A field that is not there is a KeyError, wherever it is named.
+    A field name that the table does not have raises KeyError.
 
     Args:
         rows: Number of rows.
         dim: Columns of the weight, or the shape of one of its rows.
-        dtype: The weight's elements.
-        state: Names of fields like the weight, as the optimizer names its state, or a mapping of
-            names to (shape, dtype).
-        memory: "managed" or "registered": host memory that the GPU reads in place; "plain": any
-            host memory; "auto": the fastest that this machine has. "cuda": on the GPU. "file": a
-            mapped file, for tables beyond the memory (a GPU reaches it by staged copies only).
-            "shared": host memory that other processes can open by `share()`; each that has a GPU
-            registers it.
+        dtype: The dtype of the weight.
+        state: Names of fields with the weight's shape and dtype, named like the optimizer's state,
+            or a mapping of names to (shape, dtype).
+        memory: "managed" or "registered": host memory that the GPU reads in place. "plain": any
+            host memory. "auto": the fastest kind on this machine. "cuda": GPU memory. "file": a
+            mapped file, for tables larger than the memory. A GPU reaches it by staged copies only.
+            "shared": host memory that other processes open through `share()`. Each process with a
+            GPU registers it.
         device: The GPU of memory="cuda".
-        path: The new file of memory="file", without a header. A call after it was shortened raises;
-            one at that moment ends the process.
+        path: The new file of memory="file", without a header. If another program shortens the file,
+            later calls raise. A call that reads the file at that moment ends the process.
 
     Attributes:
-        rows, memory: As given, or the kind of memory that "auto" became.
-        memory_reason: Why the memory is another than was asked for, or is not reached by a GPU in
-            place; "" if neither is so.
-        memory_beside: The kind of memory of what modules make beside the table.
-        writable: Whether rows can be written; those of a mapped file cannot.
-        dim, dtype: The weight's; without one None, and the dtype that all fields share, if any.
-        device: Of its tensors: the CPU, or a GPU with memory="cuda".
+        rows, memory: The arguments. If `memory` was "auto", the kind that was chosen.
+        memory_reason: Why the memory is not of the requested kind, or why a GPU cannot read it in
+            place. Otherwise "".
+        memory_beside: The kind of memory for tables that modules make beside this one.
+        writable: Whether rows can be written. False for a mapped file.
+        dim, dtype: The weight's. Without a weight, None and the fields' common dtype, if any.
+        device: The device of the table's tensors: the CPU, or a GPU with memory="cuda".
         fields: Name to (row shape, dtype).
-        record_bytes, nbytes: Bytes from one record to the next, and of all of them.
+        record_bytes, nbytes: Bytes from one record to the next, and of the whole table.
 
     Raises:
-        TypeError, ValueError: Arguments of the wrong type or beyond what is allowed.
-        MemoryError: The machine has too little memory; nothing was taken.
-        OSError: The file exists already or cannot be made.
+        TypeError, ValueError: An argument has the wrong type or a value that is not allowed.
+        MemoryError: The machine has too little memory. Nothing was allocated.
+        OSError: The file exists already or cannot be created.
 
     Example:
         >>> table = HostTable(1000, 4, state=("exp_avg",), memory="plain").normal_(0, 1, seed=3)
@@ -190,9 +190,9 @@ class HostTable:
         device: _Device = None,
         path: _Path | None = None,
     ) -> HostTable:
-        """Makes a table of any fields, name to (row shape, dtype), all zeros; no weight is needed.
+        """Makes a zeroed table with any fields, name to (row shape, dtype). "weight" is optional.
 
-        All else, and what it raises, is as for HostTable.
+        The other arguments and exceptions are the same as for HostTable.
 
         Example:
             >>> HostTable.from_fields(3, {"sum": (2, torch.float32)}, memory="plain").record_bytes
@@ -212,24 +212,25 @@ class HostTable:
         path: _Path | None = None,
         field: str | None = None,
     ) -> HostTable:
-        """Makes a table with the fields and the rows of a saved one.
+        """Makes a table with the fields and rows of a saved table.
 
-        `source` is what save() was given, or a file of anyone's: `*.safetensors` whose tensors all
-        have the same number of rows, or `*.npy`. It is read into memory of its own. Of a file with
-        other tensors, such as a whole model's, `field` names the one that is the table's "weight".
+        `source` is the path that save() was called with, or any file with rows: `*.npy`, or
+        `*.safetensors` with the same number of rows in all tensors. The rows are read into new
+        memory. If the file has other tensors, such as a whole model's, `field` names the tensor
+        that becomes "weight".
 
-        With memory="mapped" it is not read but mapped, read-only: the rows are those of the file,
-        in the system's page cache, which all processes share. A GPU reads them in place where it
-        can register the file; elsewhere its ops copy rows through the CPU. A file that cannot be
-        mapped, for its fields are not aligned or its file system does not do it, is read as with
-        memory="auto". `memory` and `memory_reason` say which it is, and why. A call after the file
-        was shortened raises ValueError; write a new file beside it and rename that.
+        With memory="mapped" the file is mapped read-only. All processes share its rows in the
+        system's page cache. A GPU that can register the file reads the rows in place. Otherwise GPU
+        ops copy rows through the CPU. If the file's fields are not aligned, or its file system does
+        not support mapping, the file is read as with memory="auto". `memory` and `memory_reason`
+        show the result. If the file is shortened, later calls raise ValueError. To update such a
+        file, write a new file beside it and rename that.
 
-        All else is as for HostTable.
+        The other arguments are the same as for HostTable.
 
         Raises:
-            ValueError: The file is broken or holds no table; found before memory is taken.
-            MemoryError, OSError: As for HostTable, or the file cannot be read.
+            ValueError: The file is broken or contains no table. No memory was allocated.
+            MemoryError, OSError: See HostTable. OSError also if the file cannot be read.
 
         Example:
             >>> import tempfile
@@ -273,7 +274,7 @@ class HostTable:
             len(next(iter(every.values()))),
             lay_out({name: (each.shape[1:], each.dtype) for name, each in every.items()}),
         )
-        if len(every) > 1:  # which lie one after the other, each with all of its rows
+        if len(every) > 1:  # The file stores one field after the other, so there are no records.
             table.record_bytes = sum(each[:1].nbytes for each in every.values())
             table.nbytes = sum(each.nbytes for each in every.values())
         (first, *others) = every.values()
@@ -284,18 +285,18 @@ class HostTable:
 
     @classmethod
     def from_handle(cls, handle: TableHandle) -> HostTable:
-        """Opens the table that share() of another process gives, in this one: the same memory.
+        """Opens the table that another process shared with share(). Both use the same memory.
 
-        Nothing is copied, and nothing read: each process has all rows at once, and registers them
-        for its own GPU. Each closes the table for itself; the memory goes with the last.
+        Nothing is copied or read. Each process registers the rows for its own GPU and closes its
+        own table. The memory is freed when the last process closes it.
 
         Raises:
-            TypeError: It is no handle.
-            ValueError: The handle is of another machine, container, version or from before the
-                machine's last start.
-            ProcessLookupError: The process that gave it has ended, or has closed the table. A
-                process that multiprocessing has started with the handle does not need it.
-            PermissionError: The table is another user's.
+            TypeError: `handle` is not a TableHandle.
+            ValueError: The handle comes from another machine, container or version, or the machine
+                has restarted since.
+            ProcessLookupError: The process that called share() has ended or has closed the table.
+                A process that multiprocessing started with the handle does not need that process.
+            PermissionError: Another user owns the table.
 
         Example:
             >>> table = HostTable(2, 1, memory="shared")
@@ -323,7 +324,7 @@ class HostTable:
         self._lie_in(placement, *_laid_out(placement.data, self.rows, layout))
 
     def _describe(self, rows: int, layout: Record) -> None:
-        """Checks what the table will be, and says it; no memory is taken."""
+        """Checks the layout and sets the attributes that follow from it, without allocating."""
         if isinstance(rows, Sequence):
             raise TypeError(f"rows: expected an int, got {rows!r}")
         (self.rows,) = row_shape(rows, "rows")
@@ -342,7 +343,7 @@ class HostTable:
     def _lie_in(
         self, placement: Placement, fields: Mapping[str, Tensor], record: Tensor | None
     ) -> None:
-        """Takes memory with all rows of the fields, and of the records if there are any."""
+        """Sets the memory of all fields, and of the records if the memory has any."""
         self._placement: Placement | None = placement
         self.memory, self.memory_reason = placement.memory, placement.reason
         self.memory_beside, self.writable = placement.memory_beside, placement.writable
@@ -355,7 +356,7 @@ class HostTable:
         _tables.add(self)
 
     def _guarded(self, rows: Tensor) -> Tensor:
-        """Rows as callers get them: those that cannot be written refuse it."""
+        """Returns the rows for callers. If rows cannot be written, writes to the result raise."""
         return rows if self.writable else ReadOnlyRows(rows, self._read_only())
 
     def _read_only(self) -> str:
@@ -366,7 +367,7 @@ class HostTable:
         )
 
     def check_writable(self, what: str) -> None:
-        """Raises ValueError if rows cannot be written, as those of a mapped file.
+        """Raises ValueError if rows cannot be written, such as rows of a mapped file.
 
         Example:
             >>> HostTable(2, 1, memory="plain").check_writable("training")
@@ -377,11 +378,11 @@ class HostTable:
     holder: weakref.ref[RowHolder] | None = None
 
     def be_held(self, holder: weakref.ref[RowHolder] | None) -> None:
-        """Says what trains rows of the table."""
+        """Sets the object that trains rows of the table, or None."""
         self.holder = holder
 
     def write_back(self) -> None:
-        """Brings rows home that a module trains: the table has all rows as they are now."""
+        """Makes the table current: its holder, if any, writes newer copies of rows back."""
         if self.holder is not None and (holder := self.holder()) is not None:
             holder.write_back()
 
@@ -394,9 +395,9 @@ class HostTable:
         return self._placement
 
     def check(self) -> None:
-        """Raises what makes the table unusable: it was closed, or its file was cut.
+        """Raises ValueError if the table was closed or its file was shortened.
 
-        Rows that a module holds come home.
+        Otherwise rows that a step keeps on the GPU are written back.
 
         Example:
             >>> HostTable(2, 1, memory="plain").check()
@@ -404,7 +405,7 @@ class HostTable:
         self._at_home()
 
     def _at_home(self) -> Placement:
-        """Where all rows are, as they are now."""
+        """Returns the memory after a check(): all its rows are current."""
         placement = self._placed()
         placement.check()
         self.write_back()
@@ -412,7 +413,7 @@ class HostTable:
 
     @property
     def closed(self) -> bool:
-        """Whether close() has given the memory back."""
+        """Whether close() was called."""
         return self._placement is None
 
     def __len__(self) -> int:
@@ -421,24 +422,24 @@ class HostTable:
     def __contains__(self, field: object) -> bool:
         return field in self.fields
 
-    # Iterating would mean rows to some and fields to others.
+    # Iteration is ambiguous: over rows or over fields.
     __iter__ = None
 
     def __getitem__(self, field: str) -> Tensor:
         """All rows of one field, `[rows, *shape]`: a strided view of the records."""
         self._at_home()
-        return self.rows_of(field)[:]  # a tensor of the caller's, which may become another
+        return self.rows_of(field)[:]  # a new tensor, because the caller may change its metadata
 
     def rows_of(self, field: str) -> Tensor:
-        """A field as it is in memory; rows held elsewhere stay there."""
+        """Returns all rows of a field from memory, without writing newer copies back first."""
         return self._found(self._views, field)
 
     def rows_to_read(self, field: str) -> Tensor:
-        """As rows_of, for what reads alone: of rows that cannot be written nothing guards them."""
+        """Same as rows_of, for callers that only read: no guard raises if they write."""
         return self._found(self._plain_views, field)
 
     def places_of(self, tensor: Tensor) -> Iterator[tuple[str, int]]:
-        """The field of which a tensor is rows in the table's memory, and the first; reads none."""
+        """Yields each field whose rows `tensor` views, with the first such row. Reads no row."""
         for name, each in list(self._plain_views.items()):
             distance = tensor.data_ptr() - each.data_ptr()
             if is_same(each, tensor):
@@ -479,7 +480,7 @@ class HostTable:
         """All fields of all rows, `[rows, columns]` of their common dtype, or else uint8.
 
         Raises:
-            ValueError: The fields of a mapped file do not lie side by side.
+            ValueError: The table is a mapped file with several fields, which has no records.
         """
         self._at_home()
         if self._record is None:
@@ -498,10 +499,11 @@ class HostTable:
         out: Tensor | None = None,
         plan: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Rows of a field, or (None) whole records, by their ids, as ops.pinned_gather.
+        """Reads rows of a field by id, or whole records if `field` is None. See ops.pinned_gather.
 
-        They are `[*index.shape, *shape]`, or `[*index.shape, columns]`. Without `out` they are
-        where the ids are. Bad ids on a GPU are raised at a later call, at the latest by flush().
+        The result is `[*index.shape, *shape]`, or `[*index.shape, columns]` for records. Without
+        `out` the result is on the device of the ids. If ids on a GPU are out of range, a later
+        call raises IndexError, at the latest flush().
 
         Example:
             >>> HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
@@ -525,9 +527,9 @@ class HostTable:
         accumulate: bool = False,
         plan: Sequence[Tensor] | None = None,
     ) -> None:
-        """Writes rows as gather() gives them, as ops.pinned_scatter: the last of equal ids wins.
+        """Writes rows of gather()'s shape. The last of equal ids wins. See ops.pinned_scatter.
 
-        With `accumulate` it adds instead, in the order of the ids, to records of one dtype.
+        With `accumulate` rows are added in the order of the ids. Whole records need one dtype then.
 
         Example:
             >>> table = HostTable(3, 1, memory="plain")
@@ -543,7 +545,7 @@ class HostTable:
             pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
     def noting(self, index: Tensor) -> AbstractContextManager[None]:
-        """Notes rows that are written within, if track_changes() was called; ids may be bad."""
+        """Records rows as changed in the `with` block, after track_changes(). Clamps bad ids."""
         if self.changes is None or not self.rows or not _may_be_ids(index):
             return nullcontext()
         ids = index.reshape(-1).to(torch.int64)
@@ -551,26 +553,26 @@ class HostTable:
 
     @property
     def can_note_changes(self) -> bool:
-        """Whether this process makes all writes, and there are any."""
+        """Whether rows can be written, and only by this process."""
         return self.writable and self.memory != "shared"
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph uses rows that a module holds, as it did when it was captured."""
+        """Whether a captured CUDA graph uses the rows of the table's holder."""
         holder = None if self.holder is None else self.holder()
         return holder is not None and holder.is_captured
 
     @_in_turn
     def track_changes(self) -> int:
-        """Notes from now on which rows are written; gives the number that changed() takes.
+        """Starts to record which rows are written, and returns a number for changed().
 
-        Each call begins anew, and the numbers of before stay valid. The device that trains rows
-        keeps 4 bytes of each row of the table for it.
+        Each call starts a new period. Earlier numbers remain valid. Each device that writes rows
+        allocates 4 bytes for every row of the table.
 
         Raises:
-            ValueError: The table is shared with other processes, whose writes are not seen, or
-                cannot be written.
-            RuntimeError: A CUDA graph was captured before the first call, and would note nothing.
+            ValueError: The table cannot be written, or other processes share it: this process does
+                not see their writes.
+            RuntimeError: A CUDA graph was captured before the first call: replays record nothing.
 
         Example:
             >>> table = HostTable(5, 1, memory="plain")
@@ -592,31 +594,31 @@ class HostTable:
         return self.changes.begin()
 
     def _versions(self) -> Callable[[], int]:
-        """What gives torch's version of the memory, of which all fields are views."""
+        """Returns a function that reads the `_version` which all views of the memory share."""
         field = weakref.ref(next(iter(self._plain_views.values())))
         return lambda: cast(Tensor, field())._version
 
     def take_changes(self, before: HostTable) -> None:
-        """Notes on what was noted of a table whose rows are in this one from now on."""
+        """Takes over the change record of a table whose rows were copied into this one."""
         self.changes, before.changes = before.changes, None
         if self.changes is not None:
             self.changes.follow(self._versions())
 
     @_in_turn
     def changed(self, since: int) -> Tensor:
-        """Ids of rows that were written since track_changes(), ascending, int64 `[n]`, on the CPU.
+        """Returns ascending ids of rows written since track_changes(), int64 `[n]` on the CPU.
 
-        Trained rows count once their step is over, wherever they are held; a row that was written
-        with the values of before counts, too. Writes in place, as `table["weight"][3] = 0`, do not
-        tell which rows they change: all rows count then. Writes that torch does not count in a
-        tensor's `_version` (into what `numpy()` or `.data` gives, by `data_ptr()`, by its fused
-        optimizers) are not seen: write such rows with scatter().
+        Trained rows count after the end of their step, even while newer copies are on the GPU. A
+        row counts even if its new values equal the old values. After a write in place, such as
+        `table["weight"][3] = 0`, all rows count, because the write does not name its rows. Writes
+        that do not change a tensor's `_version` are not seen: through `numpy()`, `.data` or
+        `data_ptr()`, or by torch's fused optimizers. Write such rows with scatter().
 
         Args:
-            since: What track_changes() has returned.
+            since: A number that track_changes() returned.
 
         Raises:
-            ValueError: track_changes() has not returned this number.
+            ValueError: track_changes() of this table never returned this number.
         """
         known = 0 if self.changes is None else self.changes.now
         if self.changes is None or not 1 <= since <= known:
@@ -628,10 +630,10 @@ class HostTable:
         return self.changes.since(since)
 
     def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
-        """A field as a NumPy array `[rows, *shape]` of the same memory, when the GPU is done.
+        """Returns a field as a NumPy array `[rows, *shape]` of the same memory. Waits for the GPU.
 
         Raises:
-            ValueError: The rows are on a GPU, or NumPy has no such dtype.
+            ValueError: The rows are on a GPU, or NumPy does not have the dtype.
 
         Example:
             >>> HostTable(2, 1, memory="plain").numpy().tolist()
@@ -666,10 +668,10 @@ class HostTable:
         seed: int | None = None,
         progress: bool | None = None,
     ) -> _Self:
-        """Draws all elements of a field evenly from `[low, high)`; see the class for the rest.
+        """Draws all elements of a field uniformly from `[low, high)`. See HostTable for the rest.
 
         Raises:
-            ValueError: `low` above `high`, or a field of integers.
+            ValueError: `low` exceeds `high`, or the field has integers.
 
         Example:
             >>> table = HostTable(100, 8).uniform_(-1, 1, seed=0)
@@ -691,10 +693,10 @@ class HostTable:
         seed: int | None = None,
         progress: bool | None = None,
     ) -> _Self:
-        """Draws all elements of a field from a normal distribution; see the class for the rest.
+        """Draws all elements of a field from a normal distribution. See HostTable for the rest.
 
         Raises:
-            ValueError: A negative `std`, or a field of integers.
+            ValueError: `std` is negative, or the field has integers.
 
         Example:
             >>> table = HostTable(1000, 8).normal_(5, 0.1, seed=0)
@@ -718,18 +720,18 @@ class HostTable:
         progress: bool | None = None,
         **kwargs: Any,
     ) -> _Self:
-        """Runs any function of torch.nn.init, or one like it, on a field, or on some of its rows.
+        """Runs a function such as torch.nn.init's on `rows` of a field. See HostTable for the rest.
 
-        It is called as `function(tensor, *args, **kwargs)`, on a stand-in of the field's shape and
-        on parts of it: it changes the tensor in place and does nothing else. Functions that need
-        the whole tensor at once (`orthogonal_`, `eye_`, `dirac_`, `sparse_`) run on a copy of the
-        field. With a `share` the rows get the values that they would have in a larger table. See
-        the class for the rest.
+        `function(tensor, *args, **kwargs)` is called on a stand-in with the field's shape and on
+        parts of the field. The function must change the tensor in place and do nothing else.
+        Functions that need the whole tensor (`orthogonal_`, `eye_`, `dirac_`, `sparse_`) run on a
+        copy of the field. With `share` the rows get their values in a larger table.
 
         Raises:
-            TypeError: `kwargs` holds a generator, or the seed is no int.
-            ValueError: Random numbers for a field of integers, or a share that is none of the rows.
-            NotImplementedError: A share, and a function that needs the whole tensor at once.
+            TypeError: `kwargs` contains a generator, or the seed is not an int.
+            ValueError: The function draws random numbers for a field of integers, or the blocks of
+                `share` do not match the rows.
+            NotImplementedError: `share` was passed with a function that needs the whole tensor.
 
         Example:
             >>> table = HostTable(100, 8).init_(torch.nn.init.xavier_uniform_, seed=1)
@@ -749,12 +751,12 @@ class HostTable:
     ) -> _Self:
         """Copies a number, or one row of the field's shape, to all rows of a field.
 
-        A tensor of the field's dtype arrives bit for bit; see the class for `progress`.
+        A tensor of the field's dtype is copied bitwise. See HostTable for `progress`.
 
         Raises:
-            TypeError: Neither a number nor a row of them.
-            ValueError: A row of another shape, of a dtype that loses its kind (complex to real,
-                floating to integers), or with numbers beyond the field's dtype.
+            TypeError: `value` is neither a number nor a row of numbers.
+            ValueError: The row has another shape. Its dtype cannot be cast (complex to real,
+                floating to integer). A number is beyond the range of the field's dtype.
 
         Example:
             >>> HostTable(2, 3).fill_([1, 2, 3])["weight"].tolist()
@@ -768,12 +770,12 @@ class HostTable:
         return self
 
     def begin_state(self, field: str, row: Tensor) -> None:
-        """Gives all rows of an optimizer's state their first value, `row` `[*shape]` on the CPU.
+        """Initializes an optimizer state in all rows with `row` `[*shape]` on the CPU.
 
-        In shared memory the first process does, and the others find it done.
+        In shared memory only the first process writes the rows.
 
         Raises:
-            RuntimeError: Another process has given them another value.
+            RuntimeError: Another process has initialized the state with another value.
 
         Example:
             >>> table = HostTable(2, 1, state=("sum",), memory="shared")
@@ -791,7 +793,7 @@ class HostTable:
             )
 
     def note_given(self, *fields: str) -> None:
-        """Says that fields are loaded: no process is to give them first values.
+        """Marks fields as loaded, so that begin_state() of another process does not replace them.
 
         Example:
             >>> HostTable(2, 1, memory="plain").note_given("weight")
@@ -802,30 +804,30 @@ class HostTable:
 
     @_in_turn
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
-        """Saves all fields; what was there before stays until the new files are on the disk.
+        """Saves all fields. An earlier table at `path` is kept until the new files are on disk.
 
-        They switch in one step: load() and open() find the old table or the new one, also after
-        the process was killed, and while other processes save. Several .npy files that a save
-        leaves in a hidden folder, as it was killed, get their names by the next save; until then a
-        program that reads them by name finds old ones among them.
+        The switch is atomic: load() and open() find either the old or the new table, even after
+        the process was killed, and while other processes save. If a save of several .npy files is
+        killed, its files may be in a hidden folder until the next save renames them. Until then a
+        program that reads the files by name finds old files among them.
 
-        With `rows` it saves some of them, as a table of so many rows would.
+        With `rows` only these rows are saved, as a table with that number of rows.
 
         Args:
             path: `*.safetensors` for one file with all fields, or `*.npy` for one file per field:
-                `table.weight.npy`, `table.exp_avg.npy` for `table.npy`; a table with a weight only
-                goes to `table.npy` itself.
-            rows: Which rows, a slice with a step of 1. Its ends may count from the table's end, but
-                unlike Python's they never lie beyond the table, nor the second before the first.
-                `slice(n, n)` names no row, which is legal.
+                `table.weight.npy` and `table.exp_avg.npy` for `table.npy`. A table with only a
+                weight is saved as `table.npy` itself.
+            rows: The rows to save: a slice with a step of 1. Its ends may be negative, as in
+                Python. Unlike in Python, both ends must lie within the table, and the second must
+                not be before the first. `slice(n, n)` is legal and selects no row.
 
         Raises:
-            TypeError: `rows` is no slice of integers.
-            ValueError: Another ending, a dtype or a name that the format cannot hold, the table's
-                own mapped file, a named pipe or a device, a symbolic link among several .npy files,
-                or `rows` with another step or such ends.
+            TypeError: `rows` is not a slice of integers.
+            ValueError: The path has another ending. The format cannot store a dtype or a field's
+                name. The path is the table's own mapped file, a named pipe, a device, or a symbolic
+                link among several .npy files. `rows` has another step or its ends are not allowed.
             PermissionError: The file is read-only.
-            OSError: The disk is full, or another file call failed.
+            OSError: The disk is full, or another file operation failed.
 
         Example:
             >>> import tempfile
@@ -843,26 +845,26 @@ class HostTable:
     was_read = False
 
     def note_read(self, was_read: bool) -> None:
-        """Says whether rows were read from a file: they are no initial values then."""
+        """Records whether rows were read from a file, rather than initialized."""
         self.was_read = was_read
 
     @_in_turn
     def load(self, path: _Path, *, rows: slice = slice(None), stored: slice = slice(None)) -> None:
-        """Reads all fields from what save() wrote there, or from files like it.
+        """Reads all fields from the files of save(), or from files of the same format.
 
-        With `rows` and `stored` it reads some rows to some rows; the rest of the file is not read,
-        and the rest of the table stays as it is.
+        With `rows` and `stored` only part of the file is read, into part of the table. Other rows
+        of the table do not change.
 
         Args:
-            path: As for save().
-            rows: Which rows of the table to write, a slice as for save().
-            stored: Which rows of the file to read, as many, a slice of the file's rows.
+            path: See save().
+            rows: The rows of the table to write: a slice as for save().
+            stored: The rows of the file to read: a slice of the same length.
 
         Raises:
-            TypeError: `rows` or `stored` is no slice of integers.
-            ValueError: The file is broken, its fields' names, shapes or dtypes are not those of the
-                table, `rows` or `stored` is refused as by save(), or one has more rows than the
-                other; no row has changed.
+            TypeError: `rows` or `stored` is not a slice of integers.
+            ValueError: The file is broken. The names, shapes or dtypes of its fields differ from
+                the table's. `rows` or `stored` is not a slice that save() accepts, or their lengths
+                differ. No row has changed.
             OSError: A file cannot be opened (no row has changed) or read (the message says so).
 
         Example:
@@ -909,23 +911,23 @@ class HostTable:
     # ---- several processes
 
     was_shared = False
-    """Whether share() was called: another table cannot take this one's place."""
+    """Whether share() was called. Then no other table may replace this one."""
 
     def share(self) -> TableHandle:
-        """What HostTable.from_handle opens in another process of this machine and user.
+        """Returns a handle for HostTable.from_handle in another process of this machine and user.
 
-        It can be pickled: as an argument of a process that multiprocessing starts, in the data set
-        of a DataLoader, or by torch.distributed.broadcast_object_list. While a handle is there, the
-        memory stays, as it does while another process has the table.
+        The handle can be pickled: as an argument of a process that multiprocessing starts, in the
+        dataset of a DataLoader, or with torch.distributed.broadcast_object_list. The memory exists
+        as long as the handle, or any process, refers to it.
 
-        Of a table that a module has made, attach its optimizer first: it adds fields of state to a
-        table that has not been shared. Those of one that has are kept by each process for itself.
+        If a module made the table, attach its optimizer before you call share(). The optimizer adds
+        its state to an unshared table. For a shared table, each process has its own state.
 
-        Several processes may write at once if each writes rows of its own. Otherwise one writes,
-        within writing(), and the others read by read_consistently(); see there.
+        Several processes may write at once if they write different rows. Otherwise one process
+        writes within writing(), and the others read with read_consistently().
 
         Raises:
-            ValueError: The table has not been made with memory="shared", or is closed.
+            ValueError: The table was not made with memory="shared", or is closed.
 
         Example:
             >>> table = HostTable(1000, 4, memory="shared")
@@ -938,10 +940,10 @@ class HostTable:
 
     @property
     def version(self) -> int:
-        """How often rows were written within writing(), times two; odd while a process does.
+        """Twice the number of finished writing() blocks. Odd while a process is within writing().
 
         Raises:
-            ValueError: The table has not been made with memory="shared", or is closed.
+            ValueError: The table was not made with memory="shared", or is closed.
 
         Example:
             >>> table = HostTable(2, 1, memory="shared")
@@ -954,16 +956,16 @@ class HostTable:
         return self._placed().shared.version
 
     def writing(self) -> AbstractContextManager[None]:
-        """Within, this thread alone writes rows for readers in other processes; other writers wait.
+        """A context to write rows for readers in other processes, one writer at a time.
 
-        Any way of writing will do: scatter(), a view, the step of an optimizer. At the end rows
-        that modules hold are written back, and the GPU's work is waited for. Readers who use
-        read_consistently() see rows of before or of after, and wait meanwhile; so keep it short.
-        An exception ends it as well: what was written before it, is.
+        Rows may be written in any way: with scatter(), a view or an optimizer step. At the end the
+        context writes a step's rows back and waits for the GPU. Readers in read_consistently() see
+        all of these writes or none. Readers and other writers wait for the block, so keep it short.
+        If the block raises, the writes made before the exception remain.
 
         Raises:
-            ValueError: The table has not been made with memory="shared", or is closed.
-            RuntimeError: This thread writes already.
+            ValueError: The table was not made with memory="shared", or is closed.
+            RuntimeError: This thread is already within writing().
 
         Example:
             >>> table = HostTable(2, 1, memory="shared")
@@ -973,20 +975,20 @@ class HostTable:
         return self._placed().shared.writing(self.settle)
 
     def read_consistently(self, read: Callable[[], _Result], *, timeout_s: float = 10.0) -> _Result:
-        """The result of `read()`, called again until no process wrote within writing() meanwhile.
+        """Calls `read()` until no process was within writing() during the call; returns its result.
 
-        This is a sequence lock: readers take no lock and do not hold the writer up. The thread that
-        is within writing() itself reads at once.
+        This is a sequence lock: readers take no lock and do not delay the writer. A thread that is
+        itself within writing() reads at once.
 
         Args:
-            read: Reads rows, as by gather() or a module's lookup without gradients, and gives
-                copies of them. It may be called often.
-            timeout_s: How many seconds this waits for a moment without a writer.
+            read: Reads rows, for example with gather() or a lookup without gradients, and returns
+                copies. This method may call `read` many times.
+            timeout_s: Seconds to wait for a call without a concurrent writer.
 
         Raises:
-            ValueError: The table has not been made with memory="shared", or is closed.
-            TimeoutError: There was no such moment.
-            RuntimeError: A process ended while it wrote; rows may be of both versions.
+            ValueError: The table was not made with memory="shared", or is closed.
+            TimeoutError: Every call within `timeout_s` overlapped with a writer.
+            RuntimeError: A process ended within writing(). Rows may be of two versions.
 
         Example:
             >>> table = HostTable(2, 1, memory="shared")
@@ -1002,11 +1004,11 @@ class HostTable:
         return self._placed().shared.read_consistently(settled, timeout_s)
 
     def settle(self) -> None:
-        """Brings rows home and waits for the GPU's work on them: CPU views are current then.
+        """Writes a step's rows back to the table and waits for the GPU. CPU views are then current.
 
         Raises:
-            IndexError: An id that the GPU found out of range.
-            RuntimeError: Managed memory in a forked child.
+            IndexError: The GPU found an id out of range.
+            RuntimeError: The memory is managed, and this is a forked child.
 
         Example:
             >>> HostTable(2, 1, memory="plain").settle()
@@ -1014,11 +1016,11 @@ class HostTable:
         self._at_home().settle()
 
     def flush(self) -> None:
-        """Settles, and with memory="file" brings all rows to the disk.
+        """Calls settle(), and with memory="file" writes all rows to the disk.
 
         Raises:
-            IndexError: An id that the GPU found out of range.
-            OSError: The disk did not take it.
+            IndexError: The GPU found an id out of range.
+            OSError: The write to the disk failed.
 
         Example:
             >>> HostTable(2, 1, memory="plain").flush()
@@ -1026,14 +1028,14 @@ class HostTable:
         self._at_home().flush()
 
     def close(self) -> None:
-        """Flushes and lets the memory go, once no view is left, also if a CUDA graph holds it.
+        """Calls flush() and frees the memory once no view is left, even if a CUDA graph uses it.
 
-        The file of memory="file" stays. Closing twice is fine; any other use is a ValueError, by a
-        module that trains the rows as well.
+        The file of memory="file" remains. A second close() does nothing. Any other use raises
+        ValueError, even by a module that trains the rows.
 
         Raises:
-            IndexError, OSError: As flush(); the table is closed all the same.
-            RuntimeError: A CUDA graph of whole steps of its rows is still there.
+            IndexError, OSError: See flush(). The table is closed all the same.
+            RuntimeError: A CUDA graph of whole steps on its rows still exists.
 
         Example:
             >>> with HostTable(2, 1, memory="plain") as table:
@@ -1062,7 +1064,7 @@ class HostTable:
 
 
 def _laid_out(data: Tensor, rows: int, layout: Record) -> tuple[dict[str, Tensor], Tensor]:
-    """The fields of all rows in a table's bytes, and the records."""
+    """Returns views of a table's bytes: all rows of each field, and the records."""
     fields = {name: layout.rows_of(data, rows, name) for name in layout.fields}
     record = layout.records_of(data, rows)
     for each in (*fields.values(), record):
@@ -1071,14 +1073,14 @@ def _laid_out(data: Tensor, rows: int, layout: Record) -> tuple[dict[str, Tensor
 
 
 def _may_be_ids(index: object) -> bool:
-    """Whether an op looks at these; it refuses all else."""
+    """Returns whether an op accepts `index` as ids. Ops raise for any other value."""
     if not isinstance(index, Tensor) or index.is_meta or index.layout != torch.strided:
         return False
     return index.dtype in (torch.int32, torch.int64)
 
 
 def _range_of(rows: slice, count: int, what: str) -> range:
-    """The rows that a slice names of `count`, all of them there; errors call it `what`."""
+    """Converts a slice of `count` rows to a range within them. Errors call the slice `what`."""
     if not isinstance(rows, slice):
         raise TypeError(f"{what}: expected a slice, got {rows!r}")
     if rows.step not in (None, 1):

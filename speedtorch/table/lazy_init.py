@@ -1,4 +1,4 @@
-"""LazyInit and Portion: first values of rows, and which rows of a larger table are somewhere."""
+"""LazyInit and Portion: deferred initialization, and which rows of a larger table are local."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from speedtorch.table.row_blocks import Share, draw_rows
 
 __all__ = ["LazyInit", "Portion"]
 
-_SAMPLE = 4  # rows of each draw that are drawn to compare it with others
+_SAMPLE = 4  # rows to draw when draws are compared
 
 
 class LazyInit(NamedTuple):
-    """First values of all rows, which are drawn at first need."""
+    """Initial values of rows, drawn at first use."""
 
     functions: tuple[Callable[[Tensor], object], ...]
     """Called one after another as function(tensor), in place."""
     seed: int
     zero: int | None
-    """Id of a row that is zero whatever they give."""
+    """Id of a row that is set to zero after the draw, or None."""
     rows: slice = slice(None)
-    """The rows that are theirs, as of a table of its own."""
+    """The rows to draw, with the values of a separate table of these rows."""
     share: Share | None = None
-    """What these rows are of a larger table, whose values they get."""
+    """Places of these rows in a larger table, if they get the values of that table."""
 
     def __call__(self, table: HostTable) -> None:
-        """Gives the rows of a table their values."""
+        """Draws the values into a table."""
         table.init_(self._function, seed=self.seed, rows=self.rows, share=self.share)
         if self.zero is not None:
             table["weight"][self.zero].zero_()
 
     def sample(self, rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Its first rows, at most `_SAMPLE`, as drawn with the seed 0 in a table of `rows`."""
+        """Draws the first rows, at most `_SAMPLE`, with seed 0 for a table of `rows` rows."""
         first, end, _ = self.rows.indices(rows)
         drawn = torch.zeros((min(end - first, _SAMPLE), *row_shape), dtype=dtype)
         share = Share(end - first, [(range(len(drawn)), range(len(drawn)))])
@@ -56,29 +56,29 @@ def _one_after_another(functions: Sequence[Callable[[Tensor], object]], rows: Te
 
 
 class Portion(NamedTuple):
-    """Which rows of a larger table are in another, block after block."""
+    """Which rows of a larger table are in a local table, as a list of blocks."""
 
     rows: int
-    """Of the larger one."""
+    """Rows of the larger table."""
     blocks: Sequence[tuple[range, range]]
-    """Where they are there, and here; both ascend."""
+    """Pairs of row ranges: in the larger table, and in the local table. Both ascend."""
     agreed: Callable[[int], int]
-    """The seed that all ranks with portions of the table take, of what each of them has."""
+    """Maps this rank's seed to the seed that all ranks with a portion of the table use."""
 
     @property
     def size(self) -> int:
-        """Rows that are here."""
+        """Number of local rows."""
         return sum(len(here) for _, here in self.blocks)
 
     def place(self, row: int | None) -> int | None:
-        """Where a row of the larger table is, if it is here."""
+        """Converts an id of the larger table to a local row number, or None if not local."""
         for there, here in self.blocks:
             if row is not None and row in there:
                 return here[row - there.start]
         return None
 
     def numbers(self, places: Tensor) -> Tensor:
-        """Converts row numbers of this portion to ids of the larger table; others are undefined."""
+        """Converts local row numbers to ids of the larger table. Other numbers are undefined."""
         begins = [here.start for _, here in self.blocks] or [0]
         shifts = [there.start - here.start for there, here in self.blocks] or [0]
         of_blocks = torch.tensor([begins, shifts], device=places.device)
@@ -86,7 +86,7 @@ class Portion(NamedTuple):
         return places + of_blocks[1][block.clamp(min=0)]
 
     def within(self, rows: slice) -> list[tuple[range, range]]:
-        """Where rows are that are here of a range of the larger table: there from its begin on."""
+        """Returns the local rows of a slice as pairs of ranges: in the slice, and locally."""
         first, end, _ = rows.indices(self.rows)
         found = []
         for there, here in self.blocks:
@@ -97,7 +97,7 @@ class Portion(NamedTuple):
         return found
 
     def of(self, draw: LazyInit) -> LazyInit:
-        """What a draw of the larger table's rows gives those that are here."""
+        """Converts a draw of the larger table's rows to a draw of the local rows."""
         first, end, _ = draw.rows.indices(self.rows)
         found = self.within(draw.rows)
         base = found[0][1].start if found else 0

@@ -1,4 +1,4 @@
-"""LazyTable: a HostTable, or what is known of one that takes its memory at its first use."""
+"""LazyTable: a HostTable that allocates its memory at first use."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ __all__ = ["LazyTable"]
 
 
 class LazyTable:
-    """All rows of a table, or a portion of them, with fields of state that may be added.
+    """All rows of a table, or one rank's portion. Optimizer state can be added later.
 
-    Nothing is taken before the first use; what cannot fit is refused before that, in numbers.
+    Memory is allocated at first use. See NewTable.wait for the check of free memory before that.
 
     Args:
-        name: What errors call it.
-        table: The rows, or a table to be made.
+        name: The name of the table in errors.
+        table: An existing table, or the description of a new one.
 
     Attributes:
-        rows: That are here.
-        whole_rows: Of the table, also of one that is not here as a whole.
-        row_shape, stored_dtype: Of the weight, as the table has it.
-        claim: What trains the rows.
-        new: What is made of the rows, at first use or in the place of another table.
+        rows: Number of local rows.
+        whole_rows: Number of rows of the whole table, on all ranks.
+        row_shape, stored_dtype: Row shape and dtype of the weight in the table.
+        claim: Which object trains the rows.
+        new: Describes the table to make at first use, or as a replacement.
     """
 
     def __init__(self, name: str, table: HostTable | NewTable) -> None:
         self.name = name
         self._beside: HostTable | None = None
-        """State of a table that another owns, or that there was no room to make anew."""
+        """Extra table with the state, if the table is not owned or a larger copy did not fit."""
         self._table: HostTable | None = None
         self._owned = isinstance(table, NewTable)
         if isinstance(table, HostTable):
@@ -51,13 +51,13 @@ class LazyTable:
         self.whole_rows = self.rows if self.portion is None else self.portion.rows
         self.claim = Claim(self._table)
         self.version = 0
-        """Another number whenever fields have come to lie elsewhere."""
+        """Increases whenever the memory of a field changes."""
 
     @property
     def host_table(self) -> HostTable:
-        """The table, with its first values; it takes its memory now if it has none yet.
+        """The table with initialized rows. Allocates and initializes them at first use.
 
-        Raises MemoryError if the machine has too little; nothing was taken.
+        Raises MemoryError if the machine has too little memory. Nothing was allocated.
         """
         table = self._in_memory()
         self.new.draw(table)
@@ -65,41 +65,41 @@ class LazyTable:
 
     @property
     def is_common(self) -> bool:
-        """Whether a child that is forked has its memory, and no copy of it."""
+        """Whether a forked child shares the memory instead of copying it."""
         return self._table is not None and self._table.memory in ("shared", "file")
 
     def home_of(self, name: str, *, anew: bool = False) -> HostTable:
-        """The table that has a field; with `anew` all values of the field are to be given next."""
+        """Returns the table with a field. `anew`: the caller overwrites all its values next."""
         if self._beside is not None and name in self._beside:
             return self._beside
         return self.host_table if name == "weight" and not anew else self._in_memory()
 
     def field(self, name: str) -> Tensor:
-        """All rows of a field `[rows, ...]`, where they are now."""
+        """Returns all local rows of a field `[rows, ...]`, in their current memory."""
         return self.home_of(name).rows_of(name)
 
     @property
     def notes_changes(self) -> bool:
-        """Whether it is noted which rows are written."""
+        """Whether changed rows are tracked."""
         return any(each and each.changes for each in (self._table, self._beside))
 
     @property
     def memory(self) -> str | None:
-        """The kind of memory, made or to be made; None once the table is closed."""
+        """The kind of memory, also before it is allocated, or None for a closed table."""
         if self._table is None:
             return self.new.memory
         return None if self._table.closed else self._table.memory
 
     @property
     def is_in_place(self) -> bool:
-        """Whether a GPU reads the rows in place, or will, if it can here, once they are made."""
+        """Whether a GPU reads the rows in place. Before allocation: whether the kind allows it."""
         if self._table is None:
             return takes_host_memory(self.new.memory) and self.new.memory != "plain"
         return not self._table.closed and self._table.is_in_place
 
     @property
     def writable(self) -> bool:
-        """Whether rows can be written; those of a mapped file cannot."""
+        """Whether rows can be written. False for a mapped file."""
         return self._table is None or self._table.writable
 
     def check_writable(self, what: str) -> None:
@@ -108,11 +108,11 @@ class LazyTable:
             self._table.check_writable(what)
 
     def own(self) -> None:
-        """Says that this alone uses the table, so that another may replace it."""
+        """Declares this the only user of the table, so that another table may replace it."""
         self._owned = True
 
     def _in_memory(self, state: Fields | None = None) -> HostTable:
-        """The table, perhaps without its first values; made now, if it is to be, with a state."""
+        """Returns the table, perhaps uninitialized. Allocates it first if needed, with `state`."""
         if self._table is None:
             self._adopt(self.new.make({**self.new.weight, **(state or {})}))
         assert self._table is not None
@@ -124,17 +124,17 @@ class LazyTable:
         self.version += 1
 
     def make_room(self, fields: Fields) -> bool:
-        """Makes room for fields of every row's state, name to (row shape, dtype).
+        """Allocates optimizer state for every row, name to (row shape, dtype).
 
-        Returns whether they have values already, because the table was read from a file with them.
-        Raises MemoryError if there is no room; nothing has changed.
+        Returns whether the state has values already, read from a file with the table. Raises
+        MemoryError if the machine has too little memory. Then nothing has changed.
         """
         table = self._in_memory(fields)
         if all(table.fields.get(name) == field for name, field in fields.items()):
             return table.was_read
         made = None
         if self._owned and not table.was_shared:
-            with suppress(MemoryError):  # there may be room for the state beside the old one
+            with suppress(MemoryError):  # The state alone, beside the old table, may still fit.
                 made = self.new.make({**self.new.weight, **fields}, before=table)
         if made is None:
             made = self.new.make(fields, before=table)
@@ -145,7 +145,7 @@ class LazyTable:
             self.version += 1
             return False
         if self.is_drawn:
-            table.settle()  # a GPU may still write rows back
+            table.settle()  # The GPU may still be writing rows back.
             made.rows_of("weight").copy_(table.rows_of("weight"))
         made.note_read(table.was_read)
         made.take_changes(table)
@@ -155,11 +155,11 @@ class LazyTable:
         return False
 
     def with_rows(self, first: int, count: int, state: Mapping[str, Tensor]) -> HostTable:
-        """Makes a table with `count` more rows before row `first`; nothing changes here.
+        """Returns a copy of the table with `count` new rows before row `first`.
 
-        The weights of the new rows are zeros, and each field of `state` has the row that is given.
-        Raises NotImplementedError if another object may use the memory, MemoryError if there is no
-        room for both tables.
+        New rows have zero weights, and the given row in each field of `state`. Raises MemoryError
+        if both tables do not fit, NotImplementedError if another object may use the memory. Raises
+        RuntimeError if `state` lacks a field that was read from a file.
         """
         before = self.host_table
         if not self._owned or before.memory in ("file", "shared"):
@@ -180,7 +180,7 @@ class LazyTable:
         fields = {name: home.fields[name] for name, home in homes.items()}
         made = self.new.make(fields, count, before)
         for home in places:
-            home.settle()  # a GPU may still write rows back
+            home.settle()  # The GPU may still be writing rows back.
         for name, home in homes.items():
             old, new = home.rows_of(name), made.rows_of(name)
             new[:first].copy_(old[:first])
@@ -191,11 +191,11 @@ class LazyTable:
         return made
 
     def place(self) -> tuple[HostTable, HostTable | None]:
-        """Where the rows and their state are, for move_to()."""
+        """Returns the table and the extra table with state, for move_to()."""
         return self.host_table, self._beside
 
     def move_to(self, table: HostTable, beside: HostTable | None = None) -> None:
-        """Has the rows of another table from now on, perhaps more of them."""
+        """Replaces the table by another, which may have a different number of rows."""
         self.rows = self.whole_rows = table.rows
         self.new = replace(self.new, rows=table.rows)
         self._beside = beside
@@ -203,21 +203,21 @@ class LazyTable:
 
     @property
     def was_read(self) -> bool:
-        """Whether the rows' state has values from a file."""
+        """Whether the rows were read from a file."""
         return self._table is not None and self._table.was_read
 
     def note_read(self, was_read: bool) -> None:
-        """Says whether the rows' state has values from a file."""
+        """Records whether the rows were read from a file."""
         if self._table is not None:
             self._table.note_read(was_read)
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the rows have their first values."""
+        """Whether the rows are allocated and initialized."""
         return self._table is not None and not self.new.draws
 
     def draw(self, draw: LazyInit, *, anew: bool) -> None:
-        """Gives rows other values, at first need if they were never used; see NewTable.add."""
+        """Initializes rows again, now or, if they are not initialized, later. See NewTable.add."""
         draw = draw if self.portion is None else self.portion.of(draw)
         if self.is_drawn:
             draw(self.host_table)
@@ -225,7 +225,7 @@ class LazyTable:
             self.new.add(draw, anew=anew)
 
     def copied(self) -> LazyTable:
-        """A table of its own with the same weights, or the same values to come."""
+        """Returns an independent table with the same weights or the same pending initialization."""
         made = LazyTable(self.name, replace(self.new))
         if self.is_drawn:
             made.home_of("weight", anew=True).rows_of("weight").copy_(self.host_table["weight"])
@@ -233,7 +233,7 @@ class LazyTable:
         return made
 
     def refuse_if_used(self) -> None:
-        """Raises RuntimeError if the rows have been used, or given as a table."""
+        """Raises RuntimeError if the rows have a table already or are a portion of one."""
         if self._table is not None or self.portion is not None:
             raise RuntimeError(
                 f"{self.name}: its rows have been used, or were given; shard a module whose rows"
@@ -241,7 +241,7 @@ class LazyTable:
             )
 
     def shared_out(self, portion: Portion) -> LazyTable:
-        """A portion of the rows, with the values that they would have had here.
+        """Returns a portion of the rows, with the values that they would have in this table.
 
         Raises RuntimeError if the rows have been used.
         """

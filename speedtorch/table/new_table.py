@@ -1,4 +1,4 @@
-"""NewTable: a table that has yet to take its memory: its size, kind of memory and first values."""
+"""NewTable: the size, kind of memory and initial values of a table before its allocation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _waiting: weakref.WeakSet[NewTable] = weakref.WeakSet()
 
 
 def waiting_bytes() -> int:
-    """Bytes of host memory that portions of tables have yet to take."""
+    """Returns the bytes of host memory that portions of tables will allocate."""
     return sum(each.bytes_of(each.rows) for each in _waiting if each.portion is not None)
 
 
 @dataclass(eq=False)
 class NewTable:
-    """A table to be made, perhaps of a portion of a larger one's rows; errors call it `name`."""
+    """A table to be made, perhaps for one rank's portion. `name` identifies the table in errors."""
 
     name: str
     rows: int
@@ -45,11 +45,11 @@ class NewTable:
         self.weight: Fields = {"weight": (self.row_shape, self.dtype)}
 
     def bytes_of(self, rows: int) -> int:
-        """Bytes of host memory that so many rows of the weight take."""
+        """Returns the bytes of host memory for `rows` rows of the weight."""
         return rows * lay_out(self.weight).record_bytes if takes_host_memory(self.memory) else 0
 
     def wait(self) -> None:
-        """Begins to count for others; MemoryError if those that have yet to be made do not fit."""
+        """Registers this table as waiting. Without torch.distributed, raises if not all fit."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         needed, waiting = self.bytes_of(self.rows), list(_waiting)
         if needed and not distributed and host_memory.is_checked():
@@ -64,10 +64,10 @@ class NewTable:
         _waiting.add(self)
 
     def make(self, fields: Fields, more: int = 0, before: HostTable | None = None) -> HostTable:
-        """A table of these fields and perhaps more rows, or one in the place of another."""
+        """Allocates a table with `more` extra rows. A CUDA table uses the device of `before`."""
         device = before.device if before is not None and self.memory == "cuda" else None
         try:
-            with torch.inference_mode(False):  # or nothing could ever be written to it
+            with torch.inference_mode(False):  # An inference tensor rejects later writes.
                 made = HostTable.from_fields(self.rows + more, fields, self.memory, device=device)
         except MemoryError as error:
             raise MemoryError(f"{self.name}: {error}. {self._with_less(fields)}") from error
@@ -75,7 +75,7 @@ class NewTable:
         return made
 
     def _with_less(self, fields: Fields) -> str:
-        """How a table of these fields takes less memory."""
+        """Suggests how to use less memory for a table of these fields."""
         ways = ["speedtorch.shard shares rows out to ranks", "HostTable(memory='file') is a file"]
         if self.dtype.itemsize > 2:
             ways.insert(0, "stored=torch.bfloat16 halves rows")
@@ -84,7 +84,7 @@ class NewTable:
         return f"With less memory: {'; '.join(ways)}"
 
     def add(self, draw: LazyInit, *, anew: bool) -> None:
-        """Adds first values; with `anew` those of before do not matter."""
+        """Adds a draw. With `anew` it replaces earlier draws of the same rows."""
         every = slice(None)
         kept = [each for each in self.draws if not anew or draw.rows not in (every, each.rows)]
         if kept and kept[-1].zero is None and draw.zero is None and kept[-1].rows == draw.rows:
@@ -93,7 +93,7 @@ class NewTable:
         self.draws = (*kept, draw)
 
     def draw(self, table: HostTable) -> None:
-        """Gives the rows of the table their first values, if they still wait for them."""
+        """Initializes the table with the pending draws, once."""
         if self.draws:
             with torch.inference_mode(False):
                 for draw in self.draws:
@@ -101,9 +101,9 @@ class NewTable:
             self.note_drawn()
 
     def note_drawn(self) -> None:
-        """Says that all weights were given: no draw is to replace them."""
+        """Drops all pending draws, because all weights have values."""
         self.draws = ()
 
     def samples(self) -> list[Tensor]:
-        """Values of the first rows of each draw that rows still wait for; see LazyInit.sample."""
+        """Draws the first rows of each pending draw. See LazyInit.sample."""
         return [each.sample(self.rows, self.row_shape, self.dtype) for each in self.draws]

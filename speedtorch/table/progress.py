@@ -1,4 +1,4 @@
-"""A progress bar of work on all rows of a table."""
+"""A progress bar for work on all rows of a table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BAR_AFTER_SECONDS = 2.0
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    """A bar that a forked child can make while another thread of its parent had tqdm's lock.
+    """A bar with its own lock, which a forked child renews.
 
-    tqdm's monitor, a thread that takes the lock every few seconds, is such a thread.
+    A fork can copy tqdm's lock while another thread holds the lock, such as tqdm's monitor.
     """
 
     monitor_interval = 0
@@ -27,15 +27,15 @@ os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
 
 
 def progress_bar(count: int, progress: bool | None, unit: str = "row") -> Any:
-    """A bar on stderr that counts rows, or another unit: always (True) or never (False).
+    """Returns a bar on stderr that counts rows, or another unit.
 
-    With None it is shown when the work takes longer than a moment and stderr is a terminal.
+    `progress` shows the bar always (True), never (False), or on a terminal after 2 s (None).
     """
     return _Bar(
         total=count,
         unit=unit,
         unit_scale=True,
         leave=False,
-        disable=None if progress is None else not progress,  # tqdm: None asks for a terminal
+        disable=None if progress is None else not progress,  # None: only on a terminal
         delay=0.0 if progress else _BAR_AFTER_SECONDS,
     )

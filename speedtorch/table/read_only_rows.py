@@ -1,4 +1,4 @@
-"""ReadOnlyRows: rows that can be read as any tensor, and that no operation of torch writes."""
+"""ReadOnlyRows: a tensor over read-only memory. torch operations that write to it raise."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ __all__ = ["ReadOnlyRows", "in_own_storage"]
 
 
 class ReadOnlyRows(Tensor):
-    """Rows in memory that the system lets this process read only: a write would end it.
+    """Rows in memory that this process may only read: the system ends a process that writes there.
 
-    Operations that write to them, or to a view of them, raise ValueError before anything happens;
-    all others work, also those of other libraries. Results in memory of their own are plain, also
-    what copy.deepcopy and pickle make, which has the elements of a view alone.
+    An operation that writes to the rows, or to a view of them, raises ValueError before the write.
+    All other operations work, also operations of other libraries. Results in new memory are plain
+    tensors. copy.deepcopy and pickle make plain tensors with only the elements of the view.
 
-    No operation sees what is written through `untyped_storage()`, the `data` of another tensor, or
-    torch.from_numpy: such a write ends the process.
+    Writes through `untyped_storage()`, the `data` of another tensor or torch.from_numpy are not
+    checked and end the process.
 
     Attributes:
-        rows: The same as a plain tensor, which nothing guards.
+        rows: The same rows as a plain tensor. Writes to it are not checked.
     """
 
     rows: Tensor
     remedy: str
     _whole: Tensor
-    """What they are a view of: pinned memory stays pinned for as long as that object is there."""
+    """The tensor that `rows` views. Memory stays pinned only while this object exists."""
 
     def __new__(cls, rows: Tensor, remedy: str, whole: Tensor | None = None) -> ReadOnlyRows:
         """Guards rows."""
         return tensor_of_class(cls, rows.detach())
 
     def __init__(self, rows: Tensor, remedy: str, whole: Tensor | None = None) -> None:
-        """Guards rows; errors end with the remedy."""
+        """Guards rows. Error messages end with `remedy`."""
         self.rows, self.remedy = rows, remedy
         self._whole = rows if whole is None else whole
 
@@ -67,11 +67,11 @@ class ReadOnlyRows(Tensor):
         return tree_map(_guard_of(given), result)
 
     def tolist(self) -> Any:
-        """As of any tensor."""
+        """See Tensor.tolist."""
         return self.rows.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A NumPy array of the same memory that cannot be written."""
+        """Returns a read-only NumPy array of the same memory."""
         array = self.rows.numpy(force=force)
         array.setflags(write=False)
         return array
@@ -80,7 +80,7 @@ class ReadOnlyRows(Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def apply_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, as torch calls no operation for it."""
+        """Raises ValueError, because torch calls no operation that could be checked."""
         raise ValueError(f"the tensor {self.remedy}")
 
     map_ = map2_ = share_memory_ = apply_
@@ -92,12 +92,12 @@ class ReadOnlyRows(Tensor):
         return self.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A copy in memory of its own, which can be written."""
+        """Returns a writable copy in new memory."""
         memo[id(self)] = copied = self.rows.clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The storage that they have is the whole file, and multiprocessing moves what it sends.
+        # The rows' storage is the whole file. multiprocessing moves a storage that it sends.
         data = in_own_storage(self.rows.contiguous().view(-1).view(torch.uint8))
         own = data.view(self.rows.dtype).view(self.rows.shape)
         return own.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -110,9 +110,9 @@ class ReadOnlyRows(Tensor):
 
 
 def in_own_storage(values: Tensor) -> Tensor:
-    """A contiguous tensor in the same memory, whose storage begins and ends with it.
+    """Returns a contiguous tensor of the same memory whose storage has exactly its elements.
 
-    accelerate takes tensors of one storage for one tensor, and saves the first of them alone.
+    accelerate treats tensors with one storage as one tensor, and saves only the first of them.
     """
     if values.untyped_storage().nbytes() == values.numel() * values.element_size():
         return values
@@ -125,14 +125,14 @@ def _plain(value: Any) -> Any:
 
 
 def _guard_of(given: list[ReadOnlyRows]) -> Callable[[Any], Any]:
-    """Guards results that lie in the memory of one of these."""
+    """Returns a function that guards a result if it shares memory with a tensor of `given`."""
     by_memory = {each.rows.untyped_storage().data_ptr(): each for each in given}
 
     def guarded(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if value.layout != torch.strided:
-            return value.clone()  # sparse and nested tensors may have these rows as their values
+            return value.clone()  # Sparse and nested tensors may use these rows as values.
         of = by_memory.get(value.untyped_storage().data_ptr())
         return value if of is None else ReadOnlyRows(value, of.remedy, of._whole)
 

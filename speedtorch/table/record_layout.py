@@ -1,11 +1,11 @@
-"""Where the fields of a row lie within its record.
+"""The layout of the fields in a row's record.
 
-A row and what the optimizer remembers about it stand side by side, so that one run of bytes
-crosses the link for them (`[weight | exp_avg | exp_avg_sq]`). Fields of one dtype follow each other
-in the given order without padding; different dtypes go by falling item size, which leaves padding
-at the end of the record only. A long record with some fields that accesses of 16 bytes fit has
-these first, and is padded to a multiple of 16: one number beside 128 would else make all accesses
-4 bytes wide.
+A weight row and its optimizer state are adjacent (`[weight | exp_avg | exp_avg_sq]`), so one run of
+bytes crosses PCIe or NVLink-C2C for them. Fields of one dtype keep the given order, without
+padding. Fields of different dtypes are sorted by descending item size, with padding only at the end
+of the record. In a long record, fields whose size is a multiple of 16 bytes come first, and the
+record is padded to a multiple of 16. Otherwise a row of 128 numbers and a single number would allow
+only accesses of 4 bytes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from speedtorch.ops.shapes import check_dtype, row_shape
 
 __all__ = ["Fields", "lay_out", "weight_and_state"]
 
-_ACCESS_BYTES = 16  # the widest
-_LONG_BYTES = 128  # of a record that padding makes at most a ninth longer
+_ACCESS_BYTES = 16  # the widest access of a GPU thread
+_LONG_BYTES = 128  # Padding lengthens a record of this size or more by at most a ninth.
 
 Fields = Mapping[str, tuple[int | Sequence[int], torch.dtype]]
 """Name to (row shape, dtype)."""
 
 
 class Record(NamedTuple):
-    """Fields in their given order, where each begins, and the dtype that all share."""
+    """Fields in the given order, their byte offsets, and their common dtype, or None."""
 
     fields: dict[str, tuple[tuple[int, ...], torch.dtype]]
     offsets: dict[str, int]
@@ -37,7 +37,7 @@ class Record(NamedTuple):
     dtype: torch.dtype | None
 
     def rows_of(self, data: Tensor, rows: int, name: str) -> Tensor:
-        """One field of all rows, `[rows, *shape]`, a strided view of `data` (uint8, 1-D)."""
+        """Returns a field of all rows, `[rows, *shape]`: a strided view of `data` (uint8, 1-D)."""
         shape, dtype = self.fields[name]
         steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         strides = (self.record_bytes // dtype.itemsize, *steps)
@@ -45,7 +45,7 @@ class Record(NamedTuple):
         return data.view(dtype).as_strided((rows, *shape), strides, offset)
 
     def records_of(self, data: Tensor, rows: int) -> Tensor:
-        """All fields of all rows, `[rows, columns]` of the shared dtype, or else uint8."""
+        """Returns all fields of all rows, `[rows, columns]` of the common dtype, or else uint8."""
         dtype = self.dtype or torch.uint8
         return data.view(dtype).view(rows, self.record_bytes // dtype.itemsize)
 
@@ -53,7 +53,7 @@ class Record(NamedTuple):
 def weight_and_state(
     dim: int | Sequence[int], dtype: torch.dtype, state: Iterable[str] | Fields
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The fields of a weight and of what an optimizer remembers about it; see HostTable."""
+    """Returns the fields of a weight and its optimizer state. See HostTable."""
     shape = row_shape(dim)
     if isinstance(state, str):
         raise TypeError(f"state: expected several names, got one string; write ({state!r},)")

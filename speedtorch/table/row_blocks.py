@@ -1,7 +1,7 @@
-"""First values for the rows of a table: in parallel, and the same whatever the number of threads.
+"""Initializes rows of a table in parallel. The values do not depend on the number of threads.
 
-Rows are cut into fixed blocks, and each block draws from a generator of its own, seeded by the seed
-and the block's number. Within a block, pieces are so small that torch works on them in one thread.
+Rows are split into fixed blocks. Each block has its own generator, seeded from the seed and the
+block's number. Within a block, torch processes small pieces, each in one thread.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ __all__ = ["Share", "draw_rows", "fill_rows", "rows_of_a_block"]
 
 # A block is one task of one thread: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
-# torch works in several threads from 32,768 elements on; split work rounds elsewhere.
+# From 32,768 elements on, torch splits work between threads, which would change the rounding.
 _PIECE_ELEMENTS = 32_767
-# Known to draw every element alike; trunc_normal_ in no fixed steps, as it draws again what fell
-# outside. The others are recorded, for which torch loads its tracing machinery: a second, once.
+# Known to draw all elements in the same way. trunc_normal_ cannot be recorded, because it redraws
+# values out of range. Recording any other function loads torch's tracing code once, for a second.
 _KNOWN = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
 
 
 class Share(NamedTuple):
-    """Rows of a larger table that another table has, as they would be drawn there."""
+    """Rows of a larger table in a smaller table, to draw the values of the larger table."""
 
     rows: int
-    """Of the larger one."""
+    """Rows of the larger table."""
     blocks: Sequence[tuple[range, range]]
-    """Where they are there, and here."""
+    """Pairs of row ranges: in the larger table, and in the smaller table."""
 
 
 def rows_of_a_block(shape: Sequence[int]) -> int:
-    """How many rows of a shape are drawn together."""
+    """Returns the number of rows in a block."""
     return max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape)))
 
 
 def fill_rows(field: Tensor, name: str, value: Any, progress: bool | None) -> None:
-    """Copies a number, or one row, to all rows; see HostTable.fill_."""
+    """Copies a number, or one row, to all rows. See HostTable.fill_."""
     row = _row_for(field, name, value)
 
     def work(rows: Tensor, block: int) -> None:
@@ -67,8 +67,8 @@ def draw_rows(
     progress: bool | None,
     share: Share | None = None,
 ) -> None:
-    """Runs an initialiser of torch's, or one like it, over all rows; see HostTable.init_."""
-    if isinstance(function, partial) and not function.args:  # which would come before the rows
+    """Runs a function of torch.nn.init, or a similar one, on all rows. See HostTable.init_."""
+    if isinstance(function, partial) and not function.args:  # Its args would precede the rows.
         kwargs = function.keywords | kwargs
         function = function.func
     if "generator" in kwargs:
@@ -81,14 +81,14 @@ def draw_rows(
         _check_share(share, len(field))
     if field.numel() == 0:
         return
-    # torch has no random float8: drawn as float32, then rounded.
+    # torch cannot draw float8: draw float32 and round.
     small = field.dtype.is_floating_point and field.dtype.itemsize == 1
     dtype = torch.float32 if small else field.dtype
     if function in _KNOWN:
         steps = [_Step(function, args, kwargs, random=True, overwrites=True)]
     else:
-        # Asked of a tensor of the full shape, on which xavier's bounds depend, that holds a single
-        # element; nothing is computed.
+        # The recorded call gets a tensor of the full shape, because xavier's bounds depend on the
+        # shape. The tensor has a single element in memory, and nothing is computed.
         rows = len(field) if share is None else share.rows
         target = torch.zeros(1, dtype=dtype, device="cpu").expand(rows, *field.shape[1:])
         recorder = _Recorder(target)
@@ -111,7 +111,7 @@ def draw_rows(
 
 
 def _check_share(share: Share, rows: int) -> None:
-    """Raises ValueError unless the blocks are all rows of a table, in order, and as many there."""
+    """Raises ValueError unless the blocks cover all `rows` in order, with pairs of equal length."""
     begin = 0
     for there, here in share.blocks:
         fits = 0 <= there.start <= there.stop <= share.rows and len(there) == len(here)
@@ -126,7 +126,7 @@ def _check_share(share: Share, rows: int) -> None:
 
 
 class _Step(NamedTuple):
-    """One call that changes every element of a tensor in the same way."""
+    """A recorded in-place call that changes all elements of a tensor in the same way."""
 
     function: Callable[..., object]
     args: tuple[Any, ...]
@@ -140,11 +140,11 @@ class _Step(NamedTuple):
 
 
 class _NotElementwiseError(Exception):
-    """The function did something that depends on more than one element."""
+    """Raised if the recorded function does more than change each element alone."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the in-place calls on one tensor instead of making them, or none if it cannot."""
+    """Records in-place elementwise calls without running them. Other calls clear and raise."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (alike and in_place) or others:
             self.steps.clear()
             raise _NotElementwiseError
-        # dropout_ and its like are random and read what was there.
+        # Random pointwise calls, such as dropout_, read the old values.
         overwrites = fills or (random and torch.Tag.pointwise not in func.tags)
         self.steps.append(_Step(func, args[1:], kwargs or {}, random, overwrites))
         return self._target
@@ -179,7 +179,7 @@ def _draw_elements(
     first_seed = _mixed(seed)
 
     def work(rows: Tensor, block: int) -> None:
-        # torch's CPU generator looks at 32 bits of its seed: consecutive ones never meet.
+        # torch's CPU generator uses 32 bits of its seed, so consecutive blocks get distinct seeds.
         generator = torch.Generator().manual_seed((first_seed + block) & 0xFFFFFFFF)
         pieces = _pieces(rows)
         buffer = torch.empty(pieces[0].numel(), dtype=dtype, device="cpu")
@@ -206,7 +206,7 @@ def _draw_whole(
 
 
 def _mixed(seed: int) -> int:
-    """Spreads seeds over 64 bits (SplitMix64's finaliser), so that close ones lie far apart."""
+    """Mixes a seed to 64 bits (SplitMix64's finaliser), so that close seeds become distant."""
     mask = 0xFFFFFFFFFFFFFFFF
     value = (seed + 0x9E3779B97F4A7C15) & mask
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -215,17 +215,17 @@ def _mixed(seed: int) -> int:
 
 
 def _pieces(rows: Tensor) -> Sequence[Tensor]:
-    """Runs of whole rows that one thread of torch works on, at least one row each."""
+    """Splits rows into pieces of whole rows, small enough that torch uses one thread for each."""
     return torch.split(rows, max(1, _PIECE_ELEMENTS // math.prod(rows.shape[1:])))
 
 
 class _Block(NamedTuple):
-    """Rows that are worked on together, by one thread."""
+    """Rows that one thread processes with one generator."""
 
     number: int
     rows: int
     parts: list[tuple[slice, Tensor]]
-    """Those of them that a field has: where they are in the block, and in the field."""
+    """The block's rows that the field has: their places in the block, and their memory."""
 
 
 def _blocks_of(field: Tensor, share: Share | None) -> list[_Block]:
@@ -244,7 +244,7 @@ def _blocks_of(field: Tensor, share: Share | None) -> list[_Block]:
 
 
 def _on_block(work: Callable[[Tensor, int], None], block: _Block) -> None:
-    """Works on a block; rows that the field has not are worked on beside it, and forgotten."""
+    """Runs `work` on a block. If the field lacks rows of it, runs on a temporary whole block."""
     _, first = block.parts[0]
     if len(first) == block.rows:
         return work(first, block.number)
@@ -262,14 +262,14 @@ def _in_parallel(
     progress: bool | None,
     share: Share | None = None,
 ) -> None:
-    """Calls work(rows, block number) for every block of rows, in as many threads as torch uses.
+    """Calls work(rows, block number) for every block, in `torch.get_num_threads()` threads.
 
-    Where no thread can be had, as in a hook of atexit, this one does it all.
+    If no thread can start, such as in an atexit hook, the calling thread does all the work.
     """
     if field.numel() == 0:
         return
     blocks = _blocks_of(field.detach(), share)
-    waiting = iter(blocks)  # Each is taken by one thread.
+    waiting = iter(blocks)  # The threads share this iterator: each block goes to one of them.
     counting = Lock()
     with (
         progress_bar(len(field), progress) as bar,
@@ -284,7 +284,7 @@ def _in_parallel(
 
         tasks: list[Future[None]] = []
         try:
-            with suppress(RuntimeError):  # Those that have begun do the work of the others.
+            with suppress(RuntimeError):  # If a thread cannot start, the started ones do its work.
                 for _ in range(min(torch.get_num_threads(), len(blocks))):
                     tasks.append(pool.submit(run))
             if not tasks:
@@ -292,12 +292,12 @@ def _in_parallel(
             for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
                 task.result()
         except BaseException:
-            deque(waiting, maxlen=0)  # No thread begins another block.
+            deque(waiting, maxlen=0)  # Empties the iterator, so that no thread begins a block.
             raise
 
 
 def _row_for(rows: Tensor, name: str, value: Any) -> Tensor:
-    """A number, or a row, as a row or a number of a field: of its dtype, beside its rows."""
+    """Converts a number or a row to the dtype and device of a field's rows."""
     given = value if isinstance(value, Tensor) else _of_numbers(value)
     if given.layout != torch.strided:
         raise TypeError(f"fill_: expected a dense row, got {given.layout}")
@@ -316,24 +316,24 @@ def _row_for(rows: Tensor, name: str, value: Any) -> Tensor:
 
 def _of_numbers(value: Any) -> Tensor:
     try:
-        # As NumPy's, since torch takes Python's floats for float32, where some are infinite.
+        # NumPy keeps Python floats as float64. torch converts them to float32, and some overflow.
         array = np.asarray(value)
-        return torch.from_numpy(array.astype(array.dtype.str[1:]))  # in this machine's byte order
+        return torch.from_numpy(array.astype(array.dtype.str[1:]))  # in native byte order
     except (RuntimeError, TypeError):
-        with suppress(RuntimeError, TypeError, ValueError):  # of tensors that NumPy does not know
+        with suppress(RuntimeError, TypeError, ValueError):  # for dtypes unknown to NumPy
             return torch.as_tensor(value, device="cpu")
         error = ValueError if isinstance(value, int) else TypeError
         raise error(f"fill_: expected a number or a row of them, got {value!r}") from None
 
 
 def _fits(given: Tensor, row: Tensor) -> bool:
-    """Whether no integer wrapped and no number was cut off when `given` became `row`."""
+    """Returns whether no integer wrapped and no number overflowed when `given` became `row`."""
     if row.dtype == given.dtype:
         return True
     if not (row.dtype.is_floating_point or row.dtype.is_complex):
         return bool(row.tolist() == given.tolist())
     numbers, kept = given.to(torch.complex128), row.to(torch.complex128)
-    # Some dtypes have no infinity and stop at their largest number instead.
+    # Some dtypes have no infinity: conversion saturates at their largest number.
     largest = torch.finfo(row.dtype).max
     small_enough = numbers.real.abs().maximum(numbers.imag.abs()) <= largest
     return bool((~numbers.isfinite() | kept.isfinite() & small_enough).all())

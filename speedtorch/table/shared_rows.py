@@ -1,4 +1,4 @@
-"""SharedRows: a field of a table whose rows several processes share, as checkpoints know it."""
+"""SharedRows: one rank's part of a sharded field, for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ _REMEDY = (
 
 
 class SharedRows(Tensor):
-    """All rows of a field by their shape, of which some are here.
+    """A tensor with the shape of all rows of a field, and memory only for this rank's rows.
 
-    torch.distributed.checkpoint saves the rows of all ranks from such tensors, a chunk for each
-    block, and loads them into the shares of as many ranks as there are then. Nothing can be
-    computed with it.
+    torch.distributed.checkpoint saves the rows of all ranks from such tensors, one chunk for each
+    block, and can load them with another number of ranks. Other operations raise.
     """
 
     field: Tensor
-    """The rows that are here `[n, ...]`, in the table's memory."""
+    """This rank's rows `[n, ...]`, in the table's memory."""
     blocks: Sequence[tuple[range, range]]
-    """Where they are among all rows, and in the field."""
+    """Pairs of row ranges: among all rows, and in `field`."""
 
     def __new__(cls, rows: int, field: Tensor, blocks: Sequence[tuple[range, range]]) -> SharedRows:
-        """Names `rows` rows."""
+        """Creates a tensor of `rows` rows without memory."""
         shape = (rows, *field.shape[1:])
         return tensor_without_memory(cls, shape, dtype=field.dtype, device=field.device)
 
     def __init__(self, rows: int, field: Tensor, blocks: Sequence[tuple[range, range]]) -> None:
-        """Has the blocks of them that are in a field."""
+        """Sets this rank's rows and their places."""
         self.field, self.blocks = field, blocks
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -53,7 +52,7 @@ class SharedRows(Tensor):
         kwargs: Any = None,
     ) -> SharedRows:
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
-            # torch.distributed.checkpoint.async_save copies what is here into such a tensor.
+            # torch.distributed.checkpoint.async_save copies this rank's rows into a new SharedRows.
             given: SharedRows = args[0]
             field = given.field.new_empty(given.field.shape, **(kwargs or {}))
             return SharedRows(len(given), field, given.blocks)
@@ -64,27 +63,27 @@ class SharedRows(Tensor):
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError(f"torch.save would write the rows of one rank alone: {_REMEDY}")
 
-    # safetensors and accelerate compare the storages of a state_dict(), also to load it, and skip
-    # those that raise NotImplementedError. Before safetensors writes a tensor it asks whether that
-    # is contiguous; with a data_ptr() of 0, which torch's async_save needs, it writes no values.
+    # safetensors and accelerate compare storages when they save or load a state_dict(), and skip
+    # tensors that raise NotImplementedError. safetensors calls is_contiguous() before it writes a
+    # tensor. For a data_ptr() of 0, which torch's async_save needs, it would write no values.
 
     def untyped_storage(self) -> NoReturn:
-        """Refused, as all that would save the rows of one rank for those of all."""
+        """Raises NotImplementedError: the caller would save one rank's rows as all rows."""
         raise NotImplementedError(f"there are the rows of one rank alone to be saved: {_REMEDY}")
 
     def storage(self) -> NoReturn:
-        """As untyped_storage."""
+        """See untyped_storage."""
         self.untyped_storage()
 
     def is_contiguous(self, *_: object, **__: object) -> NoReturn:
-        """As untyped_storage."""
+        """See untyped_storage."""
         self.untyped_storage()
 
     def __deepcopy__(self, _: object) -> SharedRows:
-        """The rows that are here, in memory of their own."""
+        """Copies this rank's rows to new memory."""
         return SharedRows(len(self), self.field.clone(), self.blocks)
 
-    # What torch.distributed.checkpoint asks for; see torch.distributed._checkpointable.
+    # The protocol of torch.distributed.checkpoint; see torch.distributed._checkpointable.
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

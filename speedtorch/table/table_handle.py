@@ -1,4 +1,4 @@
-"""TableHandle: a table in shared memory, as one process tells another of it."""
+"""TableHandle: a picklable reference to a table in shared memory, for other processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["TableHandle"]
 
 
 class TableHandle(NamedTuple):
-    """Opens a table of another process; HostTable.share() gives it, and from_handle() takes it."""
+    """Identifies a table of another process: HostTable.share() makes it, from_handle() opens it."""
 
     rows: int
     fields: dict[str, tuple[tuple[int, ...], torch.dtype]]
     """Name to (row shape, dtype)."""
     offsets: dict[str, int]
-    """The byte of a record at which each field begins."""
+    """Field name to its first byte in a record."""
     record_bytes: int
     was_read: bool
     """Whether rows were read from a file."""
@@ -29,14 +29,14 @@ class TableHandle(NamedTuple):
     def of(
         cls, layout: Record, rows: int, was_read: bool, memory: SharedMemoryHandle
     ) -> TableHandle:
-        """That of a table of so many records in this memory."""
+        """Makes the handle of a table with `rows` records in `memory`."""
         return cls(rows, layout.fields, layout.offsets, layout.record_bytes, was_read, memory)
 
     def layout(self) -> Record:
-        """Where the fields lie within a record.
+        """Returns the layout of the fields in a record.
 
         Raises:
-            ValueError: This version of the library would place them elsewhere.
+            ValueError: This version of the library lays out the fields differently.
         """
         layout = lay_out(self.fields)
         if (layout.offsets, layout.record_bytes) != (self.offsets, self.record_bytes):

@@ -1,4 +1,4 @@
-"""WholeFields: all rows of a field at once, as state dicts and checkpoints save and load them."""
+"""WholeFields: saves and loads all rows of a field, for state dicts and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ __all__ = ["WholeFields", "given_in_place"]
 
 _are_given_in_place: ContextVar[bool] = ContextVar("given in place", default=False)
 
-_BLOCK_BYTES = 64 << 20  # of a field that is converted on its way
+_BLOCK_BYTES = 64 << 20  # rows that are converted at once on their copy from a GPU
 
 
 class WholeFields:
-    """The fields of a table, each with all of its rows, in the order of the ids.
+    """The fields of a table, each with all rows in the order of the ids.
 
-    Rows that a step holds come home before any of these is called.
+    The caller writes rows of a step back to the table before it calls any method.
     """
 
     def __init__(self, table: LazyTable) -> None:
         self._table = table
         self._full: Mapping[str, Tensor] = {}
-        """All rows of the sharded table, by field, within replaced_by()."""
+        """Field name to all rows of the sharded table, within replaced_by()."""
 
     def fill(self, name: str, row: Tensor) -> None:
         """Copies one row to all rows of a field."""
         self._table.home_of(name).fill_(row, name)
 
     def begin(self, name: str, row: Tensor) -> None:
-        """As fill(), of what an optimizer's state begins with; see HostTable.begin_state."""
+        """Initializes an optimizer state in all rows. See HostTable.begin_state."""
         self._table.home_of(name).begin_state(name, row)
 
     def check_loadable(self, row: Tensor, value: Tensor) -> None:
-        """Raises what load() of all rows would, of a field with such a row; changes nothing."""
+        """Raises if load() of all rows would. `row` is one row of the field. Changes nothing."""
         portion = self._table.portion
         if portion is not None and isinstance(value, SharedRows):
             self._check_share(value, portion.within(slice(None)))
@@ -50,10 +50,9 @@ class WholeFields:
             row.new_empty((0, *row.shape)).copy_(value.detach()[:0])
 
     def load(self, name: str, value: Tensor, first: int = 0) -> None:
-        """Copies rows `[n, ...]` of a field, `first` and those after it, from wherever they are.
+        """Copies `value` `[n, ...]`, on any device, to the rows of a field from row `first` on.
 
-        Takes no memory for another copy of them. They may be of any dtype that torch converts to
-        the field's.
+        Makes no second full copy of the rows. Torch converts their dtype to the field's.
         """
         are_all = len(value) == self._table.whole_rows
         home = self._table.home_of(name, anew=are_all)
@@ -91,7 +90,7 @@ class WholeFields:
             )
 
     def in_place(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Rows of a field, in the table's memory; SharedRows where some of them are not here."""
+        """Returns rows of a field in the table's memory, as SharedRows if the table is sharded."""
         field, portion = self._table.field(name), self._table.portion
         if portion is None:
             return field[rows]
@@ -100,7 +99,7 @@ class WholeFields:
 
     @contextmanager
     def replaced_by(self, full: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within the block saved() returns these: all rows of the sharded table, by field."""
+        """A context in which saved() returns rows of `full`: field name to all ranks' rows."""
         before, self._full = self._full, full
         try:
             yield
@@ -108,10 +107,10 @@ class WholeFields:
             self._full = before
 
     def saved(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Rows of a field as other libraries save them: contiguous, in memory of their own.
+        """Returns rows of a field for other libraries to save: contiguous, with their own storage.
 
-        A field that is alone in its table is that already. Where there is no room for a copy, it is
-        the strided view of the records, which torch.save takes.
+        A field that is alone in its table needs no copy. Rows on a GPU, and rows larger than half
+        of the free host memory, are returned as a strided view for torch.save.
         """
         if name in self._full:
             return in_own_storage(self._full[name][rows])
@@ -128,7 +127,7 @@ class WholeFields:
 
 @contextmanager
 def given_in_place() -> Iterator[None]:
-    """Within, this thread's saved() gives views of the table, for what reads them at once."""
+    """A context in which saved() returns views in this thread, for callers that read at once."""
     token = _are_given_in_place.set(True)
     try:
         yield
@@ -137,7 +136,7 @@ def given_in_place() -> Iterator[None]:
 
 
 def _convert(value: Tensor, field: Tensor) -> None:
-    """Copies rows to those of a field, by blocks where they have to cross from a GPU."""
+    """Copies rows to a field. Rows from a GPU are converted and copied in blocks."""
     if is_same(value, field):
         return
     if not value.is_cuda or field.is_cuda:
