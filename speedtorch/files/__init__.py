@@ -1,1 +1,1 @@
-"""Arrays and tables in files: formats, new files that appear whole, every call on a file."""
+"""Arrays and tables in files: file formats, atomic replacement of files, and all file calls."""

@@ -1,6 +1,6 @@
-"""Fields as blocks of bytes: written while threads gather and hash the next ones, or compared.
+"""Writes and compares fields as blocks of bytes; threads gather and hash the next blocks.
 
-A field may be strided (one of several in a record), on the CPU or on a GPU; its rows move as bytes.
+A field may be strided (one of several in a record), and is on the CPU or on a GPU.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from speedtorch.files.threads import MOST_THREADS, threads
 
 __all__ = ["SomeRows", "byte_rows", "have_same_bytes", "write_blocks"]
 
-# Of whole chunks. Few blocks a second: a thread that trains meanwhile may keep the GIL for 5 ms.
+# Whole chunks. Large blocks need the GIL rarely; a training thread may hold the GIL for 5 ms.
 _BLOCK_BYTES = 4 * CHUNK_BYTES
-_BLOCKS = 8  # in memory: several threads prepare as many bytes as one writes
+_BLOCKS = 8  # in memory: several threads must prepare as many bytes as one thread writes
 
-_COMPARED_BYTES = 1 << 20  # by each thread at once
+_COMPARED_BYTES = 1 << 20  # bytes that a thread compares at once
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Piece: TypeAlias = tuple[Tensor, int, _Bytes]
-"""Rows, from which of their bytes on they are copied, and the memory for them."""
+"""Rows as bytes, the first byte to copy, and the memory to copy to."""
 
 
 def byte_rows(field: Tensor) -> Tensor:
-    """The rows of a field as bytes, uint8 `[rows, bytes]`, in the field's memory.
+    """Returns the rows of a field as a byte view, uint8 `[rows, bytes]`, of the field's memory.
 
-    ValueError unless each row is contiguous.
+    Raises ValueError unless each row is contiguous.
     """
     if field.numel() == 0:
         return torch.empty(0, 1, dtype=torch.uint8, device="cpu")
@@ -48,15 +48,15 @@ def byte_rows(field: Tensor) -> Tensor:
 
 
 def have_same_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Whether fields, each two of one shape and dtype, are alike bit for bit.
+    """Whether the fields of each pair, of equal shape and dtype, are bitwise identical.
 
-    The GPU is done with them.
+    GPU work on the fields must have finished.
     """
     parts: list[tuple[Tensor, Tensor]] = []
     for rows, others in (map(byte_rows, each) for each in pairs):
         count = max(1, _COMPARED_BYTES // rows.shape[1])
         parts += zip(torch.split(rows, count), torch.split(others, count), strict=True)
-    rest = iter(parts)  # each thread takes the next part
+    rest = iter(parts)  # all threads share this iterator
 
     def same() -> bool:
         return all(
@@ -70,7 +70,7 @@ def have_same_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 @dataclass(frozen=True)
 class SomeRows:
-    """Rows of a field `[rows, ...]` by their ids `[n]`, on the CPU, which are read when written."""
+    """Rows of a field `[rows, ...]` by ids `[n]` on the CPU, gathered when they are written."""
 
     field: Tensor
     ids: Tensor
@@ -87,22 +87,22 @@ class SomeRows:
 
     @property
     def nbytes(self) -> int:
-        """Of these rows."""
+        """Bytes of the selected rows."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def at(self, ids: Tensor) -> Tensor:
-        """Rows by their ids, on the CPU, in memory of their own."""
+        """Copies rows by their ids to new memory on the CPU."""
         return self.field.index_select(0, ids.to(self.field.device)).cpu()
 
     def part(self, begin: int, count: int) -> tuple[Tensor, int]:
-        """Rows that have `count` of all bytes, from `begin` on, and where these begin in them."""
+        """Returns the rows that have bytes `begin` to `begin + count`, and the offset in them."""
         row_bytes = self.nbytes // len(self.ids)
         first, end = begin // row_bytes, -(-(begin + count) // row_bytes)
         return byte_rows(self.at(self.ids[first:end])), begin - first * row_bytes
 
 
 def _gather(rows: Tensor, begin: int, to: _Bytes) -> None:
-    """Copies bytes of rows, from `begin` on, in this thread alone: others have the other cores."""
+    """Fills `to` with the bytes of rows from `begin` on, in one thread: others use other cores."""
     row_bytes, at = rows.shape[1], 0
     while at < len(to):
         row, column = divmod(begin + at, row_bytes)
@@ -129,7 +129,8 @@ def write_blocks(
 ) -> None:
     """Writes a header, and then the bytes of fields that are contiguous within a row.
 
-    `digests` takes the digests of all chunks; `told` is called with each number of written bytes.
+    The digests of all chunks are appended to `digests`. `told` is called with each number of
+    written bytes.
     """
     nbytes = len(header) + sum(each.nbytes for each in fields)
     if not nbytes:
@@ -150,14 +151,14 @@ def write_blocks(
     with threads(count) as pool:
         for block, pieces in _blocks(chain([begin], _long_rows_apart(fields)), buffers):
             prepared.append((block, pool.begin(_prepare, block, pieces, digests is not None)))
-            if len(prepared) == count:  # the next one has the buffer of the first
+            if len(prepared) == count:  # the next block reuses the first buffer
                 write_next()
         while prepared:
             write_next()
 
 
 def _long_rows_apart(fields: Iterable[Tensor | SomeRows]) -> Iterator[Tensor | SomeRows]:
-    """The fields; some rows that are long, each where it is: a copy could take many blocks."""
+    """Splits SomeRows with long rows into single rows in place, which need no large copies."""
     for each in fields:
         if isinstance(each, SomeRows) and each.nbytes > len(each.ids) * _BLOCK_BYTES // 16:
             yield from (each.field[row : row + 1] for row in each.ids.tolist())
@@ -168,7 +169,7 @@ def _long_rows_apart(fields: Iterable[Tensor | SomeRows]) -> Iterator[Tensor | S
 def _blocks(
     fields: Iterable[Tensor | SomeRows], buffers: Sequence[_Bytes]
 ) -> Iterator[tuple[_Bytes, list[_Piece]]]:
-    """Blocks, each in the next buffer, and what of them threads are to gather."""
+    """Yields blocks, each in the next buffer, with the pieces that threads must gather."""
     pieces: list[_Piece] = []
     number = filled = 0
     for field in fields:
@@ -181,7 +182,7 @@ def _blocks(
             piece = (*part, buffer[filled : filled + count])
             if part[0].is_cpu:
                 pieces.append(piece)
-            else:  # on the stream of this thread
+            else:  # here, so that the copy is on this thread's current stream
                 _gather(*piece)
             begin, filled = begin + count, filled + count
             if filled == len(buffer):
@@ -192,7 +193,7 @@ def _blocks(
 
 
 def _prepare(block: _Bytes, pieces: Sequence[_Piece], digested: bool) -> list[int]:
-    """Gathers a block, and gives the digests of its chunks."""
+    """Gathers a block and returns the digests of its chunks, or an empty list."""
     for each in pieces:
         _gather(*each)
     return crc32c_of_chunks(torch.from_numpy(block)) if digested else []

@@ -1,4 +1,4 @@
-"""Digests of files, a CRC-32C for each chunk."""
+"""Digests of files: one CRC-32C for each chunk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def chunk_count(nbytes: int) -> int:
-    """How many chunks a file of so many bytes has."""
+    """The number of chunks of a file of `nbytes` bytes."""
     return -(-nbytes // CHUNK_BYTES)
 
 
@@ -27,7 +27,7 @@ def crc32c_of_chunks(data: Tensor) -> list[int]:
 
 
 def crc32c(data: memoryview) -> int:
-    """The digest of one chunk, which is not empty."""
+    """The digest of one nonempty chunk."""
     (digest,) = crc32c_of_chunks(torch.frombuffer(data, dtype=torch.uint8))
     return digest
 
@@ -39,9 +39,9 @@ def digests_of(
     told: Callable[[int], object] = lambda count: None,
     digest_of: Callable[[memoryview], int] = crc32c,
 ) -> dict[int, int]:
-    """The digests of some chunks of a file of `nbytes` bytes, by their numbers.
+    """Returns the digests of some chunks of a file of `nbytes` bytes, by chunk number.
 
-    `told` is called with each number of bytes that was read.
+    After each chunk, `told` is called with the number of bytes read.
     """
     found, buffer = {}, memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
     for number in chunks:
@@ -59,8 +59,8 @@ def all_digests(
     told: Callable[[int], object],
     digest_of: Callable[[memoryview], int] = crc32c,
 ) -> list[int]:
-    """The digests of all chunks of a file, in their order; threads call `told`."""
-    # Each thread takes the next chunk, so that the disk reads the file from its begin to its end.
+    """Returns the digests of all chunks of a file in order; `told` is called from threads."""
+    # The threads share one iterator, so that the disk reads the file in order.
     count = chunk_count(nbytes)
     numbers = iter(range(count))
     with threads(count) as pool:

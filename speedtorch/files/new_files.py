@@ -1,13 +1,13 @@
-"""New files in the place of old ones: whole and on the disk, or not there at all.
+"""Atomic replacement of files: a new file appears complete and synced to disk, or not at all.
 
-One file takes its place by one rename. Several files of a folder are written in a hidden folder
-beside them, `.table.npy.<process>.partial`. Renaming that to `.table.npy.switch` puts all of them
-in the place of the old ones in one step; then each file moves to its own name, and the folder goes.
+One rename replaces a single file. Several files of a folder are written to a hidden folder beside
+them, `.table.npy.<process>.partial`. One rename of this folder to `.table.npy.switch` replaces all
+old files at once. Then each file is moved to its own name, and the empty folder is removed.
 
-Thus a file is in the switch folder, if it is there, and else under its own name, at every moment. A
-kill after the switch leaves files in the switch folder; the next replacement moves them first.
-Nothing waits for a lock: a switch folder with files in it is not replaced by another, and a process
-that finds one moves its files to their names, as the process that made it does.
+A reader looks for a file in the switch folder first and under its own name second. A kill after the
+switch leaves files in the switch folder, and the next replacement moves them first. No process
+waits for a lock: a rename cannot replace a switch folder that has files, and any process that finds
+one moves its files to their names.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ __all__ = ["TOKEN", "NewFile", "new_folder", "new_token", "rename_folder", "repl
 __all__ += ["switch_folder"]
 
 TOKEN = r"\d+-[0-9a-f]{8}"
-"""What new_token() gives."""
+"""A pattern of the results of new_token()."""
 
-# Hidden names add 27 bytes at most; file systems take 255 bytes, some 143.
+# Hidden names add 27 bytes at most; file systems allow 255 bytes, some only 143.
 _LONGEST_BASE = 100
 
-# The disk writes so many bytes while the next ones are copied to the page cache. Left to fsync
-# alone, it would idle until the last of them is there.
+# The disk writes this many bytes while the next ones are copied to the page cache. With fsync alone
+# the disk would idle until all bytes are in the page cache.
 _WRITEBACK_BYTES = 16 << 20
 
 
 class NewFile:
-    """A file in the making, whose place another one may have now.
+    """A new file, written under a hidden name, that will replace the file at `path`, if any.
 
-    Ctrl-C may come between any call on the disk and the note of it in here, so what has happened
-    already is asked of the disk. `count` bytes were written.
+    Ctrl-C may interrupt between a file call and its record in this object, so clean() looks at the
+    disk. `count` is the number of bytes written.
     """
 
     def __init__(self, path: str, partial: str) -> None:
@@ -67,28 +67,28 @@ class NewFile:
             raise IsADirectoryError(errno.EISDIR, "is a folder; name a file", path)
         if not stat.S_ISREG(mode):
             raise ValueError(f"{path}: is a named pipe, socket or device; name a regular file")
-        # A file without write permission is refused as root, too.
+        # Raises for a file without write permission as root, too.
         if not mode & 0o222 or not os.access(path, os.W_OK, effective_ids=True):
             text = "is read-only; make it writable, or choose another name"
             raise PermissionError(errno.EACCES, text, path)
         self._mode = mode & 0o777
 
     def open(self) -> None:
-        """Makes it, with the mode of the file that is there now."""
+        """Creates the file, with the mode of the file that it replaces."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         mode = 0o666 if self._mode is None else self._mode
         self._descriptor = calls.open(self.partial, flags, mode)
         if self._mode is not None:
             with suppress(OSError):  # File systems without modes.
-                calls.chmod(self._descriptor, mode)  # What the umask took away.
+                calls.chmod(self._descriptor, mode)  # Restores the bits that the umask cleared.
 
     def reserve(self, count: int) -> None:
-        """Takes the disk space of `count` bytes, where the file system can do that."""
+        """Allocates disk space for `count` bytes, if the file system supports that."""
         with where_supported():
             reserve(self._descriptor, count, self.path)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Appends all of `data`, and returns how many bytes these are."""
+        """Appends all of `data` and returns its number of bytes."""
         with about(self.path):
             write_all(self._descriptor, data)
             self.count += (count := memoryview(data).nbytes)
@@ -100,16 +100,16 @@ class NewFile:
         return count
 
     def flush(self) -> None:
-        """For torch.save; nothing waits: write() writes at once."""
+        """Does nothing, because write() does not buffer; torch.save calls this."""
 
     def finish(self) -> None:
-        """Brings every byte to the disk and closes the file."""
+        """Syncs all bytes to disk and closes the file."""
         with about(self.path):
             calls.fsync(self._descriptor)
         self._close()
 
     def clean(self) -> None:
-        """Removes it, unless it has taken its place."""
+        """Closes the file and removes it if it still has its hidden name."""
         self._close()
         if os.path.lexists(self.partial):
             calls.unlink(self.partial)
@@ -124,23 +124,23 @@ class NewFile:
 def replace_files(
     paths: Sequence[str | os.PathLike[str]], together: str | os.PathLike[str] | None = None
 ) -> Iterator[list[NewFile]]:
-    """Replaces or creates files at once: all of them, whole and on disk, or none.
+    """Replaces or creates files together: all of them, complete and on disk, or none.
 
-    The new files are written within the `with` block under hidden names, then synced, then switched
-    in one step, also at a power loss. After an error the old files are as they were, unless the
-    message says that the new ones are in place. What a killed process left is completed or removed
-    by the next replacement of the same files.
+    The `with` block writes the new files under hidden names. They are then synced and switched in
+    one step, also if power is lost. After an error the old files are unchanged, unless the message
+    says that the new ones are in place. The next replacement of the same files completes or removes
+    the files of a killed process.
 
     Args:
-        paths: One file, whose symbolic link stays and points to the new one, or several of one
-            folder, which are no links.
-        together: The path after which the switch folder of several files is named (None: the
-            first). A reader of them looks there first, see switch_folder().
+        paths: One file, or several files of one folder that are no symbolic links. A link to a
+            single file remains, and its target is replaced.
+        together: The path that names the switch folder of several files (None: the first path). A
+            reader looks in that folder first, see switch_folder().
 
     Raises:
-        ValueError: In a file's place is something else, or several are links or in several folders.
-        IsADirectoryError, PermissionError: In its place is a folder, or a file that is read-only.
-        OSError: Of the disk.
+        ValueError: A path is no regular file, or one of several is a link or in another folder.
+        IsADirectoryError, PermissionError: A path is a folder, or a read-only file.
+        OSError: A file call failed.
     """
     whole = _absolute(paths[0] if together is None else together)
     several = len(paths) > 1
@@ -162,7 +162,7 @@ def replace_files(
 
     with ExitStack() as stack:
         if several:
-            stack.callback(_complete, whole)  # also where Ctrl-C comes after the switch
+            stack.callback(_complete, whole)  # also if Ctrl-C interrupts after the switch
             inner = stack.enter_context(new_folder(folder, partial, hidden, switch))
             mode = stat.S_IMODE(os.fstat(inner).st_mode) | os.stat(folder).st_mode & 0o777
             with suppress(OSError):  # File systems without modes.
@@ -189,14 +189,14 @@ def replace_files(
 def new_folder(
     folder: str, partial: str, hidden: re.Pattern[str], switch: Callable[[int], None]
 ) -> Iterator[int]:
-    """Makes a folder within another one, whose entries appear together.
+    """Makes a folder within `folder`, whose entries appear together.
 
-    The block writes and syncs them under the hidden name `partial`, and has its descriptor. Then it
-    is synced, and `switch` renames it, which has the descriptor of `folder`. An error before that
-    removes it. What killed processes left under `hidden` names is removed first.
+    First removes the leftovers of killed processes, whose names match `hidden`. Yields a descriptor
+    of the new folder `partial`; the block writes and syncs entries there. The folder is then synced
+    and `switch` renames it, with the descriptor of `folder`. An earlier error removes the folder.
     """
     with _swept_folder(folder, hidden) as descriptor, ExitStack() as stack:
-        stack.callback(shutil.rmtree, partial, ignore_errors=True)  # unless it has its own name
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)  # no effect after the switch
         calls.make_folder(partial)
         inner = stack.enter_context(opened_folder(partial))
         yield inner
@@ -206,12 +206,12 @@ def new_folder(
 
 
 def switch_folder(path: str) -> str:
-    """Where several files that replace_files() makes together are before they have their names."""
+    """The folder in which replace_files() puts several new files before they get their names."""
     return _hidden(path, "switch")
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    """The path itself in its real folder; a link of this name is not followed."""
+    """Resolves links in the folder of a path, but not a link at the path itself."""
     folder, name = os.path.split(os.fspath(path))
     return os.path.join(os.path.realpath(folder), name)
 
@@ -222,13 +222,13 @@ def _hidden(path: str, ending: str) -> str:
 
 
 def _base(name: str) -> str:
-    """A name, or what stands for a long one in hidden names, which are longer."""
+    """Returns a name, or a hash of a long one, for hidden names, which are longer."""
     data = os.fsencode(name)
     return name if len(data) <= _LONGEST_BASE else hashlib.sha256(data).hexdigest()[:32]
 
 
 def rename_folder(source: str, target: str, *errors: int) -> bool:
-    """Renames a folder; False if another one, which is not empty, has the name, or for `errors`."""
+    """Renames a folder. Returns False if `target` is a nonempty folder, or for these `errors`."""
     try:
         calls.rename(source, target)
     except OSError as error:
@@ -244,7 +244,7 @@ def _complete_earlier(whole: str) -> None:
 
 
 def _complete(whole: str) -> None:
-    """Moves files that have switched, of this process or another, to their own names."""
+    """Moves the files in the switch folder, of any process, to their own names."""
     place, folder = switch_folder(whole), os.path.dirname(whole)
     with ExitStack() as stack:
         try:
@@ -252,13 +252,13 @@ def _complete(whole: str) -> None:
         except FileNotFoundError:
             return
         target = stack.enter_context(opened_folder(folder))
-        # After a power loss no file may have its name unless all have switched.
+        # Makes the switch durable first: no file may have its name after a power loss otherwise.
         sync_folder(folder, target)
         text = f"the new files are whole, in {place}: loading and the next save find them there"
-        with about(whole, text), suppress(FileNotFoundError):  # It may be removed by now.
+        with about(whole, text), suppress(FileNotFoundError):  # Another process removed it.
             for name in os.listdir(source):
-                # This is the folder that was opened, also if another one has its name by now.
-                with suppress(FileNotFoundError):  # Another process has moved it.
+                # `source` is the opened folder, even if another folder has this name by now.
+                with suppress(FileNotFoundError):  # Another process has moved the file.
                     calls.move(name, source, target)
         sync_folder(place, source)
         sync_folder(folder, target)
@@ -266,7 +266,7 @@ def _complete(whole: str) -> None:
 
 
 def _remove_folder(folder: str) -> None:
-    """Removes a folder if it is there and empty."""
+    """Removes a folder if it exists and is empty."""
     try:
         calls.remove_folder(folder)
     except OSError as error:
@@ -275,21 +275,21 @@ def _remove_folder(folder: str) -> None:
 
 
 def new_token() -> str:
-    """A part of a hidden name that no other process and no other save has."""
+    """Returns a part of a hidden name, unique among processes and saves."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
 @contextmanager
 def _swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
-    """Opens a folder for new entries, and removes what killed processes left under hidden names.
+    """Opens a folder for new entries and removes leftovers of killed processes, by `hidden` names.
 
-    Nothing is removed while another process writes to the folder, which holds a lock, as this
-    process does until the end of the block.
+    A process that writes to the folder holds a shared lock until the end of this block. Nothing is
+    removed while another process holds the lock.
     """
     with opened_folder(folder) as descriptor:
-        # Without file locks, files left behind look like files in use: all of them stay.
+        # Without file locks, leftovers cannot be told from files in use, so all files remain.
         with where_supported(errno.EBADF, errno.ENOLCK):
-            # Where they are in use, another user's or gone by now, saving works all the same.
+            # Files in use, of another user or already removed must not prevent the save.
             with suppress(BlockingIOError, PermissionError, FileNotFoundError):
                 calls.lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for entry in filter(hidden.fullmatch, os.listdir(folder)):

@@ -1,9 +1,9 @@
 """.npy files, each with the rows of one field, without pickle.
 
-A table with only a weight is the file of its name; any other has one for each field,
-`table.weight.npy`, `table.exp_avg.npy` for `table.npy`. Those are one table: they switch together
-through a hidden folder (new_files.py), in which a reader looks first. A program that knows nothing
-of this folder finds whole files, old ones and new ones for a moment or after a killed save.
+A table that has only a weight is a single file, `table.npy`. Any other table has one file for each
+field: `table.weight.npy`, `table.exp_avg.npy`. These files are replaced together through a hidden
+folder (new_files.py), in which a reader looks first. A program that ignores this folder finds
+complete files. During the switch or after a killed save it may find both old and new files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from speedtorch.files.new_files import switch_folder
 
 __all__ = ["NPY_DTYPES", "files_to_read", "files_to_write", "npy_header", "read_arrays"]
 
-# More than NumPy believes of a header (10,000 characters).
+# More than NumPy's limit of a header (10,000 characters).
 _HEADER_BYTES = 16_384
 
 _READERS = {
@@ -32,7 +32,7 @@ _READERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 
-# What NumPy raises; SystemError comes of a NUL byte in Python 3.12.
+# NumPy's errors for a bad header; a NUL byte raises SystemError in Python 3.12.
 _NO_HEADER = (
     *(ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError, SystemError),
 )
@@ -48,7 +48,7 @@ NPY_DTYPES: dict[str, torch.dtype] = {
 
 
 def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
-    """See FileFormat; refuses names of files that would be read as fields of another table."""
+    """See FileFormat. Raises ValueError if other files would be read as fields of this table."""
     targets = _paths(path, fields)
     headers = [npy_header(field.shape, field.dtype) for field in fields.values()]
     if path not in targets.values():
@@ -95,10 +95,10 @@ def _path(path: str, name: str) -> str:
 
 
 def _names(path: str) -> list[str]:
-    """The fields whose files are there, each in a file of its own."""
+    """Returns the fields that have their own file."""
     folder, begin = os.path.split(path.removesuffix("npy"))
     found: set[str] = set()
-    # In this order a file that moves to its name meanwhile is not overlooked.
+    # In this order the search finds a file that another process moves to its name meanwhile.
     for each in (switch_folder(path), folder or "."):
         with suppress(FileNotFoundError):
             found.update(os.listdir(each))
@@ -118,7 +118,7 @@ def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
 
 
 def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
-    """Everything that comes before the elements of a .npy file."""
+    """Returns all bytes of a .npy file before the elements."""
     names = {its_dtype: name for name, its_dtype in NPY_DTYPES.items()}
     if dtype not in names:
         raise ValueError(f".npy files cannot hold {dtype}: save as .safetensors instead")
@@ -129,9 +129,9 @@ def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
 
 
 def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
-    """The array of a .npy file, of which `start` holds the header at least.
+    """Returns the array of a .npy file; `start` holds at least the header.
 
-    ValueError if torch cannot hold it in this form, or if it does not end where the file ends.
+    Raises ValueError if torch cannot hold the array, or if it does not end at the file's end.
     """
     file = io.BytesIO(start)
     try:

@@ -1,6 +1,6 @@
 """safetensors files, each with all fields: a header that describes plain arrays, then their bytes.
 
-It describes nothing else: no pickle, no code.
+The files contain no pickle and no code.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from speedtorch.files.npy_format import NPY_DTYPES
 
 __all__ = ["files_to_read", "files_to_write", "read_arrays"]
 
-# Of files to write: a table with a thousand fields needs 0.1 MB.
+# The limit for files to write: a table with a thousand fields needs 0.1 MB.
 LARGEST_HEADER = 1 << 20
 LARGEST_READ_HEADER = 100_000_000  # the limit of the format
-RESERVED = "__metadata__"  # the name of what a header says of the file, which no array has
+RESERVED = "__metadata__"  # the header's entry for metadata; no array has this name
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -67,14 +67,14 @@ def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
 
 
 def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Names in the order of their bytes: larger items first, so that each array is aligned."""
+    """Sorts names by item size, largest first, so that each array is aligned in the file."""
     return sorted(dtypes, key=lambda name: -dtypes[name].itemsize)
 
 
 def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> bytes:
-    """Length, JSON and padding to a multiple of 8 bytes; arrays follow `in_file_order`.
+    """Returns length, JSON and padding to a multiple of 8 bytes; arrays follow in_file_order().
 
-    No array has the name RESERVED.
+    No array may have the name RESERVED.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {RESERVED: {"format": "pt"}} | dict.fromkeys(arrays)
@@ -98,9 +98,9 @@ def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
 
 
 def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredArray]:
-    """The arrays of a safetensors file whose JSON this is, in its order, without metadata.
+    """Returns the arrays of a safetensors file from its JSON header, in order, without metadata.
 
-    ValueError for anything that the format forbids: the arrays must cover the data exactly.
+    Raises ValueError if the header breaks the format; the arrays must cover the data exactly.
     """
     try:
         content = json.loads(header.decode(), object_pairs_hook=_without_repeats)
@@ -113,7 +113,7 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
     content.pop(RESERVED, None)
     arrays: dict[str, StoredArray] = {}
     spans: list[tuple[int, int, str]] = []
-    for name in list(content):  # Entries that stay would make Python collect all its garbage.
+    for name in list(content):  # pop() below frees entries early: many live ones start a full gc.
         start, stop, arrays[name] = _array(name, content.pop(name), 8 + len(header))
         spans.append((start, stop, name))
     end = 0
@@ -138,7 +138,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _array(name: str, entry: Any, begin: int) -> tuple[int, int, StoredArray]:
-    """An entry's offsets and array, for data that begins at this byte of the file."""
+    """Returns an entry's offsets and array; `begin` is the file offset of the data."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} needs exactly dtype, shape and data_offsets")
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None

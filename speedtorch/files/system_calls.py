@@ -1,8 +1,8 @@
-"""Calls on files, exact reads, mapped files.
+"""File calls, exact reads and mapped files.
 
-Every call on a file goes through `calls`, so that tests can make each of them fail or record their
-order. None of them holds the GIL while it waits for the disk. Seeking, listing, making the folders
-above a path and removing a folder with all in it do not go through it.
+File calls go through `calls`, so that tests can make each of them fail or record their order. No
+such call holds the GIL while it waits for the disk. Seeking, listing, making parent folders and
+removing a folder tree do not go through `calls`.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _map_to_read = partial(mmap.mmap, access=mmap.ACCESS_READ)
 
 
 def _move(name: str, source: int, target: int) -> None:
-    """Moves a file from one open folder to another, in the place of the one of this name there."""
+    """Moves a file from one open folder to another and replaces a file of this name there."""
     os.replace(name, name, src_dir_fd=source, dst_dir_fd=target)
 
 
 def _start_writeback(descriptor: int, begin: int, count: int) -> None:
-    """Starts to write dirty pages to the disk, without waiting for it.
+    """Starts to write dirty pages to disk and returns at once.
 
-    Linux does so before it drops the clean pages of a range; there are none where all was written
-    just now.
+    POSIX_FADV_DONTNEED makes Linux start the write before it drops the clean pages of the range. A
+    range that was just written has no clean pages.
     """
     os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_DONTNEED)
 
 
 @dataclass
 class FileCalls:
-    """The file calls of tables and what is saved; tests put failing or recording ones here."""
+    """The file calls of tables and checkpoints; tests replace them to fail or record."""
 
     open: Callable[..., int] = os.open
     chmod: Callable[[int, int], None] = os.fchmod
@@ -89,7 +89,7 @@ _LOCK_SECONDS = 5.0
 
 @contextmanager
 def about(path: str, more: str = "") -> Iterator[None]:
-    """Names the file in errors that do not yet, and says more of those of calls on it."""
+    """Adds the file's path to errors that do not name one, and `more` to errors of file calls."""
     try:
         yield
     except ValueError as error:
@@ -97,16 +97,16 @@ def about(path: str, more: str = "") -> Iterator[None]:
             raise
         raise ValueError(f"{path}: {error}") from error
     except OSError as error:
-        # A new error would keep the frames, and what they have mapped, until garbage is collected.
+        # A new error would keep frames, and the files they map, until a garbage collection.
         error.strerror = f"{error.strerror}: {more}" if more else error.strerror
         error.filename = path if more else error.filename or path
-        error.args = (error.errno, error.strerror)  # which is what another process is told
+        error.args = (error.errno, error.strerror)  # other processes receive args
         raise
 
 
 @contextmanager
 def where_supported(*others: int) -> Iterator[None]:
-    """Passes over what a file system cannot do (NFS, CIFS, some FUSE), also by other answers."""
+    """Ignores errors of unsupported calls (NFS, CIFS, some FUSE); `others` are further errnos."""
     try:
         yield
     except OSError as error:
@@ -115,20 +115,20 @@ def where_supported(*others: int) -> Iterator[None]:
 
 
 def reserve(descriptor: int, count: int, path: str) -> None:
-    """Takes `count` bytes of disk for a new file now, rather than find none left half-way."""
+    """Allocates `count` bytes of disk for a new file; a full disk then fails before the write."""
     if count == 0:
         return
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
     with about(path, f"{count:,} bytes are needed and {free:,} are free"):
-        # Asked first, because taking what there is would leave nothing to others until it fails.
+        # Checked first: an allocation that fails would use up the disk for others meanwhile.
         if status.f_blocks and count > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         calls.reserve(descriptor, 0, count)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Writes all of `data` from where the file is on."""
+    """Writes all of `data` at the file's current position."""
     rest = memoryview(data)
     while len(rest):
         if (written := calls.write(descriptor, rest)) <= 0:
@@ -138,7 +138,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 @contextmanager
 def opened_folder(folder: str) -> Iterator[int]:
-    """Opens a folder, to sync the names in it."""
+    """Opens a folder, so that the names in it can be synced."""
     with ExitStack() as stack:
         try:
             descriptor = stack.enter_context(opened(folder, os.O_RDONLY | os.O_DIRECTORY))
@@ -149,9 +149,9 @@ def opened_folder(folder: str) -> Iterator[int]:
 
 
 def share_lock(descriptor: int) -> None:
-    """Keeps other processes from sweeping a folder while it is open here.
+    """Takes a shared lock, so that other processes do not sweep the folder while it is open.
 
-    A sweep has the lock for a moment. Where another process has it longer, this goes on without.
+    A sweep holds its lock briefly. After 5 seconds this function returns without the lock.
     """
     until = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -165,7 +165,7 @@ def share_lock(descriptor: int) -> None:
 
 
 def sync_folder(folder: str, descriptor: int) -> None:
-    """Brings the names in a folder to the disk; some network file systems do that by themselves."""
+    """Syncs the names in a folder to disk, if the file system supports that."""
     text = "the new file is in place and whole, but a power loss may still undo it"
     with where_supported(), about(folder, text):
         calls.fsync(descriptor)
@@ -181,11 +181,11 @@ class OpenFile:
 
     @property
     def size(self) -> int:
-        """Its bytes when it was opened."""
+        """The number of bytes when the file was opened."""
         return self.status.st_size
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fills a view from this byte on; ValueError if the file ends before."""
+        """Fills a view with the bytes from `offset` on; ValueError if the file ends earlier."""
         with about(self.path):
             while len(view):
                 if (count := calls.read(self.descriptor, [view], offset)) == 0:
@@ -193,14 +193,14 @@ class OpenFile:
                 view, offset = view[count:], offset + count
 
     def map(self, how: Callable[[int, int], mmap.mmap]) -> mmap.mmap:
-        """Maps it whole; OSError if the file system cannot do that."""
+        """Maps the whole file; OSError if the file system does not support that."""
         with about(self.path):
             return how(self.descriptor, self.size)
 
 
 @contextmanager
 def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """A descriptor of a file, which is closed at the end."""
+    """Opens a file and closes its descriptor at the end of the block."""
     descriptor = calls.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield descriptor
@@ -212,7 +212,7 @@ def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
 def open_to_read(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
     """Opens a regular file; ValueError for anything else."""
     name = os.fspath(path)
-    # Opening a named pipe must not wait for its writer.
+    # O_NONBLOCK: opening a named pipe must not wait for its writer.
     with opened(name, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -221,7 +221,7 @@ def open_to_read(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
 
 
 def read_file(path: str | os.PathLike[str], limit: float) -> bytearray:
-    """All bytes of a regular file; ValueError if it has more than `limit`."""
+    """Reads all bytes of a regular file; ValueError if the file has more than `limit`."""
     with open_to_read(path) as file:
         if file.size > limit:
             raise ValueError(f"it has {file.size:,} bytes, and the limit is {limit:,}")
@@ -230,10 +230,10 @@ def read_file(path: str | os.PathLike[str], limit: float) -> bytearray:
 
 
 def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]:
-    """A new file of zeros, mapped as uint8 `[count]`, and its descriptor, which the caller closes.
+    """Returns a new file of zeros, mapped as uint8 `[count]`, and its descriptor.
 
-    Its disk space is taken first, so that a full disk is an error here and no SIGBUS later. An
-    error leaves nothing behind.
+    The caller closes the descriptor. Disk space is allocated first, so that a full disk raises an
+    error here instead of SIGBUS later. After an error the new file is removed.
     """
     name = os.path.abspath(path)
     folder = os.path.dirname(name)

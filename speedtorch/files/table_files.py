@@ -1,4 +1,4 @@
-"""Fields of a table (see field_blocks.py) to files and back; a table of any size takes 32 MiB."""
+"""Saves and loads the fields of a table; a table of any size needs at most 32 MiB of buffers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 
 FORMATS: dict[str, FileFormat] = {".safetensors": safetensors_format, ".npy": npy_format}
 
-# Large enough for the disk's full speed; small beside any table.
+# Large enough for the disk's full speed, and small compared with a table.
 _BLOCK_BYTES = 4 << 20
 
-# Each try needs another save that ends meanwhile.
+# A try fails only if another save ends meanwhile.
 _TRIES = 1000
 
 _Result = TypeVar("_Result")
@@ -47,13 +47,13 @@ class StoredField(StoredArray):
     file: OpenFile
 
     def part(self, rows: range) -> StoredField:
-        """Some of its rows, `[len(rows), ...]`."""
+        """Returns a part of the field, `[len(rows), ...]`."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         offset = self.offset + rows.start * row_bytes
         return replace(self, shape=(len(rows), *self.shape[1:]), offset=offset)
 
     def read_into(self, field: Tensor) -> None:
-        """Reads all rows into a field of this shape and dtype, of any row stride."""
+        """Reads all rows into a field of this shape and dtype, with any row stride."""
         offset, rows = self.offset, byte_rows(field)
         count, row_bytes = rows.shape
         whole = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")
@@ -77,13 +77,13 @@ def _format_of(path: str) -> FileFormat:
 def save_fields(
     path: str | os.PathLike[str], fields: Mapping[str, Tensor], mapped: str | None = None
 ) -> None:
-    """Saves fields of a table, `[rows, ...]` and contiguous within a row: all or none.
+    """Saves all fields of a table or none: `[rows, ...]` and contiguous within a row.
 
-    ValueError for another ending, what the format cannot hold, files beside it that would be read
-    as fields of this table, or the file `mapped`.
+    Raises ValueError for an unknown ending, fields that the format cannot hold, other files that
+    would be read as fields of this table, or a path that is the file `mapped`.
     """
     name = os.fspath(path)
-    with about(name):  # of a folder that is gone
+    with about(name):  # realpath() raises if the current folder was deleted
         _refuse_own([name], mapped)
     files = _format_of(name).files_to_write(name, fields)
     targets = [target for target, _, _ in files]
@@ -128,12 +128,11 @@ def open_fields(
     names: Collection[str] | None = None,
     field: str | None = None,
 ) -> Iterator[dict[str, StoredField]]:
-    """Opens the fields of a saved table, "weight" first; nothing is read yet but the headers.
+    """Opens the fields of a saved table, "weight" first, and reads only the headers.
 
-    With `names` those files alone are opened that have these fields, where each has its own.
-    With `field` this one alone is given, as "weight", whatever the others are.
-    ValueError for another ending, a header that does not fit its file, or fields whose numbers of
-    rows differ.
+    If each field has its own file, `names` limits the opened files. If `field` is set, only that
+    field is returned, as "weight". Raises ValueError for an unknown ending, a header that does not
+    fit its file, or fields with different numbers of rows.
     """
     name = os.fspath(path)
     file_format = _format_of(name)
@@ -164,13 +163,13 @@ def open_fields(
 def _open_files(
     path: str, find: Callable[[], dict[str, list[str]]], stack: ExitStack
 ) -> dict[str, OpenFile]:
-    """Opens files by what find() says: all of one save, also while other saves end."""
+    """Opens the files that find() returns, all from one save, even if other saves end meanwhile."""
     for _ in range(_TRIES):
         with ExitStack() as tried:
             places = find()
             files = {name: _open_first(each, tried) for name, each in places.items()}
-            # What is still there now was there when the last one was opened: no other file has the
-            # number of an open one.
+            # Files that still exist now existed when the last one was opened, because no new file
+            # gets the inode number of an open file.
             if find() == places and all(
                 os.path.samestat(file.status, _first(places[name], os.stat))
                 for name, file in files.items()
@@ -185,7 +184,7 @@ def _open_first(places: Sequence[str], stack: ExitStack) -> OpenFile:
 
 
 def _first(places: Sequence[str], act: Callable[[str], _Result]) -> _Result:
-    """Acts on the first of these files that is there."""
+    """Calls `act` with the first of these paths that exists."""
     for place in places[:-1]:
         with suppress(FileNotFoundError):
             return act(place)

@@ -1,9 +1,9 @@
-"""Threads that copy and hash for files, which the calling thread can do without.
+"""Optional threads that copy and hash for files.
 
-They take work until the process ends: those of concurrent.futures take none once the interpreter
-has begun to shut down, when a thread that saves may still have some. They end after Ctrl-C. Where
-no thread can be started, or one ends before it takes work, the calling thread does the work:
-Thread.start() of CPython waits for ever for a thread that has no memory to begin with.
+Unlike the threads of concurrent.futures, they accept work during interpreter shutdown, when a
+thread may still be saving. They end after Ctrl-C. If no thread starts, or one ends before it gets
+work, the calling thread does the work. CPython's Thread.start() is unsuitable: it waits forever for
+a thread that has too little memory to start.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Threads:
-    """Threads that take work in its order."""
+    """Threads that do work in the order of begin()."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._begun: list[_thread.LockType] = []
-        """A lock of each thread that has begun, which has it until it ends."""
+        """One lock for each started thread, which holds the lock until it ends."""
 
     def begin(self, function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
-        """Has a thread call a function; result() gives or raises what that does."""
+        """Queues a call of a function; result() returns its result or raises its error."""
         done: Future[_Result] = Future()
         self._work.put((done, function, arguments))
         return done
 
     def result(self, done: Future[_Result]) -> _Result:
-        """The result of work, which this thread does if no other has taken it."""
+        """Waits for queued work; does queued work in this thread until a thread has started it."""
         while not (done.running() or done.done()):
             try:
                 work = self._work.get_nowait()
@@ -49,16 +49,16 @@ class Threads:
         return done.result()
 
     def run(self) -> None:
-        """Works until the end, in a thread."""
+        """Does queued work in a new thread until end()."""
         ended = _thread.allocate_lock()
         with ended:
             self._begun.append(ended)
             while self._done(self._work.get()):
                 pass
-            self._work.put(None)  # for the next thread
+            self._work.put(None)  # ends the next thread
 
     def end(self) -> None:
-        """Does the work that no thread has taken, and waits for the rest."""
+        """Does all work that no thread has started, and waits for the other threads."""
         self._work.put(None)
         try:
             while self._done(self._work.get()):
@@ -79,7 +79,7 @@ class Threads:
             result = function(*arguments)
         except BaseException as error:
             done.set_exception(error)
-            del work, done, arguments  # which the error would keep with this frame
+            del work, done, arguments  # the error's traceback would keep them
         else:
             done.set_result(result)
         return True
@@ -87,13 +87,13 @@ class Threads:
 
 @contextmanager
 def threads(most: int) -> Iterator[Threads]:
-    """One for each core, `most` and 16 at most; at the end all their work is done."""
+    """Starts one thread per core, at most `most` and 16; waits for all their work at the end."""
     made = Threads()
     try:
         for _ in range(min(most, MOST_THREADS, os.cpu_count() or 1)):
             try:
                 _thread.start_new_thread(made.run, ())
-            except (RuntimeError, MemoryError):  # this thread does the work of others
+            except (RuntimeError, MemoryError):  # the calling thread does the rest
                 break
         yield made
     finally:

@@ -1,4 +1,4 @@
-"""cache: rows that steps load often stay on the device, with their state."""
+"""cache: keeps frequently loaded rows and their optimizer state on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["cache", "share_cache"]
 
 
 def cache(module: nn.Module, nbytes: int | str | None) -> None:
-    """Keeps the rows that steps load most often, with their state, in memory of the device.
+    """Keeps the most frequently loaded rows and their optimizer state in device memory.
 
     A cache changes no result of a step. Rows that are in the cache do not cross the link:
     a tenth of the rows served 40 % of the loaded rows with Zipf 1.05 (docs/cache.md), and if all
@@ -27,13 +27,13 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
     bytes to each, and what a small table does not need to others. attach() and resize() change what
     tables need, and the bytes are shared out anew then; a cache with another number of slots begins
     without rows. Beside them 8 bytes of the device are taken for every row of a table, and for a
-    moment when rows change places about 24 bytes for every row and 64 MiB. All that reads or writes
-    a table (flush, save, state_dict, emb.table) writes the rows home first, and the next step
-    brings them back.
+    moment when rows change places about 24 bytes for every row and 64 MiB. Calls that
+    read or write a table (flush, save, state_dict, emb.table) first write the cached rows back to
+    host memory. The next step loads them again.
 
     Args:
-        module: Or one that has Embedding, EmbeddingBag or collections within it.
-        nbytes: Of the device in all, as a number or a text as "4GiB"; None: no cache any more.
+        module: An Embedding, EmbeddingBag or collection, or a module that contains some.
+        nbytes: Device bytes for all tables, a number or text such as "4GiB"; None removes it.
 
     Raises:
         TypeError, ValueError: nbytes is no number of bytes, or too few for one row of each table;
@@ -68,7 +68,7 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
 
 
 def share_cache(modules: Sequence[RowModule], budget: CacheBudget) -> None:
-    """Shares bytes out over the caches of modules; ValueError if they are too few."""
+    """Divides bytes among the caches of modules; raises ValueError if they are too few."""
     for module in modules:
         budget.add(module, module.trained_rows)
     budget.check({})

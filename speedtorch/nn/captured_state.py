@@ -30,7 +30,7 @@ _Entries = dict[str, Any]
 
 
 class _Captured(NamedTuple):
-    """Of one optimizer, the dicts that have the graph's tensors, and what they had."""
+    """One optimizer's state and group dicts, and the graph's tensors in them at the capture."""
 
     state: Mapping[Tensor, _Entries]
     groups: list[_Entries]
@@ -179,7 +179,7 @@ def _completed(
 
 
 def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Gives tensors the numbers of others that have their names."""
+    """Copies values into the tensors of the same names."""
     for name, own in tensors.items():
         if isinstance(value := values.get(name), Tensor) and value is not own:
             own.copy_(value.expand_as(own))
@@ -191,7 +191,7 @@ def kept_as_before(
     optimizers: Sequence[Optimizer],
     memories: Mapping[TrainedRows, FixedMemory],
 ) -> Iterator[None]:
-    """What is trained within leaves rows, parameters, states and random numbers as they were."""
+    """Leaves rows, parameters, states and random states as they were before the block."""
     device = next(iter(memories.values())).held.device
     held = {id(each.weight) for each in memories}
     others = [p for each in modules for p in (*each.parameters(), *each.buffers())]

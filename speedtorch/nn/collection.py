@@ -101,7 +101,7 @@ class TableCollection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where lookups give their rows."""
+        """The device of lookup results."""
         device: torch.device = self._groups()[0].weight.device
         return device
 
@@ -171,10 +171,10 @@ class TableCollection(nn.Module):
         }
 
     def announce(self, *features: Features) -> None:
-        """Lets the first lookup bring the rows of all lookups of its step; see Embedding.announce.
+        """Lets the first lookup load the rows of all lookups of its step; see Embedding.announce.
 
         Args:
-            *features: What the lookups will be given.
+            *features: The features of each lookup.
 
         Raises:
             As for Embedding.announce, with the table and the feature; nothing is announced to any
@@ -197,7 +197,7 @@ class TableCollection(nn.Module):
     def table_weight(self, name: str) -> Tensor:
         """All rows of a table `[num_embeddings, embedding_dim]`, as they are now.
 
-        They are in host memory and may be written to; held rows are brought home first.
+        The tensor is in host memory and may be written to. Rows on the GPU are written back first.
 
         Raises:
             KeyError: There is no such table.
@@ -533,7 +533,7 @@ class EmbeddingCollection(TableCollection):
 
 
 def _with_features(config: Any, table: Table) -> Any:
-    """A config whose feature_names are those of its table, which models ask for."""
+    """Returns the config with its table's feature_names, which models read."""
     if not config.feature_names:
         config = copy.copy(config)
         vars(config).update(feature_names=list(table.features))

@@ -19,27 +19,27 @@ _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Embedding(RowModule, nn.Embedding):
-    """torch.nn.Embedding with its rows, and what an optimizer keeps of them, in host memory.
+    """torch.nn.Embedding with its rows and their optimizer state in host memory.
 
     Arguments and results are those of torch.nn.Embedding, and so are the numbers: those that the
     same optimizer gives when it is stepped with the rows that were looked up (SparseAdam's rule,
     for every optimizer: rows that a step does not look up stay, and there is one step count).
 
-    Each row of a step is held once on the device, from its first lookup until the lookup that
-    follows the optimizer's step. A gradient that is left over then is dropped with the rows; so are
+    The device holds each row of a step once, from its first lookup until the lookup that follows
+    the optimizer's step. A gradient that is left over then is dropped with the rows; so are
     rows that were looked up before a zero_grad(), if no step has followed. A lookup whose backward
     has not run counts for the step for as long as Python or a graph keeps its result (a backward
     that fails on the CPU keeps its graph in torch itself), unless a zero_grad() and a lookup of
     another batch follow: then its rows are of the step only if its backward comes after all, which
     raises RuntimeError where they have a capacity.
 
-    The weight is a parameter of all rows without memory of its own. Each operation on it gives what
-    a plain parameter gives, or raises NotImplementedError with the remedy; docs/embedding.md lists
-    which do what. weight[ids] is a lookup. Functions of all rows are computed in host memory, and
-    a backward through their results raises. torch.nn.init and in-place methods change all rows,
-    those of an untouched table at first need. weight.grad is [num_embeddings, embedding_dim] as
-    well, and zero except for the rows of step_ids. The weight keeps the table when the module is
-    gone.
+    The weight is a parameter of all rows without memory of its own. Each operation on it returns
+    the result of a plain parameter, or raises NotImplementedError with the remedy;
+    docs/embedding.md lists both kinds. weight[ids] is a lookup. Functions of all rows run in host
+    memory, and a backward through their results raises. torch.nn.init and in-place methods change
+    all rows, those of an untouched table at first need. weight.grad is [num_embeddings,
+    embedding_dim] as well, and zero except for the rows of step_ids. The weight keeps
+    the table when the module is gone.
 
     The table takes its memory at first need. An exception in training (out of
     memory, Ctrl-C) leaves every row as before the step or as after it, and training can go on.
@@ -51,8 +51,8 @@ class Embedding(RowModule, nn.Embedding):
         max_norm: Rows with a larger norm are shortened when they are looked up.
         norm_type: The p of that norm.
         scale_grad_by_freq: Divide a row's gradient by how often the lookup names it.
-        sparse: Give the optimizer a sparse gradient of the held rows.
-        device: Where lookups give their rows; the table is in host memory.
+        sparse: Pass the optimizer a sparse gradient of the step's rows.
+        device: The device of lookup results; the table is in host memory.
         dtype: The elements of the rows.
         memory: The table's memory, as for HostTable.
         capacity: The most distinct rows of a step, without that of padding_idx; None for any

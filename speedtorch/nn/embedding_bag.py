@@ -20,10 +20,10 @@ BagMode: TypeAlias = Literal["sum", "mean", "max"]
 
 
 class EmbeddingBag(RowModule, nn.EmbeddingBag):
-    """torch.nn.EmbeddingBag with its rows, and what an optimizer keeps of them, in host memory.
+    """torch.nn.EmbeddingBag with its rows and their optimizer state in host memory.
 
-    As Embedding in every other respect. On a GPU torch's gradient of mode="max" is not the same in
-    every run.
+    In every other respect, EmbeddingBag behaves like Embedding. On a GPU torch's gradient
+    of mode="max" is not the same in every run.
 
     Args:
         num_embeddings: Rows.
@@ -32,10 +32,10 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         norm_type: The p of that norm.
         scale_grad_by_freq: Divide a row's gradient by how often the lookup names it.
         mode: "sum", "mean" or "max".
-        sparse: Give the optimizer a sparse gradient of the held rows.
+        sparse: Pass the optimizer a sparse gradient of the step's rows.
         include_last_offset: Offsets end with the number of ids.
         padding_idx: Id of a row that is left out of the bags and never trained.
-        device: Where lookups give their rows; the table is in host memory.
+        device: The device of lookup results; the table is in host memory.
         dtype: The elements of the rows.
         memory: The table's memory, as for HostTable.
         capacity: The most distinct rows of a step, without that of padding_idx; None for any

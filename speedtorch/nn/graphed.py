@@ -53,10 +53,10 @@ class GraphedStep(ABC):
         ]
 
     def __call__(self, *batch: Any, next_ids: Any = None) -> Any:
-        """Trains a batch: by a replay, or as the step itself does it where shapes are others.
+        """Trains a batch with a replay, or with the step itself if the shapes differ.
 
         Args:
-            *batch: As the example.
+            *batch: Arguments in the format of the example.
             next_ids: Of the batch that comes next, as those of graphed(): its rows travel beside
                 this step. Another batch may come all the same, and gives the same numbers.
 
@@ -169,7 +169,7 @@ class _Captured(GraphedStep):
 
 @contextmanager
 def _told_apart() -> Iterator[None]:
-    """Says what to do where a step before is still alive, which CUDA tells by its own words."""
+    """Replaces CUDA's capture error by a remedy if an earlier step is still alive."""
     try:
         yield
     except RuntimeError as error:
@@ -186,7 +186,7 @@ def _told_apart() -> Iterator[None]:
 
 
 def _without_nodes(result: Any) -> Any:
-    """What a step returns, without its nodes of autograd."""
+    """Detaches the tensors of a step's result from autograd."""
     return tree_map(lambda each: each.detach() if _is_tensor(each) else each, result)
 
 
@@ -289,9 +289,9 @@ def graphed(
         lives, attach, detach, `.to` and closing the table raise RuntimeError.
 
     Raises:
-        TypeError: The step is no function, or modules or optimizers are of another kind.
-        ValueError: No module of ours, one without a capacity, or some on the CPU and some not.
-        NotImplementedError: Rows are shared out among ranks.
+        TypeError: The step is no function, or modules or optimizers have a wrong type.
+        ValueError: No speedtorch module, one without a capacity, or some on the CPU and some not.
+        NotImplementedError: Rows are sharded among ranks.
         RuntimeError: A graph cannot repeat the steps of an optimizer, which is named.
 
     Example:

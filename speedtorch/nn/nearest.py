@@ -92,7 +92,7 @@ def nearest_neighbors(
                 values[some], places[some] = _largest(wanted[some] @ held.T, k)
             scores = torch.cat([scores, values], dim=1)
             ids = torch.cat([ids, places + first], dim=1)
-            # Of equal scores those of earlier blocks stay first, and so do lower ids of this one.
+            # The stable sort puts lower ids first among equal scores, within and across blocks.
             order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
             scores, ids = scores.gather(1, order), ids.gather(1, order)
             bar.update(len(block))
@@ -136,7 +136,7 @@ def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     where those are equal, of their places from the end.
     """
     columns = scores.shape[1]
-    # One bit pattern each for all NaNs, and for both zeros.
+    # All NaNs get one bit pattern, and both zeros get one.
     scores = scores.masked_fill_(scores.isnan(), math.nan).add_(0.0)
     bits = scores.view(torch.int32)
     # As floats are signed magnitudes, negative ones are in reverse order.

@@ -90,7 +90,7 @@ class Prefetch(Generic[_Batch]):
                     self._expect({})
 
     def _expect(self, plans: Mapping[RowModule, Batch]) -> None:
-        """Says which planned batch each module's next step may take."""
+        """Sets the planned batch that each module's next step may use."""
         with as_plain(), torch.inference_mode(False):
             for module in self._modules:
                 module.lookups.steps.expect(plans.get(module))
@@ -133,11 +133,11 @@ class _Plans:
         self._joint: dict[JointExchange, JointBatch] = {}
 
     def restart(self) -> None:
-        """A batch was left out: the next one follows none."""
+        """Forgets the previous batch plans, after a batch was left out."""
         self._last, self._joint = {}, {}
 
     def of(self, parts: _Parts) -> dict[RowModule, Batch]:
-        """The next one's plans."""
+        """Returns the plans of the next batch by module."""
         alone, last = dict(parts), self._last
         for modules, exchange in self._together:
             if not all(module in parts for module in modules):
@@ -168,9 +168,9 @@ def _announce(parts: _Parts) -> None:
 def ids_of_modules(
     named: Any, asked: Sequence[RowModule | TableCollection]
 ) -> dict[RowModule, list[Tensor]]:
-    """Each module and the ids that will be looked up there; `named` as prefetch's `ids` gives them.
+    """Returns the ids of each module; `named` is in the format that prefetch's `ids` returns.
 
-    `asked` are the modules that may be named. Raises TypeError or ValueError for anything else.
+    Only modules in `asked` may be named. Raises TypeError or ValueError for anything else.
     """
     if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
         if (count := len(asked)) != 1:
@@ -190,7 +190,7 @@ def ids_of_modules(
 
 
 def modules_with_ids(modules: Iterable[nn.Module]) -> list[RowModule | TableCollection]:
-    """Those of ours that ids are given for: not the groups of a collection, but that itself."""
+    """Returns the modules that `ids` may name: a collection itself, not its groups."""
     every = [each for module in modules for each in module.modules()]
     asked = [each for each in every if isinstance(each, RowModule | TableCollection)]
     return [each for each in asked if not isinstance(each, TableGroup)]
@@ -204,22 +204,22 @@ def _end_loop(module: RowModule, loop: _Loop) -> None:
 
 
 def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:
-    """Goes through a loader's batches while the rows of the next one travel.
+    """Iterates over a loader and copies the next batch's rows to the GPU during the current step.
 
-    The loader is read two batches ahead (three where rows are shared out among ranks): while a
-    batch is trained, the rows of the next come from the table and those of the last go back, beside
-    the GPU's other work; rows that the current batch changes are taken from their new values. The
-    numbers are the same as without. An error of the loader, or of ids on the CPU, is raised when
-    the batches before it are through. A loop that is left by a break or an exception brings home
-    what had arrived ahead; another may follow. Iterate and train on one stream.
+    The loader is read two batches ahead (three if rows are sharded among ranks). While a batch is
+    trained, the next batch's rows are loaded from the table and the last batch's rows are written
+    back, beside the GPU's other work. Rows that the current batch changes are used with their new
+    values, so prefetch changes no result. An error of the loader, or of ids on the CPU, is raised
+    after the batches before it. If a break or an exception ends a loop, prefetched rows are written
+    back to host memory; another loop may follow. Iterate and train on one stream.
 
     Modules whose rows are alike (columns, dtype, state; no padding or capacity, not frozen) are
     planned and exchanged as one, with the first lookup of a batch in any of them.
 
-    Planning ahead takes time of the host. Where the GPU waits for that, the loop measures steps
+    Planning ahead takes host time. If the GPU waits for the host, the loop measures steps
     without it and goes on with the faster way; ranks of one machine that share rows out decide that
     together, and those of several machines always plan. Without a GPU, and within another loop over
-    the same rows, it hands the batches through. On a GPU `ids` is not called for such a batch if
+    the same rows, it returns batches unchanged. On a GPU `ids` is not called for such a batch if
     the last batch that it was called for has one lookup in each module, and no capacity.
 
     Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
@@ -228,7 +228,7 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
 
     Args:
         loader: Batches of any kind.
-        model: Has a speedtorch Embedding or EmbeddingBag, or several.
+        model: A module with at least one speedtorch Embedding or EmbeddingBag.
         ids: Gives the ids that a batch will look up: a tensor (or a list of them, if there are
             several lookups), a collection's features, or a dict from each module to its own. Rows
             that it leaves out cost time. A step of a batch looks up all of the tensors, or none:
@@ -241,8 +241,8 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         An iterable of the loader's batches, with its len(); every loop over it is a new epoch.
 
     Raises:
-        TypeError: `ids` or what it gives is of the wrong kind.
-        ValueError: The model has no Embedding of ours, or `ids` names none of its modules.
+        TypeError: `ids` is not a function of a batch, or its result has a wrong type.
+        ValueError: The model has no Embedding or EmbeddingBag, or `ids` names none of its modules.
 
     Example:
         >>> import torch, speedtorch

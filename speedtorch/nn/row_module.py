@@ -57,7 +57,7 @@ _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
 class Steps(Protocol):
-    """What is told of ids before they are looked up; PlannedSteps says what each does."""
+    """Plans and announces ids before their lookups; PlannedSteps documents the methods."""
 
     @property
     def ahead(self) -> int:
@@ -70,7 +70,7 @@ class Steps(Protocol):
         """Announces what was planned."""
 
     def give_up(self) -> None:
-        """Gives up a batch that was announced or looked up."""
+        """Discards a batch that was announced or looked up."""
 
     def start_loop(self, loop: object) -> bool:
         """A loop plans batches ahead, if no other does."""
@@ -93,7 +93,7 @@ class Lookups(Protocol):
 
     @property
     def steps(self) -> Steps:
-        """What announced ids, and batches of a loop, are told to."""
+        """Plans announced ids and the batches of a loop."""
 
     @property
     def can_agree(self) -> bool:
@@ -532,7 +532,7 @@ class RowModule(nn.Module):
         self.announcement(*ids)()
 
     def announcement(self, *ids: Tensor) -> Callable[[], None]:
-        """Does all of announce() that can raise; what it gives does the rest."""
+        """Does every part of announce() that can raise, and returns a function for the rest."""
         with as_plain():
             self._check_use()
             try:

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def check_readable(emb: object) -> None:
-    """Raises TypeError for what does not give all rows by blocks()."""
+    """Raises TypeError if `emb` has no blocks() that reads all rows."""
     if not isinstance(emb, RowModule | JoinedTable):
         raise TypeError(
             "emb: expected a speedtorch Embedding or EmbeddingBag, or a table of a collection, got"
@@ -149,7 +149,7 @@ class Tables(nn.Module):
 
 
 def groups_of(tables: Tables) -> list[TableGroup]:
-    """What holds the rows and the parameters."""
+    """Returns the groups, which hold the rows and the parameters."""
     groups: Any = vars(tables).get("_modules", {}).values()
     return list(groups)
 
@@ -257,7 +257,7 @@ class _Part(NamedTuple):
             )
 
     def has_no(self, attribute: str) -> str:
-        """What to say of an attribute that would be that of a parameter."""
+        """Returns the error text for an attribute that only a parameter has."""
         name = repr(self.name)
         return (
             f"table {name} has no {attribute!r} of its own: the parameter of its rows is"
@@ -311,12 +311,12 @@ class TableWeight(Tensor):
 
             args, kwargs = tree_map(real, (tuple(args), kwargs or {}))
             answer = func(*args, **kwargs)
-            # What changes it in place gives it back.
+            # In-place methods return the TableWeight itself.
             is_itself = isinstance(weight, TableWeight) and answer is made.get(id(weight))
             return weight if is_itself else answer
 
 
-# Of these the answer would be that of no parameter, in silence.
+# Without an error, these would silently describe a tensor that is no parameter.
 _OF_PARAMETERS = frozenset({"grad", "requires_grad", "requires_grad_", "retain_grad", "is_leaf"})
 _EXTENTS = frozenset({"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__"})
 _EXTENTS |= {"dtype", "device", "layout", "is_cuda", "is_cpu", "is_floating_point", "__hash__"}

@@ -1,6 +1,6 @@
-"""Any optimizer of torch on held rows: its state beside them, hooks around its steps.
+"""Support for any torch optimizer on embedding rows: per-row state in the tables, and step hooks.
 
-What is public is in `__all__`: optimizers of our own.
+The public names are speedtorch's own optimizers, in `__all__`.
 """
 
 from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad

@@ -1,4 +1,4 @@
-"""attach: an optimizer's state of an Embedding's rows lives in the table, beside the rows."""
+"""attach: stores an optimizer's per-row state in the Embedding's table, beside the rows."""
 
 from __future__ import annotations
 
@@ -28,47 +28,51 @@ _attached: weakref.WeakKeyDictionary[Optimizer, SavedState] = weakref.WeakKeyDic
 
 
 def attach(optimizer: Optimizer, module: nn.Module) -> None:
-    """Makes an optimizer keep its state of Embeddings' rows in their tables, beside the rows.
+    """Stores an optimizer's per-row state in the Embeddings' tables, beside the rows.
 
-    Of an attached optimizer, tables that add_param_group() gave it later are attached, and the
-    state of the others stays.
+    If the optimizer is attached already, only the tables that add_param_group() added later are
+    attached. The state of the other tables does not change.
 
-    From here on the optimizer sees the rows of a step and their state, and nothing else changes:
-    the same step(), schedulers, scalers and state_dict(), which holds the state of all rows. Attach
-    before the first use or loading: the table then takes its memory once, with the state as part of
-    each row's record; rows that are there already move to a new table. state_dict() of the module
-    and of the optimizer then have contiguous copies, or without room for one a view of the records.
+    In a step the optimizer then sees only the step's rows and their state. step(), schedulers and
+    gradient scalers work as before, and state_dict() holds the state of all rows. Attach before the
+    first use or loading, so that the table allocates its memory once. Otherwise existing rows are
+    copied to a new table whose records have the state. state_dict() of the module and of the
+    optimizer then return contiguous copies, or a view of the records if memory is too small.
 
-    load_state_dict() loads all of a state or nothing. Where it is interrupted while it copies rows,
-    their next use copies them all, and raises what is in the way. torch.distributed.checkpoint
-    loads a process that has stepped nothing by get_state_dict(), load() and set_state_dict().
+    load_state_dict() loads a whole state or nothing. If an exception interrupts the copy of rows,
+    their next use copies all of them and raises any error of that copy. With
+    torch.distributed.checkpoint, a process that has not stepped yet can load its state with
+    get_state_dict(), load() and set_state_dict().
 
-    A step changes the rows that it has looked up, and there is one step count for all rows, as with
-    torch.optim.SparseAdam. A momentum buffer starts as zeros (torch's SGD starts it as the first
-    gradient, which is the same unless there is dampening).
+    A step changes the rows that were looked up, and all rows share one step count, as with
+    torch.optim.SparseAdam. A momentum buffer starts as zeros. torch's SGD starts the buffer as the
+    first gradient, which is the same unless there is dampening.
 
-    It raises RuntimeError for an optimizer that does not treat rows separately (a norm of all rows,
-    a factor of them), keeps something for all rows that depends on which were stepped, starts a
-    row's state from its first gradient, its own value or at random, keeps its state in lists or
-    dicts of tensors or in another kind where a batch has many rows (8-bit optimizers), wraps
-    another optimizer, or needs a closure. A probe of a few rows finds that out.
+    A probe of a few rows raises ValueError for an optimizer that
+
+    - does not treat rows separately, such as one that uses a norm or a factor of all rows;
+    - keeps a value for all rows that depends on which rows were stepped;
+    - starts a row's state from its first gradient, from its own value or at random;
+    - keeps state in lists or dicts of tensors, or another kind for many rows (8-bit optimizers);
+    - wraps another optimizer, or needs a closure.
 
     Args:
-        optimizer: any torch optimizer that treats rows separately, also one that torch does not
-            define, and one that accelerate, Lightning, Fabric or torchrec has wrapped: attach the
-            outermost of torchrec's wrappers, whose state_dict() then has all rows. One with a
-            load_state_dict of its own loads as that does, which may take the state of all rows to
-            the parameter's device for a moment; torchrec's write in place, row after row.
-        module: an Embedding or EmbeddingBag, or a module that contains some; those are attached
-            whose weight the optimizer holds.
+        optimizer: any torch optimizer that treats rows separately, also from another library or
+            wrapped by accelerate, Lightning, Fabric or torchrec. Attach the outermost of torchrec's
+            wrappers: its state_dict() then has all rows. An optimizer with its own load_state_dict
+            still loads with that method, which may briefly copy the state of all rows to the
+            parameter's device. torchrec's wrappers write in place, row after row.
+        module: an Embedding or EmbeddingBag, or a module that contains some. An Embedding is
+            attached if the optimizer holds its weight.
 
     Raises:
-        TypeError: it is no torch optimizer, or the module is none.
+        TypeError: `optimizer` is no torch optimizer, or `module` is no torch module.
         ValueError: the optimizer holds no Embedding's weight of the module, or is attached to all
-            of them already; another is attached to one, it is a copy of an attached one, or it
-            breaks the rule above; or the bytes of a cache hold no row with its state.
-            Nothing has changed.
-        MemoryError: there is no room for the state, or to try the optimizer (on a GPU
+            of them already; another optimizer is attached to one of them; the optimizer is a copy
+            of an attached one, or the probe raises; or the bytes of a cache hold no row with its
+            state. Nothing has changed.
+        RuntimeError: a captured CUDA graph uses the rows.
+        MemoryError: memory is too small for the state or for the probe (on a GPU
             torch.OutOfMemoryError). Nothing has changed.
 
     Example:
@@ -166,11 +170,10 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
 
 
 class _Probes:
-    """What one optimizer keeps of rows, learnt once for equal tables.
+    """Probes of one optimizer's per-row state.
 
-    Optimizers of torch and ours treat parameters alike that have a group, the shape of a row, dtype
-    and device in common, and equal states to start from. An optimizer of another library may know
-    more of a parameter, and is tried with each.
+    Parameters share a probe if their group, row shape, dtype, device, `sparse` and present state
+    are equal. Optimizers of other libraries are probed for each parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -180,7 +183,7 @@ class _Probes:
         self._known: dict[tuple[Any, ...], list[tuple[dict[str, Any], OptimizerProbe]]] = {}
 
     def of(self, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:
-        """What it keeps of rows, whose gradients are `sparse` if the module gives such."""
+        """Returns the probe for rows; `sparse` if the module makes sparse gradients."""
         parameter = rows.weight
         state = dict(self._optimizer.state.get(parameter, {}))
         group = id(group_of(self._optimizer, parameter))
@@ -195,7 +198,7 @@ class _Probes:
 
 
 def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:
-    """See _Probes.of()."""
+    """Probes the rows, with sparse gradients if these make the optimizer keep other state."""
     probe = probe_optimizer(optimizer, rows.weight)
     if sparse and not probe.sparse:
         with suppress(ValueError):  # it takes sparse gradients in a way that a probe does not see
@@ -206,14 +209,14 @@ def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> Optimiz
 
 
 def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> None:
-    """Makes room for the state and puts there what it is so far.
+    """Adds the state to the table's records and fills it with the optimizer's present state.
 
-    What load_state_dict put into the optimizer before is the state of all rows; what its
-    constructor put there is that of the held ones, before any update.
+    State of all rows comes from an earlier load_state_dict(). State of fewer rows comes from the
+    optimizer's constructor and is the state before the first update.
     """
     rows, probe = state.table_rows, state.probe
     every = rows.table.whole_rows
-    # torch.full_like(weight, number) of a constructor is what the probe has learnt.
+    # A constructor's torch.full_like(weight, number) is the start that the probe has learnt.
     loaded = {n: v for n, v in loaded.items() if n not in state.names or not _is_constant(v)}
     lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
     counts = {lengths[name] for name in state.names if name in lengths}
@@ -247,9 +250,9 @@ def _fields_of(probe: OptimizerProbe) -> Fields:
 
 
 def _share_caches(states: Mapping[TrainedRows, Fields | None]) -> None:
-    """Divides the bytes of caches for rows with these fields of state, or None for those of now.
+    """Divides the cache bytes anew for rows with these state fields; None means unchanged fields.
 
-    Raises ValueError if the bytes are too few.
+    Raises ValueError, before any change, if the bytes are too few.
     """
     changed: dict[CacheBudget, dict[CachedRows, Need]] = {}
     for rows, state in states.items():
@@ -266,12 +269,17 @@ def _is_constant(value: object) -> bool:
 
 
 def saved_state_of(optimizer: Optimizer) -> SavedState | None:
-    """How an attached optimizer saves and loads the state of rows; None if it is not attached."""
+    """Returns the object that saves and loads an attached optimizer's per-row state, or None."""
     return _attached.get(optimizer)
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undoes attach, or raises ValueError: rows go to the table, and their state is forgotten.
+    """Undoes attach(): writes the rows back to their tables and discards their optimizer state.
+
+    Raises:
+        TypeError: `optimizer` is no torch optimizer.
+        ValueError: the optimizer is not attached.
+        RuntimeError: a captured CUDA graph uses the rows.
 
     Example:
         >>> import speedtorch, torch

@@ -1,4 +1,4 @@
-"""What an attached optimizer keeps of Embeddings' rows: held, in tables, in its state_dict."""
+"""An attached optimizer's per-row state: for the step's rows, in the tables, in state_dict()."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["AttachedState", "SavedState", "calls_load_hooks", "state_of"]
 
 
 def calls_load_hooks(optimizer: Optimizer) -> bool:
-    """Whether an optimizer loads by torch's load_state_dict, with its hooks."""
+    """Whether an optimizer's load_state_dict() calls torch's load hooks."""
     methods = Optimizer.load_state_dict, RowWiseAdagrad.load_state_dict
     return type(optimizer).load_state_dict in methods
 
 
 class Loading(NamedTuple):
-    """What a load_state_dict() gives the rows of one table."""
+    """The state that a load_state_dict() loads for the rows of one table."""
 
     entries: Mapping[str, Any] | None
-    """The state of all rows and what is kept for all of them; None: that before the first step."""
+    """The state of all rows and the scalars; None for the state before the first step."""
     replaced: tuple[object, object] | None = None
-    """The optimizer's state and groups, which torch replaces when all else is done; None: it has
-    done so."""
+    """The optimizer's old `state` and `param_groups`, which torch replaces last in a load; None if
+    torch has replaced them."""
 
     def is_assigned(self, optimizer: Optimizer | None) -> bool:
-        """Whether the optimizer's own part is loaded: the rows' part must follow then."""
+        """Whether the optimizer's own part is loaded, so that the per-row part must follow."""
         if self.replaced is None:
             return True
         state, groups = self.replaced
@@ -50,19 +50,19 @@ class Loading(NamedTuple):
 
 
 class AttachedState(LentState):
-    """The state that an optimizer keeps of one Embedding's rows, which is what its probe found."""
+    """The per-row state of an optimizer for one Embedding, as its probe found it."""
 
     loading: Loading | None = None
-    """What load_state_dict gives the rows; None once all of it is in the table."""
+    """The state of a running load_state_dict(); None once all of it is in the table."""
     _counts_anew = False
-    """Whether the rows' state comes from a file, and the step count from nowhere."""
+    """Whether a file holds the per-row state but no step count."""
 
     def complete(self) -> None:
         """See OptimizerState."""
         if (loading := self.loading) is None or not loading.is_assigned(self.optimizer()):
             return
         try:
-            self.loading = None  # the table asks to be completed before it is written to
+            self.loading = None  # the writes below call complete() again
             self._put(loading.entries, self.table_rows.fields.fill)
         except BaseException:
             self.loading = loading
@@ -73,12 +73,12 @@ class AttachedState(LentState):
         self.loading = loading
 
     def before_step(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-        """Called before a step; RuntimeError if with the settings of now it keeps other state.
+        """Prepares a step of `group`, which holds the weight.
 
-        `group` has the weight.
+        Raises RuntimeError if the present settings make the optimizer keep other per-row state.
         """
         self.complete()
-        self.loading = None  # of a load_state_dict that raised
+        self.loading = None  # left by a load_state_dict() that raised
         self._take_given()
         if self._counts_anew:
             self._counts_anew = False
@@ -92,20 +92,20 @@ class AttachedState(LentState):
         if not all(map(operator.is_, map(group.get, names), map(self._settings.get, names))):
             self._follow(optimizer)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
-            # torch's fused SGD wants all of a group's buffers or none.
+            # torch's fused SGD needs the buffers of all parameters in a group, or of no parameter.
             for other in group["params"]:
                 if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
                     optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
 
     def after_step(self) -> None:
-        """Called after a step; RuntimeError if it keeps more of each row than when attached."""
+        """Raises RuntimeError if a step made per-row state that attach() did not find."""
         known = len(self.names) + len(self.probe.scalar_state)
         if self._has_stepped and len(entries := self.entries()) > known:
             self._refuse_unknown(entries, len(self.table_rows.parameter), RuntimeError)
 
     def _refuse_unknown(self, entries: dict[str, Any], rows: int, error: type[Exception]) -> None:
         columns = self.table_rows.parameter.shape[1:]
-        shape = (1, *columns) if rows == 1 else (rows,)  # one number is no row of one
+        shape = (1, *columns) if rows == 1 else (rows,)  # a scalar is no per-row state
         for name in entries.keys() - {*self.names, *self.probe.scalar_state}:
             if isinstance(value := entries[name], Tensor) and value.shape[: len(shape)] == shape:
                 raise error(
@@ -115,9 +115,9 @@ class AttachedState(LentState):
                 )
 
     def to_write(self) -> dict[str, Any] | None:
-        """The state of all rows in the table's memory, to be written to; None while there is none.
+        """Returns writable state of all rows in the table's memory, or None if no state exists.
 
-        was_written() ends that.
+        The caller writes to the state and then calls was_written().
         """
         self.check_kept()
         if not self._has_stepped and not self.entries():
@@ -128,16 +128,16 @@ class AttachedState(LentState):
         return {**self.entries(), **rows}
 
     def was_written(self, entries: Mapping[str, Any]) -> None:
-        """Takes on what is kept for all rows at once; held rows are read again before their use."""
+        """Adopts the scalars of `entries`; rows on the GPU are read again before their next use."""
         self._set_stepped(True)
         self.entries().update({n: v for n, v in entries.items() if n not in self.names})
         self.table_rows.flush()
 
     def saved(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """The state of all rows, in memory of its own if there is room; None while there is none.
+        """Returns the state of all rows, or None before the constructor or a step has made it.
 
-        There is some from the first step on, or from the optimizer's constructor on. Of strided
-        memory torch computes with other instructions, which round to other last bits.
+        The state is a contiguous copy if memory is large enough. On strided memory torch computes
+        with other instructions, which round the last bits differently.
         """
         self.complete()
         if not self._has_stepped and not self.entries():
@@ -146,15 +146,15 @@ class AttachedState(LentState):
         self.table_rows.flush()
         rows = {name: self.table_rows.fields.saved(name) for name in self.names}
         parameter = self.table_rows.weight
-        # torch.save takes no views of one memory with several dtypes, and torch's fused optimizers
-        # on the CPU take a field's rows for a matrix.
+        # torch.save rejects views of one storage with several dtypes. torch's fused CPU optimizers
+        # read strided rows as a contiguous matrix.
         fused = parameter.is_cpu and group_of(optimizer, parameter).get("fused")
         if fused or {field.dtype for field in rows.values()} - {parameter.dtype}:
             rows = {name: _in_own_memory(field) for name, field in rows.items()}
         return {**self.entries(), **rows}
 
     def check(self, entries: dict[str, Any]) -> None:
-        """Raises ValueError unless saved state is that of all rows."""
+        """Raises ValueError unless `entries` hold loadable state of all rows."""
         name, rows = self.table_rows.name, self.table_rows.table.whole_rows
         self._refuse_unknown(entries, rows, ValueError)
         if missing := [name for name in self.probe.scalar_state if name not in entries]:
@@ -173,7 +173,7 @@ class AttachedState(LentState):
         self.check_kept()
 
     def check_kept(self) -> None:
-        """Raises ValueError if the optimizer's next step would overwrite state that is loaded."""
+        """Raises ValueError if the optimizer's next step would overwrite loaded state."""
         optimizer = self.optimizer()
         if optimizer is None or self._has_stepped or not self.names:
             return
@@ -186,9 +186,9 @@ class AttachedState(LentState):
             )
 
     def take(self, entries: dict[str, Any] | None, *, was_read: bool = False) -> None:
-        """Puts saved state, or that before the first step, into the table.
+        """Loads saved state, or the state before the first step, into the table.
 
-        Without saved state a table that was read from a file with its own keeps that.
+        If `entries` is None, a table that was read from a file with state keeps that state.
         """
         self.table_rows.write_back()
         self._put(entries, self.table_rows.fields.begin, was_read=was_read)
@@ -202,7 +202,7 @@ class AttachedState(LentState):
         *,
         was_read: bool = False,
     ) -> None:
-        """As take(), of rows that are at home; can be repeated where it was interrupted."""
+        """As take(), after the rows are written back; can be repeated after an exception."""
         for name, row in self.probe.row_state.items():
             if entries is not None:
                 self.table_rows.fields.load(name, dense(entries[name]))
@@ -217,7 +217,7 @@ def _in_own_memory(field: Tensor) -> Tensor:
 
 
 def state_of(rows: TrainedRows) -> AttachedState | None:
-    """What an optimizer keeps of the rows; of one that is gone they are detached now."""
+    """Returns the attached state of rows, or detaches them if their optimizer was deleted."""
     if not isinstance(state := rows.state, AttachedState):
         return None
     if state.optimizer() is None:
@@ -227,17 +227,17 @@ def state_of(rows: TrainedRows) -> AttachedState | None:
 
 
 class SavedState:
-    """Hooks of an optimizer's state_dict and load_state_dict, until they are removed.
+    """Hooks of an attached optimizer's state_dict() and load_state_dict(), until remove().
 
-    A class with a load_state_dict of its own, which may know other formats and no hooks, loads as
-    it does; what it has loaded then goes into the tables. One with a state_dict of its own that
-    torch's hooks cannot complete raises ValueError.
+    If a class defines its own load_state_dict(), that method loads first, and the loaded per-row
+    state is then copied to the tables. A class whose own state_dict() does not call torch's hooks
+    raises ValueError.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         _refuse_own_state_dict(optimizer)
         self.states: list[AttachedState] = []
-        """What it keeps of each table's rows."""
+        """The optimizer's per-row state, one object for each table."""
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._await_steps()),
             optimizer.register_state_dict_post_hook(self._complete),
@@ -246,17 +246,17 @@ class SavedState:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take))
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._finish))
         else:
-            # torch copies and pickles an optimizer without such attributes, as without its hooks.
+            # torch's copies and pickles of an optimizer omit this attribute, as they omit hooks.
             optimizer.load_state_dict = self._load_own  # type: ignore[method-assign]
 
     def remove(self, optimizer: Optimizer) -> None:
-        """Makes state_dict and load_state_dict those of the class again."""
+        """Restores the class's own state_dict() and load_state_dict()."""
         for handle in self._handles:
             handle.remove()
         vars(optimizer).pop("load_state_dict", None)
 
     def shown(self, optimizer: Optimizer, *, to_write: bool) -> dict[Any, Any]:
-        """The optimizer's state with that of all rows, also `to_write` it in place."""
+        """Returns the optimizer's state with all rows; `to_write` allows writes in place."""
         shown = dict(optimizer.state)
         for state in self.states:
             if not state.names:
@@ -270,7 +270,7 @@ class SavedState:
         return shown
 
     def was_written(self, shown: Mapping[Any, Any]) -> None:
-        """Takes on what was written to what shown() gave."""
+        """Adopts state that a caller wrote to the result of shown()."""
         for state in self.states:
             entries = shown.get(state.table_rows.weight)
             if state.names and entries is not None:
@@ -279,7 +279,7 @@ class SavedState:
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         numbers = _numbers(optimizer, state_dict["param_groups"])
         for state in self.states:
-            if not state.names:  # torch has all that there is
+            if not state.names:  # torch's own state is complete
                 continue
             number = numbers[id(state.table_rows.weight)]
             entries = state.saved(optimizer)
@@ -289,11 +289,11 @@ class SavedState:
                 state_dict["state"][number] = entries
 
     def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Takes the rows' state out, so that torch does not copy that of all rows to the GPU."""
+        """Removes the per-row state, so that torch does not copy all rows of it to the GPU."""
         self._await_steps()
         lengths = [len(group["params"]) for group in optimizer.param_groups]
         if lengths != [len(group["params"]) for group in state_dict["param_groups"]]:
-            return state_dict  # torch says what is wrong, and nothing has changed
+            return state_dict  # torch raises, and nothing has changed
         numbers, rest = _numbers(optimizer, state_dict["param_groups"]), dict(state_dict["state"])
         found = [numbers.get(id(state.table_rows.weight)) for state in self.states]
         saved = [rest.get(number) or None for number in found]
@@ -307,14 +307,14 @@ class SavedState:
         return {**state_dict, "state": rest}
 
     def _finish(self, optimizer: Optimizer) -> None:
-        """Puts the rows' state into the tables; where this is interrupted, their next use does."""
+        """Copies the per-row state to the tables; after an exception their next use repeats it."""
         for state in self.states:
             state.complete()
 
     def _load_own(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As the class's load_state_dict; nothing of the rows has changed if it raises."""
+        """As the class's load_state_dict(); the rows' state is unchanged if that raises."""
         optimizer = self.states[0].optimizer()
-        assert optimizer is not None  # its own attribute is being called
+        assert optimizer is not None  # this method is an attribute of the optimizer
         self._bring_home()
         before = optimizer.state, optimizer.param_groups
         try:
@@ -338,15 +338,15 @@ class SavedState:
         self._check([saved.get(number) or None for number in found])
 
     def _check(self, saved: list[Any]) -> None:
-        """Raises ValueError unless what was saved of each table, if any, is of all rows."""
+        """Raises ValueError unless each table's saved state, if any, is state of all rows."""
         for state, entries in zip(self.states, saved, strict=True):
             if entries is not None:
                 state.check(entries)
 
     def _await_steps(self) -> None:
-        """Waits for a step in another thread, which has plain rows in the place of the weights.
+        """Waits for a step in another thread, whose plain rows replace the weights in the groups.
 
-        A step that was interrupted may have left them there.
+        Also completes an interrupted step, which may have left such rows in the groups.
         """
         for state in self.states:
             rows = state.table_rows
@@ -355,7 +355,7 @@ class SavedState:
                 rows.exchange.held.complete(ahead=False)
 
     def _bring_home(self) -> None:
-        """Called before state is loaded: the rows are in the tables, and of no batch any more."""
+        """Ends the current batch and writes the rows back to the tables, before state is loaded."""
         for state in self.states:
             state.table_rows.exchange.steps.give_up()
             state.table_rows.write_back()
@@ -378,6 +378,6 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
 
 
 def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, Any]:
-    """What a state dict calls each parameter, by the parameter's id()."""
+    """Maps the id() of each parameter to its number in a state dict."""
     parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
     return dict(zip(parameters, [n for group in groups for n in group["params"]], strict=False))

@@ -1,4 +1,4 @@
-"""LentState: an attached optimizer's state of a step's rows, lent to its own step function."""
+"""LentState: replaces the state of all rows with the step's rows while an optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["LentState", "listed"]
 
 
 class LentState:
-    """Exchanges the state of all rows for that of the step's rows while an optimizer steps."""
+    """The per-row state of one table. The optimizer's own step function sees the step's rows."""
 
     def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -28,25 +28,25 @@ class LentState:
         self.names = tuple(probe.row_state)
         self.sparse = probe.sparse
         self._has_stepped = False
-        """Whether the state is that of after some step; the optimizer's own state has it then."""
+        """Whether a step has run or stepped state was loaded; `optimizer.state` has it then."""
         self._held: list[Tensor] = []
         """The state of the step's rows."""
         self._aside: dict[str, Any] = {}
-        """What the optimizer's entries were before its own step function."""
+        """The optimizer's entries from before its own step function."""
         self._is_lent = False
-        """Whether its own step function surely has the state of the step's rows."""
+        """Whether the optimizer's entries certainly are the state of the step's rows."""
         self._entries: dict[str, Any] = {}
         self._settings = settings_of(optimizer, rows.weight)
 
     @property
     def table_rows(self) -> TrainedRows:
-        """The rows, which their module or their weight keeps alive, and with them this."""
+        """The table's rows. Their module or weight keeps the rows, and so this object, alive."""
         if (rows := self._rows_reference()) is None:
             raise RuntimeError("the rows of an attached optimizer are gone")
         return rows
 
     def entries(self) -> dict[str, Any]:
-        """The optimizer's own state of the weight; the last one if either is gone."""
+        """The optimizer's state of the weight, or its last scalars if either is deleted."""
         optimizer, rows = self.optimizer(), self._rows_reference()
         if optimizer is not None and rows is not None:
             entries = optimizer.state.get(rows.parameter)  # within its own step function
@@ -56,7 +56,7 @@ class LentState:
         return self._entries
 
     def _keep(self, entries: Mapping[str, Any]) -> None:
-        """Keeps the entries but the state of all rows, which keeps the rows and so this alive."""
+        """Keeps the scalar entries. The state of all rows would keep the rows and this alive."""
         self._entries = {n: value for n, value in entries.items() if n not in self.names}
 
     def rows(self) -> list[Tensor]:
@@ -73,12 +73,12 @@ class LentState:
         self._held = list(rows)
 
     def _take_step(self, entries: Mapping[str, Any]) -> None:
-        """Takes over the state of the step's rows from the optimizer's own step function."""
+        """Adopts the state of the step's rows that the optimizer's own step function has set."""
         held = []
         for name, before in zip(self.names, self._held, strict=True):
             value = entries.get(name)
             if isinstance(value, RowWeight) or (value is None and not self._is_lent):
-                value = before  # an interrupt came before it was lent, or after it was taken back
+                value = before  # interrupted before begin_step() or after end_step()
             if not isinstance(value, Tensor):
                 raise self._lost(name)
             held.append(value.detach() if value.requires_grad else value)
@@ -96,10 +96,10 @@ class LentState:
         entries.update({n: self._of_all(rows, n) for n in self.names if n in entries})
 
     def _set_stepped(self, has_stepped: bool) -> None:
-        """Sets whether there was a step; gives the optimizer the state of all rows then.
+        """Sets whether a step has run. If so, puts the state of all rows into `optimizer.state`.
 
-        Before the first step the optimizer has none, as in plain torch: torch's get_state_dict()
-        fills the state of an optimizer that has none at all.
+        Before the first step the optimizer has no state, as in plain torch: torch's
+        get_state_dict() initializes the state only of an optimizer that has none.
         """
         self._has_stepped, rows = has_stepped, self._rows_reference()
         optimizer, weight = self.optimizer(), None if rows is None else rows._weight()
@@ -111,14 +111,14 @@ class LentState:
         self._keep(entries)
 
     def _missing(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimizer keeps for all rows and has no entry of, as before the first step."""
+        """The initial values of the scalars that `entries` do not have."""
         scalars = self.probe.scalar_state.items()
         return {name: snapshot(value) for name, value in scalars if name not in entries}
 
     def _of_all(self, rows: TrainedRows, name: str) -> Tensor:
-        """What the optimizer has outside of its own step function: the state of all rows.
+        """The state of all rows, which the optimizer has outside of its own step function.
 
-        It keeps the rows alive, so that this object must not keep it.
+        The returned view keeps the rows alive, so this object must not refer to the view.
         """
         before = self._aside.get(name)
         if isinstance(before, RowWeight):
@@ -146,12 +146,12 @@ class LentState:
             entries[name] = self._of_all(rows, name)
 
     def _follow(self, optimizer: Optimizer) -> None:
-        """Lets the state start as the settings of now say, until the first step."""
+        """Adapts initial state to changed settings; RuntimeError if they need other row state."""
         rows, before, probe = self.table_rows, self.probe, self.probe
         settings = settings_of(optimizer, rows.weight)
         if _switches(settings) != _switches(self._settings):
             probe = probe_optimizer(optimizer, rows.weight, sparse=probe.sparse)
-        elif settings != self._settings and not self._has_stepped:  # Rprop's starts with its lr
+        elif settings != self._settings and not self._has_stepped:  # Rprop's state starts as its lr
             probe = learn_state(optimizer, rows.weight, sparse=probe.sparse)
         if probe.row_state.keys() != set(self.names):
             raise RuntimeError(
@@ -166,13 +166,13 @@ class LentState:
                     rows.flush()
                     rows.fields.begin(name, row.cpu())
                     held.copy_(row.expand_as(held))
-            if made := optimizer.state.get(rows.weight):  # by the optimizer's constructor
+            if made := optimizer.state.get(rows.weight):  # made by the constructor
                 made.update({n: snapshot(value) for n, value in probe.scalar_state.items()})
             self.probe, self.sparse = probe, probe.sparse
         self._settings = settings
 
     def begin_step(self, rows: TrainedRows, weight: RowWeight) -> None:
-        """Called when the optimizer's own step function is about to run."""
+        """Puts the state of the step's rows into `optimizer.state`, before its own step runs."""
         optimizer = self.optimizer()
         if optimizer is None or not (self._has_stepped or rows.parameter.grad is not None):
             return
@@ -186,7 +186,7 @@ class LentState:
         self._has_stepped = True
 
     def end_step(self, rows: TrainedRows, weight: RowWeight) -> None:
-        """Called when it has ended: the optimizer has the state of all rows again."""
+        """Restores the state of all rows in `optimizer.state`, after its own step has ended."""
         if not self.names or (optimizer := self.optimizer()) is None:
             return
         entries = optimizer.state.get(rows.parameter)
@@ -199,16 +199,16 @@ class LentState:
             self._is_lent, self._aside = False, {}
 
     def begin_replay(self) -> None:
-        """Called when a CUDA graph is about to step all rows."""
+        """Marks the state as stepped, before a CUDA graph steps the rows."""
         if not self._has_stepped:
             self._set_stepped(True)
 
 
 def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:
-    """Which settings are not zero: momentum that is switched on keeps a buffer."""
+    """Which settings but lr are not zero, because a nonzero momentum needs a buffer."""
     return {name: bool(value) for name, value in settings.items() if name != "lr"}
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of state, as errors list them."""
+    """Formats state names for error messages."""
     return ", ".join(names) or "nothing"

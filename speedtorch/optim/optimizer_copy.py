@@ -1,8 +1,7 @@
-"""Copies of an optimizer that step a small parameter of their own, and watch the state it makes.
+"""Copies of an optimizer that step a small parameter and record the state that the step makes.
 
-A copy shares nothing that a step could change with the optimizer it came from: settings, attributes
-and state are its own, hooks are gone, and something small stands in for every parameter, module,
-table and large tensor that it refers to.
+A copy has its own settings, attributes and state, and no hooks, so that its steps do not change the
+original. A small stand-in replaces every parameter, module, table and large tensor.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ __all__ = [
 
 own_steps: weakref.WeakKeyDictionary[type[Optimizer], Callable[..., Any]]
 own_steps = weakref.WeakKeyDictionary()
-"""The own step function of each class: that which its subclasses call by super().step()."""
+"""The own step function of each class: the innermost step() of its super().step() chain."""
 
-# Elements of a tensor that an optimizer refers to and the probe still copies.
+# The most elements of a tensor that the probe copies instead of replacing it.
 _MOST_COPIED = 1 << 16
 
 
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The parameter group that holds a parameter; ValueError if none does."""
+    """Returns the parameter group that holds a parameter, or raises ValueError."""
     for group in optimizer.param_groups:
         if any(held is parameter for held in group["params"]):
             return group
@@ -60,30 +59,30 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 
 
 def settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """What decides which state is kept and how it starts, not what is counted in the group."""
+    """The group's constructor options, which decide the state; without counters in the group."""
     group = group_of(optimizer, parameter)
     names = [name for name in optimizer.defaults if name in group]
     return {n: group[n] for n in names if isinstance(group[n], int | float | str | tuple)}
 
 
 def plain_values(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and flags among an optimizer's attributes."""
+    """The numbers and flags of an optimizer's attributes."""
     return {n: value for n, value in attributes.items() if isinstance(value, bool | int | float)}
 
 
 def snapshot(value: Any) -> Any:
-    """A copy of one entry of a state."""
+    """Copies one entry of a state."""
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 class NotCopied:
-    """Stands in for a module or a table that an optimizer refers to.
+    """Replaces a module or a table that an optimizer refers to.
 
-    It has a module's members for which something stands in, so that an optimizer may still ask
-    which of its parameters has settings of its own.
+    A module's stand-in has the stand-ins of its members, so that the optimizer can still look up
+    parameters that have their own settings.
     """
 
-    _kind = ""  # until a copy has its own
+    _kind = ""  # for deepcopy and pickle, which run no __init__
 
     def __init__(self, original: object) -> None:
         self._kind = type(original).__name__
@@ -95,22 +94,22 @@ class NotCopied:
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's attributes without hooks, and without what others have put there."""
+    """An optimizer's attributes without hooks, GradScaler's flags and overridden methods."""
     kind = type(optimizer)
     return {
-        # Schedulers put a `step` that is bound to the original in front of the class's.
+        # Schedulers set a `step` attribute that is bound to the original optimizer.
         name: value
         for name, value in attributes_without_hooks(optimizer).items()
         if name not in LENT_BY_GRAD_SCALER and not callable(getattr(kind, name, None))
     }
 
 
-# Beyond these deepcopy does not go, or must not.
+# Types whose referents deepcopy does not copy, or must not copy.
 _ENDS = (type, types.FunctionType, types.ModuleType, types.TracebackType, HostTable)
 
 
 def _stand_in_for_large(left: list[Any], memo: dict[int, Any]) -> None:
-    """Adds to deepcopy's memo what stands in for modules, tables and large tensors."""
+    """Adds stand-ins for modules, tables and large tensors to deepcopy's memo."""
     seen: set[int] = set()
     members: list[tuple[NotCopied, dict[str, Any]]] = []
     while left:
@@ -133,10 +132,10 @@ def _stand_in_for_large(left: list[Any], memo: dict[int, Any]) -> None:
 
 
 class Recorder(dict[str, Any]):
-    """A parameter's state that keeps each entry as it was first assigned, in `first`.
+    """A parameter's state that records each entry's first value in `first`.
 
-    Optimizers assign zeros and update them in place, so that is the one before the first update; so
-    is the default of a get() that found nothing. A None stands for "not made yet".
+    Optimizers assign zeros and update them in place, so the first value precedes any update. The
+    default of a get() without an entry counts as a first value too. None means "not made yet".
     """
 
     setdefault, update = MutableMapping.setdefault, MutableMapping.update
@@ -150,13 +149,13 @@ class Recorder(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if self.first.get(name) is None:
             first = self._defaults.pop(name, value)
-            # Tensors of another class, which may know no clone, are looked at and not used.
+            # Subclasses of Tensor may not support clone(). They are checked later, never used.
             plain = not isinstance(first, Tensor) or type(first) in (Tensor, nn.Parameter)
             self.first[name] = snapshot(first) if plain else first
         super().__setitem__(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As dict's; a default is noted as what the entry starts from, if it is assigned later."""
+        """As dict.get(); the default becomes the first value of an entry that is assigned later."""
         if name not in self and default is not None:
             self._defaults[name] = snapshot(default)
         return super().get(name, default)
@@ -167,21 +166,21 @@ class Recorder(dict[str, Any]):
 
 
 class _StateMap(defaultdict[Any, Any]):
-    """An optimizer's whole state: parameters to recorders."""
+    """An optimizer's whole state, with a Recorder for each parameter."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        # An empty dict that the optimizer fills later, behind our back, is left to be found out.
+        # An empty dict that the optimizer fills later stays a dict, and the probe raises for it.
         if isinstance(value, Mapping) and value and not isinstance(value, Recorder):
             value = Recorder(value)
         super().__setitem__(key, value)
 
 
 class OptimizerCopy:
-    """A copy of an optimizer that holds nothing but a small parameter, which has no state yet.
+    """A copy of an optimizer that holds only a small parameter, without state.
 
-    The small parameter gets `values` and the settings of the parameter's group, or these. Some
-    make their state in the constructor: to `construct` calls that, else attributes are copied.
-    `step` is a step function, by default that of the class.
+    The small parameter has `values` and its group's settings, overridden by `settings`. `construct`
+    calls the constructor, for optimizers that make their state there; otherwise the attributes are
+    copied. `step` is a step function, by default the class's.
     """
 
     def __init__(
@@ -207,22 +206,22 @@ class OptimizerCopy:
 
     @property
     def state(self) -> Recorder:
-        """The state of the small parameter; a plain dict if the optimizer hides how it starts."""
+        """The small parameter's state; a plain dict if the optimizer replaces the Recorder."""
         state: Recorder = self._states[self.parameter]
         return state
 
     def hold(self, rows: Mapping[str, Tensor]) -> None:
-        """Puts other rows, under "", with their state in place of the parameter's."""
+        """Replaces the parameter's rows with `rows[""]`, and their state with the other entries."""
         self.parameter.grad = None
         self.parameter.data = rows[""].clone()
         self.state.update({name: each.clone() for name, each in rows.items() if name})
 
     def step(self, gradient: Tensor, *, sparse: bool) -> None:
-        """One step of the optimizer, without hooks."""
+        """Runs one step of the optimizer without hooks."""
         if sparse:
             every_row = torch.arange(len(gradient), device=gradient.device)
             gradient = sparse_of_all(gradient, every_row)
-        self.parameter.grad = gradient.clone()  # which some optimizers change in place
+        self.parameter.grad = gradient.clone()  # some optimizers change it in place
         self._step(self.optimizer)
 
 
@@ -233,10 +232,10 @@ def copy_with(
     *,
     construct: bool,
 ) -> Optimizer:
-    """A copy of an optimizer that holds small parameters in place of some of its own, stateless.
+    """Copies an optimizer, without its state, onto small parameters that replace some of its own.
 
-    `small` has them by the numbers of a group, and of the parameter in the group. All groups that
-    have one of the `settings` get it; `construct` is as of OptimizerCopy.
+    `small` maps a group's number and a parameter's position in the group to the small parameter.
+    `settings` override the groups' options of the same name. See OptimizerCopy for `construct`.
     """
     by_id: dict[int, nn.Parameter] = {}
     taken: list[tuple[list[nn.Parameter], dict[str, Any]]] = []
@@ -247,7 +246,7 @@ def copy_with(
         by_id |= {id(held[place]): each for place, each in chosen.items()}
         for name, value in group.items():
             is_cut = isinstance(value, list) and len(chosen) < len(held) == len(value)
-            if name != "params":  # a list with an entry for each parameter, as its names
+            if name != "params":  # a list may have one entry per parameter, such as param_names
                 own[name] = [value[place] for place in chosen] if is_cut else value
         taken.append(([*chosen.values()], own))
     return _copied(optimizer, by_id, taken, settings, defaultdict(dict), construct)
@@ -261,11 +260,11 @@ def _copied(
     states: defaultdict[Any, Any],
     construct: bool,
 ) -> Optimizer:
-    """A copy with small parameters, by the ids of its own, in groups of these entries."""
+    """Copies an optimizer; `small` maps id(original parameter) to the small parameter."""
     kind, attributes = type(optimizer), _own_attributes(optimizer)
     for_all = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
     groups: list[dict[str, Any]] = []
-    # What deepcopy must not copy but replace: each parameter, and what is set up here.
+    # deepcopy replaces these objects instead of copying them.
     memo: dict[int, Any] = {
         id(held): nn.Parameter(torch.zeros(1, dtype=held.dtype, device=held.device), False)
         for group in optimizer.param_groups
@@ -287,7 +286,7 @@ def _copied(
         copied = kind(given, **{name: groups[0][name] for name in accepted})
         for group, as_now in zip(copied.param_groups, groups, strict=True):
             group.update(as_now)
-        # A flag or a count beside the state is as far as that of the original.
+        # Flags and counters among the attributes continue from the original's values.
         vars(copied).update(plain_values(attributes))
     else:
         copied = memo[id(optimizer)] = object.__new__(kind)

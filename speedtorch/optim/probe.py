@@ -1,14 +1,14 @@
-"""What an optimizer remembers about each row of a parameter, learnt from a tiny probe of it.
+"""A probe that finds an optimizer's per-row state and checks that a batch can be stepped alone.
 
-Copies of the optimizer step a parameter of a few rows with random gradients, and see which state it
-makes and how that starts. A batch of rows can be stepped without the rest of its table only where
+Copies of the optimizer step a parameter of a few rows with random gradients. The probe records the
+state and its initial values. A batch can be stepped without the rest of its table only if
 
-- rows are treated separately: stepped together, apart or in another order, step after step, they
-  and their state become the same, and so does what the optimizer keeps for all rows at once;
-- a row's state starts alike for every row: a step that begins with that start is a first step;
-- the kind of the state does not depend on how many rows a batch has.
+- rows are separate: stepped together, apart or in another order, in step after step, rows, their
+  state and the scalars become the same;
+- the state of all rows starts alike: a step from that initial state equals a first step;
+- the kind of the state does not depend on the number of rows.
 
-Whatever breaks this rule raises an error that tells what broke it.
+An optimizer that breaks a rule raises a ValueError that names the reason.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ __all__ = [
 
 # Primes above any vector register's number of lanes; no other dimension has this size by chance.
 _ROW_COUNTS = (19, 23, 29)
-# The rows of each step, in changing numbers: RAdam and NAdam change their formula at the sixth.
+# First and end row of each step. RAdam and NAdam change their formula at the sixth step.
 _BATCHES = ((0, 19), (0, 19), (4, 19), (2, 9), (0, 1), (0, 19), (3, 17), (1, 19))
-# Optimizers that quantise do so from some number of elements on, 4,096 as a rule, and where blocks
-# of up to 256 of them come out even.
+# Quantizing optimizers require a least number of elements, usually 4,096, and a multiple of the
+# block size, up to 256.
 _MANY_ELEMENTS, _BLOCK = 1 << 14, 256
-# A scheduler's warm-up often starts at 0, which would hide every difference.
+# A learning rate of 0, such as at the start of a warm-up, would hide every difference.
 _PLAIN = {"lr": 0.01}
-# What torch's allocators say in a RuntimeError.
+# Error texts of torch's allocators in a RuntimeError.
 _NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 
 
 @dataclass(frozen=True)
 class OptimizerProbe:
-    """What an optimizer keeps for one parameter, by name, as it is before the first update."""
+    """An optimizer's state of one parameter by name, before the first update."""
 
     row_state: dict[str, Tensor]
-    """Of what has a row for each row of the parameter, such a row, on the parameter's device."""
+    """One initial row of each state that has a row per parameter row, on the parameter's device."""
     scalar_state: dict[str, Any]
-    """The rest: step counts and the like."""
+    """The other state, such as step counts."""
     sparse: bool = False
-    """Whether it takes sparse gradients only, or was asked with them."""
+    """Whether the probe used sparse gradients: on request, or because dense ones fail."""
 
 
 def probe_optimizer(
     optimizer: Optimizer, parameter: Tensor, *, sparse: bool = False
 ) -> OptimizerProbe:
-    """Learns which state an optimizer keeps for each row of a parameter, and how it starts.
+    """Finds an optimizer's per-row state of a parameter and its initial values.
 
-    Optimizer, parameter, hooks, schedulers and random generators are left exactly as they are. A
-    momentum buffer, which torch's SGD makes out of the first gradient, starts as zeros. Raises
-    ValueError if the optimizer does not hold the parameter or breaks the rule above. Where memory
-    runs out meanwhile, that error is raised as it is. With `sparse` all gradients are sparse.
+    The optimizer, parameter, hooks, schedulers and random generators do not change. A momentum
+    buffer starts as zeros, although torch's SGD makes it from the first gradient. Raises ValueError
+    if the optimizer does not hold the parameter or breaks a rule of this module. Out-of-memory
+    errors are raised unchanged. With `sparse` all gradients are sparse.
     """
     if parameter.dim() == 0:
         raise ValueError("a parameter without dimensions has no rows: it needs at least one")
@@ -103,7 +103,7 @@ def probe_optimizer(
         try:
             return _probed(optimizer, parameter, sparse)
         except ValueError:
-            # What a class does around super().step() sees all rows of the table.
+            # Code of a subclass around super().step() sees all rows: probe the own step only.
             kind = type(optimizer)
             if (own := own_steps.get(kind)) in (None, step_without_hooks(kind)):
                 raise
@@ -116,11 +116,11 @@ def _probed(
     sparse: bool,
     step: Callable[[Optimizer], object] | None = None,
 ) -> OptimizerProbe:
-    """As probe_optimizer, with a step function or that of the class."""
+    """As probe_optimizer(), with the given step function or, by default, the class's."""
     probe = _Probe(optimizer, parameter, parameter.dtype, sparse, step)
     found = probe.learn({})
     probe.check_size(found)
-    # Two steps that differ round to the same half-precision numbers: compare them in float32.
+    # Different steps may round to the same half-precision numbers, so compare in float32.
     if parameter.dtype.itemsize < 4:
         probe = _Probe(optimizer, parameter, torch.float32, sparse, step)
     plain = probe.learn(_PLAIN)
@@ -130,7 +130,7 @@ def _probed(
 
 
 def learn_state(optimizer: Optimizer, parameter: Tensor, *, sparse: bool = False) -> OptimizerProbe:
-    """As probe_optimizer, of an optimizer that has been probed, with its settings of now."""
+    """Learns the initial state again with the present settings, for an optimizer probed before."""
     with kept_random(parameter.device):
         return _Probe(optimizer, parameter, parameter.dtype, sparse).learn({})
 
@@ -138,21 +138,21 @@ def learn_state(optimizer: Optimizer, parameter: Tensor, *, sparse: bool = False
 def forgotten_by(
     optimizer: Optimizer, parameter: Tensor, *, sparse: bool = False
 ) -> dict[str, Any]:
-    """Attributes that make an optimizer begin its state anew in its next step, as a step sets them.
+    """Returns attributes that mark a first step, with the values that a step sets; usually none.
 
-    Such a first step overwrites loaded state. There are none as a rule.
+    With its present attributes the optimizer's next step would overwrite loaded state.
     """
     with kept_random(parameter.device):
         probe = _Probe(optimizer, parameter, parameter.dtype, sparse)
         try:
             return probe.find_forgotten(probe.learn(_PLAIN))
-        except ValueError:  # its next step takes no parameter that is new: it is no first step
+        except ValueError:  # a new parameter fails, so its next step is no first step
             return {}
 
 
 @contextmanager
 def kept_random(device: torch.device) -> Iterator[None]:
-    """Random generators stay as they are; a default device of the user's makes no state."""
+    """Restores the random generators afterwards; replaces a default device of "meta" with CPU."""
     devices = [device] if device.type == "cuda" else []
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_meta = torch.get_default_device().type == "meta"
@@ -168,7 +168,7 @@ def kept_random(device: torch.device) -> Iterator[None]:
 class _Probe:
     """Copies of one optimizer that step a parameter of a few random rows.
 
-    Rows and their states go together in dicts, the rows themselves under "".
+    Dicts hold the rows under "" and their states under the states' names.
     """
 
     optimizer: Optimizer
@@ -185,14 +185,14 @@ class _Probe:
         self._random = torch.Generator("cpu").manual_seed(0)
 
     def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:
-        """The state before the first update, with these settings, and which of it goes by rows."""
+        """Returns the state before the first update with these settings, split by row or scalar."""
         errors: list[Exception] = []
         layouts = self._layouts
         for self._construct, self._sparse in itertools.product((False, True), layouts):
             try:
                 self._stepped_once({})
                 break
-            except Exception as error:  # the optimizer's own, of any kind; told below
+            except Exception as error:  # any error of the optimizer, reported below
                 raise_if_no_memory(error)
                 errors.append(error)
         else:
@@ -200,7 +200,7 @@ class _Probe:
                 f"a step of a small parameter {[self._rows, *self._row_shape]} fails with dense"
                 f" zero gradients ({errors[0]}) and with sparse ones ({errors[1]})"
             ) from errors[0]
-        # A momentum buffer made out of the first gradient holds the decay of the row as well.
+        # A momentum buffer made from the first gradient also contains the row's weight decay.
         for each in (settings, {**settings, "weight_decay": 0.0}):
             first, again = self._first_values(each), self._first_values(each)
             by_rows = [name for name, value in first.items() if _by_rows(value, self._rows)]
@@ -217,7 +217,7 @@ class _Probe:
         for name in by_rows:
             if name == "weight" or not isinstance(name, str):
                 raise self._refusal(f"a table cannot hold a state called {name!r}")
-        # -0.0, from a gradient of zero that was negated, is a zero as well.
+        # Replace -0.0, which comes from a negated zero gradient, with 0.0.
         rows = {name: first[name][0].masked_fill(first[name][0] == 0, 0) for name in by_rows}
         others = {name: value for name, value in first.items() if name not in rows}
         return OptimizerProbe(rows, others, self._sparse)
@@ -253,7 +253,7 @@ class _Probe:
         return copied.state.first
 
     def check_size(self, learnt: OptimizerProbe) -> None:
-        """Raises ValueError if many rows get another kind of state than few, or other numbers."""
+        """Raises ValueError if many rows get another kind of state, or other values, than few."""
         few, width = self._rows, max(1, math.prod(self._row_shape))
         even = _BLOCK // math.gcd(_BLOCK, width)
         rows = even * -(-max(_MANY_ELEMENTS // width, 2 * few) // even)
@@ -284,9 +284,9 @@ class _Probe:
         self._compare("", many.parameter[:few], parts.parameter, parts.parameter - values[:few])
 
     def check_start(self, learnt: OptimizerProbe) -> None:
-        """Raises ValueError if steps that begin with the learnt state are not the first ones."""
+        """Raises ValueError if steps from the learnt state differ from first steps."""
         values = self._random_rows()
-        # torch's SGD leaves the dampening out of its first step, which we say we do not.
+        # torch's SGD omits dampening in its first step; attach() documents this difference.
         settings, start = {**_PLAIN, "dampening": 0.0}, self._start(learnt)
         fresh = self._copy(values, settings)
         begun = self._copy(values, settings, {**learnt.scalar_state, **start})
@@ -315,10 +315,10 @@ class _Probe:
                 )
 
     def check_separate(self, learnt: OptimizerProbe) -> None:
-        """Raises ValueError unless rows stepped in changing batches, apart and turned round agree.
+        """Raises ValueError unless rows stepped together, apart and in another order agree.
 
-        One copy lives through all batches, as the user's optimizer will; the rows of each batch are
-        also stepped by fresh copies of it, in two parts and in another order.
+        One copy steps all batches, as the user's optimizer does. Fresh copies of it also step the
+        rows of each batch in two parts and in another order.
         """
         first, names = self._random_rows() / 10, list(learnt.row_state)
         table = {"": first.clone(), **_snapshots(self._start(learnt))}
@@ -353,7 +353,7 @@ class _Probe:
             raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
 
     def find_forgotten(self, learnt: OptimizerProbe) -> dict[str, Any]:
-        """See forgotten_by."""
+        """See forgotten_by()."""
         values, gradient, start = self._random_rows(), self._random_rows(), self._start(learnt)
         other = {n: rows + self._random_rows(len(rows)).mean().abs() for n, rows in start.items()}
 
@@ -385,18 +385,18 @@ class _Probe:
         made = OptimizerCopy(
             optimizer, parameter, values, settings, construct=self._construct, step=self._step
         )
-        if state is not None:  # asking for it makes one
+        if state is not None:  # reading made.state creates it
             made.state.update(_snapshots(state))
         return made
 
     def _start(self, learnt: OptimizerProbe) -> dict[str, Tensor]:
-        """The state of all rows before the first update."""
+        """The state of all probed rows before the first update."""
         return {n: row.expand(self._rows, *row.shape) for n, row in learnt.row_state.items()}
 
     def _stepped(
         self, copied: OptimizerCopy, gradient: Tensor, names: Collection[str]
     ) -> dict[str, Tensor]:
-        """The rows after a step, under "", and those of the states of these names."""
+        """Returns the rows after a step, under "", and the states of these names."""
         try:
             copied.step(gradient, sparse=self._sparse)
         except Exception as error:
@@ -407,7 +407,7 @@ class _Probe:
             if not _by_rows(state.get(name), len(gradient)):
                 raise self._refusal(f"its state {name!r} loses its rows")
         for name, value in state.items():
-            # With one row, a state of one row that all rows share looks the same.
+            # A batch of one row cannot tell per-row state from state that all rows share.
             by_rows = getattr(value, "shape", None) == gradient.shape and gradient.shape[0] != 1
             if by_rows and name not in names:
                 raise self._refusal(f"it makes its state {name!r} in a later step only")
@@ -432,7 +432,7 @@ class _Probe:
 
 
 def raise_if_no_memory(error: Exception) -> None:
-    """Raises an error again that says nothing of the optimizer: memory has run out."""
+    """Raises an out-of-memory error again, because it is no fault of the optimizer."""
     said = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         isinstance(error, RuntimeError) and words in said for words in _NO_MEMORY
@@ -449,7 +449,7 @@ def _by_rows(value: Any, rows: int) -> bool:
 
 
 def _shared(copied: OptimizerCopy, names: Iterable[str]) -> dict[tuple[int, str], Any]:
-    """Numbers that an optimizer keeps for all rows: in its state, its group and its attributes."""
+    """The numbers for all rows in an optimizer's state, group and attributes."""
     states: Mapping[Any, Any] = copied.optimizer.state
     for_all = {key: value for key, value in states.items() if isinstance(key, str)}
     places = copied.state, copied.optimizer.param_groups[0], for_all, vars(copied.optimizer)
@@ -474,7 +474,7 @@ def _kind(value: Any) -> str:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What the containers of a state hold."""
+    """The values in nested containers, or the value itself."""
     each = value.values() if isinstance(value, Mapping) else value
     if not isinstance(each, ValuesView | list | tuple | Set | deque):
         return [value]
@@ -482,7 +482,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
-    """Whether two values are the same, to a ten-thousandth of the largest `scale` or of `left`."""
+    """Whether two values are equal within 1e-4 times the largest `scale`, by default of `left`."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape:
             return False
@@ -493,7 +493,7 @@ def agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
         near = 1e-4 * most + 8 * torch.finfo(left.dtype).eps * own
         return torch.allclose(left, right.to(left), rtol=0, atol=near, equal_nan=True)
     leaves, others = _leaves(left), _leaves(right)
-    if len(leaves) != 1 or leaves[0] is not left:  # a container of them
+    if len(leaves) != 1 or leaves[0] is not left:  # a container
         return len(leaves) == len(others) and all(map(agree, leaves, others))
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=1e-4) or (left != left and right != right)

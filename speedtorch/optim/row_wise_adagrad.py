@@ -1,8 +1,8 @@
 """Adagrad with one number of state for each row of a parameter.
 
-Both implementations do the same arithmetic in the same order: `_step_one` a parameter at a time,
-`_step_many` all parameters of a device and dtype by torch's operations on lists. A row's numbers do
-not depend on the other rows of the gradient, which lets a batch of rows be stepped on its own.
+`_step_one` steps one parameter; `_step_many` steps all parameters of a device and dtype with
+torch's foreach functions. Both do the same arithmetic in the same order. A row's result does not
+depend on the other rows of the gradient, so that a batch of rows can be stepped alone.
 """
 
 from __future__ import annotations
@@ -39,53 +39,53 @@ _SUM_DTYPES = {
     torch.bfloat16: torch.float32,
 }
 
-# torch adds up fewer rows than these in another order: on the CPU several threads share a single
-# row of more than 32,768 elements, on a GPU a block of 512 threads shares 16 rows or fewer.
+# torch sums fewer rows than these in another order. On the CPU several threads share a single row
+# of more than 32,768 elements. On a GPU a block of 512 threads shares 16 rows or fewer.
 _FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 2, 16
 
 
 class RowWiseAdagrad(Optimizer):
-    """Adagrad that keeps the mean square of a row's gradients instead of one for each element.
+    """Adagrad with one number of state per row, the sum of its gradients' mean squares.
 
-    The first dimension of a parameter counts its rows. A step changes a row `w` with the gradient
-    `g`, both of D elements, and the row's number `sum`:
+    The first dimension of a parameter counts its rows. A step updates a row `w` with the gradient
+    `g`, both with D elements, and the row's number `sum`:
 
-    - `g = g + weight_decay * w`, after a change of sign with `maximize`;
+    - `g = g + weight_decay * w`, with `-g` instead of `g` for `maximize`;
     - `sum = sum + (g * g).mean()`;
     - `w = w - lr / (1 + (step - 1) * lr_decay) * g / (sqrt(sum) + eps)`.
 
-    Without weight decay a row whose gradient is zero stays as it is. A table of 128 float32 columns
-    takes 516 bytes a row with its state, and 1,024 with torch.optim.Adagrad. The state of a
-    parameter `[N, ...]` is `sum`, `[N, 1]`, and the count `step`. The sums of 16-bit parameters are
-    float32; the step of such a row is computed in float32 and rounded once.
+    Without weight decay a row with a zero gradient does not change. With 128 float32 columns a row
+    and its state use 516 bytes, and 1,024 with torch.optim.Adagrad. The state of a parameter
+    `[N, ...]` is `sum`, `[N, 1]`, and the count `step`. The sums of 16-bit parameters are float32.
+    Their step is computed in float32 and rounded once.
 
-    The rule is that of FBGEMM's EXACT_ROWWISE_ADAGRAD, with its L2 weight decay, and of torchrec's
-    RowWiseAdagrad; FBGEMM has no `lr_decay`. It is Adagrad (Duchi, Hazan and Singer, 2011) with one
-    rate for a row.
+    FBGEMM's EXACT_ROWWISE_ADAGRAD with L2 weight decay and torchrec's RowWiseAdagrad have the same
+    update rule; FBGEMM has no `lr_decay`. The rule is Adagrad (Duchi, Hazan and Singer, 2011) with
+    one learning rate per row.
 
-    Sparse gradients (torch.nn.Embedding with sparse=True) change the rows that they name, and
-    weight decay changes these rows alone. A speedtorch.Embedding needs speedtorch.attach().
+    Sparse gradients (torch.nn.Embedding with sparse=True) and their weight decay change only the
+    rows that the gradient names. A speedtorch.Embedding needs speedtorch.attach().
 
     Args:
-        params: parameters `[N, ...]` of float32, float64, bfloat16 or float16, named ones, or dicts
-            of parameter groups. A parameter of one dimension has one element a row.
+        params: parameters `[N, ...]` of float32, float64, bfloat16 or float16, named parameters, or
+            dicts of parameter groups. A parameter of one dimension has one element per row.
         lr: learning rate, at least 0: a number or a tensor of one element.
-        lr_decay: what each step adds to the divisor of the learning rate, at least 0.
+        lr_decay: each step adds this number to the divisor of the learning rate; at least 0.
         weight_decay: L2 penalty, at least 0.
         initial_accumulator_value: the first `sum` of each row, at least 0.
-        eps: is added to the root of `sum`, at least 0. With 0 a row whose `sum` is 0 becomes NaN,
-            as with torch.optim.Adagrad.
-        foreach: whether parameters are stepped together by torch's operations on lists; by default
-            those on a GPU. The numbers are the same, and temporary copies of all of a group's
-            gradients take memory.
+        eps: is added to the square root of `sum`, at least 0. With 0 a row whose `sum` is 0 becomes
+            NaN, as with torch.optim.Adagrad.
+        foreach: whether torch's foreach functions step the parameters together; by default for
+            parameters on a GPU. The results are the same. Temporary copies of all gradients of a
+            group use memory.
         maximize: whether the objective is maximized.
-        capturable: whether a CUDA graph can repeat the step: `step` is on the parameter's device,
-            and nothing waits for the GPU. `lr` may then be a tensor on that device.
+        capturable: whether a CUDA graph can repeat the step. `step` is then on the parameter's
+            device, and the host does not wait for the GPU. `lr` may be a tensor on that device.
 
     Raises:
         TypeError: an option or a parameter is of another type or dtype.
         ValueError: an option is negative or NaN, `lr` has several elements, or a parameter has no
-            dimension; in a step: a sparse gradient names elements instead of rows.
+            dimension. step() raises ValueError if a sparse gradient names elements, not rows.
 
     Example:
         >>> import speedtorch, torch
@@ -124,7 +124,7 @@ class RowWiseAdagrad(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, and checks the options and parameters of the group."""
+        """Adds a group as torch does, and checks its options and parameters."""
         super().add_param_group(param_group)
         try:
             _check_options(self.param_groups[-1])
@@ -135,7 +135,7 @@ class RowWiseAdagrad(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would round the sums of 16-bit parameters to 16 bits."""
+        """Loads as torch does, but keeps the float32 sums of 16-bit parameters unrounded."""
         loaded: dict[str, Any] = {}
 
         def note(_: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -147,11 +147,12 @@ class RowWiseAdagrad(Optimizer):
                 saved = loaded["state"].get(number, {}).get("sum")
                 dtype = _SUM_DTYPES[parameter.dtype]
                 if isinstance(saved, Tensor) and dtype != parameter.dtype:
-                    # A copy: steps write to the sums in place.
+                    # Copies, because steps write to the sums in place.
                     sums = saved.to(parameter.device, dtype, copy=True)
                     optimizer.state[parameter]["sum"] = sums
 
-        # After the user's hooks, which may give another state, and before those that look at it.
+        # Runs after the user's pre-hooks, which may replace the state, and before the user's
+        # post-hooks, which may read it.
         handles = (
             self.register_load_state_dict_pre_hook(note),
             self.register_load_state_dict_post_hook(restore, prepend=True),
@@ -167,10 +168,10 @@ class RowWiseAdagrad(Optimizer):
         """Steps every parameter that has a gradient.
 
         Args:
-            closure: computes the loss again, and its gradients.
+            closure: computes the loss and its gradients again, and returns the loss.
 
         Returns:
-            The closure's loss.
+            The loss that the closure returns, or None without a closure.
         """
         loss = None
         if closure is not None:
@@ -200,7 +201,7 @@ class RowWiseAdagrad(Optimizer):
         return loss
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, which its first step makes."""
+        """Returns the state of a parameter; the first step creates it."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             device = parameter.device if group["capturable"] else "cpu"
@@ -215,7 +216,7 @@ class RowWiseAdagrad(Optimizer):
 
 
 def _rate(step: Tensor, group: dict[str, Any]) -> float | Tensor:
-    """The learning rate of a step: a number, or if it is capturable what needs no wait."""
+    """The learning rate of a step. If capturable, the host does not wait for the GPU."""
     rate: float | Tensor = group["lr"]
     decay: float = group["lr_decay"]
     if not group["capturable"]:
@@ -226,14 +227,14 @@ def _rate(step: Tensor, group: dict[str, Any]) -> float | Tensor:
 
 
 class _Rows(NamedTuple):
-    """What a step changes, and by what."""
+    """The tensors that a step updates, with their gradient and learning rate."""
 
     parameter: Tensor
     """`[N, ...]`."""
     gradient: Tensor
-    """Of the same shape."""
+    """`[N, ...]`."""
     sums: Tensor
-    """`[N, 1]`, in the dtype to compute in."""
+    """`[N, 1]`, in the dtype of the computation."""
     rate: float | Tensor
     """The learning rate."""
 
@@ -257,7 +258,7 @@ def _step_one(rows: _Rows, group: dict[str, Any]) -> None:
 
 
 def _step_many(rows: list[_Rows], group: dict[str, Any]) -> None:
-    """As _step_one() for each of several parameters of one device and dtype."""
+    """As _step_one(), for several parameters of one device and dtype."""
     dtype = rows[0].sums.dtype
     sums = [each.sums for each in rows]
     weights = [each.parameter.to(dtype) for each in rows]
@@ -280,7 +281,7 @@ def _step_many(rows: list[_Rows], group: dict[str, Any]) -> None:
 
 
 def _step_named(rows: _Rows, group: dict[str, Any]) -> None:
-    """As _step_one() for the rows that a sparse gradient names."""
+    """As _step_one(), for the rows that a sparse gradient names."""
     parameter, gradient, sums, _ = rows
     if gradient.sparse_dim() != 1:
         raise ValueError(
@@ -298,8 +299,8 @@ def _step_named(rows: _Rows, group: dict[str, Any]) -> None:
 
 
 def _mean_of_rows(values: Tensor) -> Tensor:
-    """The mean of each row of `[N, ...]`, `[N, 1]`, whose bits depend on that row alone."""
-    # Strided memory is added up in another order.
+    """Row means `[N, 1]` of `[N, ...]`; the bits of each mean depend only on its row."""
+    # torch sums strided memory in another order.
     values = values.contiguous().view(len(values), -1)
     least, count = _FEWEST_ROWS_ON_GPU if values.is_cuda else _FEWEST_ROWS, len(values)
     if count < least:
@@ -308,7 +309,7 @@ def _mean_of_rows(values: Tensor) -> Tensor:
 
 
 def _beside(sums: Tensor, rows: Tensor) -> Tensor:
-    """`[N, 1]` in the shape that broadcasts along `[N, ...]`."""
+    """Reshapes `[N, 1]` to broadcast along `[N, ...]`."""
     return sums.view(len(rows), *[1] * (rows.dim() - 1))
 
 
@@ -317,7 +318,7 @@ def _parameters(groups: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError that names the option, the rule and the value."""
+    """Raises TypeError or ValueError for an option of a wrong type or value."""
     rate = group["lr"]
     if isinstance(rate, Tensor) and rate.numel() != 1:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Steps of optimizers: their own step function works on the step's rows, everything else does not.
+"""Hooks that make an optimizer's own step function work on the step's rows.
 
-Around the own step function, groups and state have the parameter with the step's rows in the place
-of the weight. User hooks, closures and code around super().step() are given the weight.
+During the own step function, groups and state have the parameter with the step's rows instead of
+the weight. User hooks, closures and code around super().step() see the weight.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ __all__ = ["find_own_step", "watch_steps"]
 
 @cache
 def watch_steps() -> None:
-    """Lets the step function of each optimizer that holds a weight work on the step's rows."""
+    """Registers the hooks for all optimizers of this process; later calls do nothing."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 class _Known:
-    """What is known of an optimizer, so that each of its steps need not look at each parameter.
+    """Cached facts of an optimizer, so that a step need not search all its parameters.
 
     Attributes:
-        running: The last call of its own step function, in whichever thread, until it ends.
-        stateless: The settings with which it is known to keep nothing, by its weights' id().
-        weights: The weights that it holds.
-        places: Where they are: a list of a group, and the index.
-        groups: The numbers of their groups.
+        running: The last call of the own step function, in any thread, until the call ends.
+        stateless: Settings with which the optimizer keeps no per-row state, by id() of the weight.
+        weights: The Embedding weights that the optimizer holds.
+        places: The place of each weight: the group's parameter list, and the index.
+        groups: The group number of each weight.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -73,11 +73,11 @@ class _Known:
         self._lists: list[tuple[list[Any], int]] = []
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Deep copies and pickles of an optimizer have None, and need none of our classes."""
+        """Becomes None in copies and pickles of an optimizer, which then need no speedtorch."""
         return type(None), ()
 
     def of(self, optimizer: Optimizer) -> _Known:
-        """This, or what is known of an optimizer of its class that got a copy of its attributes."""
+        """Returns this object, or a new one for an optimizer that has a copy of the attributes."""
         if (own := self._optimizer()) is optimizer:
             return self
         made = _Known(optimizer)
@@ -86,10 +86,10 @@ class _Known:
         return made
 
     def look(self, optimizer: Optimizer) -> bool:
-        """Finds the weights again if its lists have become others; whether there are any."""
+        """Finds the weights again if the parameter lists changed. Returns whether any exist."""
         if not self._is_as_before(optimizer):
             found = [(at, at[0][at[1]]) for at in places_of_weights(optimizer)]
-            # A step in another thread may have the places of some.
+            # A step in another thread may have replaced some weights.
             every = zip(self.places, self.weights, strict=True)
             found += [(at, weight) for at, weight in every if _is_lent(at, weight)]
             self.places = [at for at, _ in found]
@@ -114,19 +114,19 @@ class _Known:
         return True
 
     def forget(self) -> None:
-        """Lets the next step look at each parameter."""
+        """Makes the next step search all parameters again."""
         self._lists = []
 
 
 def _is_lent(at: tuple[list[Any], int], weight: RowWeight) -> bool:
-    """Whether the step's rows have the place of a weight, as within an optimizer's step."""
+    """Whether a weight is replaced with the step's rows, as within an optimizer's step."""
     held, place = at
     return place < len(held) and held[place] is weight._rows.parameter
 
 
 _KNOWN = "_speedtorch"
-"""The attribute of an optimizer with what is known of it. A dictionary beside the optimizer would
-never release it: a step that an exception left refers to the optimizer."""
+"""The optimizer's attribute that holds its _Known. A weak-key dictionary would never release the
+optimizer, because an OptimizerStep that an exception left refers to it."""
 
 
 def _known_of(optimizer: Optimizer) -> _Known:
@@ -139,7 +139,7 @@ def _known_of(optimizer: Optimizer) -> _Known:
 class OptimizerStep:
     """One call of an optimizer's own step function, which runs in `frame` of this thread.
 
-    It `is_traced` if a compiler traces it.
+    `is_traced` is True if a compiler traces the call.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class OptimizerStep:
         *,
         is_traced: bool = False,
     ) -> None:
-        self.done = False  # one assignment for all tables of the call
+        self.done = False  # one flag for all tables, so that one assignment sets it
         self.paused = False
         self.is_idle = False
         self.optimizer, self._is_traced = optimizer, is_traced
@@ -160,17 +160,17 @@ class OptimizerStep:
         self._stateless = known.stateless
         self._thread = threading.get_ident()
         self._lent: Callable[[], object] = lambda: None
-        """Takes back what was lent to the optimizer for this step."""
+        """Restores the optimizer's found_inf after this step."""
 
     @in_timeline("speedtorch::before_step")
     def enter(self, *, looks_up: bool = False) -> None:
-        """From here on the optimizer's own code sees the step's rows.
+        """Replaces the weights with the step's rows, before the optimizer's own code runs.
 
-        With `looks_up` a closure of the user, with lookups of the step, is still to come.
+        `looks_up` is True if the user's closure will still look up rows of this step.
         """
         optimizer = self.optimizer
         were_checked = not looks_up and self._agree()
-        # All at once: a thread that has the turn of some rows may wait for the end of this call.
+        # Locks all tables together: a thread that has one table's turn may wait for this call.
         with as_plain(), Turns(*[rows.turn for rows in self._rows]):
             for rows in self._rows:
                 rows.exchange.stepping.check_threads()
@@ -186,14 +186,14 @@ class OptimizerStep:
             for rows, weight, (held, place) in self._each():
                 if isinstance(state := rows.state, AttachedState):
                     state.begin_step(rows, weight)
-                if weight in known:  # in the same place, also after the step
+                if weight in known:  # remains there, so that the order of the state is kept
                     known[rows.parameter] = known[weight]
-                    if self._is_traced:  # torch's compiler reads all of the state
+                    if self._is_traced:  # torch's compiler reads the whole state
                         del known[weight]
                 held[place] = rows.parameter
 
     def _check(self, *, looks_up: bool) -> None:
-        """Raises what keeps the optimizer from stepping the rows, within their turns."""
+        """Raises an error if the optimizer cannot step the rows. The caller has their turns."""
         groups = self.optimizer.param_groups
         for (rows, weight, _), number in zip(self._each(), self._groups, strict=True):
             _check(self.optimizer, rows, weight, groups[number], self._stateless)
@@ -202,9 +202,10 @@ class OptimizerStep:
         _check_capture(self.optimizer, self._rows)
 
     def _agree(self) -> bool:
-        """Lets ranks agree that all of them step, before one changes a row; whether any share rows.
+        """Agrees with the other ranks to step, before a rank changes a row.
 
-        What keeps this one from it has been raised then. It has no turn while it waits for others.
+        Returns whether ranks share rows. Raises this rank's own error after the report to the other
+        ranks. This rank holds no turn while it waits for other ranks.
         """
         if not (agree := [a for each in self._rows if (a := each.exchange.steps.agree_on_step)]):
             return False
@@ -224,7 +225,7 @@ class OptimizerStep:
         return True
 
     def by_user(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """A closure, which is the user's code within the optimizer's."""
+        """Wraps a closure, so that the user's code sees the weights."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             self.paused = True
@@ -237,7 +238,7 @@ class OptimizerStep:
 
     @in_timeline("speedtorch::after_step")
     def finish(self) -> None:
-        """The optimizer has stepped all rows."""
+        """Marks all rows as stepped, after the own step function has returned."""
         self.done = True
         stepped = self._rows
         self.stop()
@@ -249,11 +250,11 @@ class OptimizerStep:
                     state.after_step()
 
     def stop(self) -> None:
-        """The own step function has ended, perhaps by an exception."""
+        """Restores the weights after the own step function, also after an exception."""
         if self._rows:
             self._lent()
             self._restore()
-            # The rows may have this object, and an interrupted call stays with them for a while.
+            # The rows may refer to an interrupted call for a while: drop references to them here.
             self._frame, self._rows, self._weights, self._places = None, [], [], []
 
     def leave(self) -> bool:
@@ -264,7 +265,7 @@ class OptimizerStep:
         return True
 
     def wait(self) -> None:
-        """Waits until it has ended if it runs in another thread; see SteppedRows.await_step."""
+        """Waits for the end of a call in another thread; see SteppedRows.await_step()."""
         for rows in list(self._rows):
             rows.exchange.stepping.await_step()
 
@@ -275,15 +276,15 @@ class OptimizerStep:
         return self._is_within()
 
     def _is_within(self) -> bool:
-        """Whether the own step function has not been left, in whichever thread.
+        """Whether the own step function still runs, in any thread.
 
-        An interrupt may have left it before stop(). A look at that thread's stack would miss it at
-        times: a generator on its top that yields meanwhile refers to no caller.
+        An interrupt may end the function before stop(). The thread's stack is no reliable test: a
+        generator on top that yields meanwhile has no reference to its caller.
         """
         if self._frame is None:
             return False
         try:
-            self._frame.clear()  # which Python refuses for a frame that runs
+            self._frame.clear()  # raises RuntimeError for a running frame
         except RuntimeError:
             return True
         return False
@@ -292,7 +293,7 @@ class OptimizerStep:
         return zip(self._rows, self._weights, self._places, strict=True)
 
     def _restore(self) -> None:
-        """Gives the optimizer the weights again; can be repeated."""
+        """Restores the weights in groups and state; can be repeated."""
         known = self.optimizer.state
         for rows, weight, (held, place) in self._each():
             if isinstance(state := rows.state, AttachedState):
@@ -305,19 +306,19 @@ class OptimizerStep:
 
 
 class _Steps(threading.local):
-    """The steps that optimizers are in, or were left in by an exception, in this thread."""
+    """The running steps of this thread, and steps that an exception ended before stop()."""
 
     def __init__(self) -> None:
         self.calls: weakref.WeakSet[OptimizerStep] = weakref.WeakSet()
         self.tried: list[Callable[..., Any]] | None = None
-        """The step functions that a copy which is tried out has called."""
+        """The step functions that a test run in find_own_step() has called; None outside of it."""
 
 
 _steps = _Steps()
 
 
 def _forget(call: OptimizerStep) -> None:
-    """The call has ended, and its optimizer's next one need not wait for it."""
+    """Forgets an ended call, so that the optimizer's next step does not wait for it."""
     _steps.calls.discard(call)
     if (known := _known_of(call.optimizer)).running is call:
         known.running = None
@@ -329,7 +330,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if call.leave():
             _forget(call)
     known = _known_of(optimizer)
-    has_weights = known.look(optimizer)  # also for hooks, which may read their gradients
+    has_weights = known.look(optimizer)  # hooks may read gradients of the weights
     stepping.begin(optimizer, known)
     if has_weights and type(optimizer) not in own_steps and not is_wrapper(optimizer):
         find_own_step(optimizer, known.weights[0]._rows)
@@ -341,12 +342,12 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:
-    """Finds the own step function of a class, and lets it work on the step's rows."""
+    """Finds the own step function of an optimizer's class and makes it work on the step's rows."""
     kind = type(optimizer)
     if kind in own_steps:
         return
     own = [replace_step(owner, _entered) for owner in step_functions(kind)]
-    if len(own) > 1:  # which of them call the next one by super().step()?
+    if len(own) > 1:  # a test run finds the innermost by super().step()
         values = torch.zeros((19, *rows.parameter.shape[1:]), dtype=rows.parameter.dtype)
         tried = _steps.tried = []
         try:
@@ -366,12 +367,12 @@ def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:
 
 
 def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A step function that works on the step's rows if it is an optimizer's own one."""
+    """Wraps a step function to work on the step's rows if it is an optimizer's own one."""
 
     @wraps(function)
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # A compiler breaks its graph here; it has no exceptions to restore anything after.
+            # torch.compile breaks its graph here, and compiled code has no exception handlers.
             call, args, kwargs = begin_outside(optimizer, args, kwargs, is_traced=True)
             result = function(optimizer, *args, **kwargs)
             end_outside(call)
@@ -397,12 +398,12 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             _steps.tried.append(step)
         known = _known_of(optimizer)
         if known.running is not None:
-            known.running.wait()  # in another thread it has the weights' places
+            known.running.wait()  # a step in another thread has replaced the weights
         if not known.look(optimizer) or own_steps.get(type(optimizer)) is not step:
             return None, args, kwargs
         frame = sys._getframe(1)
         while frame.f_code.co_name != "step" or frame.f_code.co_filename != __file__:
-            assert frame.f_back is not None  # functions of torch's compiler stand in between
+            assert frame.f_back is not None  # torch's compiler adds frames
             frame = frame.f_back
         call = known.running = OptimizerStep(optimizer, known, frame, is_traced=is_traced)
         _steps.calls.add(call)
@@ -433,7 +434,7 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
-    """Raises RuntimeError for an optimizer whose step a CUDA graph would not repeat."""
+    """Raises RuntimeError in a graph capture unless the optimizer is capturable or is SGD."""
     if not rows[0].parameter.is_cuda or not torch.cuda.is_current_stream_capturing():
         return
     numbers = [group for group in optimizer.param_groups if not group.get("capturable")]
@@ -455,9 +456,9 @@ def _is_idle(optimizer: Optimizer) -> bool:
 
 
 def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], object]:
-    """Lets a fused optimizer skip its step if rows of it wait for an error to be raised.
+    """Makes a fused optimizer skip its step, by found_inf, if an error of its rows is pending.
 
-    As a GradScaler lets it skip one with infinite gradients. Gives what undoes it.
+    A GradScaler skips steps with infinite gradients in the same way. Returns the undo function.
     """
     halted = [flag for each in rows if (flag := each.exchange.memory.halted) is not None]
     if not halted or not can_skip(optimizer):
@@ -484,10 +485,10 @@ def _check(
     group: Mapping[str, Any],
     known: dict[int, dict[str, Any]],
 ) -> None:
-    """Raises unless the optimizer may step the rows: nothing has been stepped then.
+    """Raises an error, before any step, if the optimizer must not step the rows.
 
-    `group` has the parameter. `known` are the settings with which the optimizer is known to keep
-    nothing, by its weights' id().
+    `group` has the parameter. `known` maps id() of a weight to the settings with which the
+    optimizer keeps no per-row state.
     """
     state = state_of(rows)
     if state is not None:
@@ -498,7 +499,7 @@ def _check(
             )
         state.before_step(optimizer, group)
         return
-    if (before := known.get(id(parameter))) is not None:  # as a rule none has changed
+    if (before := known.get(id(parameter))) is not None:  # usually no setting has changed
         for name in optimizer.defaults:
             if group.get(name) is not before.get(name) and name != "lr":
                 break

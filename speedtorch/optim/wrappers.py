@@ -1,7 +1,7 @@
-"""Optimizers that step other ones: accelerate's, Lightning's, Fabric's and torchrec's.
+"""Optimizers that wrap others: accelerate's, Lightning's, Fabric's and torchrec's.
 
-What keeps state is torch's optimizer within. torchrec's read its state themselves, by names instead
-of numbers: they are given that of all rows while they save or load.
+The wrapped torch optimizer keeps the state. torchrec's wrappers read that state directly, by name,
+so they see the state of all rows while they save or load.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ __all__ = [
     "stepped_by",
 ]
 
-# They step the optimizer that they wrap, and add no rule.
+# These wrappers step the optimizer that they wrap, and add no update rule.
 _WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
-# torchrec's, and what has their interface.
+# torchrec's classes; subclasses count too.
 _KEYED, _COMBINED = "KeyedOptimizer", "CombinedOptimizer"
 _SHOWN = ("state_dict", "load_state_dict")
 
 
 @lru_cache(maxsize=64)
 def _kinds(kind: type) -> frozenset[str]:
-    """Names of a class and of those that it inherits from."""
+    """Names of a class and its base classes."""
     return frozenset(each.__name__ for each in kind.__mro__)
 
 
 def _within(optimizer: Any) -> list[Any]:
-    """The optimizers that a wrapper steps; none of what is no wrapper."""
+    """The optimizers that a wrapper steps; empty if the argument is no wrapper."""
     kinds = _kinds(optimizer.__class__)
     if kinds & _WRAPPERS:
         return [optimizer.optimizer]
@@ -49,19 +49,19 @@ def _within(optimizer: Any) -> list[Any]:
 
 
 def is_wrapper(optimizer: Optimizer) -> bool:
-    """Whether all that an optimizer does in a step is to call the steps of others."""
+    """Whether an optimizer's step only calls the steps of other optimizers."""
     return bool(_within(optimizer))
 
 
 def _tree(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and those within, at any depth."""
+    """Yields an optimizer and all optimizers that it wraps, at any depth."""
     yield optimizer
     for each in _within(optimizer):
         yield from _tree(each)
 
 
 def stepped_by(optimizer: Any) -> list[Optimizer]:
-    """The optimizers that keep state; TypeError if one is none of torch's."""
+    """Returns the wrapped optimizers that keep state; TypeError if one is no torch optimizer."""
     found = [each for each in _tree(optimizer) if not _within(each)]
     for each in found:
         if not isinstance(each, Optimizer):
@@ -73,7 +73,7 @@ def stepped_by(optimizer: Any) -> list[Optimizer]:
 
 
 def given_optimizers(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers of an argument: None, one, or several; each may be a wrapper."""
+    """Returns an argument of None, one optimizer or several as a tuple; wrappers are allowed."""
     if optimizer is None:
         return ()
     if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
@@ -82,9 +82,9 @@ def given_optimizers(optimizer: Any) -> tuple[Any, ...]:
 
 
 def optimizers_within(given: Iterable[Any]) -> list[Optimizer]:
-    """The optimizers that keep state, within wrappers of other libraries.
+    """Returns the optimizers that keep state, unwrapped.
 
-    Raises TypeError for what is no optimizer, ValueError if one is there twice.
+    Raises TypeError if an argument is no optimizer, ValueError for duplicates.
     """
     found = []
     for each in given:
@@ -99,10 +99,10 @@ def optimizers_within(given: Iterable[Any]) -> list[Optimizer]:
 
 
 def show_all_rows(wrapper: Any, saved: Mapping[Optimizer, SavedState]) -> None:
-    """Lets state_dict and load_state_dict of torchrec's wrappers know the state of all rows.
+    """Makes state_dict() and load_state_dict() of torchrec's wrappers use the state of all rows.
 
-    As torchrec's they take a state that is there already, and write into it: init_state() or a step
-    makes it. What is interrupted meanwhile has loaded a part.
+    As in torchrec, load_state_dict() writes into existing state, which init_state() or a step
+    makes. An interrupted load leaves a part of the state loaded.
     """
     shown = _Shown(saved)
     for each in _keyed(wrapper):
@@ -110,7 +110,7 @@ def show_all_rows(wrapper: Any, saved: Mapping[Optimizer, SavedState]) -> None:
 
 
 def show_held_rows(wrapper: Any) -> None:
-    """Undoes show_all_rows."""
+    """Undoes show_all_rows()."""
     for each in _keyed(wrapper):
         for name in _SHOWN:
             vars(each).pop(name, None)
@@ -121,7 +121,7 @@ def _keyed(wrapper: Any) -> list[Any]:
 
 
 class _Shown:
-    """What wrappers see while they save or load."""
+    """A wrapper's state_dict() and load_state_dict() with the state of all rows."""
 
     def __init__(self, saved: Mapping[Optimizer, SavedState]) -> None:
         self._saved = saved
@@ -145,7 +145,7 @@ class _Shown:
 
 
 def _stand_in(wrapper: Any, shown: Mapping[Optimizer, Mapping[Any, Any]]) -> Any:
-    """A wrapper as it is, but for the state that it sees."""
+    """Copies a wrapper, with `shown` as the state of its optimizers."""
     own = {name: value for name, value in vars(wrapper).items() if name not in _SHOWN}
     if _COMBINED in _kinds(wrapper.__class__):
         own["_optims"] = [(name, _stand_in(each, shown)) for name, each in wrapper.optimizers]
