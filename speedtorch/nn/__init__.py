@@ -1,1 +1,1 @@
-"""Modules: Embedding, EmbeddingBag, and batches ahead of them."""
+"""Modules with host tables: Embedding, EmbeddingBag, collections, prefetch and graphed steps."""

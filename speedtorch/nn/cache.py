@@ -16,29 +16,30 @@ __all__ = ["cache", "share_cache"]
 def cache(module: nn.Module, nbytes: int | str | None) -> None:
     """Keeps the most frequently loaded rows and their optimizer state in device memory.
 
-    A cache changes no result of a step. Rows that are in the cache do not cross the link:
-    a tenth of the rows served 40 % of the loaded rows with Zipf 1.05 (docs/cache.md), and if all
-    ids are equally frequent, a cache saves its share. Which rows it has is decided by how often
-    they were loaded, after 4, 16, 64 and then every 64 exchanges, between two steps; a row takes
-    the place of another only where that was surely loaded less often. With capacity= and
-    speedtorch.graphed it is decided between two replays.
+    A cache changes no result of a step. Cached rows do not cross the link (PCIe or NVLink-C2C).
+    With Zipf 1.05, a cache of a tenth of the rows served 40 % of the loaded rows (docs/cache.md).
+    If all ids are equally frequent, a cache saves its share of the rows.
 
-    The bytes are shared out over the tables of the module: at least one row to each, then as many
-    bytes to each, and what a small table does not need to others. attach() and resize() change what
-    tables need, and the bytes are shared out anew then; a cache with another number of slots begins
-    without rows. Beside them 8 bytes of the device are taken for every row of a table, and for a
-    moment when rows change places about 24 bytes for every row and 64 MiB. Calls that
-    read or write a table (flush, save, state_dict, emb.table) first write the cached rows back to
-    host memory. The next step loads them again.
+    The cache selects the most frequently loaded rows between two steps (with speedtorch.graphed,
+    between two replays), after 4, 16, 64 and then every 64 exchanges. A row replaces another only
+    if the other was certainly loaded less often.
+
+    The bytes are divided among the tables of the module. Each table gets at least one row, then an
+    equal part; bytes that a small table does not need go to others. attach() and resize() change
+    the needs of tables and divide the bytes again. A cache with a new number of slots starts empty.
+    Each row of a table takes 8 more bytes of device memory. A selection takes about 24 bytes for
+    each row and 64 MiB while rows are exchanged. Calls that read or write a table (flush, save,
+    state_dict, emb.table) first write the cached rows back to host memory. The next step loads them
+    again.
 
     Args:
         module: An Embedding, EmbeddingBag or collection, or a module that contains some.
-        nbytes: Device bytes for all tables, a number or text such as "4GiB"; None removes it.
+        nbytes: Device bytes for all tables, a number or "4GiB"; with None the cache is removed.
 
     Raises:
-        TypeError, ValueError: nbytes is no number of bytes, or too few for one row of each table;
-            there is no such module. At the first step: the GPU does not read the table's memory in
-            place.
+        TypeError, ValueError: nbytes is not a number of bytes or less than one row of each table,
+            or `module` contains no such module. At the first step: the GPU cannot read the table's
+            memory in place.
         RuntimeError: A CUDA graph uses the rows; nothing has changed.
 
     Example:
@@ -58,7 +59,7 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
             f"cache: {type(module).__name__} has no speedtorch.Embedding, EmbeddingBag or"
             " collection in it"
         )
-    for each in modules:  # before the first of them changes
+    for each in modules:  # check all modules before the first changes
         each.trained_rows.exchange.memory.refuse_if_captured("changing its cache")
     if nbytes is None:
         for each in modules:

@@ -1,7 +1,7 @@
-"""What a captured step trains and keeps: memory that a CUDA graph uses and must not lose.
+"""CapturedState: the parameters and optimizer state whose memory a CUDA graph uses.
 
-The optimizer may be given other tensors meanwhile: load_state_dict makes new ones. Then their
-numbers go to those of the graph, which become the optimizer's again.
+load_state_dict() puts new tensors into an optimizer. Before the next replay their values are copied
+to the graph's tensors, and the graph's tensors replace them in the optimizer.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class _Captured(NamedTuple):
 
 
 class CapturedState:
-    """The parameters and the optimizers' state that a CUDA graph uses, but for rows.
+    """The parameters and optimizer state that a CUDA graph uses, except rows and their state.
 
     Args:
-        modules, optimizers: What the graph trains.
-        tables: Whose rows it trains.
+        modules, optimizers: The modules and optimizers of the captured step.
+        tables: The tables whose rows the step trains.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class CapturedState:
         )
 
     def _names_of_rows(self, parameter: Tensor) -> tuple[str, ...]:
-        """What the exchange puts in place by itself."""
+        """The names of the state that the exchange loads with the rows."""
         rows = self._tables.get(id(parameter))
         state = None if rows is None else rows.state
         return state.names if isinstance(state, AttachedState) else ()
 
     def before_replay(self) -> None:
-        """Gives the graph's tensors what the optimizers were given; rows are at home.
+        """Copies new optimizer state to the graph's tensors, after rows were written back.
 
-        Raises RuntimeError if that does not fit them, or if they lie elsewhere: nothing has
-        changed then.
+        Raises RuntimeError if shapes do not fit or the graph's tensors have new addresses; nothing
+        has changed then.
         """
         for number, (optimizer, own) in enumerate(zip(self._optimizers, self._own, strict=True)):
             if not own.is_there(optimizer):
@@ -168,9 +168,9 @@ def _completed(
     *,
     of_rows: bool = True,
 ) -> _Entries:
-    """Entries of a state; where a name has none, that before the first step.
+    """Returns state entries; missing names get the values before the first step.
 
-    Without `of_rows` only of what is kept for the whole parameter.
+    Without `of_rows`, only state of the whole parameter is added.
     """
     if all(name in entries for name in names):
         return entries
@@ -179,7 +179,7 @@ def _completed(
 
 
 def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Copies values into the tensors of the same names."""
+    """Copies values into the tensors with the same names."""
     for name, own in tensors.items():
         if isinstance(value := values.get(name), Tensor) and value is not own:
             own.copy_(value.expand_as(own))
@@ -191,7 +191,7 @@ def kept_as_before(
     optimizers: Sequence[Optimizer],
     memories: Mapping[TrainedRows, FixedMemory],
 ) -> Iterator[None]:
-    """Leaves rows, parameters, states and random states as they were before the block."""
+    """Restores rows, parameters, optimizer state and random states after the block."""
     device = next(iter(memories.values())).held.device
     held = {id(each.weight) for each in memories}
     others = [p for each in modules for p in (*each.parameters(), *each.buffers())]
@@ -222,14 +222,14 @@ def kept_as_before(
 
 
 def _own(entries: _Entries) -> _Entries:
-    """Entries without those of all rows of a table, which has them."""
+    """Returns the entries except state of all rows, which the table has."""
     return {name: each for name, each in entries.items() if not isinstance(each, RowWeight)}
 
 
 def _put_back(optimizer: Optimizer, known: dict[Tensor, _Entries], held: set[int]) -> None:
-    """Makes a state that of before, in the tensors of now, which a graph goes on to use."""
+    """Copies earlier state into the current tensors, which a graph continues to use."""
     for parameter, state in optimizer.state.items():
-        # The table has the state of rows; the optimizer gets it at its first step.
+        # The table has the rows' state, which the optimizer receives at its first step.
         own = id(parameter) not in held
         known_of = known.get(parameter, {})
         before = _completed(optimizer, parameter, _own(state), known_of, of_rows=own)

@@ -1,4 +1,4 @@
-"""EmbeddingCollection and EmbeddingBagCollection: the tables of a model in one exchange."""
+"""EmbeddingCollection and EmbeddingBagCollection: a model's tables with one exchange for all."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _Self = TypeVar("_Self", bound="TableCollection")  # typing.Self needs Python 3.
 
 
 class TableCollection(nn.Module):
-    """What both collections share: tables, and the groups that hold their rows."""
+    """The base class of both collections: tables, and the groups that hold their rows."""
 
     _kept_as = "embeddings"
-    """The attribute, and the first part of every key of a state_dict, as torchrec has it."""
+    """The attribute of the tables and the first part of state_dict keys, as in torchrec."""
     _pooled = _is_weighted = False
 
     def __init__(
@@ -82,7 +82,7 @@ class TableCollection(nn.Module):
             share_cache(groups, CacheBudget(bytes_of("cache", cache)))
 
     def _placed(self, tables: Sequence[Table]) -> dict[str, tuple[int, int]]:
-        """What the result calls each feature, its group and its number there, in table order."""
+        """Returns (group, position in the group) by result name, in table order."""
         numbers: dict[tuple[str, str], tuple[int, int]] = {}
         for at, group in enumerate(self._groups()):
             for number, (k, feature) in enumerate(group.ranges.features):
@@ -113,9 +113,9 @@ class TableCollection(nn.Module):
         return read_features(features, group.ranges.keys, name, weighted=weighted)
 
     def _check_features(self, features: Features) -> None:
-        """Raises KeyError for a dict with more features; those of a keyed tensor are ignored."""
+        """Raises KeyError if a dict has unknown features; a keyed tensor may have them."""
         if not isinstance(features, Mapping) or not self._features < (keys := {*features.keys()}):
-            return  # where one is missing, reading the dict raises
+            return  # reading the dict raises if a feature is missing
         more = keys - self._features
         raise KeyError(
             f"{type(self).__name__}: features {sorted(map(str, more))} are those of no table, which"
@@ -124,13 +124,13 @@ class TableCollection(nn.Module):
         )
 
     def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
-        """The ids of each group, and what was looked up for them."""
+        """Looks features up in all groups; returns the ids and the result of each group."""
         groups = self._groups()
         try:
             self._check_features(features)
             sources = [self._source(group, features) for group in groups]
-            # All bad input is found before a row moves; ids of a GPU are found by the lookups, and
-            # so are those of one group alone.
+            # Bad input raises before any row is copied. The lookups check ids on a GPU, and the ids
+            # of a single group.
             read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
         except Exception as error:
             fail(groups, error)
@@ -147,7 +147,7 @@ class TableCollection(nn.Module):
         return found
 
     def _recorded(self, features: torch.fx.Proxy) -> Any:
-        """A lookup that torch.fx traces: a call of this module, as of those of torch.nn."""
+        """Records a lookup under torch.fx as a call_module node, like a module of torch.nn."""
         tracer: Any = features.tracer
         if tracer.root is self:
             raise NotImplementedError(
@@ -157,7 +157,7 @@ class TableCollection(nn.Module):
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (features,), {})
 
     def ids_by_module(self, features: Features) -> dict[RowModule, list[Tensor]]:
-        """Features of a lookup, or of a list of them, as prefetch plans them: rows by group."""
+        """Returns the row ids by group that prefetch plans for the features of its lookups."""
         several = isinstance(features, list | tuple) and not hasattr(features, "keys")
         lookups = features if several else [features]
         for each in lookups:
@@ -171,14 +171,14 @@ class TableCollection(nn.Module):
         }
 
     def announce(self, *features: Features) -> None:
-        """Lets the first lookup load the rows of all lookups of its step; see Embedding.announce.
+        """Makes the first lookup load the rows of all lookups of a step; see Embedding.announce.
 
         Args:
             *features: The features of each lookup.
 
         Raises:
-            As for Embedding.announce, with the table and the feature; nothing is announced to any
-            table then.
+            As for Embedding.announce, with the table and the feature in the message. No table has
+            an announcement then.
         """
         groups = trained(self._groups())
         try:
@@ -195,26 +195,26 @@ class TableCollection(nn.Module):
     # Rows
 
     def table_weight(self, name: str) -> Tensor:
-        """All rows of a table `[num_embeddings, embedding_dim]`, as they are now.
+        """Returns the current rows of a table, `[num_embeddings, embedding_dim]`.
 
         The tensor is in host memory and may be written to. Rows on the GPU are written back first.
 
         Raises:
             KeyError: There is no such table.
-            RuntimeError: The table is sharded, and this rank has a share of its rows.
+            RuntimeError: The table is sharded, and this rank has only a part of its rows.
         """
         return rows_of(self._tables(), name)
 
     def resize(self: _Self, name: str, num_embeddings: int, *, rows: Tensor | None = None) -> _Self:
         """Adds rows after the last one of a table; see Embedding.resize.
 
-        New rows are drawn as the table's config says for a table of this size. Ids and rows of the
-        other tables stay.
+        By default the table's config initializes the new rows as for a table of the new size. Ids
+        and rows of the other tables do not change.
 
         Args:
-            name: Of the table.
-            num_embeddings: Its rows afterwards.
-            rows: Its new rows, `[num_embeddings - rows before, embedding_dim]`.
+            name: The table's name.
+            num_embeddings: The new number of rows of the table.
+            rows: The new rows, `[num_embeddings - rows before, embedding_dim]`.
 
         Raises:
             KeyError: There is no such table.
@@ -235,7 +235,7 @@ class TableCollection(nn.Module):
         return self
 
     def group_of(self, name: str) -> TableGroup:
-        """The group that trains a table: its `weight` is the parameter, its `table` the HostTable.
+        """Returns the group that trains a table, with its parameter `weight` and HostTable `table`.
 
         Raises:
             KeyError: There is no such table.
@@ -243,12 +243,12 @@ class TableCollection(nn.Module):
         return place_of(self._tables(), name)[0]
 
     def reset_parameters(self) -> None:
-        """Draws all rows anew as the configs say."""
+        """Initializes all rows again as the configs say."""
         for group in self._groups():
             group.reset_parameters()
 
     def report(self) -> dict[str, CacheReport]:
-        """What the cache of each group holds and saves, by the name of its first table.
+        """Returns the cache report of each group, by the name of the group's first table.
 
         Raises:
             ValueError: There is no cache, or no step has loaded rows yet.
@@ -256,7 +256,7 @@ class TableCollection(nn.Module):
         return {group.ranges.tables[0].name: group.report() for group in self._groups()}
 
     def flush(self) -> None:
-        """Brings the tables up to date, for code that keeps views of them."""
+        """Writes rows on the GPU back to the tables, for code that keeps views of tables."""
         for group in self._groups():
             group.flush()
 
@@ -279,17 +279,17 @@ class TableCollection(nn.Module):
         freeze: bool = True,
         **settings: Any,
     ) -> _Self:
-        """Makes a collection of rows that exist.
+        """Creates a collection from existing rows.
 
         Args:
             tables: The configs.
-            embeddings: The rows of each table by its name, copied: a tensor, a HostTable, or the
-                path of a saved one.
-            freeze: Do not train them.
+            embeddings: The rows by table name, which are copied: a tensor, a HostTable, or the path
+                of a saved table.
+            freeze: Do not train the rows.
             **settings: As for the class.
 
         Raises:
-            TypeError, ValueError: Rows of another shape or kind than the config's, or of no table.
+            TypeError, ValueError: Rows do not match their config, or names do not match the tables.
         """
         made = cls(tables, freeze=freeze, **settings)
         made._fill(embeddings, settings.get("memory", "auto"))
@@ -309,37 +309,37 @@ class TableCollection(nn.Module):
 
 
 class EmbeddingBagCollection(TableCollection):
-    """Tables whose rows are looked up and added up, bag by bag, all in one exchange.
+    """Tables with pooled lookups, and one exchange for all tables.
 
-    Arguments, input, result and state_dict are those of torchrec's EmbeddingBagCollection, whose
-    configs may be given as well; docs/collections.md says what differs. Tables of 16 bits give
-    float32, as torchrec's do.
+    Arguments, input, result and state_dict are those of torchrec's EmbeddingBagCollection.
+    torchrec's configs work too; docs/collections.md lists the differences. Lookups in 16-bit tables
+    return float32, as in torchrec.
 
-    Tables of one embedding_dim, data_type and `group=` are ranges of the rows of one HostTable, and
-    one parameter: learning rate, freezing and optimizer go by group. The parameter's name has the
-    names of its tables, `embedding_bags.user+item.weight`. `embedding_bags["user"].weight` are the
-    rows of one table; where that table shares its group, they can be read and written, and what a
-    parameter alone can do raises an error.
+    Tables with equal embedding_dim, data_type and `group=` form a group. A group is one HostTable,
+    with a range of rows for each table, and one parameter. Learning rate, freezing and optimizer
+    are chosen for each group. The parameter's name contains the names of its tables, such as
+    `embedding_bags.user+item.weight`. `embedding_bags["user"].weight` is the rows of one table. If
+    the table shares its group, these rows can be read and written, and operations that need a
+    parameter raise an error.
 
-    All else is as for Embedding, and each table's numbers are those of a table of its own: whatever
-    else is in a batch, the gradients of a row are added up in the order of its ids (on a GPU as for
-    Embedding), which torch's EmbeddingBag does not do for rows that a batch names several times.
+    Otherwise tables behave like Embedding. Each table computes the same numbers as a table with its
+    own group, whatever else a batch contains. A row's gradients are summed in the order of its ids
+    (on a GPU as for Embedding). torch's EmbeddingBag has another order for repeated ids.
 
     Args:
         tables: EmbeddingBagConfigs.
-        is_weighted: Whether the input has a factor for each id; all tables pool by "sum" then.
-        device: Where lookups give their rows; the tables are in host memory.
+        is_weighted: Whether the input has a factor for each id. All tables must pool by "sum" then.
+        device: The device of lookup results; the tables are in host memory.
         memory: The tables' memory, as for HostTable.
         freeze: Do not train the rows.
-        capacity: The most distinct rows of a step in each group, as for Embedding.
-        cache: Bytes of the device for rows of all tables that are loaded often; see
-            speedtorch.cache.
-        stored: The dtype of the rows in the tables, or those of fields by name, as for Embedding:
-            steps hold float32, as each config's data_type has to be.
-        rounding: How the rows of a step are rounded to 16 bits after it, as for Embedding.
+        capacity: The maximum of unique rows of a step in each group, as for Embedding.
+        cache: Device bytes for frequently loaded rows of all tables; see speedtorch.cache.
+        stored: The dtype of the rows in the tables, or a mapping as for Embedding. Steps train
+            float32, which must be each config's data_type.
+        rounding: How a step's rows are rounded to 16 bits, as for Embedding.
 
     Raises:
-        ValueError: There are no tables, two of one name, or a config cannot be a table.
+        ValueError: There are no tables, two tables have one name, or a config is invalid.
         MemoryError, NotImplementedError: As for Embedding.
 
     Example:
@@ -396,30 +396,30 @@ class EmbeddingBagCollection(TableCollection):
         """The configs of the tables."""
         return list(self._configs)
 
-    if TYPE_CHECKING:  # torch's is of any arguments
+    if TYPE_CHECKING:  # torch's __call__ accepts any arguments
 
         def __call__(self, features: Features) -> KeyedFeatures:  # noqa: D102
             ...
 
     def forward(self, features: Features) -> KeyedFeatures:
-        """Looks bags of rows up and reduces each to one.
+        """Looks up bags of rows and reduces each bag to one row.
 
         Args:
-            features: A keyed jagged tensor (torchrec's, or one with its methods keys(), values()
-                and offsets(), and weights_or_none() with is_weighted), or a dict of features. One
-                is a tensor `[samples]` with an id for each sample, a tensor `[samples, ids]` with a
-                bag in each row, or a tuple (ids, offsets) or (ids, offsets, weights) with offsets
-                `[samples + 1]`. int32 or int64, on either device. Further keys of a keyed jagged
-                tensor are ignored.
+            features: A keyed jagged tensor or a dict of features, int32 or int64, on either device.
+                The keyed jagged tensor is torchrec's, or has its methods keys(), values() and
+                offsets(), and weights_or_none() with is_weighted. Unknown keys of a keyed jagged
+                tensor are ignored. A feature in a dict is a tensor `[samples]` with one id for each
+                sample, a tensor `[samples, ids]` with a bag in each row, or a tuple (ids, offsets)
+                or (ids, offsets, weights) with offsets `[samples + 1]`.
 
         Returns:
-            Has the methods of torchrec's KeyedTensor. Its values() are `[samples, columns of all
-            features]` on the module's device, in the order of the tables and of their features.
+            A KeyedFeatures with the methods of torchrec's KeyedTensor. values() is `[samples,
+            columns of all features]` on the module's device, ordered by tables, then features.
 
         Raises:
-            KeyError: A feature is missing, or a dict has one of no table.
-            IndexError: An id is out of its table's range; it names table and feature.
-            TypeError, ValueError: Ids, offsets or weights do not fit; no row has moved.
+            KeyError: A feature is missing, or a dict has a feature of no table.
+            IndexError: An id is out of its table's range; the message names table and feature.
+            TypeError, ValueError: Ids, offsets or weights are invalid; no row was copied.
             RuntimeError, NotImplementedError: As for Embedding.
         """
         if isinstance(features, torch.fx.Proxy):
@@ -430,23 +430,22 @@ class EmbeddingBagCollection(TableCollection):
 
 
 class EmbeddingCollection(TableCollection):
-    """Tables whose rows are looked up one by one, all in one exchange.
+    """Tables with lookups that are not pooled, and one exchange for all tables.
 
-    As EmbeddingBagCollection, but the rows of an id's sample stay apart, as torchrec's
-    EmbeddingCollection has them: the result is a dict of jagged tensors.
+    EmbeddingCollection behaves like EmbeddingBagCollection, but returns one row for each id. The
+    result is a dict of jagged tensors, as in torchrec's EmbeddingCollection.
 
     Args:
         tables: EmbeddingConfigs.
-        device: Where lookups give their rows; the tables are in host memory.
+        device: The device of lookup results; the tables are in host memory.
         need_indices: Whether the result has the ids, as weights() of a feature.
         memory: The tables' memory, as for HostTable.
         freeze: Do not train the rows.
-        capacity: The most distinct rows of a step in each group, as for Embedding.
-        cache: Bytes of the device for rows of all tables that are loaded often; see
-            speedtorch.cache.
-        stored: The dtype of the rows in the tables, or those of fields by name, as for Embedding:
-            steps hold float32, as each config's data_type has to be.
-        rounding: How the rows of a step are rounded to 16 bits after it, as for Embedding.
+        capacity: The maximum of unique rows of a step in each group, as for Embedding.
+        cache: Device bytes for frequently loaded rows of all tables; see speedtorch.cache.
+        stored: The dtype of the rows in the tables, or a mapping as for Embedding. Steps train
+            float32, which must be each config's data_type.
+        rounding: How a step's rows are rounded to 16 bits, as for Embedding.
 
     Raises:
         As for EmbeddingBagCollection.
@@ -486,21 +485,21 @@ class EmbeddingCollection(TableCollection):
         return list(self._configs)
 
     def embedding_dim(self) -> int:
-        """The columns of the tables; ValueError if they differ."""
+        """The number of columns of the tables; raises ValueError if it differs."""
         dims = {group.embedding_dim for group in self._groups()}
         if len(dims) > 1:
             raise ValueError(f"embedding_dim(): the tables differ in columns, {sorted(dims)}")
         return dims.pop()
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """What the result calls the features of each table."""
+        """The names in the result of each table's features."""
         return [list(names) for names in self._names]
 
     def need_indices(self) -> bool:
         """Whether the result has the ids."""
         return self._need_indices
 
-    if TYPE_CHECKING:  # torch's is of any arguments
+    if TYPE_CHECKING:  # torch's __call__ accepts any arguments
 
         def __call__(self, features: Features) -> RowsByFeature:  # noqa: D102
             ...
@@ -512,12 +511,12 @@ class EmbeddingCollection(TableCollection):
             features: As for EmbeddingBagCollection.
 
         Returns:
-            A dict with a JaggedRows for each feature, on the module's device, in the order of the
-            tables and of their features. Its rows() are those of all features one after another,
-            `[ids, columns]`.
+            A dict with a JaggedRows for each feature, on the module's device, ordered by tables,
+            then features. rows() of the dict concatenates the rows of all features, `[ids,
+            columns]`.
 
         Raises:
-            As for EmbeddingBagCollection; ValueError by rows() if tables differ in columns.
+            As for EmbeddingBagCollection. rows() raises ValueError if tables differ in columns.
         """
         if isinstance(features, torch.fx.Proxy):
             return cast(RowsByFeature, self._recorded(features))
@@ -541,7 +540,7 @@ def _with_features(config: Any, table: Table) -> Any:
 
 
 def _result_names(tables: Sequence[Table]) -> list[list[str]]:
-    """What the result calls the features of each table."""
+    """Returns result names by table: `feature@table` if several tables have the feature."""
     uses = Counter(feature for table in tables for feature in table.features)
     return [
         [f"{key}@{table.name}" if uses[key] > 1 else key for key in table.features]

@@ -14,68 +14,68 @@ from speedtorch.torch_internals import as_plain, not_compiled
 
 __all__ = ["Embedding"]
 
-# What sum_rows adds up.
+# The dtypes that sum_rows supports.
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Embedding(RowModule, nn.Embedding):
     """torch.nn.Embedding with its rows and their optimizer state in host memory.
 
-    Arguments and results are those of torch.nn.Embedding, and so are the numbers: those that the
-    same optimizer gives when it is stepped with the rows that were looked up (SparseAdam's rule,
-    for every optimizer: rows that a step does not look up stay, and there is one step count).
+    Arguments and results are those of torch.nn.Embedding. A step computes the numbers that the same
+    optimizer computes on the looked-up rows (SparseAdam's rule, for every optimizer). Other rows do
+    not change, and all rows share one step count.
 
     The device holds each row of a step once, from its first lookup until the lookup that follows
-    the optimizer's step. A gradient that is left over then is dropped with the rows; so are
-    rows that were looked up before a zero_grad(), if no step has followed. A lookup whose backward
-    has not run counts for the step for as long as Python or a graph keeps its result (a backward
-    that fails on the CPU keeps its graph in torch itself), unless a zero_grad() and a lookup of
-    another batch follow: then its rows are of the step only if its backward comes after all, which
-    raises RuntimeError where they have a capacity.
+    optimizer.step(). The later lookup drops the rows together with any remaining gradient. Rows
+    that were looked up before a zero_grad() without a following step are dropped too.
+
+    A lookup whose backward has not run belongs to the step while its result is alive in Python or
+    in a graph. (A backward that fails on the CPU keeps its graph alive inside torch.) If a
+    zero_grad() and a lookup of another batch follow, the first lookup's rows join the step only if
+    its backward still runs. With a capacity, that backward raises RuntimeError.
 
     The weight is a parameter of all rows without memory of its own. Each operation on it returns
     the result of a plain parameter, or raises NotImplementedError with the remedy;
     docs/embedding.md lists both kinds. weight[ids] is a lookup. Functions of all rows run in host
     memory, and a backward through their results raises. torch.nn.init and in-place methods change
-    all rows, those of an untouched table at first need. weight.grad is [num_embeddings,
-    embedding_dim] as well, and zero except for the rows of step_ids. The weight keeps
-    the table when the module is gone.
+    all rows; an untouched table applies them at first use. weight.grad is also [num_embeddings,
+    embedding_dim], and zero except for the rows of step_ids. The weight keeps the table alive.
 
-    The table takes its memory at first need. An exception in training (out of
-    memory, Ctrl-C) leaves every row as before the step or as after it, and training can go on.
+    The table allocates memory at first use. After an exception in training (out of memory, Ctrl-C)
+    every row is as before the step or as after the step, and training can continue.
 
     Args:
-        num_embeddings: Rows.
-        embedding_dim: Columns.
+        num_embeddings: Number of rows.
+        embedding_dim: Number of columns.
         padding_idx: Id of a row that is never trained.
-        max_norm: Rows with a larger norm are shortened when they are looked up.
+        max_norm: A lookup scales rows with a larger norm down to this norm.
         norm_type: The p of that norm.
-        scale_grad_by_freq: Divide a row's gradient by how often the lookup names it.
+        scale_grad_by_freq: Divide a row's gradient by the number of its ids in the lookup.
         sparse: Pass the optimizer a sparse gradient of the step's rows.
         device: The device of lookup results; the table is in host memory.
-        dtype: The elements of the rows.
+        dtype: The dtype of the rows.
         memory: The table's memory, as for HostTable.
-        capacity: The most distinct rows of a step, without that of padding_idx; None for any
-            number, which each step waits for. What it bounds on several ranks: see shard.
-        cache: Bytes of the device, as "2GiB", for rows that are loaded often, with their state;
-            see speedtorch.cache. None: no cache.
-        cache_rows: Ids of the rows that the cache has, the most important first; by default those
-            that steps load most often.
-        stored: torch.bfloat16 or torch.float16: the table has the weights in 16 bits, which steps
-            hold and train as float32. A mapping names fields of state, too, as {"weight":
+        capacity: The maximum of unique rows in a step, without the row of padding_idx. With None,
+            any number is allowed and each step waits for the number. For several ranks, see shard.
+        cache: Device bytes for frequently loaded rows and their state, such as "2GiB"; see
+            speedtorch.cache. By default there is no cache.
+        cache_rows: Ids of the cached rows, the most important first. By default the cache selects
+            the rows that steps load most often.
+        stored: torch.bfloat16 or torch.float16, the dtype of the weights in the table. Steps train
+            them as float32. A mapping also names optimizer state, such as {"weight":
             torch.bfloat16, "exp_avg": torch.bfloat16}.
-        rounding: How the rows of a step are rounded to 16 bits after it: "stochastic", by random
-            numbers that are the same for a row and a step wherever the row is, or to "nearest".
+        rounding: How a step's rows are rounded to 16 bits: "nearest", or "stochastic" with random
+            numbers that depend only on the row and the step, not on the row's place.
 
     Attributes:
-        weight: The parameter, which stands for all rows `[num_embeddings, embedding_dim]`.
+        weight: The parameter of all rows, `[num_embeddings, embedding_dim]`.
 
     Raises:
-        MemoryError: The machine has too little memory for this table and those of other modules
-            that have yet to take theirs; nothing was taken.
-        NotImplementedError: Rows cannot be held on the device ("meta"), or are stored in 16 bits
-            with a max_norm.
-        ValueError: padding_idx is no row, or rows cannot be stored so.
+        MemoryError: The machine has too little memory for this table and the tables that are not
+            yet allocated; nothing was allocated.
+        NotImplementedError: Rows cannot be on the device ("meta"), or `stored` is combined with
+            max_norm.
+        ValueError: padding_idx is out of range, or rows cannot be stored as `stored` says.
 
     Example:
         >>> embedding = Embedding(1_000_000, 8)
@@ -107,7 +107,7 @@ class Embedding(RowModule, nn.Embedding):
     ) -> None:
         RowModule.__init__(**locals())  # all arguments, by their names
 
-    if TYPE_CHECKING:  # torch's is of any arguments
+    if TYPE_CHECKING:  # torch's __call__ accepts any arguments
 
         def __call__(self, input: Tensor) -> Tensor:  # noqa: D102
             ...
@@ -122,10 +122,10 @@ class Embedding(RowModule, nn.Embedding):
             `[*input.shape, embedding_dim]` on the module's device.
 
         Raises:
-            TypeError: input is no tensor, or the module was asked to become of another dtype.
-            RuntimeError: input has other numbers than int32 or int64; the weight was replaced.
+            TypeError: input is not a tensor, or the module was converted to another dtype.
+            RuntimeError: input is neither int32 nor int64, or the weight was replaced.
             IndexError: An id is out of range.
-            NotImplementedError: Within torch.export, torch.jit, ONNX export or torch.func.
+            NotImplementedError: In torch.export, torch.jit, ONNX export or torch.func.
             ValueError: The table is closed.
         """
         if torch.compiler.is_dynamo_compiling():
@@ -160,14 +160,14 @@ class Embedding(RowModule, nn.Embedding):
         memory: MemoryKind = "auto",
         capacity: int | None = None,
     ) -> Embedding:
-        """Makes an Embedding of rows that exist.
+        """Creates an Embedding from existing rows.
 
-        `embeddings` are `[rows, columns]`, copied; a HostTable, used as it is; or the path of a
-        saved one (`*.safetensors`, `*.npy`), read without a second copy. With `freeze` they are
-        not trained. All else is as for Embedding.
+        `embeddings` is a tensor `[rows, columns]`, which is copied, or a HostTable, which is used
+        without a copy. The path of a saved table (`*.safetensors`, `*.npy`) is read without a
+        second copy. With `freeze` the rows are not trained. Other arguments are as for Embedding.
 
         Raises:
-            ValueError: The rows have no two dimensions, are sparse or quantized, or the file is
+            ValueError: The rows do not have two dimensions, are sparse or quantized, or the file is
                 broken.
             MemoryError: As for Embedding.
 

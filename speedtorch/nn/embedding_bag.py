@@ -22,37 +22,37 @@ BagMode: TypeAlias = Literal["sum", "mean", "max"]
 class EmbeddingBag(RowModule, nn.EmbeddingBag):
     """torch.nn.EmbeddingBag with its rows and their optimizer state in host memory.
 
-    In every other respect, EmbeddingBag behaves like Embedding. On a GPU torch's gradient
-    of mode="max" is not the same in every run.
+    In every other respect, EmbeddingBag behaves like Embedding. On a GPU, torch's gradient of
+    mode="max" differs from run to run.
 
     Args:
-        num_embeddings: Rows.
-        embedding_dim: Columns.
-        max_norm: Rows with a larger norm are shortened when they are looked up.
+        num_embeddings: Number of rows.
+        embedding_dim: Number of columns.
+        max_norm: A lookup scales rows with a larger norm down to this norm.
         norm_type: The p of that norm.
-        scale_grad_by_freq: Divide a row's gradient by how often the lookup names it.
+        scale_grad_by_freq: Divide a row's gradient by the number of its ids in the lookup.
         mode: "sum", "mean" or "max".
         sparse: Pass the optimizer a sparse gradient of the step's rows.
-        include_last_offset: Offsets end with the number of ids.
-        padding_idx: Id of a row that is left out of the bags and never trained.
+        include_last_offset: The last offset is the number of ids.
+        padding_idx: Id of a row that bags do not include and that is never trained.
         device: The device of lookup results; the table is in host memory.
-        dtype: The elements of the rows.
+        dtype: The dtype of the rows.
         memory: The table's memory, as for HostTable.
-        capacity: The most distinct rows of a step, without that of padding_idx; None for any
-            number, which each step waits for. What it bounds on several ranks: see shard.
-        cache: Bytes of the device, as "2GiB", for rows that are loaded often, with their state;
-            see speedtorch.cache. None: no cache.
-        cache_rows: Ids of the rows that the cache has, the most important first; by default those
-            that steps load most often.
-        stored: torch.bfloat16 or torch.float16: the table has the weights in 16 bits, which steps
-            hold and train as float32. A mapping names fields of state, too, as {"weight":
+        capacity: The maximum of unique rows in a step, without the row of padding_idx. With None,
+            any number is allowed and each step waits for the number. For several ranks, see shard.
+        cache: Device bytes for frequently loaded rows and their state, such as "2GiB"; see
+            speedtorch.cache. By default there is no cache.
+        cache_rows: Ids of the cached rows, the most important first. By default the cache selects
+            the rows that steps load most often.
+        stored: torch.bfloat16 or torch.float16, the dtype of the weights in the table. Steps train
+            them as float32. A mapping also names optimizer state, such as {"weight":
             torch.bfloat16, "exp_avg": torch.bfloat16}.
-        rounding: How the rows of a step are rounded to 16 bits after it: "stochastic", by random
-            numbers that are the same for a row and a step wherever the row is, or to "nearest".
+        rounding: How a step's rows are rounded to 16 bits: "nearest", or "stochastic" with random
+            numbers that depend only on the row and the step, not on the row's place.
 
     Raises:
         MemoryError, NotImplementedError: As for Embedding.
-        ValueError: padding_idx is no row, or there is no such mode.
+        ValueError: padding_idx is out of range, or mode is unknown.
 
     Example:
         >>> bag = EmbeddingBag(1000, 8, mode="sum")
@@ -87,7 +87,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             raise ValueError(f"mode: expected 'sum', 'mean' or 'max', got {mode!r}")
         RowModule.__init__(**locals())  # all arguments, by their names
 
-    if TYPE_CHECKING:  # torch's is of any arguments
+    if TYPE_CHECKING:  # torch's __call__ accepts any arguments
 
         def __call__(  # noqa: D102
             self,
@@ -102,20 +102,21 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Looks bags of rows up and reduces each to one.
+        """Looks up bags of rows and reduces each bag to one row.
 
         Args:
             input: int32 or int64 ids, `[ids]` with offsets, or `[bags, ids]`, on either device.
-            offsets: Where each bag begins, `[bags]` integers (one more with include_last_offset).
-            per_sample_weights: A factor for each id, with mode="sum" only.
+            offsets: The first position of each bag, `[bags]` integers (`[bags + 1]` with
+                include_last_offset).
+            per_sample_weights: A factor for each id, only with mode="sum".
 
         Returns:
             `[bags, embedding_dim]` on the module's device.
 
         Raises:
-            TypeError: input, offsets or per_sample_weights is no tensor, or as for Embedding.
-            ValueError: Shapes do not fit, or offsets are missing; no row has moved.
-            RuntimeError: Dtypes or the values of offsets do not fit; no row has moved.
+            TypeError: input, offsets or per_sample_weights is not a tensor, or as for Embedding.
+            ValueError: Shapes do not match, or offsets are missing; no row was copied.
+            RuntimeError: Dtypes or values of offsets are wrong; no row was copied.
             NotImplementedError: per_sample_weights with another mode, or as for Embedding.
             IndexError: An id is out of range.
         """
@@ -141,7 +142,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             )
 
     def _check_bags(self, ids: Tensor, offsets: object, weights: object) -> None:
-        """Raises what torch's EmbeddingBag would, before a row moves."""
+        """Raises the errors of torch's EmbeddingBag before any row is copied."""
         name = type(self).__name__
         if ids.dim() == 1:
             _check_offsets(name, len(ids), offsets, int(self.include_last_offset))
@@ -164,7 +165,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             raise RuntimeError(f"{name} must be of {self.weight.dtype}, got {weights.dtype}")
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # of fewer modes than torch's str
+    def from_pretrained(  # type: ignore[override]  # BagMode is narrower than torch's str
         cls,
         embeddings: Source,
         freeze: bool = True,
@@ -180,10 +181,10 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         memory: MemoryKind = "auto",
         capacity: int | None = None,
     ) -> EmbeddingBag:
-        """Makes an EmbeddingBag of rows that exist.
+        """Creates an EmbeddingBag from existing rows.
 
-        `embeddings`, `freeze` and what is raised are those of Embedding.from_pretrained, all else
-        is as for EmbeddingBag.
+        `embeddings`, `freeze` and exceptions are as for Embedding.from_pretrained. Other arguments
+        are as for EmbeddingBag.
 
         Example:
             >>> bag = EmbeddingBag.from_pretrained(torch.eye(3), mode="sum")
@@ -210,7 +211,7 @@ def _check_offsets(name: str, ids: int, offsets: object, last: int) -> None:
         raise ValueError(f"{expected}, got {list(offsets.shape)}")
     if len(offsets) < last or (ids and len(offsets) == 0):
         raise RuntimeError(f"{expected} for {ids} ids, got none")
-    # Those on a GPU are not waited for.
+    # Offsets on a GPU are not checked, because reading them would wait for the GPU.
     if offsets.is_cpu and len(offsets) > 0 and (offsets[0] != 0 or offsets[-1] > ids):
         ends = f"{int(offsets[0])} to {int(offsets[-1])}"
         raise RuntimeError(f"{name} must begin with 0 and end within the {ids} ids, got {ends}")

@@ -1,4 +1,4 @@
-"""graphed: a whole training step, exchange with host memory included, as one CUDA graph."""
+"""graphed: captures a training step and its exchange with host memory in one CUDA graph."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["GraphedStep", "graphed"]
 _Kind = TypeVar("_Kind")
 
 _ISOLATION = ("cudaErrorStreamCaptureIsolation", "cudaErrorStreamCaptureImplicit")
-"""What CUDA calls a capture that waits for work outside of it."""
-_WARM_UPS = 3  # as torch's documentation of CUDA graphs has it
+"""CUDA errors of a capture that waits for work outside of the capture."""
+_WARM_UPS = 3  # as in torch's documentation of CUDA graphs
 
 
 class GraphedStep(ABC):
-    """A training step as graphed() gives it."""
+    """A training step that graphed() returns."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class GraphedStep(ABC):
         self._settings = self._numbers()
 
     def _numbers(self) -> list[list[dict[str, Any]]]:
-        """The hyperparameters that are numbers, which a replay does not look at."""
+        """The hyperparameters that are numbers: a replay uses their values at the capture."""
         return [
             [settings_of(optimizer, group["params"][0]) for group in optimizer.param_groups]
             for optimizer in self._optimizers
@@ -57,17 +57,17 @@ class GraphedStep(ABC):
 
         Args:
             *batch: Arguments in the format of the example.
-            next_ids: Of the batch that comes next, as those of graphed(): its rows travel beside
-                this step. Another batch may come all the same, and gives the same numbers.
+            next_ids: Ids of the next batch in the format of graphed(next_ids=...). Their rows are
+                prefetched during this step. A different next batch computes the same numbers.
 
         Returns:
-            What the step returns, without a gradient; a replay writes to the same tensors again.
+            The step's result, detached from autograd. Every replay writes to the same tensors.
 
         Raises:
-            IndexError: A batch before had an id out of range; this one was not trained.
-            RuntimeError: A batch before had more distinct rows than the capacity, or since the
-                capture a hyperparameter that is a number has changed, or a TrainingState has slept.
-            TypeError, ValueError: next_ids are of another kind, or the graph was made without.
+            IndexError: An earlier batch had an id out of range; this batch was not trained.
+            RuntimeError: An earlier batch had more unique rows than the capacity. Or, since the
+                capture, a hyperparameter that is a number changed or a TrainingState slept.
+            TypeError, ValueError: next_ids have a wrong format, or graphed() got no next_ids.
         """
         if (now := self._numbers()) != self._settings:
             raise RuntimeError(
@@ -81,11 +81,11 @@ class GraphedStep(ABC):
 
     @abstractmethod
     def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
-        """Trains a batch; the ids of the one that follows may be known by module."""
+        """Trains a batch; `following` is the next batch's ids by module, possibly empty."""
 
 
 class _Uncaptured(GraphedStep):
-    """Where rows are held on the CPU: the step itself, with what it returns as a replay has it."""
+    """The step without a capture, for rows on the CPU; results are detached as in a replay."""
 
     def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
         return _without_nodes(self._step(*batch))
@@ -110,11 +110,11 @@ class _Captured(GraphedStep):
         self._next = {
             module: [self._own(each) for each in parts] for module, parts in self._named.items()
         }
-        # Nodes of autograd that an eager step has left in a cycle would belong to its stream.
+        # Autograd nodes of an eager step in a reference cycle would belong to that step's stream.
         gc.collect()
         with kept_as_before(modules, optimizers, memories):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            # The warm-ups read what the current stream has written, which reads what they write.
+            # Each stream reads what the other wrote before, so each waits for the other.
             side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UPS):
@@ -122,7 +122,7 @@ class _Captured(GraphedStep):
             torch.cuda.current_stream(self._device).wait_stream(side)
         self._settings = self._numbers()
         self._graph = torch.cuda.CUDAGraph()
-        # On one stream with the warm-ups, as nodes of autograd that are still alive belong to it.
+        # Capture on the stream of the warm-ups: autograd nodes that are still alive belong to it.
         with (
             _told_apart(),
             capturing(self._graph, side),
@@ -132,7 +132,7 @@ class _Captured(GraphedStep):
                 memory = memories[module.trained_rows]
                 foreseen.enter_context(memory.foreseeing(parts))
             result = step(*self._inputs)
-        # The nodes of autograd belong to the stream of the capture for good.
+        # Autograd nodes belong to the capture's stream permanently, so the result has none.
         self._result = _without_nodes(result)
         self._state = CapturedState(modules, optimizers, [*memories])
 
@@ -154,7 +154,7 @@ class _Captured(GraphedStep):
         return self._result
 
     def _foresee(self, following: Mapping[RowModule, Sequence[Tensor]]) -> None:
-        """Gives the graph the ids of the next batch, where they are of its shapes."""
+        """Copies the next batch's ids to the graph if their shapes fit."""
         for module, parts in following.items():
             own = self._next.get(module, [])
             if len(own) == len(parts) and all(map(_alike, own, parts)):
@@ -162,14 +162,14 @@ class _Captured(GraphedStep):
                     _send(ids, each)
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
-        """Whether a batch can be copied to the inputs."""
+        """Whether a batch has the structure, shapes and dtypes of the graph's inputs."""
         own, given = tree_leaves(self._inputs), tree_leaves(batch)
         return len(own) == len(given) and all(map(_alike, own, given))
 
 
 @contextmanager
 def _told_apart() -> Iterator[None]:
-    """Replaces CUDA's capture error by a remedy if an earlier step is still alive."""
+    """Replaces CUDA's capture error by an error with the remedy if an earlier step is alive."""
     try:
         yield
     except RuntimeError as error:
@@ -195,9 +195,9 @@ def _is_tensor(given: Any) -> TypeGuard[Tensor]:
 
 
 def _send(given: Tensor, own: Tensor) -> None:
-    """Copies a tensor to memory of a GPU; the caller may write to it again at once."""
+    """Copies a tensor to GPU memory. The caller may overwrite `given` at once."""
     if given.is_cpu:
-        # The GPU reads pinned memory later than this returns, and the caller's may change by then.
+        # The GPU reads pinned memory after this function returns, when `given` may have changed.
         given = torch.empty_like(given, pin_memory=True).copy_(given.detach())
     own.copy_(given, non_blocking=True)
 
@@ -219,7 +219,7 @@ def _changed(before: list[list[dict[str, Any]]], now: list[list[dict[str, Any]]]
 
 
 def _listed(argument: str, given: object, kind: type[_Kind]) -> list[_Kind]:
-    """One of a kind, or several, in a list; TypeError for anything else."""
+    """Returns one or several objects of `kind` as a list; raises TypeError for anything else."""
     several = list(given) if isinstance(given, Iterable) else []
     if isinstance(given, kind):
         several = [given]
@@ -263,36 +263,35 @@ def graphed(
 ) -> GraphedStep:
     """Captures a whole training step in one CUDA graph: lookups, exchange, backward, optimizer.
 
-    The rows come and go by what the GPU knows: nothing waits for the host, and a call costs one
-    launch. Warm-up and capture change no row, parameter, state or random number.
+    The GPU decides which rows the exchange copies, so a replay never waits for the host. A call
+    costs one launch. Warm-up and capture change no row, parameter, state or random number.
 
-    Where rows are held on the CPU nothing is captured, and each call is the step itself. What only
-    a capture needs is not asked for there: an optimizer that a graph can repeat, an example that
-    fits, and that the rows stay where they are. Each call returns new tensors, and the step works
-    on the tensors that it is given.
+    If rows are on the CPU, nothing is captured and each call runs the step itself. The requirements
+    of a capture do not apply then: a capturable optimizer, a fitting example, and tables that do
+    not move. Each call returns new tensors, and the step receives the caller's tensors.
 
     Args:
         step: Trains one batch: zero_grad(), lookups, backward(), step() of the optimizers. Called
-            with copies of `example` on the GPU; a lookup's ids come from those.
-        *example: Tensors, or lists, tuples and dicts of them, of the shapes of a batch.
-        modules: What is trained. Every Embedding, EmbeddingBag or collection has a capacity, and
-            its optimizer is attached.
-        optimizers: Capturable ones (`capturable=True`, with Adam and its like also `fused=True`) or
-            SGD.
-        next_ids: Ids of a batch, as prefetch's `ids` gives them: their rows travel beside the step
-            before. None: each step brings its own.
+            with copies of `example` on the GPU, which must contain the ids of the lookups.
+        *example: Tensors, or lists, tuples and dicts of tensors, with the shapes of a batch.
+        modules: The trained modules. Every Embedding, EmbeddingBag or collection has a capacity,
+            and its optimizer is attached.
+        optimizers: Capturable optimizers (`capturable=True`, for Adam and similar optimizers also
+            `fused=True`) or SGD.
+        next_ids: Example ids in the format of prefetch's `ids`, to prefetch a batch's rows during
+            the previous step. By default each step loads its own rows.
 
     Returns:
-        What is called as `step(*batch)`, or `step(*batch, next_ids=...)` with those of the batch
-        after it. A batch of other shapes is trained without the graph, and
-        so may be steps in between; flush, state_dict and evaluation see all rows. While a graph
-        lives, attach, detach, `.to` and closing the table raise RuntimeError.
+        A GraphedStep. Call `step(*batch)`, or `step(*batch, next_ids=...)` with the next batch's
+        ids. Batches of other shapes are trained without the graph, and eager steps between replays
+        are allowed. flush, state_dict and evaluation see all rows. While a graph is alive, attach,
+        detach, `.to` and closing the table raise RuntimeError.
 
     Raises:
-        TypeError: The step is no function, or modules or optimizers have a wrong type.
-        ValueError: No speedtorch module, one without a capacity, or some on the CPU and some not.
+        TypeError: The step is not a function, or modules or optimizers have a wrong type.
+        ValueError: No speedtorch module, a module without a capacity, or only some rows on the CPU.
         NotImplementedError: Rows are sharded among ranks.
-        RuntimeError: A graph cannot repeat the steps of an optimizer, which is named.
+        RuntimeError: A graph cannot repeat the steps of an optimizer; the message names it.
 
     Example:
         >>> import torch, speedtorch

@@ -1,4 +1,4 @@
-"""Ids of many features, a bag of them for each sample: what collections take and give."""
+"""The input and results of collections: bags of ids by feature and sample, and their rows."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = [
 ]
 
 Features = Any
-"""A keyed jagged tensor, or a dict: see EmbeddingBagCollection."""
+"""A keyed jagged tensor or a dict; see EmbeddingBagCollection."""
 
 
 class Jagged(NamedTuple):
-    """Bags of ids, feature after feature, sample after sample."""
+    """Bags of ids, ordered by feature, then sample."""
 
     ids: Tensor
     """`[ids]`, int32 or int64."""
     offsets: Tensor
-    """Where each bag begins, and the number of ids: `[features * samples + 1]`, int64."""
+    """The first position of each bag, then the number of ids: `[features * samples + 1]`, int64."""
     samples: int
     begins: list[int] | None
-    """Where the ids of each feature begin, and their number, if the host need not read offsets."""
+    """The result of begins_of(), if the host knows this without reading offsets."""
 
     def begins_of(self, features: int) -> list[int]:
-        """Where the ids of each feature begin, and their number; of a GPU read if need be."""
+        """The first position of each feature's ids, then the number of ids. May wait for a GPU."""
         if self.begins is None:
             ends: list[int] = self.offsets[:: max(1, self.samples)].tolist()
             return ends if self.samples else [0] * (features + 1)
@@ -48,18 +48,18 @@ class Jagged(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Features that are read at first need, and the tensors of their ids."""
+    """Features that read() converts to Jagged, and the tensors of their ids."""
 
     tensors: list[Tensor]
     form: Hashable
-    """What the tensors are to the features: others of the same values are of the same ids then."""
+    """The roles of the tensors: sources with equal form and equal tensors have the same ids."""
     samples: int
     parts: Callable[[], Sequence[_Bags]]
     sizes: tuple[int, ...] | None = None
-    """How many ids each bag of a tensor has, if all of its bags have as many."""
+    """The bag size of each tensor, if every tensor has bags of one size."""
 
     def read(self, device: torch.device) -> Jagged:
-        """Their bags side by side on a device, without a wait for it."""
+        """Concatenates the bags on a device without waiting for the device."""
         parts, sizes = self.tensors, self.sizes
         if sizes is None or (device.type != "cpu" and len({*sizes}) > 1):
             return _joined(self.parts(), self.samples, device)
@@ -67,7 +67,7 @@ class Source(NamedTuple):
             parts = [each.reshape(-1) for each in parts]
         ids = _moved(parts, device).reshape(-1).contiguous()
         if device.type == "cpu":
-            # A tensor for each lookup, as torch may be in another mode at the next.
+            # A new tensor for each lookup, which may run in another mode, such as inference mode.
             offsets = torch.from_numpy(_even_offsets(sizes, self.samples))
             return Jagged(ids, offsets, self.samples, None)
         offsets = torch.arange(len(sizes) * self.samples + 1, device=device)
@@ -77,25 +77,25 @@ class Source(NamedTuple):
         return Jagged(ids, offsets, self.samples, begins)
 
     def weights(self, device: torch.device) -> Tensor:
-        """The factor of each id, on a device."""
+        """Returns the weight of each id on a device."""
         factors = [part.weights for part in self.parts() if part.weights is not None]
         return torch.cat([each.reshape(-1).to(device, non_blocking=True) for each in factors])
 
 
 class _Bags(NamedTuple):
-    """Successive bags of one feature or of several."""
+    """Consecutive bags of one or several features."""
 
     ids: Tensor
     offsets: Tensor | int
-    """Where each begins, relative to the first, and the number of ids; or how many each has."""
+    """Offsets relative to the first bag, with the number of ids at the end; or the bag size."""
     bags: int
     weights: Tensor | None = None
 
 
 def read_features(given: Features, wanted: list[str], name: str, *, weighted: bool) -> Source:
-    """Looks what there is of the wanted features, in their order; the values are not read.
+    """Checks the input and returns the wanted features in order, without reading values.
 
-    `name` is what errors call the module. A feature may be wanted twice.
+    `name` is the module's name in error messages. `wanted` may contain a feature twice.
     """
     if isinstance(given, Mapping):
         return _of_dict(given, wanted, name, weighted)
@@ -137,7 +137,7 @@ def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Sourc
     def parts() -> list[_Bags]:
         if wanted == keys:
             return [_Bags(ids, offsets, bags, weights)]
-        # Where the ids of each feature begin is read, which waits for a GPU.
+        # Reads the first position of each feature's ids, which waits for a GPU.
         begins = offsets[::samples].tolist() if samples else [0] * (len(keys) + 1)
         at = {key: number for number, key in enumerate(keys)}
         made = []
@@ -152,7 +152,7 @@ def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Sourc
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and the last of each run of successive numbers."""
+    """Yields the first and the last number of each run of consecutive numbers."""
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         yield members[0], members[-1]
@@ -177,11 +177,11 @@ def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: b
 
 
 def _sizes_of(values: list[Any]) -> tuple[int, ...] | None:
-    """How many ids the bags of each feature have; None unless all are ids alone that are right."""
+    """Returns each feature's bag size; None unless all are valid tensors of ids without offsets."""
     if {*map(type, values)} != {Tensor} or {each.layout for each in values} != {torch.strided}:
         return None
     shapes = [each.shape for each in values]
-    kinds = {*shapes}  # as a rule one
+    kinds = {*shapes}  # usually a single shape
     if not ({each.dtype for each in values} <= ID_DTYPES and {*map(len, kinds)} <= {1, 2}):
         return None
     if len({shape[0] for shape in kinds}) > 1:
@@ -219,14 +219,14 @@ def _check_weights(name: str, ids: Tensor, weights: object, weighted: bool) -> N
 
 
 def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) -> None:
-    """Offsets on a GPU are not waited for: an id of no bag is left out there."""
+    """Checks offsets on the CPU. On a GPU they are not read; ids outside all bags are ignored."""
     check_ids(f"{name}: offsets", offsets)
     assert isinstance(offsets, Tensor)
     if offsets.dim() != 1 or len(offsets) == 0:
         raise ValueError(f"{name}: offsets must be [samples + 1], got {list(offsets.shape)}")
     if not offsets.is_cpu:
         return
-    values = offsets.numpy()  # every lookup asks this
+    values = offsets.numpy()  # runs in every lookup
     if values[0] != 0 or values[-1] != len(ids) or (values[1:] < values[:-1]).any():
         raise ValueError(
             f"{name}: offsets must rise from 0 to the number of ids, {len(ids)}; got {values[0]} to"
@@ -234,20 +234,20 @@ def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) ->
         )
 
 
-@lru_cache(maxsize=4)  # of a large batch each takes megabytes, and stays
+@lru_cache(maxsize=4)  # an entry of a large batch takes megabytes
 def _even_offsets(sizes: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]:
-    """Where bags of these sizes begin, so many of each, and their end; to be read only."""
+    """Returns offsets of `samples` bags for each size. Callers share them and must not write."""
     every = np.repeat([0, *sizes], [1, *[samples] * len(sizes)])
     return every.cumsum(dtype=np.int64)
 
 
 def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagged:
-    """Bags side by side on a device, without a wait for it."""
+    """Concatenates bags on a device without waiting for the device."""
     flat = [part.ids if part.ids.dim() == 1 else part.ids.reshape(-1) for part in parts]
     ids, bags = _moved(flat, device), sum(part.bags for part in parts)
     sizes = {part.offsets if isinstance(part.offsets, int) else None for part in parts}
     if len(parts) == 1 and isinstance(parts[0].offsets, Tensor):
-        # Those on the CPU may be written to after the lookup, whose result shows these.
+        # Copy offsets on the CPU: the caller may overwrite them while the result still uses them.
         offsets = _moved([parts[0].offsets], device).to(torch.int64, copy=device.type == "cpu")
     elif len(sizes) == 1 and (per_bag := sizes.pop()) is not None:
         offsets = torch.arange(bags + 1, device=device)
@@ -270,7 +270,7 @@ def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagge
 
 
 def _moved(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Integers of one list, on a device, without a wait for it."""
+    """Concatenates integer tensors on a device without waiting for the device."""
     if len({part.device for part in parts}) > 1:
         parts = [_on(part, device) for part in parts]
     whole = parts[0] if len(parts) == 1 else torch.cat([*parts]) if parts else None
@@ -286,17 +286,17 @@ def _on(ids: Tensor, device: torch.device) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------
-# What comes out
+# Results
 
 
 class GroupRows:
-    """Looked-up rows of the features of one group, one feature after another.
+    """Looked-up rows of one group, ordered by feature.
 
     Args:
-        rows: `[ids, columns]`.
-        jagged: Their ids.
-        features: Their number.
-        has_ids: Whether results have the ids, too.
+        rows: The rows, `[ids, columns]`.
+        jagged: The ids.
+        features: The number of features.
+        has_ids: Whether results also have the ids.
     """
 
     def __init__(self, rows: Tensor, jagged: Jagged, features: int, *, has_ids: bool) -> None:
@@ -306,50 +306,50 @@ class GroupRows:
         self._begins: list[int] | None = None
 
     def place_of(self, number: int) -> slice:
-        """Where the rows of a feature are; of a GPU this is read at first need, and once."""
+        """Returns the positions of a feature's rows. The first call may wait for a GPU."""
         if self._begins is None:
             self._begins = self.jagged.begins_of(self._features)
         return slice(*self._begins[number : number + 2])
 
     def bags_of(self, number: int) -> Tensor:
-        """Where the rows of each sample of a feature begin, and their end."""
+        """The first position of each sample's rows in a feature, then their end."""
         first = number * self.jagged.samples
         return self.jagged.offsets[first : first + self.jagged.samples + 1]
 
 
 class JaggedRows:
-    """Looked-up rows of one feature, as many for each sample as it has ids.
+    """Looked-up rows of one feature, one row for each id of a sample.
 
-    Its methods are those of torchrec's JaggedTensor: `values` are the rows, `weights` the ids if
-    the collection was made with need_indices.
+    The methods are those of torchrec's JaggedTensor. values() is the rows. weights() is the ids if
+    the collection has need_indices.
     """
 
     def __init__(self, group: GroupRows, number: int) -> None:
         self._group, self._number = group, number
 
     def values(self) -> Tensor:
-        """The rows, sample after sample: `[ids, columns]`."""
+        """The rows, ordered by sample: `[ids, columns]`."""
         return self._group.rows[self._group.place_of(self._number)]
 
     def offsets(self) -> Tensor:
-        """Where each sample's rows begin, and their number: `[samples + 1]`, int64."""
+        """The first position of each sample's rows, then their number: `[samples + 1]`, int64."""
         bags = self._group.bags_of(self._number)
         return bags - bags[:1]
 
     def offsets_or_none(self) -> Tensor:
-        """As offsets()."""
+        """Returns offsets()."""
         return self.offsets()
 
     def lengths(self) -> Tensor:
-        """How many rows each sample has: `[samples]`, int64."""
+        """The number of rows of each sample: `[samples]`, int64."""
         return self._group.bags_of(self._number).diff()
 
     def lengths_or_none(self) -> Tensor:
-        """As lengths()."""
+        """Returns lengths()."""
         return self.lengths()
 
     def weights(self) -> Tensor:
-        """The id of each row, `[ids]`; ValueError without need_indices."""
+        """The id of each row, `[ids]`. Raises ValueError without need_indices."""
         if (weights := self.weights_or_none()) is None:
             raise ValueError("weights(): make the EmbeddingCollection with need_indices=True")
         return weights
@@ -364,7 +364,7 @@ class JaggedRows:
         return self._group.rows.device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedRows:
-        """The same on another device."""
+        """Returns a copy on another device."""
         ids, has_ids = self.weights_or_none(), self._group.ids is not None
         rows, offsets = self.values(), self.offsets()
         given = (rows, offsets, offsets[:0] if ids is None else ids)
@@ -373,7 +373,7 @@ class JaggedRows:
         return JaggedRows(GroupRows(rows, jagged, 1, has_ids=has_ids), 0)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the memory of its tensors until the work queued on a stream so far is done."""
+        """Keeps the tensors' memory until the work queued so far on `stream` is done."""
         group = self._group
         for each in (group.rows, group.jagged.offsets, group.ids):
             if each is not None:
@@ -391,19 +391,19 @@ class JaggedRows:
     def to_padded_dense(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor:
-        """As many rows for each sample: `[samples, desired_length, columns]`.
+        """Returns equally many rows for each sample: `[samples, desired_length, columns]`.
 
         Args:
-            desired_length: Rows of a sample, by default the most that one has. Of a sample with
-                more the first are taken.
-            padding_value: The elements behind the rows of a sample with fewer.
+            desired_length: Rows of each sample; by default the maximum of all samples. Longer
+                samples are truncated at the end.
+            padding_value: The value of the rows after a shorter sample.
         """
         return self._padded(self.values(), desired_length, padding_value)
 
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """As many ids for each sample `[samples, desired_length]`, or None without need_indices."""
+        """Returns padded ids `[samples, desired_length]`, or None without need_indices."""
         weights = self.weights_or_none()
         return None if weights is None else self._padded(weights, desired_length, padding_value)
 
@@ -428,18 +428,17 @@ class JaggedRows:
 
 
 class RowsByFeature(dict[str, JaggedRows]):
-    """What an EmbeddingCollection has looked up: a dict of the rows of each feature."""
+    """The result of an EmbeddingCollection: the rows of each feature. `rows` has them by group."""
 
     def __init__(self, features: Mapping[str, JaggedRows], rows: Sequence[Tensor] = ()) -> None:
-        """`rows` are those of each group."""
         super().__init__(features)
         self._rows = rows
 
     def rows(self) -> Tensor:
-        """The rows of all features one after another, in their order: `[ids, columns]`.
+        """Concatenates the rows of all features in their order: `[ids, columns]`.
 
-        With one group of tables it waits for no GPU, where values() of a feature may. Raises
-        ValueError if tables differ in columns.
+        With one group of tables the call never waits for the GPU; values() of a feature may wait.
+        Raises ValueError if tables differ in columns.
         """
         if len(self._rows) == 1:
             return self._rows[0]
@@ -453,38 +452,38 @@ class RowsByFeature(dict[str, JaggedRows]):
 
 
 class KeyedFeatures:
-    """What an EmbeddingBagCollection has looked up, by feature.
+    """The result of an EmbeddingBagCollection: pooled rows by feature.
 
-    The methods are those of torchrec's KeyedTensor, whose regroup() takes it as well. A feature of
-    two tables is called `feature@table`.
+    The methods are those of torchrec's KeyedTensor, and KeyedTensor.regroup() accepts this class. A
+    feature of two tables is called `feature@table`.
     """
 
     def __init__(self, places: Mapping[str, tuple[int, int, int]], parts: Sequence[Tensor]) -> None:
-        """`places` are the part that each feature is in, its first column there and its columns."""
+        """`places` has (number of the part, first column, columns) by feature."""
         self._places = places
         self._parts = parts
         self._whole = parts[0] if len(parts) == 1 else None
 
     def keys(self) -> list[str]:
-        """The features, in the order of the tables and of their features."""
+        """The feature names, ordered by tables, then features."""
         return list(self._places)
 
     def values(self) -> Tensor:
-        """All features side by side: `[samples, columns of all]`."""
+        """Concatenates all features: `[samples, columns of all]`."""
         if self._whole is None:
             self._whole = torch.cat([each for _, each in self.items()], 1)
         return self._whole
 
     def key_dim(self) -> int:
-        """The dimension of values() in which features are side by side: 1."""
+        """The dimension of values() in which features are concatenated: 1."""
         return 1
 
     def length_per_key(self) -> list[int]:
-        """The columns of each feature."""
+        """The number of columns of each feature."""
         return [columns for _, _, columns in self._places.values()]
 
     def offset_per_key(self) -> list[int]:
-        """Where each feature begins in values(), and the columns of all."""
+        """The first column of each feature in values(), then the number of columns."""
         return [0, *accumulate(self.length_per_key())]
 
     def device(self) -> torch.device:
@@ -492,18 +491,18 @@ class KeyedFeatures:
         return self._parts[0].device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedFeatures:
-        """The same on another device."""
+        """Returns a copy on another device."""
         moved = self.values().to(device, non_blocking=non_blocking)
         spans = zip(self._places, self.offset_per_key(), self.length_per_key(), strict=False)
         return KeyedFeatures({key: (0, first, n) for key, first, n in spans}, [moved])
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the result's memory until the work queued on a stream so far is done."""
+        """Keeps the result's memory until the work queued so far on `stream` is done."""
         for each in (*self._parts, self.values()):
             each.record_stream(stream)
 
     def __getitem__(self, key: str) -> Tensor:
-        """One feature: `[samples, columns]`."""
+        """Returns the pooled rows of a feature, `[samples, columns]`."""
         if key not in self._places:
             raise KeyError(f"{key!r} is none of the features {self.keys()}")
         part, first, columns = self._places[key]
@@ -519,15 +518,15 @@ class KeyedFeatures:
         return len(self._places)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Each feature's name, and what was looked up."""
+        """Returns pairs of a feature name and its pooled rows."""
         return ((key, self[key]) for key in self._places)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Each feature by its name."""
+        """Returns the pooled rows by feature name."""
         return dict(self.items())
 
     def _key_indices(self) -> dict[str, int]:
-        """Each feature's number, for which torchrec's KeyedTensor.regroup asks."""
+        """The position of each feature; torchrec's KeyedTensor.regroup calls this method."""
         return {key: number for number, key in enumerate(self._places)}
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""nearest_neighbors: the rows of a table that are most like some vectors, block by block."""
+"""nearest_neighbors: finds the rows of a table that are most similar to query vectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speedtorch.table.progress import progress_bar
 __all__ = ["nearest_neighbors"]
 
 _METRICS = ("cosine", "dot")
-# Scores that are in memory at once: 16 MiB of float32, and ten times that while they are compared.
+# Scores in memory at once: 16 MiB of float32, and ten times as much during the selection.
 _SCORES = 1 << 22
 
 
@@ -28,32 +28,32 @@ def nearest_neighbors(
     rows: int = 65_536,
     progress: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Finds the `k` rows of a table that are most like each query.
+    """Finds the `k` rows of a table that are most similar to each query.
 
-    Rows are read by blocks, as `emb.blocks(rows)` gives them, and compared in float32 on the
-    queries' device. The result is that of torch.topk over the scores of the whole table: the
-    largest first, and of equal scores the lower id first; a score that is NaN counts as the
-    largest. A row that is a query itself is among its own neighbors. The last bit of a score
-    depends on the shape of the matrix product that it is from, and so on `rows`.
+    Rows are read in blocks by `emb.blocks(rows)` and compared in float32 on the queries' device.
+    The result is torch.topk of the scores of the whole table: largest scores first, and lower ids
+    first for equal scores. NaN counts as the largest score. A row that equals a query is among its
+    own neighbors. The last bit of a score depends on the shape of the matrix product, and therefore
+    on `rows`.
 
     Args:
         emb: An Embedding or EmbeddingBag, or a table of a collection.
-        queries: Vectors `[q, embedding_dim]` of floating numbers, on any device.
-        k: How many rows to find for each query, from 1 to `emb.num_embeddings`.
+        queries: Floating-point vectors `[q, embedding_dim]` on any device.
+        k: The number of rows to find for each query, from 1 to `emb.num_embeddings`.
         metric: "cosine", which is 0 for a vector of zeros, or "dot" for dot products.
-        rows: The most rows of a block: `rows * embedding_dim * 4` bytes, twice with "cosine".
-        progress: Shows a bar on stderr: always (True), never (False), or when it takes longer than
-            2 s and stderr is a terminal (None).
+        rows: The maximum of rows in a block: `rows * embedding_dim * 4` bytes, twice with "cosine".
+        progress: Show a progress bar on stderr: always (True), never (False), or if stderr is a
+            terminal and the call takes longer than 2 s (None).
 
     Returns:
         Scores `[q, k]` in float32 and ids `[q, k]` in int64, on the queries' device.
 
     Raises:
-        TypeError: `emb` is no Embedding, EmbeddingBag or table of a collection, queries are no
-            floating numbers, the table has complex ones, or `k` or `rows` is no int.
-        ValueError: Queries have another shape, there are fewer than `k` rows or none, `rows` is
-            less than 1, or there is no such metric.
-        RuntimeError: Ranks share the rows out.
+        TypeError: `emb` is not an Embedding, EmbeddingBag or table of a collection, queries are
+            not floating-point, the table is complex, or `k` or `rows` is not an int.
+        ValueError: Queries have a wrong shape, the table has no rows or fewer than `k`, `k` or
+            `rows` is less than 1, or the metric is unknown.
+        RuntimeError: Ranks share the rows.
 
     Example:
         >>> import torch, speedtorch
@@ -85,7 +85,7 @@ def nearest_neighbors(
             most = min(k, len(held))
             values = wanted.new_empty(len(wanted), most)
             places = ids.new_empty(len(wanted), most)
-            # Into memory that is there: new memory between scores would fragment the heap.
+            # Write into existing tensors: allocations between scores would fragment the heap.
             count = max(1, _SCORES // len(held))
             for begin in range(0, len(wanted), count):
                 some = slice(begin, begin + count)
@@ -117,11 +117,11 @@ def _check_queries(emb: Readable, queries: object) -> None:
 
 
 def _directions(vectors: Tensor) -> Tensor:
-    """Vectors `[n, columns]` made 1 long, in float32; those of zeros stay."""
+    """Scales vectors `[n, columns]` to length 1 in float32; zero vectors do not change."""
     if vectors.dtype != torch.float64:
         vectors = vectors.to(torch.float32)
     if vectors.numel():
-        # By a power of two, which changes no bits: squares must not overflow or vanish.
+        # Scale by a power of two first, which is exact, so that squares cannot over- or underflow.
         most = math.frexp(torch.finfo(vectors.dtype).max)[1] - 2
         exponents = torch.frexp(vectors.abs().amax(1, keepdim=True)).exponent
         vectors = torch.ldexp(vectors, -exponents.clamp(-most, most))
@@ -129,17 +129,17 @@ def _directions(vectors: Tensor) -> Tensor:
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest scores of each row `[q, n]`, or all n, and their places in that row.
+    """Returns the min(k, n) largest scores of each row `[q, n]` and their positions in the row.
 
-    They are in descending order, and of equal ones the first comes first. torch.topk takes any of
-    equal ones; so it is given integers, all different, that are in the order of the scores and,
-    where those are equal, of their places from the end.
+    Scores are in descending order, and equal scores are in order of position. torch.topk may select
+    any of equal scores, so topk runs on unique integers. Their order is the order of the scores,
+    then of the positions from the end.
     """
     columns = scores.shape[1]
-    # All NaNs get one bit pattern, and both zeros get one.
+    # Make all NaNs one bit pattern, and both zeros one bit pattern.
     scores = scores.masked_fill_(scores.isnan(), math.nan).add_(0.0)
     bits = scores.view(torch.int32)
-    # As floats are signed magnitudes, negative ones are in reverse order.
+    # Floats are signed magnitudes, so the bits of negative floats are in reverse order.
     order = (bits ^ ((bits >> 31) & 0x7FFF_FFFF)).to(torch.int64)
     from_the_end = torch.arange(columns - 1, -1, -1, device=scores.device)
     keys = order.mul_(1 << 32).add_(from_the_end)

@@ -1,4 +1,4 @@
-"""prefetch: the rows of the next batch travel while the current one is trained."""
+"""prefetch: copies the next batch's rows to the GPU during the current step."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _Given = tuple[_Batch, _Parts, dict[RowModule, Batch] | None]
 
 
 class _Loop:
-    """A loop that plans ahead, for as long as its generator lives."""
+    """The identity of a running loop, alive as long as its generator."""
 
 
 class Prefetch(Generic[_Batch]):
-    """A loader's batches, whose rows are brought ahead; see prefetch()."""
+    """Iterates over a loader's batches and prefetches their rows; see prefetch()."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Prefetch(Generic[_Batch]):
         self._ids = ids
 
     def __len__(self) -> int:
-        """Batches of the loader, if it knows them."""
+        """Returns len(loader), if the loader has a length."""
         return len(self._loader)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ class Prefetch(Generic[_Batch]):
         return f"{type(self).__name__}({type(self._loader).__name__}; {', '.join(shown)})"
 
     def __iter__(self) -> Iterator[_Batch]:
-        """The loader's batches in order, each after the next ones were read."""
+        """Yields the loader's batches in order, after reading the next ones."""
         with ExitStack() as end:
             loop = _Loop()
             is_alone = True
@@ -84,7 +84,7 @@ class Prefetch(Generic[_Batch]):
                     self._expect(plans)
                 elif parts and is_alone:
                     _announce(parts)
-                pace.note_step()  # what the host did ahead is in the time of the step before
+                pace.note_step()  # counts the host's planning in the time of the previous step
                 yield batch
                 if is_alone and (parts or plans is not None):
                     self._expect({})
@@ -96,7 +96,7 @@ class Prefetch(Generic[_Batch]):
                 module.lookups.steps.expect(plans.get(module))
 
     def _planned(self, pace: Pace) -> Iterator[_Given[_Batch] | Exception]:
-        """Batches and their plans; what the loader or a plan raises takes the place of the rest."""
+        """Yields batches with their plans, or at last the exception of the loader or a plan."""
         plans: _Plans | None = None
         asks = True
         try:
@@ -106,7 +106,7 @@ class Prefetch(Generic[_Batch]):
                 if asks or pace.is_ahead:
                     parts = ids_of_modules(self._ids(batch), self._asked)
                     asks = pace.checks or _needs_announcing(parts)
-                # Lookups may need gradients, wherever the loader is asked for its batch.
+                # The loop may run in inference mode, and tensors of a plan must allow gradients.
                 with as_plain(), torch.inference_mode(False):
                     if pace.is_ahead:
                         plans = plans or _Plans(parts)
@@ -117,14 +117,14 @@ class Prefetch(Generic[_Batch]):
                         for module, ids in parts.items():
                             module.lookups.steps.refuse_bad(ids)
                 yield batch, parts, planned
-        except DisagreementError:  # all ranks raise it now
+        except DisagreementError:  # not deferred: all ranks raise at this point
             raise
         except Exception as error:
             yield error
 
 
 class _Plans:
-    """Plans batch after batch of a loop; `parts` are those of the first."""
+    """Plans the batches of a loop; `parts` are the ids of the first batch."""
 
     def __init__(self, parts: _Parts) -> None:
         own = [each for each in parts if each.lookups is each.trained_rows]
@@ -133,11 +133,11 @@ class _Plans:
         self._joint: dict[JointExchange, JointBatch] = {}
 
     def restart(self) -> None:
-        """Forgets the previous batch plans, after a batch was left out."""
+        """Discards the previous batch plans after a batch without a plan."""
         self._last, self._joint = {}, {}
 
     def of(self, parts: _Parts) -> dict[RowModule, Batch]:
-        """Returns the plans of the next batch by module."""
+        """Plans the next batch and returns its plans by module."""
         alone, last = dict(parts), self._last
         for modules, exchange in self._together:
             if not all(module in parts for module in modules):
@@ -153,12 +153,12 @@ class _Plans:
 
 
 def _needs_announcing(parts: _Parts) -> bool:
-    """Whether lookups of a batch should be known before the first of them, if it is not planned."""
+    """Whether an unplanned batch with these ids needs announce() before its first lookup."""
     return any(len(ids) > 1 or module.capacity is not None for module, ids in parts.items())
 
 
 def _announce(parts: _Parts) -> None:
-    """Announces the ids of a batch that was not planned, where several lookups name them."""
+    """Announces the ids of an unplanned batch to modules with several lookups."""
     several = {module: parts[module] for module in trained(parts) if len(parts[module]) > 1}
     with torch.enable_grad(), torch.inference_mode(False), together(several):
         for module, ids in several.items():
@@ -168,7 +168,7 @@ def _announce(parts: _Parts) -> None:
 def ids_of_modules(
     named: Any, asked: Sequence[RowModule | TableCollection]
 ) -> dict[RowModule, list[Tensor]]:
-    """Returns the ids of each module; `named` is in the format that prefetch's `ids` returns.
+    """Returns the ids of each module. `named` has the format of prefetch's `ids` results.
 
     Only modules in `asked` may be named. Raises TypeError or ValueError for anything else.
     """
@@ -197,7 +197,7 @@ def modules_with_ids(modules: Iterable[nn.Module]) -> list[RowModule | TableColl
 
 
 def _end_loop(module: RowModule, loop: _Loop) -> None:
-    if sys.is_finalizing():  # torch aborts a Python that ends and makes tensors then
+    if sys.is_finalizing():  # torch aborts the process if tensors are created at this time
         return
     with as_plain():
         module.lookups.steps.end_loop(loop)
@@ -206,39 +206,40 @@ def _end_loop(module: RowModule, loop: _Loop) -> None:
 def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Prefetch[_Batch]:
     """Iterates over a loader and copies the next batch's rows to the GPU during the current step.
 
-    The loader is read two batches ahead (three if rows are sharded among ranks). While a batch is
-    trained, the next batch's rows are loaded from the table and the last batch's rows are written
-    back, beside the GPU's other work. Rows that the current batch changes are used with their new
-    values, so prefetch changes no result. An error of the loader, or of ids on the CPU, is raised
-    after the batches before it. If a break or an exception ends a loop, prefetched rows are written
-    back to host memory; another loop may follow. Iterate and train on one stream.
+    The loader is read two batches ahead (three if rows are sharded among ranks). During the current
+    step, a side stream loads the next batch's rows from the table and writes the last batch's rows
+    back. Rows that the current step changes are used with their new values, so prefetch changes no
+    result. An error of the loader, or of ids on the CPU, is raised after the batches before it. If
+    a break or an exception ends a loop, prefetched rows are written back to host memory; another
+    loop may follow. Iterate and train on one stream.
 
-    Modules whose rows are alike (columns, dtype, state; no padding or capacity, not frozen) are
-    planned and exchanged as one, with the first lookup of a batch in any of them.
+    Modules with equal columns, dtype and state share one batch plan and one exchange, at the first
+    lookup of a batch in any of them. Modules with a padding row, a capacity or frozen rows are
+    excluded.
 
-    Planning ahead takes host time. If the GPU waits for the host, the loop measures steps
-    without it and goes on with the faster way; ranks of one machine that share rows out decide that
-    together, and those of several machines always plan. Without a GPU, and within another loop over
-    the same rows, it returns batches unchanged. On a GPU `ids` is not called for such a batch if
-    the last batch that it was called for has one lookup in each module, and no capacity.
+    Planning ahead takes host time. If the GPU waits for the host, the loop measures steps without
+    planning and continues with the faster way. Ranks of one machine that share rows decide this
+    together. Ranks of several machines always plan. Without a GPU, and within another loop over the
+    same rows, batches are returned without a plan. A GPU loop that has stopped planning does not
+    call `ids` if its last result had one lookup in each module and no capacity.
 
-    Give the lookups the very tensors that `ids` returns; other tensors with these ids work as well,
-    but are looked for, and the host waits for that. Where rows have a capacity and a step several
-    lookups, it must be these tensors (on the CPU equal ones).
+    Pass the tensors that `ids` returns to the lookups. Other tensors with the same ids work too,
+    but the search for their plan makes the host wait. If rows have a capacity and a step several
+    lookups, only these tensors are allowed (on the CPU, equal tensors).
 
     Args:
         loader: Batches of any kind.
         model: A module with at least one speedtorch Embedding or EmbeddingBag.
-        ids: Gives the ids that a batch will look up: a tensor (or a list of them, if there are
-            several lookups), a collection's features, or a dict from each module to its own. Rows
-            that it leaves out cost time. A step of a batch looks up all of the tensors, or none:
-            where lookups name some of a module's and others not (labels that were taken for ids),
-            optimizer.step() raises RuntimeError before any row changes; see Embedding.announce.
-            Where rows are shared out among ranks, which could not agree on that, the rows that no
-            lookup names are stepped.
+        ids: Returns the ids that a batch will look up: a tensor (or a list of tensors for several
+            lookups), a collection's features, or a dict of these by module. Rows without an id in
+            the result are not prefetched, which costs time. A step looks up all of a module's
+            tensors or none. If lookups use only some (for example, because labels were returned as
+            ids), optimizer.step() raises RuntimeError before any row changes; see
+            Embedding.announce. Ranks that share rows do not raise, and step the rows that no lookup
+            names.
 
     Returns:
-        An iterable of the loader's batches, with its len(); every loop over it is a new epoch.
+        An iterable of the loader's batches with the loader's len(). Each loop over it is an epoch.
 
     Raises:
         TypeError: `ids` is not a function of a batch, or its result has a wrong type.

@@ -1,4 +1,4 @@
-"""Whether a loop plans its batches ahead: where that does not pay, it hands them through."""
+"""Decides whether a loop of prefetch plans batches ahead or returns them without a plan."""
 
 from __future__ import annotations
 
@@ -14,65 +14,65 @@ from speedtorch.nn.row_module import RowModule
 
 __all__ = ["AHEAD", "AT_ONCE", "Constant", "MeasuredPace", "Pace", "pace_of"]
 
-_SETTLE = 4  # steps after a change, in which batches that were read before it are trained
-_WINDOW = 8  # steps whose median counts
-_GAIN = 0.98  # of the other way's time
-_FIRST_WAIT, _MOST_WAIT = 128, 4096  # steps until the other way is tried again
+_SETTLE = 4  # steps after a change, which still train batches that were read before
+_WINDOW = 8  # steps of a median
+_GAIN = 0.98  # the largest ratio of step times that makes a trial succeed
+_FIRST_WAIT, _MOST_WAIT = 128, 4096  # steps until the next trial
 
 
 Agree: TypeAlias = Callable[[float, bool], tuple[float, bool]]
 
 
 class Pace(Protocol):
-    """Decides whether the batches that a loop reads next are planned ahead."""
+    """Decides whether a loop plans the next batches ahead."""
 
     @property
     def is_ahead(self) -> bool:
-        """Whether they are."""
+        """Whether the next batches are planned ahead."""
 
     @property
     def checks(self) -> bool:
-        """Whether ids of batches that are handed through are to be checked."""
+        """Whether the loop must check the ids of batches without a plan."""
 
     def begin(self) -> None:
         """Called when a loop begins."""
 
     def note_step(self) -> None:
-        """Called when the host is about to hand a batch over."""
+        """Called before the loop yields a batch."""
 
 
 class Constant(NamedTuple):
-    """Always the same."""
+    """A pace that never changes."""
 
     is_ahead: bool
     checks: bool = True
 
     def begin(self) -> None:
-        """Nothing depends on it."""
+        """Does nothing."""
 
     def note_step(self) -> None:
-        """Nothing depends on it."""
+        """Does nothing."""
 
 
 AHEAD, AT_ONCE = Constant(is_ahead=True), Constant(is_ahead=False)
 
 
 class MeasuredPace:
-    """The faster of both ways on a GPU, by the host's time from step to step.
+    """Chooses the faster way on a GPU by the host's time from step to step.
 
-    Planning ahead hides the link behind the GPU's other work, for more of the host's. The other way
-    is tried only if the GPU says that it may be faster: with batches ahead, if the GPU has nothing
-    left to do when the host hands the next batch over; at once, if it has. (Before the host plans
-    the next batch, the GPU always has the end of the step to do, also where it waits for the host.)
-    After a trial in vain the next one waits twice as long.
+    Planning ahead hides transfers over the link behind the GPU's other work, but costs host time. A
+    loop that plans tries the other way only if the GPU is idle when the loop yields the next batch.
+    A loop that does not plan tries planning only if the GPU is busy at this time. (Before the host
+    plans the next batch, the GPU is always busy with the end of the step, even if the GPU waits for
+    the host.) After a failed trial, the wait until the next trial doubles.
 
     Args:
         device: The GPU.
-        agree: Gives what counts for all ranks that share the rows, of the seconds of a step and
-            whether the GPU was idle here; each of them calls it after as many steps.
+        agree: Reduces a step's seconds and whether this GPU was idle to values for all ranks that
+            share the rows. All ranks call this function after the same number of steps.
     """
 
-    checks = False  # on a GPU the lookups do that
+    checks = False  # lookups on a GPU check ids
 
     def __init__(self, device: torch.device, agree: Agree = lambda seconds, idle: (seconds, idle)):
         self.is_ahead = True
@@ -81,17 +81,17 @@ class MeasuredPace:
         self._times: list[float] = []
         self._idle = 0
         self._left_out = 0
-        """Steps that are not measured."""
+        """The number of next steps that are not measured."""
         self._before: float | None = None
-        """Within a trial, what a step takes in the other way."""
+        """The median seconds of the other way during a trial, or None without a trial."""
         self._steps = self._next_trial = 0
         self._wait = _FIRST_WAIT
 
     def begin(self) -> None:
-        """See Pace; the decision of the loop before stays."""
+        """See Pace. The decision of the previous loop remains."""
         self._times.clear()
         self._idle, self._left_out = 0, _SETTLE
-        if self._before is not None:  # that loop ended within a trial
+        if self._before is not None:  # the previous loop ended during a trial
             self._end_trial(is_better=False)
 
     def note_step(self) -> None:
@@ -103,7 +103,7 @@ class MeasuredPace:
             self._left_out -= 1
             return
         if self._before is None and self._steps + _WINDOW <= self._next_trial:
-            return  # no trial may begin with this window
+            return  # a trial cannot begin in this window
         self._times.append(seconds)
         self._idle += torch.cuda.current_stream(self._device).query()
         if len(self._times) == _WINDOW:
@@ -132,13 +132,13 @@ class MeasuredPace:
 
 
 _measured: weakref.WeakKeyDictionary[RowModule, MeasuredPace] = weakref.WeakKeyDictionary()
-"""By the first module of a loop, so that the next epoch goes on as the last one ended."""
+"""The pace by the first module of a loop, so that the next epoch continues with it."""
 
 
 def pace_of(modules: Sequence[RowModule]) -> Pace:
-    """How a loop over batches of these modules goes; the same for all ranks that share rows out."""
+    """Returns the pace of a loop over these modules, equal on all ranks that share the rows."""
     devices = {each.trained_rows.exchange.held.device for each in modules}
-    if all(device.type == "cpu" for device in devices):  # there is no link to hide
+    if all(device.type == "cpu" for device in devices):  # no transfer to hide
         return AT_ONCE
     shared = [each.lookups for each in modules if each.lookups is not each.trained_rows]
     lookups = (shared or [modules[0].lookups])[0]

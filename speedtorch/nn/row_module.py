@@ -1,4 +1,4 @@
-"""RowModule: what Embedding and EmbeddingBag share: the rows, and how they come and go."""
+"""RowModule: the base class of Embedding and EmbeddingBag, with their host table and lookups."""
 
 from __future__ import annotations
 
@@ -61,31 +61,31 @@ class Steps(Protocol):
 
     @property
     def ahead(self) -> int:
-        """How many batches a loop plans ahead."""
+        """The number of batches that a loop plans ahead."""
 
     def plan_announced(self, parts: Sequence[Tensor]) -> Any:
-        """Ids of the next step's lookups, which announce() is to announce."""
+        """Plans ids of the next step's lookups and returns the argument of announce()."""
 
     def announce(self, announced: Any) -> None:
-        """Announces what was planned."""
+        """Announces the result of plan_announced()."""
 
     def give_up(self) -> None:
         """Discards a batch that was announced or looked up."""
 
     def start_loop(self, loop: object) -> bool:
-        """A loop plans batches ahead, if no other does."""
+        """Starts planning ahead for a loop; returns False if another loop plans already."""
 
     def plan_ahead(self, parts: Sequence[Tensor], after: Any) -> Any:
-        """A batch of a loop."""
+        """Plans a batch of a loop, which follows the batch `after`."""
 
     def expect(self, batch: Any) -> None:
-        """Which planned batch comes now."""
+        """Sets the planned batch that the next step may use."""
 
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
-        """Raises IndexError for ids that a lookup would refuse, where they are known."""
+        """Raises IndexError for ids out of range, if rows are on the CPU."""
 
     def end_loop(self, loop: object) -> None:
-        """The loop has ended."""
+        """Ends planning ahead for a loop."""
 
 
 class Lookups(Protocol):
@@ -100,38 +100,38 @@ class Lookups(Protocol):
         """Whether agree_on_pace() may be called."""
 
     def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
-        """What counts for all ranks, of how long a step takes and whether the GPU was idle."""
+        """Reduces a step's seconds and whether the GPU was idle to values for all ranks."""
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
-        """Rows of a step, as the operand of a lookup."""
+        """Returns positions and rows of a step, the operands of torch's lookup."""
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
-        """Rows of a step, whose gradients are added up by a plan."""
+        """Looks up rows of a step; a batch plan sums their gradients."""
 
     def read(self, ids: Tensor) -> Tensor:
-        """Rows as they are now."""
+        """Returns a copy of the current rows without starting a step."""
 
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
-        """Rows of no step, as the operand of a lookup."""
+        """Returns positions and rows as rows_of() does, without starting a step."""
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
-        """As RowModule.fail."""
+        """See RowModule.fail."""
 
     def end_by_error(self) -> None:
-        """Called before a loop of batches raises what its loader or ids have raised."""
+        """Called before a loop of prefetch raises an exception of its loader or its ids."""
 
     def gives_sparse(self, *, asked: bool) -> bool:
-        """Whether autograd makes a sparse gradient of that."""
+        """Whether autograd computes a sparse gradient, if `asked` or if the optimizer wants it."""
 
 
 class RowModule(nn.Module):
     """The base class of Embedding and EmbeddingBag, which loads and writes back their rows.
 
-    `settings` say how rows are looked up, as attributes; all else is as for Embedding.
+    `settings` are lookup options, which become attributes. Other arguments are as for Embedding.
     """
 
     weight: Any
@@ -140,9 +140,9 @@ class RowModule(nn.Module):
     rounding: RoundingMode
     rounding_state: Tensor
     _wanted: torch.dtype | None = None
-    """The dtype that a caller has asked the rows to have, which they do not take."""
+    """The dtype that a caller converted the module to, which the table does not take."""
 
-    @torch.inference_mode(False)  # or nothing made here could ever be written to
+    @torch.inference_mode(False)  # inference tensors could never be written to later
     def __init__(
         self,
         num_embeddings: int,
@@ -207,7 +207,7 @@ class RowModule(nn.Module):
                     " are rounded after steps alone: leave one of the two out"
                 )
             self.register_buffer("rounding_state", torch.tensor([random_seed(), 0], device=device))
-        # The device that torch would take, which may be a default that the user has set.
+        # device=None gives torch's default device, which the user may have set.
         held = torch.empty(0, embedding_dim, dtype=kind, device=device)
         self._train(table, nn.Parameter(held, requires_grad=not _freeze), self.padding_idx)
         if _weight is None:
@@ -218,7 +218,7 @@ class RowModule(nn.Module):
         watch_steps()
 
     def _called(self) -> str:
-        """What errors call it."""
+        """The module's name in error messages."""
         return type(self).__name__
 
     def _train(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
@@ -234,18 +234,18 @@ class RowModule(nn.Module):
         if self._cache is not None:
             self._cache.add(self, self.trained_rows, self._cache_rows)
             self._cache.share()
-        # The weight may outlive the module, and so may a table that the caller gave or asked for.
+        # The weight and the table may outlive the module: the finalizer writes rows back only.
         self._end = weakref.finalize(self, self.trained_rows.let_go)
         self._end.atexit = False
 
     def share_out(
         self, portion: Portion, lookups: Callable[[TrainedRows, int | None], Lookups]
     ) -> None:
-        """Keeps a portion of the rows, and looks all of them up by what `lookups` makes of that.
+        """Keeps one shard of the rows. `lookups` returns the object that looks up all rows.
 
-        It is given those rows, and where the padding's is among them, or None; with a capacity, in
-        whose blocks not all places are of rows, the id behind the last is that of none. Raises
-        RuntimeError if the rows have been used; nothing has changed then.
+        `lookups` receives the shard's rows and the position of the padding row, or None. With a
+        capacity, blocks have places without a row, and a missing padding row has the position after
+        the last row. Raises RuntimeError if the rows have been used; nothing has changed then.
         """
         if self._cache_rows is not None:
             raise ValueError(
@@ -260,7 +260,7 @@ class RowModule(nn.Module):
         weight = self.weight
         self._train(table, self.trained_rows.parameter, padding)
         self.lookups = lookups(self.trained_rows, padding)
-        # The same object, which an optimizer may have.
+        # Keep the same weight object, because an optimizer may have it.
         self.weight = self.trained_rows.take_weight(weight, self.lookups)
 
     @classmethod
@@ -272,19 +272,19 @@ class RowModule(nn.Module):
         memory: MemoryKind = "auto",
         capacity: int | None = None,
     ) -> _Self:
-        """Makes an Embedding or EmbeddingBag with the rows and arguments of torch's.
+        """Creates an Embedding or EmbeddingBag with the rows and arguments of torch's module.
 
-        Build the optimizer afterwards: one that was built before holds the parameter of torch's
-        module, and trains no row of this one.
+        Build the optimizer afterwards. An older optimizer has the parameter of torch's module and
+        trains no row of the new module.
 
         Args:
-            module: Of the same kind; its rows are copied.
-            device: Where lookups give their rows; by default the module's.
+            module: torch's module of the same kind; its rows are copied.
+            device: The device of lookup results; by default the device of `module`.
             memory: The table's memory, as for HostTable.
-            capacity: The most rows of a step, as for Embedding.
+            capacity: The maximum of unique rows in a step, as for Embedding.
 
         Raises:
-            TypeError: It is of another kind.
+            TypeError: The module is of another kind.
             MemoryError: As for Embedding.
 
         Example:
@@ -297,16 +297,16 @@ class RowModule(nn.Module):
         if not isinstance(module, kind) or isinstance(module, RowModule):
             raise TypeError(f"module: expected a torch.nn.{kind.__name__}, got {type(module)}")
         named = inspect.signature(kind.from_pretrained).parameters
-        settings = {name: getattr(module, name) for name in list(named)[2:]}  # behind the rows
+        settings = {name: getattr(module, name) for name in list(named)[2:]}  # after the rows
         freeze = not module.weight.requires_grad
         settings |= {"device": device, "memory": memory, "capacity": capacity}
         return made_of_rows(cls, module.weight, freeze, **settings).train(module.training)
 
     @property
     def table(self) -> HostTable:
-        """The HostTable with all rows and their state, as they are now.
+        """The HostTable with all rows and their state.
 
-        Methods of the table write rows on the GPU back first. If the table is closed, lookups raise
+        Methods of the table first write rows on the GPU back. If the table is closed, lookups raise
         ValueError.
         """
         return self.trained_rows.table.host_table
@@ -314,27 +314,27 @@ class RowModule(nn.Module):
     def resize(self: _Self, num_embeddings: int, *, rows: Tensor | None = None) -> _Self:
         """Adds rows after the last one, with their optimizer state, between two steps.
 
-        Rows that are there and their state stay, and so do the weight, in its optimizer, and every
-        setting. Later steps give the numbers that they would if the new rows had always been there.
-        The old table stays in memory until the new one is complete. A gradient that is left over
-        and announced ids are dropped; views of the weight and the table from before raise an error.
+        Existing rows, their state, the optimizer's parameter and all settings do not change. Later
+        steps compute the numbers of a table that had the new rows from the start. The old table
+        remains in memory until the new table is complete. A remaining gradient and announced ids
+        are dropped. Old views of the weight and the old table raise an error.
 
         Args:
-            num_embeddings: Rows that there are afterwards.
+            num_embeddings: The new number of rows.
             rows: The new rows, `[num_embeddings - self.num_embeddings, embedding_dim]`; by default
-                drawn as reset_parameters() draws them. Their state is that of a row that no step
-                has trained.
+                initialized as in reset_parameters(). Their state is the state of an untrained row.
 
         Returns:
             The module.
 
         Raises:
-            ValueError: Fewer rows than there are, or `rows` of another shape.
-            RuntimeError: Within a step or a loop of prefetch, while a CUDA graph uses the rows, or
-                if the table was opened with optimizer state that is not attached.
-            NotImplementedError: Ranks share the rows, the table was given, is in a file or in
-                shared memory, or a subclass draws rows in its own way and `rows` is missing.
-            MemoryError: There is no room for both tables. After any exception all is as before.
+            ValueError: num_embeddings is less than before, or `rows` has a wrong shape.
+            RuntimeError: A step or a loop of prefetch is running, a CUDA graph uses the rows, or
+                the table was opened with optimizer state that is not attached.
+            NotImplementedError: Ranks share the rows, or the caller provided the table, or it is in
+                a file or in shared memory. Or `rows` is missing and a subclass overrides
+                reset_parameters().
+            MemoryError: Both tables do not fit. After any exception nothing has changed.
 
         Example:
             >>> import torch, speedtorch
@@ -353,7 +353,7 @@ class RowModule(nn.Module):
         return self
 
     def _more(self, before: int, total: int, rows: Tensor | None) -> int:
-        """How many rows a resize() of `before` rows adds; raises what is wrong with it."""
+        """Returns the number of rows that resize() adds to `before`; raises its errors."""
         name, count = self._called(), checked_count("num_embeddings", total, "rows") - before
         self._check_use()
         if self.trained_rows.table.portion is not None:
@@ -378,7 +378,7 @@ class RowModule(nn.Module):
         rows: Tensor | Callable[[Tensor], object],
         follow: Callable[[], object] = lambda: None,
     ) -> None:
-        """Adds rows before row `first`, or what draws them; see TrainedRows.insert."""
+        """Inserts rows (or an init function's rows) at row `first`; see TrainedRows.insert."""
         if count == 0:
             return
         if self._cache is not None:
@@ -401,7 +401,7 @@ class RowModule(nn.Module):
             self._cache.share()
 
     def set_cache(self, budget: CacheBudget | None) -> None:
-        """Takes the bytes of a cache from a budget that has this module, or has none any more."""
+        """Uses a budget that already contains this module for the cache; None: no cache."""
         if budget is None:
             self.trained_rows.cache(None)
         if self._cache is not None:
@@ -409,7 +409,7 @@ class RowModule(nn.Module):
         self._cache, self._cache_rows = budget, None
 
     def report(self) -> CacheReport:
-        """What the cache of hot rows holds and saves, as of now; waits for the device.
+        """Returns the size and the savings of the cache. The call waits for the device.
 
         Raises:
             ValueError: There is no cache, or no step has loaded rows yet.
@@ -425,21 +425,21 @@ class RowModule(nn.Module):
 
     @property
     def capacity(self) -> int | None:
-        """The most distinct rows of a step: `capacity=`, or all rows if the table has fewer."""
+        """The maximum of unique rows in a step: `capacity=`, or all rows if the table has fewer."""
         return self.trained_rows.exchange.memory.capacity
 
     @property
     def settings(self) -> dict[str, object]:
-        """How rows are looked up and stored, which processes that share them must agree on."""
+        """The lookup and storage settings, which must be equal on ranks that share the rows."""
         own = {name: getattr(self, name) for name in self._settings}
         return own | self._stored_as()
 
     def _stored_as(self) -> dict[str, object]:
-        """The settings of rows of 16 bits, if there are any."""
+        """The settings of 16-bit rows; empty without `stored`."""
         return {} if self.stored is None else {"stored": self.stored, "rounding": self.rounding}
 
     def extra_repr(self) -> str:
-        """The arguments that differ from their defaults, and where the rows are."""
+        """The arguments that differ from their defaults, the device and the kind of memory."""
         said = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", *self._settings, "capacity"):
             value = getattr(self, name)
@@ -448,7 +448,7 @@ class RowModule(nn.Module):
         return f"{said}, {self.places()}"
 
     def places(self) -> str:
-        """How rows are stored, where lookups give them, and the memory that the table has."""
+        """The settings of 16-bit rows, the device of lookup results and the table's memory."""
         memory = self.trained_rows.table.memory or "closed"
         stored = "".join(f"{name}={value!r}, " for name, value in self._stored_as().items())
         return f"{stored}device={self.trained_rows.exchange.held.device}, memory={memory}"
@@ -460,19 +460,19 @@ class RowModule(nn.Module):
         seed: int | None = None,
         **kwargs: Any,
     ) -> _Self:
-        """Gives all rows first values by a function of torch.nn.init, or one like it.
+        """Initializes all rows with a function of torch.nn.init or a similar function.
 
-        Rows that were never used get them at first use, so that calling this right after the
-        constructor costs nothing. The padding's row becomes zero. State stays as it is.
+        Unused rows are initialized at first use, so a call right after the constructor costs
+        nothing. The padding row becomes zero. Optimizer state does not change.
 
         Args:
-            function: Called as `HostTable.init_` calls it.
-            *args: Passed on.
-            seed: Makes the numbers repeatable; by default torch's generator gives one now.
-            **kwargs: Passed on.
+            function: Called as in `HostTable.init_`.
+            *args: Passed to `function`.
+            seed: Makes the numbers repeatable. By default torch's generator draws a seed now.
+            **kwargs: Passed to `function`.
 
         Raises:
-            TypeError, ValueError: As `HostTable.init_`, at once or at the first use.
+            TypeError, ValueError: As `HostTable.init_`, at once or at first use.
 
         Example:
             >>> import speedtorch
@@ -483,43 +483,45 @@ class RowModule(nn.Module):
         if "generator" in kwargs:
             raise TypeError("generator: every block of rows has its own; give seed= instead")
         seed = random_seed() if seed is None else seed
-        # One that has no arguments is known by itself: no mode of torch has to look what it does.
+        # Without arguments, pass the function itself: draw_rows() recognizes normal_ and uniform_
+        # by identity and then need not record their calls.
         drawn = (lambda rows: function(rows, *args, **kwargs)) if args or kwargs else function
         self.trained_rows.table.draw(LazyInit((drawn,), seed, self.padding_idx), anew=True)
         return self
 
     def reset_parameters(self) -> None:
-        """Draws all rows anew from N(0, 1); the padding's row becomes zero."""
+        """Draws all rows again from N(0, 1); the padding row becomes zero."""
         self.init_(nn.init.normal_)
 
     def announce(self, *ids: Tensor) -> None:
-        """Lets the first lookup of a step bring the rows of all lookups of the step.
+        """Makes the first lookup of a step load the rows of all lookups of the step.
 
-        A step of several lookups then has one exchange; without it each lookup that brings new rows
-        copies those that are held already. With several Embeddings announce to all of them before
-        the first lookup: their ids are planned before it waits. Where lookups train nothing
-        (no_grad, frozen rows) it does nothing.
+        A step of several lookups then has one exchange. Without announce(), each lookup that loads
+        new rows also copies the step's rows. With several Embeddings, announce to all of them
+        before the first lookup, so that all ids are planned before the host waits. The call does
+        nothing if lookups do not train (no_grad, frozen rows).
 
         Announced ids belong to one step, which looks up all of the tensors or none:
 
-        - The first lookup of one of the tensors brings the rows of all. If the step then leaves
-          others out, optimizer.step() raises RuntimeError before any row changes.
-        - If the step looks none of them up, their rows stay as they are. The optimizer's step and
+        - The first lookup of one of the tensors loads the rows of all. If the step omits some of
+          the tensors, optimizer.step() raises RuntimeError before any row changes.
+        - If the step looks up none of them, their rows do not change. The optimizer's step and
           load_state_dict() end the announcement; zero_grad() before the lookups does not.
-        - Several calls announce for one step, looked up in the order of the calls. A first lookup
-          of a later call's tensors gives the calls before it up, as after an exception.
+        - Several calls announce ids of one step, looked up in the order of the calls. If a later
+          call's tensors are looked up first, the earlier calls are discarded, as after an
+          exception.
 
-        A lookup is known by its tensor: ids on the CPU by their values, those on a GPU as the same
-        tensor, unchanged. After a lookup of another tensor (a slice, a view, a copy on another
-        device) ids on the CPU are compared, and on a GPU nothing is raised for the step.
+        Ids on the CPU are recognized by their values, ids on a GPU only as the same unchanged
+        tensor. After a lookup of another tensor (a slice, a view, a copy on another device), ids on
+        the CPU are compared, and ids on a GPU raise nothing for the step.
 
         Args:
-            *ids: Of any shape, on either device; the tensors that the lookups will be given.
+            *ids: The tensors that the lookups will receive, of any shape, on either device.
 
         Raises:
-            TypeError: Ids are no tensors of integers, or as for a lookup.
-            IndexError: An id is out of range; where rows are held on a GPU the next lookup says so.
-            RuntimeError: With a capacity, the ids name more rows; nothing is announced then.
+            TypeError: Ids are not integer tensors, or as for a lookup.
+            IndexError: An id is out of range. If rows are on a GPU, the next lookup raises.
+            RuntimeError: The ids name more rows than the capacity; nothing is announced then.
 
         Example:
             >>> import torch, speedtorch
@@ -532,7 +534,7 @@ class RowModule(nn.Module):
         self.announcement(*ids)()
 
     def announcement(self, *ids: Tensor) -> Callable[[], None]:
-        """Does every part of announce() that can raise, and returns a function for the rest."""
+        """Runs the parts of announce() that can raise, and returns a function for the rest."""
         with as_plain():
             self._check_use()
             try:
@@ -550,43 +552,42 @@ class RowModule(nn.Module):
             return partial(steps.announce, steps.plan_announced(ids))
 
     def fail(self, error: Exception, *, announced: int = 0) -> None:
-        """Called in place of a lookup, or of announcing so many, before this error is raised.
+        """Called before `error` is raised in place of a lookup or of `announced` announced ids.
 
-        Raises it if other ranks, whose lookup fails as well, know of it now.
+        Raises `error` itself if the other ranks learn of the error now and fail too.
         """
         trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
-        if trains or not announced:  # announcing to lookups that train nothing does nothing
+        if trains or not announced:  # announce() does nothing without training
             with as_plain():
                 self.lookups.fail(error, trains=trains, announced=announced)
 
     def ids_by_module(self, ids: Any) -> dict[RowModule, list[Tensor]]:
-        """Ids of one lookup or of several as prefetch plans them: which module names which rows."""
+        """Returns the ids of one or several lookups by module, as prefetch plans them."""
         parts = list(ids) if isinstance(ids, list | tuple) else [ids]
         for part in parts:
             check_ids("ids", part)
         return {self: parts}
 
     def blocks(self, rows: int = 65_536) -> Iterator[tuple[int, Tensor]]:
-        """Iterates over all rows, block after block: no copy of the whole table is needed.
+        """Iterates over all rows in blocks, without a copy of the whole table.
 
-        A block is a copy, which later steps do not change. It has the rows as they are when the
-        iterator is asked for it: rows that a step holds are written back to the table first. Where
-        another thread trains meanwhile, it waits while a block is copied, and later blocks may have
-        the values of later steps.
+        A block is a copy of the rows at the time of next(); later steps do not change the copy.
+        Rows on the GPU are written back to the table first. A thread that trains at the same time
+        waits while a block is copied, so later blocks may have the values of later steps.
 
         Args:
-            rows: The most rows of a block.
+            rows: The maximum of rows in a block.
 
         Returns:
-            An iterator over (id of the first row, rows `[n, embedding_dim]` on the CPU, of the
+            An iterator over (id of the first row, rows `[n, embedding_dim]` on the CPU in the
             table's dtype), in the order of the ids. The last block may have fewer rows.
 
         Raises:
-            TypeError, ValueError: `rows` is no int, or less than 1.
-            RuntimeError: Ranks share the rows out.
-            RuntimeError, ValueError: At the next block, another module trains the rows now, or the
+            TypeError, ValueError: `rows` is not an int, or less than 1.
+            RuntimeError: Ranks share the rows.
+            RuntimeError, ValueError: At the next block: another module trains the rows now, or the
                 table is closed.
-            IndexError: An id that the GPU found out of range, at the next block.
+            IndexError: At the next block: the GPU found an id out of range.
 
         Example:
             >>> import torch, speedtorch
@@ -599,11 +600,11 @@ class RowModule(nn.Module):
 
     @property
     def step_ids(self) -> Tensor:
-        """The ids of the step's rows `[n]`, int64, on the device, without the padding's.
+        """The ids of the step's rows `[n]`, int64, on the device, without the padding id.
 
-        These are the rows that the lookups since the last step have named, and that the next
-        `optimizer.step()` changes. With a capacity, this waits for the GPU. If ranks share the
-        rows, these are the ids of this rank's shard.
+        Lookups since the last step named these rows, and the next `optimizer.step()` changes them.
+        With a capacity, the call waits for the GPU. If ranks share the rows, only ids of this
+        rank's shard are returned.
 
         Example:
             >>> import torch, speedtorch
@@ -616,16 +617,16 @@ class RowModule(nn.Module):
             return self.trained_rows.step_ids()
 
     def numpy(self) -> npt.NDArray[Any]:
-        """All rows as a NumPy array `[num_embeddings, embedding_dim]`, a view of the table.
+        """Returns all rows as a NumPy array `[num_embeddings, embedding_dim]`, a view of the table.
 
-        The view has the rows as they are now. What later steps change is in it after the next
-        flush(). attach() may move the rows to other memory: attach first, or call numpy() again.
+        Rows on the GPU are written back first. flush() updates the view with changes of later
+        steps. attach() may move the rows to other memory: attach first, or call numpy() again.
 
         Raises:
-            RuntimeError: Ranks share the rows out, or another module trains them now.
-            ValueError: The table is on a GPU (memory="cuda"), or NumPy has no such dtype
-                (bfloat16): blocks() reads those. Or the table is closed.
-            IndexError: An id that the GPU found out of range.
+            RuntimeError: Ranks share the rows, or another module trains the rows now.
+            ValueError: The table is on a GPU (memory="cuda"), or NumPy lacks the dtype (bfloat16);
+                use blocks() in both cases. Or the table is closed.
+            IndexError: The GPU found an id out of range.
 
         Example:
             >>> import torch, speedtorch
@@ -638,7 +639,7 @@ class RowModule(nn.Module):
         return self.table.numpy()
 
     def _refuse_share(self) -> None:
-        """Raises RuntimeError where this rank has some of the rows alone."""
+        """Raises RuntimeError if this rank has only a shard of the rows."""
         if self.trained_rows.table.portion is not None:
             raise RuntimeError(
                 f"{self.trained_rows.name}: not all rows can be read here, as this rank has a share"
@@ -647,18 +648,18 @@ class RowModule(nn.Module):
             )
 
     def flush(self) -> None:
-        """Brings the table up to date for code that keeps a view; emb.table does so by itself.
+        """Writes rows on the GPU back, for code that keeps a view; emb.table does so itself.
 
         Raises:
-            IndexError: An id that the GPU found out of range.
+            IndexError: The GPU found an id out of range.
         """
         self.trained_rows.flush()
 
     # --------------------------------------------------------------------------------------------
-    # Lookups; within as_plain(), all of these
+    # Lookups; callers run all of these within as_plain()
 
     def _check_lookup(self, ids: object) -> bool:
-        """Raises what a lookup of ids would, before a row moves; else whether it is for a step."""
+        """Raises a lookup's errors before any row is copied; returns whether the lookup trains."""
         if is_tracing() or torch.compiler.is_exporting():
             self.__prepare_scriptable__()
         trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
@@ -669,7 +670,7 @@ class RowModule(nn.Module):
             )
         self._check_use()
         try:
-            # torch raises RuntimeError for other numbers.
+            # RuntimeError for other dtypes, as in torch.
             check_ids(self.trained_rows.name, ids, RuntimeError)
         except Exception as error:
             self.lookups.fail(error, trains=trains)
@@ -677,7 +678,7 @@ class RowModule(nn.Module):
         return trains
 
     def _check_use(self) -> None:
-        """Raises what any use would in a step."""
+        """Raises for a converted dtype, a replaced weight, gradient hooks or unsupported DDP."""
         parameter = self.trained_rows.parameter
         name = self.trained_rows.name
         if self._wanted is not None:
@@ -724,7 +725,7 @@ class RowModule(nn.Module):
                 )
             _check_device(name, moved.device)
             if moved.device != parameter.device:
-                others = nn.Module()  # what torch moves, with the same dicts of buffers and modules
+                others = nn.Module()  # for torch to move: all but the weight
                 own = {"_buffers": self._buffers, "_modules": self._modules}
                 vars(others).update(own, _parameters={**self._parameters, "weight": None})
                 move_others: Any = others._apply
@@ -737,15 +738,15 @@ class RowModule(nn.Module):
                     self._follow_rounding()
 
                 self.trained_rows.exchange.moving(move)
-            # torch has converted other layers by now: the next lookup says that this one is not,
-            # unless it is converted back before.
+            # torch has already converted other layers, so raising here would leave the model half
+            # converted. The next lookup raises unless the module is converted back before.
             self._wanted = None if moved.dtype == dtype else moved.dtype
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with as_plain():
             super()._save_to_state_dict(destination, prefix, keep_vars)
-        with self.trained_rows.turn:  # or another thread may step the rows while they are copied
+        with self.trained_rows.turn:  # no other thread may step the rows during the copy
             self.flush()
             destination[f"{prefix}weight"] = self.trained_rows.fields.saved("weight")
 
@@ -757,7 +758,7 @@ class RowModule(nn.Module):
         own = (key, rounding_key)
         others = {name: value for name, value in state_dict.items() if name not in own}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, *more)
-        # Rows of 16 bits may be loaded where they are float32, and the other way round.
+        # Checkpoints of 16-bit and of float32 rows are interchangeable, so this key is optional.
         if rounding_key in missing_keys:
             missing_keys.remove(rounding_key)
         try:
@@ -778,16 +779,16 @@ class RowModule(nn.Module):
         self.trained_rows.load(value)
 
     def load_rounding(self, key: str, state_dict: Mapping[str, Any]) -> None:
-        """Where rows are rounded, goes on with the seed and the count of a checkpoint with them.
+        """Loads the seed and the step count of rounding, if rows are rounded and the key exists.
 
-        Raises TypeError, ValueError for what are no such two numbers.
+        Raises TypeError or ValueError if the value is not a tensor of two numbers.
         """
         if self.stored is not None and key in state_dict:
             with torch.no_grad():
                 self.rounding_state.copy_(loadable(key, state_dict[key], (2,)))
 
     def _follow_rounding(self) -> None:
-        """Counts steps in the buffer of now, which torch replaces when the module moves."""
+        """Makes rounding count steps in the current buffer; torch replaces moved buffers."""
         if (rounding := self.trained_rows.rounding) is not None:
             rounding.follow(self.rounding_state)
 
@@ -832,13 +833,13 @@ class RowModule(nn.Module):
 
 
 def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: Any) -> _Self:
-    """Makes a module of rows that exist; see from_pretrained."""
+    """Creates a module from existing rows; see from_pretrained."""
     rows = opened("embeddings", embeddings, given["memory"])
     shape = _shape_of("embeddings", rows, "a tensor, a HostTable or the path of a saved one")
     if len(shape) != 2:
         raise ValueError(f"embeddings: expected [rows, columns], got the shape {list(shape)}")
     if given["capacity"] is None:
-        del given["capacity"]  # which a subclass need not know
+        del given["capacity"]  # subclasses may lack this argument
     if isinstance(rows, Tensor) and given["device"] is None:
         given["device"] = rows.device
     made = cls(*shape, _weight=rows, _freeze=freeze, **given)
@@ -848,7 +849,7 @@ def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: An
 
 
 def _members(ids: object, cache: object, rows: int) -> Tensor | None:
-    """Ids of the rows that a cache is to have, checked."""
+    """Checks `cache_rows` and returns its unique ids in order, as int64 on the CPU."""
     if ids is None:
         return None
     if cache is None:
@@ -859,14 +860,14 @@ def _members(ids: object, cache: object, rows: int) -> Tensor | None:
     if members.numel() and not 0 <= int(members.min()) <= int(members.max()) < rows:
         bad = members[(members < 0) | (members >= rows)]
         raise IndexError(f"cache_rows: expected ids of {rows} rows, got {int(bad[0])}")
-    first: dict[int, None] = dict.fromkeys(members.tolist())  # in order, each once
+    first: dict[int, None] = dict.fromkeys(members.tolist())  # unique, in order
     return torch.tensor([*first], dtype=torch.int64)
 
 
 def opened(argument: str, source: Source, memory: MemoryKind) -> Rows:
-    """Rows as they are given, or those of a file, in this kind of memory.
+    """Opens a file as a HostTable in `memory`; returns tensors and HostTables unchanged.
 
-    Raises ValueError if a file has no field "weight"; no row is read then.
+    Raises ValueError if a file has no field "weight", before any row is read.
     """
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
@@ -887,7 +888,7 @@ def _check_fields(argument: str, source: str, fields: Sequence[str], table: str)
 
 
 def loadable(key: str, value: object, expected: tuple[int, ...]) -> Tensor:
-    """Raises TypeError or ValueError for what are no rows of this shape in a checkpoint."""
+    """Returns a checkpoint's rows; raises TypeError or ValueError for another shape or kind."""
     if (rows := _dense(key, value, "a tensor")).shape != expected:
         raise ValueError(
             f"size mismatch for {key}: copying a param with shape {tuple(rows.shape)} from"
@@ -904,7 +905,7 @@ def _shape_of(argument: str, rows: object, kinds: str) -> tuple[int, ...]:
 
 
 def _dense(argument: str, values: object, kinds: str) -> Tensor:
-    """Raises TypeError or ValueError for what is no tensor with dense elements to copy."""
+    """Returns `values`; raises TypeError or ValueError unless they are a dense tensor."""
     if not isinstance(values, Tensor):
         remedy = ": torch.as_tensor makes one of an array" if hasattr(values, "__array__") else ""
         raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}{remedy}")
@@ -920,7 +921,7 @@ def _dense(argument: str, values: object, kinds: str) -> Tensor:
 
 
 def _check_device(name: str, device: Device) -> None:
-    """Raises what is wrong unless lookups can give their rows on a device."""
+    """Raises NotImplementedError or RuntimeError if lookups cannot run on the device."""
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Reading all rows of a table, block after block."""
+"""Reads the rows of a table block by block, and checks counts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["blocks_of", "checked_count"]
 def blocks_of(
     trained_rows: TrainedRows, rows: slice, size: object, check: Callable[[], object]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of some rows of a table, as Embedding.blocks() gives them.
+    """Returns an iterator over blocks of some rows of a table, as Embedding.blocks() does.
 
-    `check` raises where they cannot be read: now, or at a later block, when that has changed.
+    `check` raises if the rows cannot be read: at once, and again before each block.
     """
     most = checked_count("rows", size, "the most rows of a block")
     check()
@@ -32,7 +32,7 @@ def blocks_of(
 
 
 def checked_count(argument: str, value: object, meaning: str, most: int | None = None) -> int:
-    """A count of 1 or more, and at most `most`; TypeError or ValueError for anything else."""
+    """Returns an int from 1 to `most`; raises TypeError or ValueError for anything else."""
     try:
         if isinstance(value, bool):
             raise TypeError

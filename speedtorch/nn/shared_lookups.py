@@ -1,4 +1,4 @@
-"""together: ranks compare and ask for the lookups of several modules at once."""
+"""together: ranks compare and request the lookups of several modules at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ids", "NoIds", "SharedLookups", "fail", "together", "trained"]
 
 
 class NoIds(NamedTuple):
-    """In the place of a lookup's ids: this rank has none, because of this error."""
+    """Replaces a lookup's ids on a rank that has no ids because of `error`."""
 
     error: Exception
 
@@ -27,25 +27,25 @@ _Lookups = TypeVar("_Lookups", bound="SharedLookups")
 
 
 class SharedLookups(ABC):
-    """The lookups of a module whose rows several ranks share."""
+    """Looks up rows of a module whose rows are sharded among ranks."""
 
     @abstractmethod
     def together(
         self: _Lookups, lookups: Sequence[tuple[_Lookups, Sequence[Ids], bool]]
     ) -> AbstractContextManager[None]:
-        """Within this, modules of the same ranks make, announce or plan these lookups at once.
+        """Within the context, modules of the same ranks run, announce or plan lookups at once.
 
-        The caller does so with just these, for each module with all of them or none. Each has the
-        ids of its lookups, and whether these are for a step.
+        `lookups` has, for each module, the ids of its lookups and whether they train. The caller
+        must use all of a module's lookups or none, and no others.
         """
 
 
 def together(
     parts: Mapping[RowModule, Sequence[Ids]], *, trains: bool | None = None
 ) -> AbstractContextManager[None]:
-    """Within this the caller makes, announces or plans the lookups of these ids, and no others.
+    """Within the context, the caller runs, announces or plans only the lookups of these ids.
 
-    `trains` says whether all of them are for a step; None: as lookups are now.
+    `trains` says whether all lookups train; by default as a lookup at the time of the call.
     """
     shared: list[tuple[SharedLookups, Sequence[Ids], bool]] = []
     for module, ids in parts.items():
@@ -56,7 +56,7 @@ def together(
 
 
 def fail(modules: Sequence[RowModule], error: Exception, *, announced: int = 0) -> None:
-    """As RowModule.fail, of a lookup of each module, or of announcing so many."""
+    """Calls RowModule.fail for a lookup of each module, or for `announced` announced ids."""
     none = [NoIds(error)] * (announced or 1)
     with together(dict.fromkeys(modules, none)):
         for module in modules:
@@ -64,5 +64,5 @@ def fail(modules: Sequence[RowModule], error: Exception, *, announced: int = 0) 
 
 
 def trained(modules: Iterable[RowModule]) -> list[RowModule]:
-    """The modules that train their rows: announcing to others does nothing."""
+    """Returns the modules with trained rows; announce() has no effect on frozen rows."""
     return [each for each in modules if each.trained_rows.parameter.requires_grad]

@@ -25,23 +25,22 @@ _DTYPES |= {dtype: dtype for dtype in _DTYPES.values()}
 class EmbeddingConfig:
     """One table of an EmbeddingCollection.
 
-    All fields but `group` are torchrec's, whose EmbeddingConfig may be given instead; its other
-    fields are for torchrec's sharding and have no effect. The first seven have torchrec's order:
-    give the others by name.
+    All fields except `group` are torchrec's. torchrec's EmbeddingConfig also works; its fields for
+    sharding have no effect. The first seven fields have torchrec's order. Pass the others by name.
 
     Attributes:
-        num_embeddings: Rows.
-        embedding_dim: Columns.
-        name: Of the table, without dots; none of the attributes of torch.nn.ModuleDict.
-        data_type: The elements of the rows: a torch.dtype, or torchrec's DataType.
-        feature_names: Features whose ids are rows of this table; by default one of its name.
-        weight_init_max: The largest first value; by default sqrt(1 / num_embeddings).
-        weight_init_min: The smallest; by default -sqrt(1 / num_embeddings).
-        init_fn: Gives first values instead, called as `HostTable.init_` calls it.
-        group: Tables of one group, embedding_dim and data_type are one parameter.
+        num_embeddings: Number of rows.
+        embedding_dim: Number of columns.
+        name: The table's name, without dots and not an attribute of torch.nn.ModuleDict.
+        data_type: The dtype of the rows: a torch.dtype, or torchrec's DataType.
+        feature_names: Features whose ids are rows of this table; by default the table's name.
+        weight_init_max: The largest initial value; by default sqrt(1 / num_embeddings).
+        weight_init_min: The smallest initial value; by default -sqrt(1 / num_embeddings).
+        init_fn: Initializes the rows instead, called as in `HostTable.init_`.
+        group: Tables with equal group, embedding_dim and data_type share one parameter.
 
     Raises:
-        TypeError, ValueError: By the collection that is given it: a field is missing or wrong.
+        TypeError, ValueError: The collection raises for a missing or wrong field.
 
     Example:
         >>> EmbeddingConfig(1000, 16, "user", feature_names=["user", "friend"]).feature_names
@@ -64,10 +63,10 @@ class EmbeddingBagConfig(EmbeddingConfig):
     """One table of an EmbeddingBagCollection.
 
     Attributes:
-        pooling: "sum" or "mean", or torchrec's PoolingType. All others as in EmbeddingConfig.
+        pooling: "sum" or "mean", or torchrec's PoolingType. Other fields: see EmbeddingConfig.
 
     Raises:
-        TypeError, ValueError: By the collection that is given it: a field is missing or wrong.
+        TypeError, ValueError: The collection raises for a missing or wrong field.
 
     Example:
         >>> import speedtorch
@@ -93,9 +92,9 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> Table:
-        """Reads a config of ours or of torchrec's.
+        """Reads a config of speedtorch or torchrec.
 
-        Raises TypeError for what is none, ValueError for what cannot be a table.
+        Raises TypeError for another type, and ValueError for a wrong field.
         """
         if missing := [each for each in _NEEDED if not hasattr(config, each)]:
             raise TypeError(
@@ -126,7 +125,7 @@ class Table(NamedTuple):
         low, high = -bound if low is None else low, bound if high is None else high
         if not low <= high:
             raise ValueError(f"{name}: weight_init_min is {low}, above weight_init_max, {high}")
-        # torchrec's configs make an init_fn of these bounds themselves: the same partial.
+        # torchrec's configs already build the same partial from these bounds as their init_fn.
         own = getattr(config, "init_fn", None)
         draw = own or partial(nn.init.uniform_, a=low, b=high)
         if isinstance(config.feature_names, str):

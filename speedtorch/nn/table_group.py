@@ -1,4 +1,4 @@
-"""TableGroup: the rows of several tables as those of one module."""
+"""TableGroup: several tables in one HostTable with one parameter."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["TableGroup"]
 
 
 class TableGroup(RowModule):
-    """Tables of one row layout, whose rows are those of one HostTable and of one parameter.
+    """Tables with equal row layout, which share one HostTable and one parameter.
 
-    Made by EmbeddingCollection and EmbeddingBagCollection, whose lookups it does.
+    EmbeddingCollection and EmbeddingBagCollection create groups and look up rows in them.
 
     Attributes:
-        weight: The parameter, which stands for all rows of all tables.
-        table: The HostTable with all of them.
-        ranges: Which rows are whose.
+        weight: The parameter of all rows of all tables.
+        table: The HostTable with all rows of all tables.
+        ranges: The range of rows of each table.
     """
 
     ranges: TableRanges
@@ -56,7 +56,7 @@ class TableGroup(RowModule):
         return f"{'tables' if len(names) > 1 else 'table'} {', '.join(names[:3])}{more}"
 
     def reset_parameters(self) -> None:
-        """Draws all rows anew as the tables' configs say."""
+        """Initializes all rows again as the tables' configs say."""
         for first, table in zip(self.ranges.firsts, self.ranges.tables, strict=True):
             rows = slice(first, first + table.rows)
             draw = LazyInit((table.draw,), random_seed(), None, rows)
@@ -64,28 +64,28 @@ class TableGroup(RowModule):
 
     @property
     def settings(self) -> dict[str, object]:
-        """See RowModule; how rows are looked up is said of each table."""
+        """See RowModule. Lookup settings are listed for each table."""
         return {
             f"table {each.name!r}": (each.rows, each.features, "mean" if each.mean else "sum")
             for each in self.ranges.tables
         } | self._stored_as()
 
     def extra_repr(self) -> str:
-        """The tables and their rows, and where these are."""
+        """The tables with their numbers of rows, the device and the kind of memory."""
         tables = ", ".join(f"{each.name}: {each.rows}" for each in self.ranges.tables)
         return f"{tables}; columns={self.embedding_dim}, {self.places()}"
 
     def resize(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises NotImplementedError: the collection knows its tables."""
+        """Raises NotImplementedError, because only the collection resizes tables."""
         name = self.ranges.tables[-1].name
         raise NotImplementedError(
             f"{self._called()}: a collection resizes its tables: collection.resize({name!r}, n)"
         )
 
     def resize_table(self, table: Table, rows: Tensor | None, follow: Callable[[], object]) -> None:
-        """Resizes one of the tables, of which there is another description; see Embedding.resize.
+        """Resizes one of the tables; see Embedding.resize. `table` is the new description.
 
-        `follow` is called before and after a change that is undone, and after one that is not.
+        `follow` is called after the change, and again after a change that an exception undoes.
         """
         before = self.ranges
         at = [each.name for each in before.tables].index(table.name)
@@ -100,28 +100,28 @@ class TableGroup(RowModule):
         self._insert(end, count, table.draw if rows is None else rows, followed)
 
     def ids_of(self, source: Source, *, planned: bool = False) -> TableIds:
-        """Ids of the group's features as rows, looked up or `planned` for that; see TableRanges."""
+        """Converts feature ids to row ids, for a lookup or `planned` ahead; see TableRanges."""
         device = self.trained_rows.exchange.held.device
         if self.lookups is self.trained_rows:
             return self.ranges.ids_of(source, device)
         return self.ranges.ids_of_rank(source, device, planned=planned)
 
     def checked(self, ids: TableIds) -> TableIds:
-        """The ids; raises IndexError for bad ones of the CPU that no other rank must hear of."""
+        """Returns `ids`; raises IndexError for bad ids on the CPU if rows are not sharded."""
         is_alone = self.lookups is self.trained_rows
         if is_alone and ids.rows.is_cpu and ids.rows.numpy().min(initial=0) < 0:
             raise self.ranges.explained(IndexError(), ids)
         return ids
 
     def announcement(self, *ids: Tensor) -> Callable[[], None]:
-        """As RowModule.announcement; an error about bad ids has the feature and the table."""
+        """See RowModule.announcement. Errors about bad ids name the feature and the table."""
         try:
             return super().announcement(*ids)
         except IndexError as error:
             raise self.ranges.explained(error) from None
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises NotImplementedError: the collection looks its tables up together."""
+        """Raises NotImplementedError, because the collection looks up all tables together."""
         raise NotImplementedError(
             f"{self._called()}: a collection looks its tables up together: call it with a dict of"
             " all features, collection({feature: ids, ...})[feature], or build a"
@@ -129,17 +129,17 @@ class TableGroup(RowModule):
         )
 
     def flush(self) -> None:
-        """As RowModule.flush; an error about bad ids has the feature and the table."""
+        """See RowModule.flush. Errors about bad ids name the feature and the table."""
         try:
             super().flush()
         except IndexError as error:
             raise self.ranges.explained(error) from None
 
     def look_up(self, ids: TableIds, weights: Tensor | None, *, pooled: bool) -> Tensor:
-        """The rows of ids `[ids, columns]`, or added up `[samples, features * columns]`.
+        """Returns the rows `[ids, columns]`, or pooled rows `[samples, features * columns]`.
 
-        Tables of 16 bits give float32, converted after the sum. Raises IndexError, with the feature
-        and the table, if an id is out of range.
+        Rows of 16 bits are converted to float32 after the sum. Raises IndexError with the feature
+        and the table if an id is out of range.
         """
         with as_plain():
             trains, rows = self._check_lookup(ids.rows), self.lookups
@@ -163,7 +163,7 @@ class TableGroup(RowModule):
             return found.view(ids.jagged.samples, len(self.ranges.features) * self.embedding_dim)
 
     # --------------------------------------------------------------------------------------------
-    # The tables are saved one by one, by the collection.
+    # The collection saves and loads each table.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass
@@ -173,7 +173,7 @@ class TableGroup(RowModule):
 
 
 class _PooledRows(torch.autograd.Function):
-    """Rows of ids, added up by bag."""
+    """Pools the rows of ids by bag."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bags: Bags) -> Tensor:

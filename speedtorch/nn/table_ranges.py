@@ -1,4 +1,4 @@
-"""TableRanges: tables as ranges of the rows of one, and ids of features as rows of it."""
+"""TableRanges: tables as row ranges of one table, and feature ids as its row ids."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from speedtorch.step.trained_rows import Bags
 
 __all__ = ["TableIds", "TableRanges"]
 
-# Lookups whose ids have been made rows: of each batch that prefetch has planned and of the one in
-# training four, if they have as many.
+# The lookups whose row ids are remembered: four for the current batch and for each batch that
+# prefetch has planned.
 _KEPT = 12
 
 
 class TableIds(NamedTuple):
-    """Ids of a batch as rows of a group."""
+    """The ids of a batch as row ids of a group."""
 
     rows: Tensor
-    """Of the one table that the group's tables are ranges of: `[ids]`, -1 where there is none."""
+    """Row ids in the group's table, `[ids]`; -1 for ids out of range."""
     bags: Bags
     jagged: Jagged
 
 
 class TableRanges:
-    """Tables of one row layout, each a range of the rows of one.
+    """Tables with equal row layout, as ranges of the rows of one table.
 
     Attributes:
         tables: The tables, in order.
-        firsts: The first row of each.
-        features: Each table's number and the name of each of its features, in order.
-        keys: The features' names.
-        rows: Of all tables.
+        firsts: The first row of each table.
+        features: Pairs of a table's position and a feature name, in order.
+        keys: The feature names.
+        rows: The number of rows of all tables.
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:
@@ -54,22 +54,22 @@ class TableRanges:
         self._means: dict[torch.device, Tensor] = {}
         self._known = _Known()
         self._awaited: list[_Entry] = []
-        """Ids of this rank, for as long as their rows are kept."""
+        """Ids of this rank, until their row ids are garbage collected."""
 
     def range_of(self, name: str) -> slice:
-        """The rows of a table."""
+        """Returns the rows of a table."""
         at = [each.name for each in self.tables].index(name)
         return slice(self.firsts[at], self.firsts[at] + self.tables[at].rows)
 
     def ids_of(self, source: Source, device: torch.device) -> TableIds:
-        """Ids of the features as rows; where a GPU takes part, once for the tensors of the ids.
+        """Converts feature ids to row ids, and on a GPU reuses the result for the same tensors.
 
-        Nothing waits. Bad ids are found by the lookup; see explained().
+        The call waits for no device. The lookup finds bad ids; see explained().
         """
         if device.type == "cpu" and not any(each.is_cuda for each in source.tensors):
-            # Ids that were announced or planned ahead are known by the values of these rows.
+            # Announced or planned ids on the CPU are recognized by the values of their row ids.
             return self._made(source.read(device), device)
-        # A CUDA graph makes the rows itself, of what its inputs are then.
+        # A CUDA graph must convert ids itself, because its inputs change with each replay.
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         known = self._known.find(source, place)
         if known is None:
@@ -79,21 +79,21 @@ class TableRanges:
         return known
 
     def ids_of_rank(self, source: Source, device: torch.device, *, planned: bool) -> TableIds:
-        """As `ids_of`, where other ranks look up theirs.
+        """Converts feature ids to row ids as ids_of() does, if rows are sharded among ranks.
 
-        Ids of other tensors are never taken for these: on other ranks their values may differ. Nor
-        is what is `planned` ahead forgotten for others; a lookup's ids serve that alone. Bad ids
-        are found by the lookup, on all ranks.
+        Only the same tensors reuse a result, because values may differ on other ranks. Results that
+        are `planned` ahead are never evicted for others. A lookup's ids serve only that lookup. The
+        lookup finds bad ids on all ranks.
         """
         place = (device, False)
         self._awaited = [each for each in self._awaited if each[-1]() is not None]
         known = _find(self._awaited, source, place)
         if known is None:
             tensors = source.tensors if planned else []
-            # These tensors, and of the values that they had, which NumPy may have changed.
+            # The same tensors with unchanged values, because NumPy may have changed the values.
             seen = [SeenTensors(tensors, device, unread=True), SeenTensors(tensors, device)]
             known = self._made(source.read(device), device)
-            form = source.form if planned else None  # which no features have
+            form = source.form if planned else None  # no features have the form None
             self._awaited.append((form, seen, place, _while_kept(known)))
         return known
 
@@ -114,7 +114,7 @@ class TableRanges:
         return TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
 
     def explained(self, error: IndexError, latest: TableIds | None = None) -> IndexError:
-        """An error about bad ids with the feature and the table, if the ids can still be found."""
+        """Returns an error with feature and table, if the bad ids are still known, or `error`."""
         before = [made() for *_, made in (*self._known, *self._awaited)]
         for ids in reversed([*before, latest]):
             if ids is not None and (named := self._bad_id(ids)) is not None:
@@ -141,17 +141,17 @@ class TableRanges:
 
 
 _Place = tuple[torch.device, bool]
-"""A device, and whether a CUDA graph is captured there."""
+"""A device, and whether a CUDA graph is being captured on it."""
 
 
 _Entry = tuple[Hashable, list[SeenTensors], _Place, Callable[[], TableIds | None]]
-"""The form of a source, its tensors, and what they were made, if that is still there."""
+"""The form and tensors of a source, the place, and a function that returns the result or None."""
 
 
 def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds | None:
-    """What the tensors of a source were made, if they are known to be the same."""
+    """Returns the row ids of a source, if its tensors are known to be unchanged."""
     for form, seen, where, made in reversed(entries):
-        # Of one form: as many.
+        # An equal form also means an equal number of tensors.
         same_form = (form, where) == (source.form, place)
         if same_form and all(each.are(source.tensors) for each in seen):
             return made()
@@ -159,13 +159,13 @@ def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds 
 
 
 def _while_kept(ids: TableIds) -> Callable[[], TableIds | None]:
-    """Gives them for as long as their rows are kept elsewhere."""
+    """Returns a function that returns `ids` while their row ids are alive elsewhere."""
     rows, bags, jagged = weakref.ref(ids.rows), ids.bags, ids.jagged
     return lambda: None if (kept := rows()) is None else TableIds(kept, bags, jagged)
 
 
 class _Known(deque[_Entry]):
-    """Ids that were made rows before; a copy of a module begins without."""
+    """The latest converted ids. A deep copy of a module starts empty."""
 
     def __init__(self, ids: Iterable[Any] = ()) -> None:
         super().__init__(ids, maxlen=_KEPT)
@@ -174,7 +174,7 @@ class _Known(deque[_Entry]):
         return _Known()
 
     def find(self, source: Source, place: _Place) -> TableIds | None:
-        """What the tensors of a source were made, if they are known to be the same."""
+        """Returns the row ids of a source, if its tensors are known to be unchanged."""
         if any(captured != place[1] for _, _, (_, captured), _ in self):
-            self.clear()  # of another capture, or of none
+            self.clear()  # entries are from another capture state
         return _find(self, source, place)

@@ -1,4 +1,4 @@
-"""Tables: what the attributes `embedding_bags` and `embeddings` of the collections are."""
+"""Tables: the attributes `embedding_bags` and `embeddings` of the collections."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def check_readable(emb: object) -> None:
 
 
 class Tables(nn.Module):
-    """The tables of a collection by name, read, saved and loaded as a torch.nn.ModuleDict's.
+    """The tables of a collection by name, read, saved and loaded like a torch.nn.ModuleDict.
 
-    Its modules are the groups, since a group has one parameter. A group's name is that of its
-    table, or of its tables with "+" between them, so that every name of a parameter names its
-    tables: `embedding_bags.user+item.weight`.
+    The submodules are the groups, because a group has one parameter. A group's name joins the names
+    of its tables with "+", so that a parameter's name contains its tables, such as
+    `embedding_bags.user+item.weight`.
     """
 
     def __init__(self, groups: Sequence[TableGroup], names: Sequence[str]) -> None:
-        """`names` are those of the tables, in order."""
+        """`names` are the table names, in order."""
         super().__init__()
         self._names = list(names)
         for name in names:
@@ -77,7 +77,7 @@ class Tables(nn.Module):
         except AttributeError:
             if name not in self:
                 raise
-        return self[name]  # torch.distributed.checkpoint goes by the keys of a state_dict
+        return self[name]  # torch.distributed.checkpoint resolves the keys of a state_dict
 
     def __contains__(self, name: object) -> bool:
         return name in places_of(self)
@@ -89,15 +89,15 @@ class Tables(nn.Module):
         return len(places_of(self))
 
     def keys(self) -> Iterator[str]:
-        """The tables' names."""
+        """Returns the table names."""
         return iter(self)
 
     def values(self) -> Iterator[TableGroup | JoinedTable]:
-        """The tables."""
+        """Returns the tables."""
         return (self[name] for name in self)
 
     def items(self) -> Iterator[tuple[str, TableGroup | JoinedTable]]:
-        """Each table's name and the table."""
+        """Returns pairs of a table name and its table."""
         return ((name, self[name]) for name in self)
 
     # --------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Tables(nn.Module):
                 group.trained_rows.load_some(loadable(key, state_dict[key], shape), rows.start)
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{error}.")
-        # torch's set_state_dict adds the parameters themselves if it is given a full state_dict.
+        # torch's set_state_dict adds the parameters themselves to a full state_dict.
         own = {f"{prefix}{joined}.weight": group.weight for joined, group in groups}
         if strict:
             given = [key for key in state_dict if key.startswith(prefix)]
@@ -145,7 +145,7 @@ class Tables(nn.Module):
             )
 
 
-# Functions, since a table may have the name of a method no more than torch's own.
+# Functions instead of methods, because no table can have the name of a method of Tables.
 
 
 def groups_of(tables: Tables) -> list[TableGroup]:
@@ -155,7 +155,7 @@ def groups_of(tables: Tables) -> list[TableGroup]:
 
 
 def places_of(tables: Tables) -> dict[str, tuple[TableGroup, slice]]:
-    """Each table's group and its rows there, in table order."""
+    """Returns (group, rows in the group) by table name, in table order."""
     places = {
         table.name: (group, group.ranges.range_of(table.name))
         for group in groups_of(tables)
@@ -165,7 +165,7 @@ def places_of(tables: Tables) -> dict[str, tuple[TableGroup, slice]]:
 
 
 def place_of(tables: Tables, name: str) -> tuple[TableGroup, slice]:
-    """A table's group and its rows there; KeyError if there is no such table."""
+    """Returns a table's group and its rows in the group; raises KeyError for unknown names."""
     places = places_of(tables)
     if name not in places:
         raise KeyError(f"{name!r} is none of the tables {list(places)}")
@@ -173,19 +173,19 @@ def place_of(tables: Tables, name: str) -> tuple[TableGroup, slice]:
 
 
 def rows_of(tables: Tables, name: str) -> Tensor:
-    """All rows of a table in its memory, as they are now; they may be written to.
+    """Returns the current rows of a table in its memory; the caller may write to them.
 
-    Raises KeyError if there is no such table, RuntimeError if other ranks have some of the rows.
+    Raises KeyError if there is no such table, and RuntimeError if ranks share the rows.
     """
     return _Part(name, *place_of(tables, name)).all_rows()
 
 
 class JoinedTable:
-    """A table that is one of several in its group, with the rows of that table alone.
+    """A table that shares its group with other tables.
 
     Attributes:
-        num_embeddings: Its rows.
-        embedding_dim: Its columns.
+        num_embeddings: The table's number of rows.
+        embedding_dim: The table's number of columns.
     """
 
     def __init__(self, name: str, group: TableGroup, rows: slice) -> None:
@@ -194,12 +194,12 @@ class JoinedTable:
 
     @property
     def weight(self) -> TableWeight:
-        """All rows `[num_embeddings, embedding_dim]`, read and written in host memory."""
+        """The table's rows `[num_embeddings, embedding_dim]`, in host memory."""
         return self._weight
 
     @weight.setter
     def weight(self, value: object) -> None:
-        if value is not self._weight:  # which `weight *= 2` assigns
+        if value is not self._weight:  # `weight *= 2` assigns the same object
             part = self._weight._part
             raise AttributeError(
                 f"table {part.name!r}: its weight cannot be replaced: write to it, for instance by"
@@ -207,22 +207,22 @@ class JoinedTable:
             )
 
     def blocks(self, rows: int = 65_536) -> Iterator[tuple[int, Tensor]]:
-        """Iterates over the table's rows, block after block, as Embedding.blocks() does."""
+        """Iterates over the table's rows in blocks, as Embedding.blocks() does."""
         part = self._weight._part
         return blocks_of(part.group.trained_rows, part.rows, rows, part.refuse_share)
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The table's rows as a NumPy array, a view of them, as Embedding.numpy() gives."""
+        """Returns a view of the table's rows as a NumPy array, as Embedding.numpy() does."""
         part = self._weight._part
         part.refuse_share()
         return part.group.numpy()[part.rows]
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises NotImplementedError: the collection looks its tables up together."""
+        """Raises NotImplementedError, because the collection looks up all tables together."""
         self._weight._part.group.forward(*args, **kwargs)
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        # Names with "_" are those that copy, pickle and torch ask for on their own.
+        # copy, pickle and torch probe for names that begin with "_".
         if attribute.startswith("_"):
             raise AttributeError(attribute)
         raise AttributeError(self._weight._part.has_no(attribute))
@@ -233,23 +233,23 @@ class JoinedTable:
 
 
 Readable: TypeAlias = RowModule | JoinedTable
-"""What gives all rows by blocks()."""
+"""A module or table whose blocks() reads all rows."""
 
 
 class _Part(NamedTuple):
-    """Some rows of a group."""
+    """The rows of one table in a group."""
 
     name: str
     group: TableGroup
     rows: slice
 
     def all_rows(self) -> Tensor:
-        """As `rows_of`."""
+        """See rows_of()."""
         self.refuse_share()
         return self.group.table["weight"][self.rows]
 
     def refuse_share(self) -> None:
-        """Raises RuntimeError where this rank has some of the rows alone."""
+        """Raises RuntimeError if this rank has only a shard of the rows."""
         if self.group.trained_rows.table.portion is not None:
             raise RuntimeError(
                 f"table {self.name!r}: this rank has a share of its rows: read them from"
@@ -267,16 +267,16 @@ class _Part(NamedTuple):
 
 
 class TableWeight(Tensor):
-    """The rows of a table that is one of several in its group; it is no parameter.
+    """The rows of a table that shares its group. A TableWeight is not a parameter.
 
-    Reading its shape or dtype takes no memory. Every other function of torch works on the rows in
-    the table's memory, as they are at that time.
+    Reading the shape or dtype takes no memory. Every other torch function works on the table's
+    memory, with the rows that are current at the call.
     """
 
     _part: _Part
 
     def __new__(cls, part: _Part) -> TableWeight:
-        """Has the extents of the rows, and the memory of one element."""
+        """Creates a tensor with the shape of the rows and the memory of one element."""
         extents = part.rows.stop - part.rows.start, part.group.embedding_dim
         with as_plain():
             one = torch.empty(1, dtype=part.group.trained_rows.table.stored_dtype, device="cpu")
@@ -311,12 +311,12 @@ class TableWeight(Tensor):
 
             args, kwargs = tree_map(real, (tuple(args), kwargs or {}))
             answer = func(*args, **kwargs)
-            # In-place methods return the TableWeight itself.
+            # In-place methods must return the TableWeight itself.
             is_itself = isinstance(weight, TableWeight) and answer is made.get(id(weight))
             return weight if is_itself else answer
 
 
-# Without an error, these would silently describe a tensor that is no parameter.
+# Without an error, these would silently describe a tensor that is not a parameter.
 _OF_PARAMETERS = frozenset({"grad", "requires_grad", "requires_grad_", "retain_grad", "is_leaf"})
 _EXTENTS = frozenset({"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__"})
 _EXTENTS |= {"dtype", "device", "layout", "is_cuda", "is_cpu", "is_floating_point", "__hash__"}

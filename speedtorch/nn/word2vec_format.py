@@ -1,4 +1,4 @@
-"""save_word2vec_format: rows and their words as the file of vectors that word2vec writes."""
+"""save_word2vec_format: writes rows and their words in the file format of word2vec."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from speedtorch.table.progress import progress_bar
 
 __all__ = ["save_word2vec_format"]
 
-# Bytes of float32 that are written at once; text takes about fifty times as much meanwhile.
+# Bytes of float32 in one write; text needs about fifty times as much memory during the write.
 _BINARY_BLOCK = 16 << 20
 _TEXT_BLOCK = 1 << 20
-# What ends a word for word2vec's own reader, and for gensim's.
+# Characters that end a word in the readers of word2vec and gensim.
 _ENDS = frozenset(" \t\n\v\f\r")
 
 
@@ -31,30 +31,30 @@ def save_word2vec_format(
     binary: bool = True,
     progress: bool | None = None,
 ) -> None:
-    r"""Writes a table and the words of its rows as `KeyedVectors.load_word2vec_format` reads them.
+    r"""Writes a table and the words of its rows for `KeyedVectors.load_word2vec_format`.
 
-    That is the format of word2vec and gensim: a line `rows columns`, then for each row the word in
-    UTF-8, a space, the numbers and a newline. Numbers are float32, little-endian; with
-    `binary=False` they are decimal text from which float32 is read back bit for bit. Rows of other
-    dtypes are converted to float32. The file is not compressed, whatever its name.
+    The format of word2vec and gensim is a line `rows columns`, then for each row the word in UTF-8,
+    a space, the numbers and a newline. Numbers are little-endian float32. With `binary=False` they
+    are decimal text, from which a reader gets bitwise identical float32. Rows of other dtypes are
+    converted to float32. The file is not compressed, whatever its name is.
 
-    Rows are read by blocks, as `emb.blocks()` gives them. A file that is there already stays until
-    the new one is whole and on the disk.
+    Rows are read in blocks by `emb.blocks()`. An existing file is replaced only after the new file
+    is complete and on the disk.
 
     Args:
         emb: An Embedding or EmbeddingBag, or a table of a collection.
         path: The file.
-        words: A word for each row, in the order of the ids, all different.
-        binary: Numbers as bytes, or as text, which is larger and slower to read.
+        words: A unique word for each row, in the order of the ids.
+        binary: Write numbers as bytes. Text (False) is larger and slower to read.
         progress: As for nearest_neighbors.
 
     Raises:
-        TypeError: `emb` is no Embedding, EmbeddingBag or table of a collection, its rows are
-            complex, or `words` is no sequence of str.
-        ValueError: There are more or fewer words than rows, or a word is empty, has a space, a tab
-            or a line end within, is there twice, or cannot be written as UTF-8.
-        RuntimeError: Ranks share the rows out.
-        OSError: The disk is full, or another file call failed. In all these cases nothing has been
+        TypeError: `emb` is not an Embedding, EmbeddingBag or table of a collection, its rows are
+            complex, or `words` is not a sequence of str.
+        ValueError: There are more or fewer words than rows, or a word is empty, contains a space,
+            a tab or a line end, is repeated, or has no UTF-8 encoding.
+        RuntimeError: Ranks share the rows.
+        OSError: The disk is full, or another file call failed. In all these cases nothing was
             written.
 
     Example:
@@ -88,7 +88,7 @@ def save_word2vec_format(
 
 
 def _checked(words: object, rows: int) -> list[str]:
-    """The words, in a list of their own; raises TypeError or ValueError if they do not fit."""
+    """Returns a list of the words; raises TypeError or ValueError if they are invalid."""
     is_sequence = hasattr(words, "__len__") and hasattr(words, "__getitem__")
     if not is_sequence or isinstance(words, str | bytes | Mapping | Set):
         raise TypeError(f"words: expected a sequence of str, got {type(words).__name__}")
@@ -122,7 +122,7 @@ def _binary_lines(words: Sequence[str], rows: Tensor) -> Iterable[bytes]:
 
 
 def _text_lines(words: Sequence[str], rows: Tensor) -> Iterable[bytes]:
-    # The shortest decimal numbers that are read back as these.
+    # The shortest decimal numbers that read back as the same float32.
     numbers = rows.numpy().astype(np.str_).tolist()
     for word, row in zip(words, numbers, strict=True):
         yield f"{' '.join([word, *row])}\n".encode()
