@@ -71,6 +71,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             of them already; another optimizer is attached to one of them; the optimizer is a copy
             of an attached one, or the probe raises; or the bytes of a cache hold no row with its
             state. Nothing has changed.
+        NotImplementedError: the optimizer's class overrides a step() of a base class, and the step
+            cannot be tried out.
         RuntimeError: a captured CUDA graph uses the rows.
         MemoryError: memory is too small for the state or for the probe (on a GPU
             torch.OutOfMemoryError). Nothing has changed.
