@@ -1,4 +1,4 @@
-"""Announcements: the ids that were announced to a table, and the step that they belong to."""
+"""Announcements: the ids that announce() named for a table and that no lookup has named yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speedtorch.step.step import Batch, Step
 __all__ = ["Announced", "Announcements", "refuse_partial_step"]
 
 Plan: TypeAlias = Callable[[Sequence[Tensor]], Batch]
-"""Plans the ids of a step, part by part."""
+"""Plans a batch of the ids of a step, one tensor a lookup."""
 
 
 class Announced(NamedTuple):
@@ -22,42 +22,42 @@ class Announced(NamedTuple):
 
     parts: tuple[Tensor, ...]
     begins: tuple[int, ...]
-    """Which part is the first of each announce()."""
+    """The index of the first part of each announce()."""
     batch: Batch
-    """The plan of all parts."""
+    """The batch plan of all parts."""
 
 
 class Announcements:
-    """Announced ids of which no lookup has come yet; what is given up brings no row into a step.
+    """Announced ids that wait for a lookup; ids that are given up load no row.
 
-    announce() plans ids and moves no row. From then on:
+    announce() plans ids and moves no row. Then these rules hold:
 
-    1. The first lookup of an announced tensor brings the rows of all tensors of its announce(), and
-       of every announce() after that. What was announced before it is given up.
-    2. A lookup of other ids brings its own rows alone. The announced ids wait.
-    3. An announce() that follows a zero_grad() or an error begins a new batch, whose rows need no
-       room beside those of the batch before. That one is not given up yet; rule 1 decides.
-    4. A lookup without ids brings rows of the latest batch alone, unless that may be given up.
-    5. A step of the rows' optimizer and load_state_dict() give up all that waits.
+    1. The first lookup of an announced tensor loads the rows of all tensors of its announce() and
+       of every later announce(). Earlier announced ids are given up.
+    2. A lookup of other ids loads only its own rows. The announced ids wait.
+    3. An announce() after zero_grad() or an error begins a new batch, whose rows do not share the
+       capacity with the batch before. The batch before still waits; rule 1 decides.
+    4. An empty lookup loads rows only of the latest batch, unless that batch may be given up.
+    5. A step of the rows' optimizer and load_state_dict() give up all waiting ids.
 
-    So zero_grad() alone gives nothing up: it may stand between announce() and the lookups.
+    zero_grad() gives nothing up by itself, so it may run between announce() and the lookups.
     """
 
     def __init__(self) -> None:
         self.latest: Announced | None = None
-        """The batch that was announced last, and waits."""
+        """The waiting batch that was announced last."""
         self._before: Announced | None = None
-        """The batch before that."""
+        """The batch before `latest`, if it waits."""
         self._is_over = False
         """Whether the next announce() begins a new batch."""
         self.batches_over = 0
         """How often a batch has ended, or may have been given up."""
 
     def planned(self, parts: Sequence[Tensor], plan: Plan) -> Announced:
-        """What add() is to announce: these ids beside those of their batch; nothing has changed.
+        """Plans these ids with the waiting ids of their batch, for add(); changes nothing.
 
-        Raises IndexError or RuntimeError if the rows are held on the CPU and cannot be those of a
-        step.
+        Raises IndexError or RuntimeError if the rows are on the CPU and the ids are out of range or
+        exceed the capacity.
         """
         latest = None if self._is_over else self.latest
         if latest is None:
@@ -65,34 +65,34 @@ class Announcements:
         return _planned([*latest.parts, *parts], (*latest.begins, len(latest.parts)), plan)
 
     def add(self, announced: Announced) -> None:
-        """Lets ids of planned() wait for their lookups."""
+        """Stores the result of planned(), whose ids then wait for their lookups."""
         if self._is_over:
             self._before, self._is_over = self.latest, False
         self.latest = announced
 
     def end_batch(self) -> None:
-        """Lets the next announce() begin a new batch."""
+        """Makes the next announce() begin a new batch."""
         self._is_over = self.latest is not None
 
     def note_end(self) -> None:
-        """Called where a batch may have been given up."""
+        """Called when a batch may have been given up."""
         self.batches_over += 1
         self.end_batch()
 
     def give_up(self) -> None:
-        """Gives up all that waits, as a batch that has ended."""
+        """Gives up all waiting ids and counts a batch as ended."""
         self.batches_over += 1
         self.forget()
 
     def forget(self) -> None:
-        """Gives up all that waits."""
+        """Gives up all waiting ids."""
         self.latest, self._before, self._is_over = None, None, False
 
     def of(self, ids: Tensor, device: torch.device, plan: Plan) -> tuple[Announced, int] | None:
-        """What a lookup of these ids brings, and which part they are, if they are known to be one.
+        """Returns the waiting ids that a lookup of `ids` loads, and the index of its part in them.
 
-        Raises IndexError or RuntimeError if announced ids cannot be those of a step; all are given
-        up then.
+        Returns None if `ids` are not known to be announced. If announced ids are out of range or
+        exceed the capacity, gives up all waiting ids and raises IndexError or RuntimeError.
         """
         if (latest := self.latest) is None:
             return None
@@ -102,7 +102,7 @@ class Announcements:
             latest.batch.count()
             after: tuple[Tensor, ...] = ()
             waiting: tuple[Announced | None, ...] = (latest, self._before)
-            if ids.numel() == 0:  # as any other empty tensor, of whatever batch
+            if ids.numel() == 0:  # equals the empty tensors of every batch
                 waiting = () if self._is_over else (latest,)
             for announced in waiting:
                 if announced is None or (part := announced.batch.parts.part_of(ids)) is None:
@@ -122,7 +122,7 @@ class Announcements:
 
     @property
     def certain(self) -> Announced | None:
-        """What waits, if nothing says that it may have been given up."""
+        """The waiting batch, or None if it may have been given up."""
         return None if self._is_over else self.latest
 
 
@@ -136,12 +136,12 @@ def _planned(parts: Sequence[Tensor], begins: tuple[int, ...], plan: Plan) -> An
 def refuse_partial_step(
     name: str, now: Step, unseen: Sequence[tuple[int, int]], padding: int | None
 ) -> None:
-    """Raises RuntimeError if lookups of a step have named some announced tensors and others not.
+    """Raises RuntimeError if a step looked up some announced tensors but not others.
 
-    Its optimizer would change rows that were announced in vain, other than the padding's. `unseen`
-    are those of Step.unseen(). A lookup of other tensors, as of a slice or of a copy on another
-    device, may have named any: ids on the CPU are compared then, and those of a GPU, for which the
-    host would wait, raise nothing.
+    The optimizer would change announced rows without a gradient, other than the padding row.
+    `unseen` comes from Step.unseen(). A lookup of another tensor, such as a slice or a copy on
+    another device, may have named the same ids. Ids on the CPU are then compared. Ids on a GPU
+    raise nothing, because the host would have to wait for them.
     """
     looked_up = [
         (batch.parts.values(part), number in now.planned)

@@ -1,4 +1,4 @@
-"""BlockMemory: a RowMemory that keeps the rows of its steps in FixedBlocks."""
+"""BlockMemory: a RowMemory that stores the rows of its steps in FixedBlocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["BlockMemory"]
 
 
 class BlockMemory(RowMemory):
-    """Rows of at most `capacity` a step, in memory that all steps and CUDA graphs share.
+    """Memory for at most `capacity` rows a step, shared by all steps and CUDA graphs.
 
     Args:
         held: The rows of the current step.
-        capacity: For a table of as many rows. The capacity of a smaller one is all its rows.
+        capacity: The most rows of a step. A table with fewer rows has its rows as the capacity.
     """
 
     capacity: int
@@ -40,13 +40,13 @@ class BlockMemory(RowMemory):
         self._blocks.use(store)
 
     def nothing(self) -> tuple[Tensor, Rows]:
-        """As RowMemory.nothing; the table may have another number of rows."""
+        """As RowMemory.nothing; limits the capacity to the table's present number of rows."""
         self.capacity = min(self._most, self.held.store.whole_rows)
         self._blocks.forget(self.capacity)
         return torch.empty(0, dtype=torch.int64, device=self.held.device), self._no_rows()
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
-        """As RowMemory.ids_of: nothing waits before they are asked for."""
+        """As RowMemory.ids_of; the host waits only when the returned function is called."""
         return partial(self._blocks.ids_held, self._blocks.begun) if step.batches else step.ids
 
     def _no_rows(self) -> Rows:
@@ -74,16 +74,16 @@ class BlockMemory(RowMemory):
         yield from self._blocks.tensors()
 
     def _take(self, *, stepped: bool = False) -> bool:
-        """Takes the held rows to their blocks; whether they were elsewhere."""
+        """Copies the step's rows to the blocks; returns whether they were in other memory."""
         held = self.held
         blocks, view, now = self._blocks, held.view, held.now
-        # Where an exception has left the blocks of other fields, the table has all rows; and rows
-        # that a step is not known to have changed are where a CUDA graph changes them.
+        # If an exception left blocks of other fields, the table has all rows. Rows that no step is
+        # known to have changed are in the blocks, where a CUDA graph changes them.
         if not (blocks.are_for(held.device, held.fields) and blocks.have(now.rows)):
             return False
         taken = (stepped or now.copy is Copy.DIRTY) and blocks.take(view.rows_of(now))
         if taken:
-            blocks.clear_others()  # whatever an optimizer that failed has left there
+            blocks.clear_others()  # an optimizer that failed may have written there
         return taken
 
     def after_step(self) -> None:
@@ -102,9 +102,9 @@ class BlockMemory(RowMemory):
         return self._blocks.is_halted if self.held.now.batches else None
 
     def stop(self, fault: Tensor) -> None:
-        """Where `fault`, `[1]` on the device, is not 0: rows go to the table, and none is stepped.
+        """If `fault`, `[1]` on the device, is not 0: writes rows back, then steps no row.
 
-        Until resume(), which the caller calls after it has raised why. Called within a turn.
+        The caller holds `turn`. After the caller raises the error, it calls resume().
         """
         if self.held.now.batches:
             self._blocks.stop(fault)

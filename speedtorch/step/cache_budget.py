@@ -1,4 +1,4 @@
-"""CacheBudget: bytes of a device that the caches of several tables share."""
+"""CacheBudget: device memory that the caches of several tables share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["CacheBudget", "CachedRows", "Need", "even_shares"]
 
 
 class Need(NamedTuple):
-    """How large a cache of a table can become."""
+    """The size of a cache of all rows of a table."""
 
     rows: int
     row_bytes: int
-    """Of a row with its optimizer state."""
+    """Bytes of a row with its optimizer state."""
 
     @property
     def slot_bytes(self) -> int:
@@ -32,7 +32,7 @@ class Need(NamedTuple):
         return self.rows * self.slot_bytes
 
     def slots(self, nbytes: int) -> int:
-        """The slots of a cache of so many bytes."""
+        """The number of slots of a cache of `nbytes`."""
         return min(self.rows, nbytes // self.slot_bytes)
 
 
@@ -41,29 +41,29 @@ class CachedRows(Protocol):
 
     @property
     def exchange(self) -> Any:
-        """What moves the rows, and knows whether a CUDA graph uses them."""
+        """The Exchange of the rows; its memory knows whether a CUDA graph uses them."""
 
     @property
     def cache_bytes(self) -> int | None:
-        """The bytes that the cache was given, if there is one."""
+        """Bytes assigned to the cache, or None without a cache."""
 
     def cache_need(self) -> Need:
-        """What a cache of all rows takes."""
+        """The size of a cache of all rows."""
 
     def cache(
         self, nbytes: int | None, members: Tensor | None = None, budget: CacheBudget | None = None
     ) -> None:
-        """Gives the rows a cache of so many bytes."""
+        """Replaces the cache by a new cache of `nbytes`, or by none if `nbytes` is None."""
 
 
 class CacheBudget:
-    """Bytes that caches share: one row at least for each table, and then as evenly as they need.
+    """Bytes that caches share: at least one row for each table, the rest as evenly as needed.
 
-    Optimizer state that is attached and rows that are added change what tables need, and `share()`
-    divides the bytes anew. A cache that a CUDA graph uses keeps its bytes.
+    New optimizer state and new rows change the needs of tables; `share()` then divides the bytes
+    again. A cache that a CUDA graph uses keeps its size.
 
     Args:
-        nbytes: How many there are.
+        nbytes: The bytes of all caches together.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -72,14 +72,14 @@ class CacheBudget:
         self._members = weakref.WeakKeyDictionary()
 
     def add(self, owner: object, rows: CachedRows, members: Tensor | None = None) -> None:
-        """Shares the bytes with the rows of `owner`, in place of rows that it had before.
+        """Adds the rows of `owner` to the budget; replaces rows that `owner` added before.
 
-        With `members` only rows with these ids have slots.
+        `members`: Ids of the only rows that have slots.
         """
         self._members[owner] = (rows, members)
 
     def remove(self, owner: object) -> None:
-        """Ends add()."""
+        """Removes the rows of `owner` from the budget."""
         self._members.pop(owner, None)
 
     def check(self, changed: Mapping[CachedRows, Need]) -> None:
@@ -87,10 +87,10 @@ class CacheBudget:
         self._open(changed)
 
     def share(self, changed: Mapping[CachedRows, Need] | None = None) -> None:
-        """Gives each cache its share; one whose number of slots stays the same stays as it is.
+        """Assigns each cache its share; replaces only caches whose number of slots changes.
 
-        With `changed` as tables are about to need them. Raises ValueError if the bytes are too few;
-        nothing has changed then.
+        `changed`: New needs of tables that are about to change. Raises ValueError before any change
+        if the bytes are too few.
         """
         changed, members = changed or {}, dict(self._members.values())
         for rows, share in self._shares(changed).items():
@@ -99,19 +99,19 @@ class CacheBudget:
                 rows.cache(share, members[rows], self)
 
     def share_anew(self) -> None:
-        """As share(), with caches that hold no row yet."""
+        """As share(), but replaces every cache by an empty cache."""
         members = dict(self._members.values())
         for rows, share in self._shares({}).items():
             rows.cache(share, members[rows], self)
 
     def copied(self, owner: object, memo: dict[int, Any]) -> CacheBudget:
-        """A budget for the copies that a deep copy makes of owners, with the bytes of those."""
+        """The budget of deep copies of owners; adds the share of `owner` to its bytes."""
         made: CacheBudget = memo.setdefault(id(self), CacheBudget(0))
         made.nbytes += self._shares({}).get(self._members[owner][0], 0)
         return made
 
     def _open(self, changed: Mapping[CachedRows, Need]) -> tuple[dict[CachedRows, Need], int]:
-        """The tables whose caches may change, and the bytes that there are for them."""
+        """The tables whose caches may change, with their needs, and the bytes for them."""
         needs = {rows: changed.get(rows) or rows.cache_need() for rows, _ in self._members.values()}
         captured = [rows for rows in needs if rows.exchange.memory.is_captured]
         in_graphs = sum(rows.cache_bytes or 0 for rows in captured)
@@ -137,9 +137,9 @@ class CacheBudget:
 
 
 def even_shares(bounds: Sequence[tuple[int, int]], total: int) -> list[int]:
-    """Shares of a total, as even as the least and the most of each let them be.
+    """Divides a total as evenly as the (minimum, maximum) of each share in `bounds` allows.
 
-    The total is at least the sum of the least. What exceeds the sum of the most is divided evenly.
+    The total must reach the sum of minimums. Bytes beyond the sum of maximums are divided evenly.
     """
 
     def shares(level: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""CachedStore: rows of a table of which those that are loaded most often are on the device."""
+"""CachedStore: the rows of a table, with a cache of the most used rows on the device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["CachedStore"]
 
 
 class CachedStore(RowStore):
-    """As RowStore, with a cache of so many bytes on the device.
+    """A RowStore with a cache of `nbytes` on the device.
 
-    Rows leave for it at once: most of them do not cross the link.
+    Rows are written back at once, because most are copied to the cache and not over the link.
 
     Args:
-        name: What errors call it.
+        name: The module's name in errors.
         table, held_dtype, rounding: As for RowStore.
-        nbytes: Of the cache's rows and their ids.
-        members: Ids of the rows that have the slots, as for HotRows.
+        nbytes: Bytes of the cache's rows and their ids.
+        members: Ids of the only rows that have slots, as for HotRows.
     """
 
     can_wait = False
@@ -46,7 +46,7 @@ class CachedStore(RowStore):
         self._made_for: tuple[tuple[str, ...], int, torch.device] | None = None
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
-        """As RowStore.exchange; before it rows may take slots of others."""
+        """As RowStore.exchange, after an update of the cached rows if one is due."""
         lists = exchanged(leaving, arriving)
         hot = self._ready(names, lists[1].device, leaves=lists[1].shape[0] > 0)
         homes = self.fields(names)
@@ -69,13 +69,13 @@ class CachedStore(RowStore):
         *,
         evicts: bool = True,
     ) -> list[Tensor]:
-        """As RowStore.load_batch, which must evict."""
+        """As RowStore.load_batch; `evicts` must be true."""
         assert evicts
         made = count_batch(ids, leaving.ids, rows, padding)
         return [*made[:7], *self.load(names, leaving, made[6]), *made[7:]]
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
-        """As RowStore.exchange_counted; before it rows may take slots of others."""
+        """As RowStore.exchange_counted, after an update of the cached rows if one is due."""
         hot = self._ready(names, leaving.ids.device, leaves=not leaving.are_none)
         lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
         numbers = (leaving.number, arriving.number)
@@ -84,15 +84,15 @@ class CachedStore(RowStore):
             exchange_cached(homes, hot.fields, hot.map, leaving.rows, *lists, *numbers)
 
     def before_replay(self) -> None:
-        """Rows may take slots of others before a CUDA graph with exchanges is replayed."""
+        """Updates the cached rows, if due, before the replay of a CUDA graph with exchanges."""
         if (hot := self._hot) is not None:
             homes = self.fields(hot.names)
             with self._writing():
                 hot.before_exchange(homes)
 
     def bring_home(self) -> None:
-        """The table has every row after this, and may change; what it has then takes the slots."""
-        if (hot := self._hot) is not None and not hot.are_away:  # the table may be closed then
+        """Writes cached rows to the table, which may then change; an exchange reloads them."""
+        if (hot := self._hot) is not None and not hot.are_away:  # else the table may be closed
             homes = self.fields(hot.names)
             with self._writing():
                 hot.bring_home(homes)
@@ -104,31 +104,31 @@ class CachedStore(RowStore):
             hot.read(ids, out, name)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """As RowStore.write; the rows of all slots go home first."""
+        """As RowStore.write; first writes all cached rows to the table."""
         self.bring_home()
         super().write(ids, rows)
 
     def can_join(self, device: torch.device) -> bool:
-        """No: a row may be in its table or in a slot, and one op knows the slots of one table."""
+        """False, because one op supports the slots of only one table."""
         return False
 
     def report(self) -> CacheReport:
-        """What the cache holds and saves; ValueError before the first step."""
+        """The contents and hit rates of the cache; raises ValueError before the first step."""
         if self._hot is None:
             raise ValueError(f"{self._name}: no step has loaded rows yet; train one first")
         return self._hot.report()
 
     def let_go(self) -> None:
-        """Gives the memory back; rows must be home."""
+        """Frees the cache; its rows must be in the table."""
         if self._hot is not None and self._hot.device.type == "cuda":
             torch.cuda.synchronize(self._hot.device)  # other streams may read it
         self._hot = self._made_for = None
 
     def _ready(self, names: Iterable[str], device: torch.device, *, leaves: bool) -> HotRows:
-        """The cache for these fields on a device, whose rows are where they are to be.
+        """The cache for these fields on a device, after an update of its rows if `leaves`.
 
-        Where no row leaves nothing was trained since the table was given out, which may yet change:
-        torch.distributed.checkpoint makes a step of rate 0 before it loads into a table's memory.
+        If no row leaves, nothing was trained, and other code may still write to the table's memory:
+        torch.distributed.checkpoint makes a step with rate 0 before it loads into this memory.
         """
         made_for = (tuple(names), self._table.version, device)
         captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()

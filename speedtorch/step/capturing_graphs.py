@@ -13,17 +13,17 @@ from speedtorch.ops.functions import _ops
 __all__ = ["CapturingGraphs"]
 
 _SECONDS_TO_GO = 0.2
-"""What CUDA's own thread takes at most to say that a graph has gone."""
+"""The longest time that CUDA's own thread needs to report a freed graph."""
 
 
 class CapturingGraphs:
-    """Watches CUDA graphs from their captures until CUDA has freed them."""
+    """Tracks CUDA graphs from their capture until CUDA has freed them."""
 
     def __init__(self) -> None:
         self._captures: list[int] = []
 
     def watch(self, on: Tensor) -> None:
-        """Adds the graph that is captured now on the device of a tensor."""
+        """Adds the graph that is being captured on the device of tensor `on`."""
         self._captures.append(_ops.watch_graph(on))
 
     @property
@@ -34,7 +34,7 @@ class CapturingGraphs:
         return bool(self._captures)
 
     def remain(self, device: torch.device) -> bool:
-        """Whether one exists that is not just going: CUDA lets it go when all its work is done."""
+        """Whether a graph exists after a wait for its work, when CUDA frees a deleted graph."""
         if not self.are_alive:
             return False
         gc.collect()

@@ -1,4 +1,4 @@
-"""ClaimedRows: the rows of a table that one module trains, and the weight that stands for them."""
+"""ClaimedRows: the rows of a table that one module trains, and the weight of these rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ClaimedRows:
         self.exchange = Exchange(name, store, view, padding, capacity)
         self.steps = self.exchange.steps
         self.turn = self.exchange.turn
-        """Held while a thread uses the rows; see HeldRows."""
+        """The lock of a thread that uses the rows; see HeldRows."""
         self._weight: Callable[[], RowWeight | None] = lambda: None
         self.untraceable = (
             f"{name}: torch.export, torch.jit and ONNX cannot keep a lookup, as its table is in"
@@ -54,18 +54,18 @@ class ClaimedRows:
             " that has loaded its state_dict()"
         )
         self.is_left = False
-        """Whether the module is gone, so that a new one may train the rows."""
+        """Whether the module was deleted, so that a new module may train the rows."""
         if view.parameter.requires_grad and table.writable:
             table.claim.take(self)
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weights that are here."""
+        """Shape of the weights of this rank's rows."""
         return torch.Size((self.table.rows, *self.table.row_shape))
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the weight of all rows, also where only some are here."""
+        """Shape of the weights of all rows, even if this rank has only some."""
         return (self.table.whole_rows, *self.table.row_shape)
 
     @property
@@ -74,50 +74,50 @@ class ClaimedRows:
 
     @property
     def padding(self) -> int | None:
-        """Id of the row that is never trained, if all rows are here."""
+        """Id of the row that is never trained; None if the table has only some of the rows."""
         return self._padding if self.table.portion is None else None
 
     @property
     def state(self) -> OptimizerState | None:
-        """What keeps the state of the held rows."""
+        """The optimizer state of the step's rows, or None."""
         return self.parameter_view.kept.state
 
     def fields_shape(self, field: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape of all rows of a field, and the dtype that they have in a step."""
+        """The shape of a field of all rows, and its dtype in a step."""
         shape, dtype = self.exchange.held.fields[field]
         return (self.table.whole_rows, *shape), dtype
 
     def make_weight(self, lookups: Any) -> RowWeight:
-        """Makes the parameter that stands for all rows; `lookups` returns rows by their ids."""
+        """Makes the weight parameter of all rows; `lookups` returns rows by their ids."""
         weight = RowWeight.of(self, lookups, requires_grad=self.parameter.requires_grad)
-        vars(weight)["_is_param"] = True  # which makes it an nn.Parameter to isinstance
+        vars(weight)["_is_param"] = True  # makes isinstance(weight, nn.Parameter) true
         return self.take_weight(weight, lookups)
 
     def take_weight(self, weight: RowWeight, lookups: Any) -> RowWeight:
-        """Makes a weight of the same shape stand for these rows."""
+        """Attaches a weight of the same shape to these rows."""
         vars(weight).update(_rows=self, _lookups=lookups, _count=self.table.whole_rows)
         self._weight = TensorWeakRef(weight)
         return weight
 
     def weight_on(self, device: torch.device) -> RowWeight:
-        """A tensor like the weight for a device, whose place it can take."""
+        """Makes a tensor like the weight on a device, as its replacement."""
         return RowWeight.of(self, None, device=device)
 
     def moment(self) -> tuple[int, int]:
-        """Another pair whenever the step's rows may have changed, or are those of another step."""
+        """A pair that differs after the step's rows may have changed or another step began."""
         return self.exchange.held.now.number, version_of(self.parameter)
 
     @property
     def weight(self) -> RowWeight:
-        """The parameter that stands for all rows; RuntimeError once it is gone."""
+        """The weight parameter of all rows; raises RuntimeError after it was deleted."""
         if (weight := self._weight()) is None:
             raise RuntimeError(f"{self.name}: its weight is gone, and its module before it")
         return weight
 
     def claim(self) -> None:
-        """Trains the rows from now on, or refuses to if another module was made to.
+        """Claims the table, so that this module trains its rows.
 
-        Raises ValueError if they cannot be written.
+        Raises RuntimeError if another module has the claim, ValueError if the table is read-only.
         """
         self.table.check_writable(f"{self.name}: training its rows")
         holder = self.table.claim.holder
@@ -140,8 +140,8 @@ class ClaimedRows:
 
     @alone
     def write_back(self) -> None:
-        """See RowHolder; the CPU sees the rows, too, after this."""
-        if self.exchange.held.is_inherited:  # and what is on its way on a GPU is the parent's
+        """As RowHolder.write_back; waits until the CPU can read the rows."""
+        if self.exchange.held.is_inherited:  # transfers on a GPU belong to the parent process
             return
         with as_plain():
             self.exchange.held.write_back()
@@ -149,7 +149,7 @@ class ClaimedRows:
             self.exchange.memory.raise_faults()
 
     def flush(self) -> None:
-        """Brings the table up to date, until the CPU sees it."""
+        """Writes the rows to the table and waits until the CPU can read them."""
         self._check_claim()
         self.write_back()
 
@@ -164,17 +164,17 @@ class ClaimedRows:
 
     @alone
     def let_go(self) -> None:
-        """Called when the module goes: its rows are in the table, and its weight keeps them alive.
+        """Called when the module is deleted: writes its rows to the table.
 
-        A weight that an optimizer or a caller still has stands for the table as before.
+        A weight that an optimizer or a caller still references keeps the table alive and usable.
         """
         self.is_left = True
         self._come_home()
 
     def _come_home(self) -> None:
-        """As write_back(), as the last that is done with held rows; nothing in a forked child.
+        """Writes the rows back at the end of their use; does nothing in a forked child.
 
-        Those that are on a GPU it cannot read.
+        A forked child cannot read rows on a GPU.
         """
         if not self.exchange.held.is_of_fork:
             self.write_back()

@@ -1,4 +1,4 @@
-"""CountedMemory: steps in as much memory as each needs, which the host counts."""
+"""CountedMemory: allocates each step's rows by their number, for which the host waits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["CountedMemory"]
 
 
 class CountedMemory(RowMemory):
-    """Rows of any number, of which more can join a step."""
+    """Memory for any number of rows; later lookups can add rows to a step."""
 
     takes_more = True
     _has_new_padding = False
-    """Whether a lookup has written the padding's row to the table in this step."""
+    """Whether a lookup wrote the padding row to the table and prefetched rows may be older."""
 
     def plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> PlannedBatch:
         """As RowMemory.plan."""
-        held = self.held  # not by planned(): this is every step's
+        held = self.held  # planned() is not called: this runs in every step
         rows, device, padding = held.named_rows, held.device, held.padding
         return PlannedBatch(parts, rows, device, padding, after=after, name=held.name)
 
@@ -36,7 +36,7 @@ class CountedMemory(RowMemory):
         return torch.empty(0, dtype=torch.int64, device=self.held.device), self._memory(0)
 
     def _memory(self, count: int) -> Rows:
-        """Memory for rows of every field."""
+        """Allocates memory for `count` rows of every field."""
         rows: Rows = []
         for shape, dtype in self.held.fields.values():
             rows.append(torch.empty((count, *shape), dtype=dtype, device=self.held.device))
@@ -88,11 +88,11 @@ class CountedMemory(RowMemory):
     def begun_alone(self, ids: Tensor) -> Step:
         """As RowMemory.begun_alone."""
         held, (copy, left) = self.held, self._all_leaving()
-        # If rows joined the last step, rows will probably join this step. Evicted rows then cross
-        # the link together with joining rows, and the lookup that counts the joining rows does not
-        # wait for the eviction.
+        # If rows joined the last step, rows will probably join this step. The write-back then
+        # shares a transfer with the joining rows, and the lookup that counts these rows does not
+        # wait for it.
         waits = held.now.moved > 0 and copy is Copy.DIRTY and held.store.can_wait
-        fields = held.view.kept.fields  # held.fields, without a call
+        fields = held.view.kept.fields  # held.fields, inlined for speed
         load = partial(held.store.load_batch, fields, left, evicts=not waits)
         batch = LoadedBatch(ids, held.named_rows, held.device, held.padding, load, held.name)
         return held.now.after(
@@ -107,12 +107,12 @@ class CountedMemory(RowMemory):
         )
 
     def _all_leaving(self) -> tuple[Copy, Block]:
-        """The rows of now that leave where others take their place, and how those are then.
+        """Returns the rows to write back before another step, and the copy state of that step.
 
-        Those that stay have not been in the table in between.
+        Rows of both steps are not written to the table, so the next step is DIRTY if this one is.
         """
         held = self.held
-        if held.now.transfer is not None:  # rows that waited for a lookup that has not come
+        if held.now.transfer is not None:  # write-backs that waited for a joining lookup
             held.complete(ahead=False)
         held.drop_prefetched()
         if (now := held.now).copy is Copy.DIRTY:
@@ -120,13 +120,13 @@ class CountedMemory(RowMemory):
         return Copy.CLEAN, Block(now.rows, now.ids[:0])
 
     def _joined(self, batch: PlannedBatch, rows: Rows) -> Block | None:
-        """Carries staying rows into the prefetched rows; returns the rows that leave."""
+        """Copies rows of both steps to the prefetched rows; returns the rows to write back."""
         held = self.held
         held.travel.join()
         old = held.view.rows_of(held.now)
         places, taken_from = batch.staying
         carry_rows(rows, places, old, taken_from)
-        if self._has_new_padding:  # the padding's row arrived before a lookup wrote it
+        if self._has_new_padding:  # the prefetched padding row is older than the table's
             held.store.read(torch.tensor([held.padding]), rows[0][-1:])
             self._has_new_padding = False
         leaving = Block(old, *batch.leaving)
@@ -169,12 +169,12 @@ class CountedMemory(RowMemory):
             try:
                 load = following.arriving
             except IndexError:
-                following = None  # a lookup of its bad ids raises it
+                following = None  # the lookup of these ids raises the error
         if following is not None or leaving is not None:
             if leaving is not None:
                 held.travel.uses(leaving.tensors)
             with held.travel.after_current(held.device):
-                if following is not None:  # in memory that only this stream is given again
+                if following is not None:  # allocated on the stream that writes to it
                     count = following.held + (held.padding is not None)
                     prefetched = Prefetched(following, self._memory(count))
                     arriving = Block(prefetched.rows, *load)
@@ -185,14 +185,14 @@ class CountedMemory(RowMemory):
         """As RowMemory.put_back."""
         batch = prefetched.batch
         assert isinstance(batch, PlannedBatch)
-        brings = batch.brings  # the padding's row is never written back
+        brings = batch.brings  # excludes the padding row, which is never written back
         arrived = Block(prefetched.rows, *(each[:brings] for each in batch.arriving))
         self.held.store.exchange(self.held.fields, arrived, None)
 
     def written_back(self, *, changes: bool) -> Step:
         """As RowMemory.written_back."""
         held, now = self.held, self.held.now
-        if now.copy is Copy.DIRTY and now.ids.shape[0]:  # none without first values
+        if now.copy is Copy.DIRTY and now.ids.shape[0]:  # 0 rows: draws no initial values
             held.store.exchange(held.fields, Block(held.view.rows_of(now), now.ids), None)
         if now.copy is Copy.DIRTY or (changes and now.copy is Copy.CLEAN):
             return now._replace(copy=Copy.STALE if changes else Copy.CLEAN)

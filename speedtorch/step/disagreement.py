@@ -1,4 +1,4 @@
-"""DisagreementError: ranks that share rows are at different exchanges of them."""
+"""DisagreementError: ranks that share rows are at different exchanges."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["DisagreementError"]
 
 
 class DisagreementError(RuntimeError):
-    """Ranks are at different exchanges; all of them raise it."""
+    """Raised on all ranks if they are at different exchanges."""

@@ -1,7 +1,7 @@
-"""Exchange: evicts the rows of one step while the rows of the next step are loaded.
+"""Exchange: writes back the rows of one step while the rows of the next step are loaded.
 
-The first lookup after the optimizer's step begins the next step. One exchange writes rows of the
-last step to the table and loads the others. Rows of both steps remain on the device.
+The first lookup after `optimizer.step()` begins a step. One exchange writes the rows that only the
+last step used to the table and loads the new rows. Rows of both steps remain on the device.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """Lookups of one table: they begin steps, and load rows for the current step.
+    """Runs the lookups of one table: begins steps, and loads rows for the current step.
 
     One thread at a time runs a method; see HeldRows. TrainedRows documents the arguments.
 
     Attributes:
         held: The rows of the current step.
-        memory: Their memory: as much as each step needs, or blocks of `capacity` rows.
-        steps: What is known of steps before their lookups.
-        stepping: What an optimizer does to the rows.
+        memory: The memory of these rows: CountedMemory, or FixedMemory if there is a `capacity`.
+        steps: The batches that are planned or announced before their lookups.
+        stepping: Tracks the changes that an optimizer makes to the rows.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Exchange:
 
     @alone
     def moving(self, move: Callable[[], object]) -> None:
-        """Holds no row while the parameter is moved to another device."""
+        """Writes all rows back and holds none, before and after `move` moves the parameter."""
         self.memory.refuse_if_captured("moving it")
         self.memory.raise_faults()
         for step in (lambda: None, move):
@@ -68,9 +68,9 @@ class Exchange:
 
     @alone
     def end_for_resize(self) -> None:
-        """Holds no row: all are in the table, which may get more of them.
+        """Writes all rows back and holds no row, so that the table can be resized.
 
-        Raises RuntimeError if a step or a loop has yet to end; nothing has changed then.
+        Raises RuntimeError, before it changes anything, if a step or a prefetching loop is open.
         """
         self.be_own()
         held = self.held
@@ -94,7 +94,7 @@ class Exchange:
         held.store.let_go()
 
     def hold_none(self) -> None:
-        """Holds no row, of a table that may have other ones now."""
+        """Starts a step without rows, of a table whose size may have changed."""
         self.held.hold_nothing()
         self.held.complete()
 
@@ -112,33 +112,34 @@ class Exchange:
 
     @in_timeline("speedtorch::lookup")
     def hold(self, ids: Tensor) -> LookupPlaces:
-        """Holds the rows that ids name from now until the step after the optimizer's begins.
+        """Loads the rows of `ids` and returns their positions among the step's rows.
 
-        Gives where the rows of the ids, of any shape on either device, are. What was announced is
-        held as well. Bad ids raise IndexError, and what is held did not change.
+        The ids have any shape and are on the CPU or the GPU. Rows announced with them are loaded
+        too. The rows remain until the next step begins. Ids out of range raise IndexError before
+        the step's rows change.
         """
         held = self.held
-        if held.process != os.getpid():  # is_of_fork, without a call
+        if held.process != os.getpid():  # is_of_fork, inlined for speed
             self.be_own()
         try:
             if self.memory.takes_more:
                 found = self._look_up(ids)
-            else:  # ranks may have to look up together
+            else:  # all ranks may have to look up together
                 found = self.memory.together(self._look_up, ids)
         except BaseException:
             held.announced.note_end()
             raise
-        if held.is_left and ids.numel() > 0:  # no ids show no batch
+        if held.is_left and ids.numel() > 0:  # an empty lookup does not show that the batch is used
             held.stay()
             if held.view.zeros is not None:
                 held.view.drop_zeros()
-        if found is None:  # not known again, or new, which shows nowhere
+        if found is None:  # the lookup was just added as the last batch
             found = held.now.part(len(held.now.batches) - 1, 0)
             found = found._replace(has_moved=held.now.moved > 0)
         return found
 
     def _look_up(self, ids: Tensor) -> LookupPlaces | None:
-        """Holds the rows of a lookup; where they are, if they were looked up or planned before."""
+        """Loads the rows of a lookup; returns their places if the ids were planned or seen."""
         held, memory = self.held, self.memory
         is_over = self.before_rows([ids])
         named = announced = None
@@ -161,7 +162,7 @@ class Exchange:
             held.announced.forget()
         if is_over and begun is None:
             return None
-        # Ids are compared once: on the CPU that takes as long as they are many.
+        # named holds the part number: on the CPU another comparison of the ids takes O(n) time.
         if named is not None and begun is named[0].batch:
             found: LookupPlaces | None = held.now.part(0, named[1])
         else:
@@ -173,7 +174,7 @@ class Exchange:
         return found
 
     def before_rows(self, parts: Sequence[Tensor]) -> bool:
-        """Completes the step of now; whether it is over, so that these ids begin another."""
+        """Completes the current step; returns whether these ids must begin another step."""
         held = self.held
         if self.steps.is_idle:
             self.steps.note_lookup()
@@ -181,18 +182,18 @@ class Exchange:
         held.complete(looks_up=True)
         is_over = held.now.stepped or held.is_over()
         if held.now.before is not None:
-            # Rows that were brought for other ids than are asked for are those of no step.
+            # A joint exchange began a tentative step. If its batch lacks these ids, it is over.
             is_over = self._taken(held.now.batches[0], parts) is None
             held.take(held.now._replace(before=None))
-            held.stay()  # a joint step has had no lookup of this table yet
+            held.stay()  # this is the joint step's first lookup of this table
         return is_over
 
     def _begin(
         self, ids: Tensor, announced: Announced | None
     ) -> tuple[Batch | None, Announced | None]:
-        """Begins a step of a batch that was planned before, or of these ids alone.
+        """Begins a step of a planned or announced batch, or else of only these ids.
 
-        Gives the batch, and what was announced with these ids.
+        Returns the planned or announced batch, and what was announced with these ids.
         """
         held, memory = self.held, self.memory
         batch = None
@@ -208,34 +209,34 @@ class Exchange:
             held.take(memory.begun_alone(ids))
         else:
             seen = {(0, 0)} if is_part and len(told.parts) == 1 else set()
-            told.count()  # bad ids change nothing
+            told.count()  # bad ids raise here, before anything changes
             held.take(memory.begun(told, seen, is_told=True, prefetches=batch is not None))
         held.complete(looks_up=True)
         return told, announced
 
     def extend(self, parts: Sequence[Tensor], *, is_planned: bool = False) -> None:
-        """Holds the rows of more ids beside those that are held already.
+        """Adds the rows of more ids to the current step.
 
-        Where it `is_planned`, lookups of them are still to come.
+        `is_planned`: Later lookups will name these ids.
         """
         self.held.take(self.memory.extended(parts, is_planned=is_planned))
         self.held.complete()
 
     def _begin_jointly(self, joint: Joint, batch: Batch | None) -> bool:
-        """Whether a step of a batch has begun in all tables that it was planned with."""
+        """Begins a step in all tables of a joint batch; returns whether it has begun."""
         planned = batch.joint if isinstance(batch, PlannedBatch) else None
         return isinstance(planned, JointBatch) and joint.begin(planned, self.held)
 
     def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
-        """The planned batch, if these are its ids, or parts of what it was planned with."""
+        """Returns the batch if `parts` are parts of it or name exactly its rows, else None."""
         held = self.held
         if batch.device != held.device:  # the rows were moved
             return None
         batch.parts.join()
-        if held.memory_stream.has_changed:  # planned beside a stream that is no longer current
+        if held.memory_stream.has_changed:  # planned while another stream was current
             held.memory_stream.record(batch.tensors())
         if isinstance(batch, PlannedBatch) and batch.joint is not None and not batch.joint.count():
-            return None  # ids of some table are bad
+            return None  # some table's ids are out of range
         batch.count()
         if any(batch.parts.part_of(part) is None for part in parts):
             if not isinstance(batch, PlannedBatch):
@@ -243,11 +244,11 @@ class Exchange:
             asked = self.memory.planned(parts, batch.ids)
             asked.count()
             if asked.held != batch.held or asked.brings:
-                return None  # a step holds the rows that its lookups name, and no others
+                return None  # a step has exactly the rows that its lookups name
         return batch
 
     def was_over(self, parts: Sequence[Tensor]) -> bool:
-        """Whether a failed backward or empty lookups alone keep a step without such rows."""
+        """Whether only a failed backward or empty lookups keep open a step without these rows."""
         held = self.held
         if held.captures():
             return False
@@ -258,16 +259,16 @@ class Exchange:
             return False
         if all(held.now.find(part) is not None for part in parts):
             return False
-        forget_failed_backward(held.device)  # or its lookups count until the next
+        forget_failed_backward(held.device)  # otherwise its lookups count until the next backward
         return held.is_over()
 
     def _goes_on_without(self, ids: Tensor) -> bool:
-        """Whether a lookup begins a step of its own, if that of now may have been given up.
+        """Whether a lookup begins a new step, if the current step may have been given up.
 
-        One that a graph may bring a gradient of brings its rows again; see rejoin(). Rows do not
-        come back to blocks, in which a lookup of ids that are held begins no step.
+        If a backward of the old step runs later, rejoin() loads its rows again. Fixed-size blocks
+        cannot load them again, so a lookup of ids that the step has begins no step there.
         """
-        # A checkpoint computes it again within a backward.
+        # Within a backward, activation checkpointing repeats a lookup of the current step.
         if self.held.captures() or current_backward() != -1:
             return False
         expected = self.steps.expected
@@ -278,9 +279,9 @@ class Exchange:
     # ---- backwards and an optimizer's step
 
     def holds(self, number: int) -> bool:
-        """Whether rows that a step of this number has looked up are held, or can be again.
+        """Whether the rows of step `number` are on the device, or rejoin() can load them again.
 
-        They cannot if an optimizer has stepped rows since, nor in blocks.
+        rejoin() cannot load them after a later optimizer step, or with fixed-size blocks.
         """
         now = self.held.now
         if number == now.number:
@@ -288,13 +289,13 @@ class Exchange:
         return self.memory.takes_more and not now.stepped and now.since <= number < now.number
 
     def rejoin(self, ids: Tensor) -> None:
-        """Holds rows again that were looked up before, for a backward."""
+        """Loads rows of an earlier lookup again, for its backward."""
         self.held.complete()
         self.held.read_again()
         self.extend([ids])
 
     def note_zero_grad(self, *, is_zero: bool = False) -> None:
-        """Called when the gradient becomes None or, if it `is_zero`, zeros, as by a zero_grad()."""
+        """Called when zero_grad() or other code makes the gradient None or, if `is_zero`, zeros."""
         held = self.held
         held.leave()
         held.announced.note_end()
@@ -303,13 +304,13 @@ class Exchange:
             held.take(held.now._replace(before=before._replace(gradient=None)))
 
     def note_gradient_asked(self) -> None:
-        """Called before code outside reads the gradient, or sets it."""
+        """Called before user code reads or sets the gradient."""
         before = self.held.now.before
         if before is not None and before.gradient is not None:
             self.return_to_before()
 
     def return_to_before(self) -> None:
-        """Holds the rows again that were held before a step that is tentative."""
+        """Undoes a tentative step: writes its rows back and loads the rows of the step before."""
         held = self.held
         held.write_back(changes=False)
         before = held.now.before
@@ -321,7 +322,7 @@ class Exchange:
         held.complete()
 
     def before_optimizer(self, call: OptimizerCall) -> None:
-        """Called before an optimizer steps the held rows, within a turn."""
+        """Called with `turn` held, before an optimizer steps the rows."""
         self.held.complete()
         self.note_gradient_asked()
         self.stepping.before(call)

@@ -1,8 +1,7 @@
-"""FixedBlocks: the rows of a step in blocks of one size, whose numbers stay on the device.
+"""FixedBlocks: the rows of a step in blocks of one size; their number remains on the device.
 
-Which rows the blocks hold is written on the device, by the op that moves them. So a step can follow
-on whatever the device has done before, an eager step or a CUDA graph, and what an exception has
-interrupted is done again.
+The op that moves rows records on the device which rows the blocks hold. Therefore a step can follow
+an eager step or a CUDA graph, and work that an exception interrupted can be repeated.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from speedtorch.step.row_store import Counted, Fields, RowStore
 __all__ = ["OTHER_MODULE", "OVER_SHARE", "REFUSED", "FixedBlocks", "of_ranks"]
 
 OVER_SHARE, OTHER_MODULE, REFUSED = 3, 4, 5
-"""Why ranks that hold rows together cannot, beside what may be wrong with a batch."""
+"""Faults of ranks that share rows, in addition to the faults of a batch."""
 
 
 def of_ranks(name: str, fault: int, so: str) -> IndexError | RuntimeError:
-    """The error about a step that is wrong on some rank, and what came of it on all."""
+    """The error for a fault on some rank; `so` says what happened on all ranks."""
     if fault == BAD_IDS:
         return IndexError(f"{name}: an id on some rank is out of range; {so}")
     why = "another rank cannot hold its rows of a step, and says why"
@@ -48,40 +47,40 @@ def of_ranks(name: str, fault: int, so: str) -> IndexError | RuntimeError:
 
 
 class FixedBlocks:
-    """Blocks of `capacity` rows for those that are held, that arrive and that leave.
+    """Blocks of `capacity` rows: the step's rows, rows to load, and rows to write back.
 
-    `rows` are the held ones of every field, always in the same memory: those that a batch names in
-    their order, then zeros, and the padding's as the last.
+    `rows` has the step's rows of every field, always in the same memory: the batch's rows in order,
+    then zeros, and last the padding row.
 
     Args:
-        name: what errors call it.
-        store: all rows.
-        capacity: rows of a block.
-        padding: id of the row that is never trained, or None. That behind the last is of a row
-            that is none, whose weights are zeros.
+        name: The module's name in errors.
+        store: All rows of the table.
+        capacity: Rows in a block.
+        padding: Id of the row that is never trained, or None. The id after the last row stands for
+            a row of zeros that the table does not have.
     """
 
     def __init__(self, name: str, store: RowStore, capacity: int, padding: int | None) -> None:
         self.capacity = capacity
         self.rows: list[Tensor] = []
         self.hold_some = False
-        """Whether rows may be held, for all that the host knows."""
+        """False only if the host knows that the blocks hold no row."""
         self._name = name
         self.store = store
         self._padding = padding
         self.begun = 0
-        """How many batches have begun."""
+        """The number of batches that have begun."""
         self.left_some = False
-        """Whether rows may lie in `_left` that have yet to go home."""
+        """Whether `_left` may have rows that are not yet written back."""
         self._foresees = False
-        """Whether a CUDA graph sends for the rows of the step after it."""
+        """Whether a CUDA graph prefetches the rows of the step after it."""
         self._device: torch.device | None = None
-        """Where there are blocks, if there are."""
+        """The device of the blocks, or None without blocks."""
         self._fields: Fields = {}
         self.graphs = CapturingGraphs()
 
     def use(self, store: RowStore) -> None:
-        """Exchanges rows with another store of the same table from now on."""
+        """Sets another store of the same table for later exchanges."""
         self.store = store
 
     def are_for(self, device: torch.device, fields: Fields) -> bool:
@@ -89,7 +88,7 @@ class FixedBlocks:
         return self._device == device and self._fields is fields
 
     def make(self, device: torch.device, fields: Fields) -> None:
-        """Makes blocks for rows of these fields on a device, which hold none."""
+        """Allocates empty blocks for rows of these fields on a device."""
         size = self.capacity
         with torch.inference_mode(False):
 
@@ -108,22 +107,22 @@ class FixedBlocks:
             self._coming, self._left = block(size), block(size)
             self.ids, self._status = numbers(size), numbers(8)
             self._number = self._status[3:4]
-            """How many rows are held."""
+            """The number of the step's rows, `[1]`."""
             self._left_ids, self._left_count = numbers(size), numbers(1)
             self._halt, self._none = numbers(2), numbers(1)
             self.is_halted = self._halt[:1]
-            """Whether a fault lets no row move: `[1]`, not 0 then."""
+            """`[1]`, not 0 while a fault stops all moves of rows."""
             self._came = numbers(2 * size + 1)
-            """Ids of the rows that a graph has sent for, their places, and how many; -1: none."""
+            """Ids, places and number of the rows that a graph prefetched; number -1 for none."""
             self._came[-1:] = -1
             self._every = torch.arange(size, device=device)
-            # Memory of ours, as an op asks at each use whether that of others may go.
+            # From empty(): ops check at each use whether memory from elsewhere may be freed.
             self._fault = empty(
                 8, dtype=torch.int64, memory="registered" if device.type == "cuda" else "plain"
             )
             if self._padding is not None:
                 self._padding_id = torch.tensor([self._padding], device=device)
-        # Read without a call of torch, at every lookup.
+        # Every lookup reads this; numpy avoids a torch call.
         self._seen_fault = self._fault.numpy()
         self.left_some = False
         self._device, self._fields, self.rows = device, fields, rows
@@ -137,17 +136,17 @@ class FixedBlocks:
 
     @property
     def put_aside(self) -> Counted:
-        """The rows that have left for the table and are still here."""
+        """The rows of the last step that are not yet written back."""
         return Counted(self._left, self._left_ids, self._every, self._left_count)
 
     def forget(self, capacity: int) -> None:
-        """Gives the memory back; the next blocks have `capacity` rows."""
+        """Frees the memory; the next blocks have `capacity` rows."""
         self.capacity = capacity
         self._device, self.rows = None, []
         self._coming = self._left = []
 
     def ids_held(self, begun: int) -> Tensor:
-        """Ids of the rows of the last batch, when `begun` had this number; waits for the device."""
+        """Ids of the last batch's rows, if `begun` still has this value; waits for the device."""
         if begun != self.begun:
             raise NotImplementedError(
                 f"{self._name}: which rows a gradient of an earlier step has is no longer known, as"
@@ -162,11 +161,11 @@ class FixedBlocks:
         return Counted(rows, self.ids, self._every, self._none, are_none=True)
 
     def begin(self, batch: FixedSizeBatch, *, come: bool | None) -> None:
-        """Lets the rows of a batch take the place of those that are held.
+        """Replaces the rows of the blocks with those of a batch.
 
-        With `come` those that arrive were sent for before; those that leave are put aside then, and
-        go home with the next that are sent for. None stands for a CUDA graph that sends for the
-        next rows: those that the last replay has foreseen have come, or all are read now.
+        `come`: True if the new rows were prefetched. The old rows are then put aside, and the next
+        send() writes them back. False writes old rows back and loads new rows now. None is for a
+        CUDA graph that prefetches: the last replay's rows are used if they match, else all load.
         """
         self.begun += 1
         if self.left_some:
@@ -205,28 +204,28 @@ class FixedBlocks:
         self.fetch_padding()
 
     def _not_foreseen(self, changes: Changes) -> Tensor:
-        """How many rows are still to arrive, `[1]`: none if those that have come are they."""
+        """The number of rows still to load, `[1]`: 0 if the graph prefetched exactly these rows."""
         number, size = changes.counts[2:3], self.capacity
         differ = torch.cat([changes.arriving, changes.arriving_places]) != self._came[:-1]
         differ = (differ.view(2, size) & (self._every < number)).any()
         return number * (differ | (self._came[-1:] != number))
 
     def _forget_foreseen(self) -> None:
-        """Says that rows which a graph has sent for are not as the table has them, or others."""
-        # Another graph's replay would not know that this one's has been between.
+        """Marks the rows that a graph prefetched as outdated."""
+        # A replay of another graph cannot know that this graph was replayed in between.
         if self._foresees or (self.ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._came[-1:].fill_(-1)
 
     def fetch_padding(self) -> None:
-        """Reads the padding's row, all fields of it."""
+        """Reads all fields of the padding row."""
         if self._padding is not None and self._padding < self.store.rows:
             for name, rows in zip(self._fields, self.rows, strict=True):
                 self.store.read(self._padding_id, rows[-1:], name)
 
     def send(self, following: FixedSizeBatch | None, *, foreseen: bool = False) -> None:
-        """Rows that were put aside go home, those of the next batch arrive, but do not yet stay.
+        """Writes back the rows put aside and prefetches rows of the next batch.
 
-        With `foreseen` within a CUDA graph, whose next replay looks whether they are of its batch.
+        `foreseen`: A CUDA graph is captured, whose next replay checks whether its batch matches.
         """
         arriving = self._nowhere(self._coming)
         if following is not None:
@@ -245,7 +244,7 @@ class FixedBlocks:
         self.left_some = False
 
     def go_home(self, *, stay: bool) -> None:
-        """Writes the held rows to the table; without `stay` none is held after that."""
+        """Writes the rows to the table; without `stay` the blocks are empty afterwards."""
         if self._device is None:
             return
         if self.left_some:
@@ -256,7 +255,7 @@ class FixedBlocks:
             self.hold_none()
 
     def stop(self, fault: Tensor) -> None:
-        """Where `fault`, `[1]`, is not 0: held rows go home as they are, and no row moves then."""
+        """If `fault`, `[1]`, is not 0: writes the rows back as they are, then moves no row."""
         number = torch.where(fault > 0, self._number, self._none)
         held = Counted(self.rows, self.ids, self._every, number)
         self.store.exchange_counted(self._fields, held, self._nowhere(self._coming))
@@ -264,19 +263,19 @@ class FixedBlocks:
         torch.maximum(self.is_halted, fault, out=self.is_halted)
 
     def hold_none(self) -> None:
-        """Says that no row is held."""
+        """Marks the blocks as empty."""
         self._forget_foreseen()
         self._status.zero_()
         self.hold_some = False
 
     def read_again(self) -> None:
-        """Held rows are those of the table again."""
+        """Reads the blocks' rows from the table again."""
         self._forget_foreseen()
         self.store.exchange_counted(self._fields, self._nowhere(self._left), self._held())
         self.fetch_padding()
 
     def with_fields(self, fields: Fields) -> FixedBlocks:
-        """Blocks for rows of other fields, which hold the same ones once they are read again."""
+        """Makes blocks of other fields; read_again() then loads the same rows into them."""
         assert self._device is not None
         made = FixedBlocks(self._name, self.store, self.capacity, self._padding)
         made.make(self._device, fields)
@@ -286,12 +285,12 @@ class FixedBlocks:
         return made
 
     def have(self, rows: Sequence[Tensor]) -> bool:
-        """Whether these are the blocks' own."""
+        """Whether `rows` are the tensors of the blocks."""
         same = (own is each for own, each in zip(self.rows, rows, strict=False))
         return len(rows) == len(self.rows) and all(same)
 
     def take(self, rows: Sequence[Tensor]) -> bool:
-        """Takes held rows from where they are now; whether that was elsewhere."""
+        """Copies rows in other memory to the blocks; returns whether there were any."""
         others = [
             (o, r) for o, r in zip(self.rows, rows, strict=True) if o.data_ptr() != r.data_ptr()
         ]
@@ -300,16 +299,16 @@ class FixedBlocks:
         return bool(others)
 
     def clear_others(self) -> None:
-        """Makes what lies beyond the held rows zeros again, whatever an optimizer made of it."""
-        if self.rows:  # a step before the first lookup finds none made
+        """Zeros the memory after the step's rows, which an optimizer may have changed."""
+        if self.rows:  # before the first lookup there are no blocks
             _ops.clear_rows(self._trained, self._number)
 
     def go_on(self) -> None:
-        """Lets rows move again."""
+        """Resumes the moves of rows after a fault."""
         self._halt.zero_()
 
     def check(self) -> None:
-        """Raises what was found wrong on the device since the last time, and lets rows move again.
+        """Raises a fault that the device found since the last call; rows can then move again.
 
         Raises IndexError for ids out of range and RuntimeError for too many rows.
         """

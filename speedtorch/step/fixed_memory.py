@@ -1,7 +1,7 @@
-"""FixedMemory: steps in blocks of a fixed size, whose numbers of rows stay on the device.
+"""FixedMemory: steps in blocks of a fixed size; the number of rows remains on the device.
 
-The host waits for nothing, so that a CUDA graph can hold a whole step. What is wrong with a batch
-is found on the device: no row moves then, and the next lookup raises it.
+The host does not wait for the device, so a CUDA graph can capture a whole step. The device finds
+the faults of a batch: it then moves no row, and the next lookup raises the error.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class FaultAllReduce(Protocol):
-    """What ranks that make every lookup together have found wrong."""
+    """Combines the faults of ranks that make every lookup together."""
 
     def agree(self, fault: Tensor) -> Tensor | int:
-        """The largest of the faults of all ranks, 0: none. `[1]` on a GPU, which does not wait."""
+        """The largest fault of all ranks, 0 for none. On a GPU a `[1]` tensor, without a wait."""
 
     def check(self) -> None:
         """Raises RuntimeError if ranks were at different exchanges since the last lookup."""
 
 
 class FixedMemory(BlockMemory):
-    """Rows of at most `capacity` a step, none of which join one that has begun."""
+    """Memory for at most `capacity` rows a step; no row can join a step that has begun."""
 
     takes_more = False
     _next_ids: Sequence[Tensor] | None = None
-    """Those of the step after the one that a CUDA graph is captured of."""
+    """Ids of the step after the step that a CUDA graph captures."""
     _ranks: FaultAllReduce | None = None
     _is_agreed = False
-    """Whether the ranks have been asked at this lookup."""
+    """Whether this lookup has already combined its fault with the other ranks'."""
 
     def plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FixedSizeBatch:
         """As RowMemory.plan."""
@@ -98,10 +98,10 @@ class FixedMemory(BlockMemory):
         if not blocks.are_for(held.device, held.fields):
             blocks.make(held.device, held.fields)
         elif now.copy is Copy.STALE:
-            if not captured:  # where none is held; a replay would lose those that it holds
-                blocks.hold_none()  # the table has them, and perhaps newer ones
+            if not captured:  # the blocks are empty; a replay would drop their rows
+                blocks.hold_none()  # the table has these rows, perhaps newer
         elif now.batches and self._take():
-            held.view.put_back(now)  # or they would be taken again, if this is interrupted
+            held.view.put_back(now)  # else an interrupt below would repeat the copy
         blocks.begin(batch, come=come)
         leaving = None if come is False else blocks.put_aside
         return now.after(
@@ -117,7 +117,7 @@ class FixedMemory(BlockMemory):
         )
 
     def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
-        """Finds rows among those that are held already: no others fit."""
+        """Finds rows among the step's rows; raises RuntimeError if there are others."""
         held = self.held
         remedy = (
             f"{held.name}: with capacity all lookups of a step are announced before the first of"
@@ -142,7 +142,7 @@ class FixedMemory(BlockMemory):
         return None if following is None else Prefetched(following, [])
 
     def put_back(self, prefetched: Prefetched) -> None:
-        """Nothing: what has arrived has not taken the place of what the table has."""
+        """Does nothing: the table still has the current copies of prefetched rows."""
 
     def written_back(self, *, changes: bool) -> Step:
         """As RowMemory.written_back."""
@@ -150,8 +150,8 @@ class FixedMemory(BlockMemory):
         now, blocks = held.now, self._blocks
         if not now.batches:
             return now
-        # With a gradient that is left an optimizer steps them once more; a CUDA graph does not know
-        # that the table has changed, and reads what it holds by itself.
+        # If a gradient is left, an optimizer can step the rows once more. A CUDA graph cannot see
+        # that the table has changed, so live graphs need empty blocks and load their rows again.
         captured, is_stale = blocks.graphs.are_alive, now.copy is Copy.STALE
         view = held.view
         has_gradient = view.has_gradient() if now.stepped else view.parameter.grad is not None
@@ -163,14 +163,14 @@ class FixedMemory(BlockMemory):
             if is_stale:
                 blocks.hold_none()
             return now._replace(rows=[*now.rows], copy=Copy.CLEAN)
-        # Without them the optimizer's state of now may be another's, or gone.
+        # Once the blocks are empty, the optimizer state may be replaced or gone.
         return now._replace(copy=Copy.STALE if is_stale or changes else Copy.CLEAN)
 
-    # ---- what is wrong with a batch, which the device finds
+    # ---- faults of a batch, found on the device
 
     @alone
     def raise_faults(self) -> None:
-        """As RowMemory.raise_faults; IndexError or RuntimeError, and the step is given up."""
+        """As RowMemory.raise_faults; gives up the step and raises IndexError or RuntimeError."""
         try:
             self._blocks.check()
         except (IndexError, RuntimeError):
@@ -181,17 +181,17 @@ class FixedMemory(BlockMemory):
 
     @alone
     def resume(self) -> None:
-        """Lets rows move again after stop(), in a new step."""
+        """Ends stop(): rows move again, and the next lookup begins a step."""
         self._blocks.go_on()
         self.held.give_up_step()
 
-    # ---- ranks, which make every lookup together
+    # ---- ranks that make every lookup together
 
     def agree_with(self, ranks: FaultAllReduce) -> None:
-        """Lets steps begin if they can on all ranks.
+        """Lets a step begin only if it can begin on all ranks.
 
-        Every call of together() is one of all ranks then, which asks once whether
-        something is wrong. What is found late is not raised at lookups: the ranks would not agree.
+        All ranks then make every together() call, which combines their faults once. Lookups do not
+        raise faults that the device finds later, because the ranks would diverge.
         """
         self._ranks = ranks
 
@@ -201,7 +201,7 @@ class FixedMemory(BlockMemory):
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Made:
-        """Holds or plans rows; what one rank cannot hold, none does."""
+        """Calls `look_up`, which loads or plans rows; if one rank fails, no rank loads rows."""
         if (ranks := self._ranks) is None:
             return look_up(*args, **kwargs)
         held, device = self.held, self.held.device
@@ -214,7 +214,7 @@ class FixedMemory(BlockMemory):
             raise
         if not self._is_agreed:
             fault = self._ask_ranks(ranks, torch.zeros(1, dtype=torch.int64, device=device))
-            # Rows that a step finds among its own are counted at once, on a GPU, too.
+            # extended() counts rows on the host, on a GPU too, so its faults raise at once.
             found_more = len(held.now.batches) > len(before.batches)
             if raises_at_once(device) or (found_more and held.now.number == before.number):
                 self._raise_with_ranks(fault)
@@ -225,7 +225,7 @@ class FixedMemory(BlockMemory):
         return ranks.agree(fault)
 
     def _raise_with_ranks(self, fault: Tensor | int) -> None:
-        """Raises what some rank has found wrong."""
+        """Raises the error for the fault of any rank, if there is one."""
         if why := int(fault):
             self.held.announced.give_up()
             raise of_ranks(self.held.name, why, "nothing has changed")
@@ -234,7 +234,7 @@ class FixedMemory(BlockMemory):
 
     @alone
     def stand_still(self) -> None:
-        """Lets no row move until move_again(): lookups give zeros, and nothing is trained."""
+        """Moves no row until move_again(): lookups return zeros, and no row is trained."""
         held = self.held
         held.write_back()
         self.raise_faults()
@@ -249,13 +249,13 @@ class FixedMemory(BlockMemory):
         held.drop_prefetched()
         held.announced.forget()
         self._blocks.go_on()
-        held.take(held.now._replace(stepped=True))  # the next lookup begins another
+        held.take(held.now._replace(stepped=True))  # the next lookup begins a step
 
     @contextmanager
     def foreseeing(self, parts: Sequence[Tensor] | None) -> Iterator[None]:
-        """A CUDA graph that is captured within sends for the rows of the ids of the next step.
+        """A CUDA graph captured in this context prefetches the rows of the next step.
 
-        They are what these tensors hold at each replay; without any it sends for none.
+        Each replay reads the ids from the tensors in `parts`. With None it prefetches no rows.
         """
         self._next_ids = parts
         try:
@@ -265,15 +265,15 @@ class FixedMemory(BlockMemory):
             try:
                 self.held.travel.join()
             finally:
-                self.held.travel.forget()  # its last work is the graph's
+                self.held.travel.forget()  # its last event belongs to the graph
 
     @alone
     def before_replay(self) -> None:
-        """Called before a CUDA graph of a whole step of the rows is replayed."""
+        """Called before the replay of a CUDA graph that contains a whole step of the rows."""
         held = self.held
         self.raise_faults()
         held.complete(ahead=False)
         held.drop_prefetched()
         held.read_again()
         held.store.before_replay()
-        held.take(held.now._replace(stepped=True))  # the next lookup begins another
+        held.take(held.now._replace(stepped=True))  # the next lookup begins a step

@@ -1,4 +1,4 @@
-"""How the gradients of one step's lookups become that of the held rows."""
+"""GradientSums: adds the gradients of a step's lookups to the gradient of its rows."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["GradientSums", "among_more", "of_rows", "sparse_of_all"]
 
 
 class GradientSums:
-    """Adds gradients up in torch's order: those of one backward first, then what was there."""
+    """Adds gradients in torch's order: first within one backward, then to the earlier gradient."""
 
     def __init__(self) -> None:
         self._backward: int | None = None
         self._given: Callable[[], Tensor | None] = lambda: None
         self._parts: tuple[Tensor, Tensor] | None = None
-        """What was there before this backward, and what has come in it."""
+        """The gradient from before this backward, and the sum of this backward so far."""
 
     def add(self, gradient: Tensor | None, added: Tensor, *, more_to_come: bool) -> Tensor:
-        """The gradient with what one lookup adds to it within a backward, in place if it can be.
+        """Adds the gradient of one lookup within a backward, in place if both are dense.
 
-        `more_to_come`: other lookups may add to it in this backward.
+        `more_to_come`: Other lookups may add gradients in this backward.
         """
         backward, summed = current_backward(), added
         if gradient is None:
@@ -48,14 +48,14 @@ class GradientSums:
 
 
 def of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """A sparse gradient as one of this number of rows."""
+    """Makes a sparse gradient of `rows` rows, with the values of `gradient` at `indices`."""
     shape = (rows, *gradient.shape[1:])
     coalesced = gradient.is_coalesced()
     return sparse_coo(indices, sparse_values(gradient), shape, is_coalesced=coalesced)
 
 
 def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
-    """A gradient as one of more rows, which got none; `places` is where its rows are now."""
+    """Expands a gradient to `rows` rows; its own rows are at `places`, others are zeros."""
     if gradient.is_sparse:
         return of_rows(gradient, places[sparse_indices(gradient)], rows)
     more = gradient.new_zeros((rows, *gradient.shape[1:]))
@@ -63,7 +63,7 @@ def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
 
 
 def sparse_of_all(gradient: Tensor, every: Tensor) -> Tensor:
-    """A gradient as a sparse one that names `every` row, 0 to n - 1, also those that got none."""
+    """Makes a sparse gradient with entries for `every` row, 0 to n - 1, even without a gradient."""
     if gradient.is_sparse:
         summed = gradient.coalesce()
         if len(sparse_values(summed)) == len(every):

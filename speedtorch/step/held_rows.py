@@ -42,76 +42,76 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class Joint(Protocol):
-    """What exchanges the rows of several tables together."""
+    """Exchanges the rows of several tables together."""
 
     def begin(self, batch: JointBatch, asker: HeldRows) -> bool:
-        """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
+        """Begins a step in all tables; returns False if one of them must begin it separately."""
 
     def complete(self, *, ahead: bool = True) -> None:
-        """Finishes what belongs to what the tables hold now."""
+        """Finishes the work of the tables' current steps."""
 
     def drop_prefetched(self) -> None:
         """Writes prefetched rows back to the tables."""
 
 
 class Stepping(Protocol):
-    """What an optimizer does to the held rows; see SteppedRows."""
+    """Tracks the changes of an optimizer to the step's rows; see SteppedRows."""
 
     @property
     def call(self) -> object | None:
-        """The call of an optimizer's step that has yet to be settled, if there is one."""
+        """The call of an optimizer's step that is not settled yet, or None."""
 
     def settle(self) -> bool:
-        """Takes note of what an optimizer, or other code, did to the held rows."""
+        """Records the changes that an optimizer or other code made to the step's rows."""
 
 
 class RowMemory(ABC):
-    """The memory of a step's rows: as much as each step needs, or blocks of a fixed size.
+    """The memory of a step's rows: allocated for each step, or blocks of a fixed size.
 
-    A method returns the step that is to become current, and changes nothing but memory.
+    A method that returns a Step changes only memory; the caller makes that step the current one.
     """
 
     takes_more: ClassVar[bool]
     """Whether rows can join a step that has begun."""
     capacity: int | None = None
-    """The most rows of a step, if they are in blocks of a fixed size."""
+    """The most rows of a step, or None without blocks of a fixed size."""
 
     def __init__(self, held: HeldRows) -> None:
         self.held = held
 
     @abstractmethod
     def plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> Batch:
-        """A batch of these ids for a step."""
+        """Plans a batch of these ids for a step."""
 
     @abstractmethod
     def nothing(self) -> tuple[Tensor, Rows]:
-        """No ids, and the memory of no rows, on the device of the rows."""
+        """Empty ids and empty rows, on the device of the rows."""
 
     @abstractmethod
     def begun(
         self, batch: Batch, seen: set[tuple[int, int]], *, is_told: bool, prefetches: bool
     ) -> Step:
-        """The step of a batch after that of now.
+        """Begins the step of a batch after the current step.
 
-        `is_told`: it was announced or planned by a loop. `prefetches`: as PendingTransfer says.
+        `is_told`: the batch was announced or planned by a loop. `prefetches`: see PendingTransfer.
         """
 
     def begun_alone(self, ids: Tensor) -> Step:
-        """The step of one lookup's ids after that of now; bad ids change nothing."""
+        """Begins the step of one lookup's ids; ids out of range raise before any change."""
         batch = self.plan([ids])
         batch.count()
         return self.begun(batch, set(), is_told=False, prefetches=False)
 
     @abstractmethod
     def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
-        """The step of now with the rows of more ids beside.
+        """Adds the rows of more ids to the current step.
 
-        Where it `is_planned`, lookups of them are still to come.
+        `is_planned`: Later lookups will name these ids.
         """
 
     @abstractmethod
     def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
-        """Queues the transfer of rows that leave, and of those of the batch that follows."""
+        """Queues the write-back of old rows, and the load of the following batch's rows."""
 
     @abstractmethod
     def put_back(self, prefetched: Prefetched) -> None:
@@ -119,18 +119,18 @@ class RowMemory(ABC):
 
     @abstractmethod
     def loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
-        """The ids and the rows of a step, as the table has them, in all fields of now."""
+        """Reads a step's ids and rows from the table, with all present fields."""
 
     @abstractmethod
     def written_back(self, *, changes: bool) -> Step:
-        """The step of now, which is complete, when its rows are in the table.
+        """Writes the current step's rows to the table; the step must be complete.
 
-        `changes`: as HeldRows.write_back says.
+        `changes`: see HeldRows.write_back.
         """
 
     @abstractmethod
     def before_lookup(self) -> None:
-        """Raises what earlier steps did wrong; RuntimeError if a CUDA graph cannot hold this."""
+        """Raises faults of earlier steps; RuntimeError if a CUDA graph cannot capture this."""
 
     def together(
         self,
@@ -138,45 +138,45 @@ class RowMemory(ABC):
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Made:
-        """What a lookup or an announcement gives, which all ranks make together if any do."""
+        """Calls a lookup or an announcement, which all ranks make together if they share rows."""
         return look_up(*args, **kwargs)
 
     def after_step(self) -> None:  # noqa: B027
-        """Called when an optimizer has stepped the held rows."""
+        """Called after an optimizer has stepped the rows."""
 
     def after_failed_step(self) -> None:  # noqa: B027
-        """Called when an optimizer's step has left the held rows by an exception."""
+        """Called after an exception in an optimizer's step of the rows."""
 
     def note_padding(self) -> None:  # noqa: B027
-        """Called when a lookup has written the padding's row to the table."""
+        """Called after a lookup has written the padding row to the table."""
 
     def use(self, store: RowStore) -> None:  # noqa: B027
-        """Exchanges rows with another store from now on."""
+        """Sets another store for later exchanges."""
 
     def tensors(self) -> Iterator[Tensor]:
-        """Memory of now that another stream than its own may come to use."""
+        """Memory of the current step that other streams may use, for record_stream."""
         now = self.held.now
         yield from (now.ids, *now.rows, *now.places.values())
         if isinstance(now.transfer, Prefetched):
             yield from (*now.transfer.rows, *now.transfer.batch.tensors())
         elif now.transfer is not None and now.transfer.leaving is not None:
             yield from (*now.transfer.leaving.rows, now.transfer.leaving.ids)
-        for batch in () if now.captured else now.batches:  # a graph keeps its own memory
+        for batch in () if now.captured else now.batches:  # a graph owns its memory
             yield from batch.tensors()
 
     def planned(self, parts: Sequence[Tensor], after: Batch | Tensor | None = None) -> PlannedBatch:
-        """A batch of these ids whose rows can be counted; see PlannedBatch."""
+        """Plans a PlannedBatch of these ids, whose rows the host can count."""
         held = self.held
         rows, device, padding = held.named_rows, held.device, held.padding
         return PlannedBatch(parts, rows, device, padding, after=after, name=held.name)
 
     def step_ids(self) -> Tensor:
-        """Ids of the step's rows; in blocks of a fixed size, this waits for the device."""
+        """Ids of the step's rows; with blocks of a fixed size the host waits for the device."""
         ids = self.ids_of(self.held.now)
         return ids if isinstance(ids, Tensor) else ids()
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
-        """Ids of a step's rows, or what returns them."""
+        """Ids of a step's rows, or a function that returns them."""
         return step.ids
 
     @property
@@ -185,14 +185,14 @@ class RowMemory(ABC):
         return False
 
     def refuse_if_captured(self, what: str) -> None:  # noqa: B027
-        """Raises RuntimeError if a CUDA graph that is still there uses the rows' memory."""
+        """Raises RuntimeError if an existing CUDA graph uses the rows' memory."""
 
     def raise_faults(self) -> None:  # noqa: B027
-        """Raises what was found wrong with the ids of earlier steps, if no rows but these wait."""
+        """Raises the faults of ids of earlier steps that the device has found."""
 
     @property
     def halted(self) -> Tensor | None:
-        """Not 0 while rows wait on the device for an error to be raised: `[1]`, if they ever do."""
+        """`[1]`, not 0 while a fault on the device stops rows; None if no fault can stop them."""
         return None
 
 
@@ -200,25 +200,26 @@ class HeldRows:
     """The rows of the current step, on the device, and their transfers to and from the table.
 
     Each method first completes the work that an exception interrupted. One thread at a time runs a
-    method: the method or its caller holds `turn`. An optimizer's step() does not hold it, because
-    user hooks run within the step; other threads wait for the step in complete().
+    method: the method or its caller holds `turn`. An optimizer's step() does not hold `turn`,
+    because user hooks run within the step; other threads wait for the step in complete().
 
     Args:
-        name: What errors call the module.
+        name: The module's name in errors.
         store: The rows of the table.
         view: The parameter with the rows of the step.
-        padding: Id of the row that is never trained, or None. That behind the last row is none.
-        memory: Makes what has the rows' memory.
+        padding: Id of the row that is never trained, or None. The id after the last row names no
+            row of the table.
+        memory: Makes the memory of the rows.
 
     Attributes:
-        now: The step that holds rows, on `device`.
-        named_rows: What ids may name: with a padding behind the last row that, too.
-        backwards: Of graphs that may still bring a gradient of the rows.
-        announced: Ids that were announced, of which no lookup has come yet.
-        travel: The stream of transfers beside what the device computes.
-        joint: With the tables of a loop whose rows are exchanged with those of this one.
-        is_left: Whether the lookups of now may have been given up, unless they have a gradient.
-        process: That has looked rows up last.
+        now: The current step, with rows on `device`.
+        named_rows: Ids must be below this number, which includes a padding id after the last row.
+        backwards: The autograd graphs that may still add a gradient to the rows.
+        announced: Announced ids that wait for a lookup.
+        travel: The side stream of transfers, parallel to computation.
+        joint: Exchanges these rows with the rows of a loop's other tables, or None.
+        is_left: Whether the current step's lookups may be given up, unless they have a gradient.
+        process: Id of the process that made the last lookup.
     """
 
     now: Step
@@ -243,20 +244,20 @@ class HeldRows:
         self.hold_nothing(0)
 
     def settle_by(self, stepping: Stepping) -> None:
-        """Lets `stepping` note what an optimizer does to the rows."""
+        """Sets the tracker of an optimizer's changes to the rows."""
         self._stepping = stepping
 
     @property
     def fields(self) -> Fields:
-        """Of the rows that are exchanged, the weight first."""
+        """Names, shapes and dtypes of the exchanged fields, the weight first."""
         return self.view.kept.fields
 
     def hold_nothing(self, number: int | None = None) -> None:
-        """Holds no row, in a step of this number; by default, of the next one."""
+        """Begins a step without rows, with this number or by default the next number."""
         number = self.now.number + 1 if number is None else number
         self.named_rows = self.store.rows + (self.padding == self.store.rows)
         self.device = self.view.parameter.device
-        self.on_gpu = self.device.type == "cuda"  # asked for several times in each step
+        self.on_gpu = self.device.type == "cuda"  # stored because each step reads it several times
         self.memory_stream = MemoryStream(self.device)
         ids, rows = self.memory.nothing()
         self.now = Step(number, ids, rows, {}, set(), KnownParts(), since=number, stepped=True)
@@ -267,7 +268,7 @@ class HeldRows:
 
     @alone
     def use(self, store: RowStore) -> None:
-        """Exchanges rows with another store of the same table from now on."""
+        """Writes the rows back and sets another store of the same table."""
         self.memory.refuse_if_captured("changing its cache")
         self.memory.raise_faults()
         self.write_back()
@@ -276,16 +277,15 @@ class HeldRows:
         before.let_go()
 
     def join(self, joint: Joint | None) -> None:
-        """Exchanges rows with those of other tables from now on, or with None alone again."""
+        """Sets the Joint that exchanges rows together with other tables, or None."""
         self.joint = joint
 
-    # ---- the step of now
+    # ---- the current step
 
     def complete(self, *, ahead: bool = True, looks_up: bool = False) -> None:
-        """Finishes what belongs to the step of now.
+        """Finishes the work of the current step.
 
-        With `ahead` rows of the batch after it are sent for as well, if it is planned. `looks_up`:
-        as due() says.
+        `ahead`: Also prefetches the rows of the batch after it, if planned. `looks_up`: see due().
         """
         view = self.view
         view.collect()
@@ -298,7 +298,7 @@ class HeldRows:
             self.memory_stream.follow(self.memory.tensors)
         pending = now.transfer and due(now.transfer, ahead=ahead, looks_up=looks_up)
         if view.rows is not now.rows or pending is not None:
-            if torch.is_inference_mode_enabled():  # rows that are held next could not be trained
+            if torch.is_inference_mode_enabled():  # inference tensors could not be trained later
                 with torch.inference_mode(False):
                     return self.complete(ahead=ahead, looks_up=looks_up)
             view.show(now)
@@ -308,7 +308,7 @@ class HeldRows:
             self._stepping.settle()
 
     def _send(self, pending: PendingTransfer, ahead: bool) -> None:
-        """Queues a transfer of now; without `ahead` only that of the rows that leave."""
+        """Queues a transfer of the current step; without `ahead` only the write-back."""
         now = self.now
         following = now.batches[0].following() if ahead and pending.prefetches else None
         if following is not None:
@@ -330,32 +330,32 @@ class HeldRows:
             self.now = self.now.without_prefetch()
 
     def reopen(self) -> None:
-        """Continues a step after the optimizer's: a new gradient was assigned to the rows."""
+        """Continues a step after optimizer.step(), because the rows were assigned a gradient."""
         if self.now.stepped:
             self.now = self.now._replace(stepped=False)
 
     def give_up_step(self) -> None:
-        """Ends a step that has moved and changed no row of the table."""
+        """Ends a step that has written no row to the table."""
         self.drop_prefetched()
         self.announced.forget()
         copy = Copy.STALE if self.now.copy is Copy.STALE else Copy.CLEAN
         self.now = self.now._replace(stepped=True, copy=copy)
 
     def show_anew(self) -> None:
-        """Reads held rows again, all fields that there are now; the table has all of them."""
+        """Reads all present fields of the step's rows again; the table must have current copies."""
         gradient = self.view.parameter.grad
         ids, rows = self.memory.loaded_again(self.now)
         self.now = self.now._replace(ids=ids, rows=rows, copy=Copy.CLEAN, gradient=gradient)
         self.complete()
 
     def read_again(self) -> None:
-        """Reads held rows again if the table may have newer copies."""
+        """Reads the step's rows again if the table may have newer copies."""
         if self.now.copy is Copy.STALE:
             self.show_anew()
 
     @alone
     def change(self) -> None:
-        """Marks held rows as newer than the table, before the caller writes to them."""
+        """Marks the step's rows as newer than the table, before the caller writes to them."""
         self.complete()
         self.read_again()
         if self.now.copy is not Copy.DIRTY:
@@ -363,10 +363,10 @@ class HeldRows:
 
     @alone
     def write_back(self, *, changes: bool = True) -> None:
-        """Writes the rows that are newer here to the table; they stay held.
+        """Writes the step's newer rows to the table; the rows remain on the device.
 
-        With `changes` the caller may change the table: held rows are read again before they are
-        used. A child that was forked writes none of the process before it; see is_inherited.
+        `changes`: The caller may change the table, so the rows are read again before their next
+        use. A forked child does not write rows of its parent process; see is_inherited.
         """
         if self.is_inherited:
             return
@@ -376,14 +376,14 @@ class HeldRows:
         if changes:
             self.store.bring_home()
 
-    # ---- what it is in
+    # ---- the state of the step
 
     def captures(self) -> bool:
         """Whether a CUDA graph is captured on the current stream."""
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def is_over(self) -> bool:
-        """Whether the next rows that are asked for begin a step of their own."""
+        """Whether the next lookup begins a step."""
         now = self.now
         if now.stepped or (now.captured and not self.captures()):
             return True
@@ -392,21 +392,21 @@ class HeldRows:
         return not self.view.has_gradient()
 
     def expects_gradient(self) -> bool:
-        """Whether a gradient of rows that were looked up in this step may still come."""
+        """Whether a backward may still add a gradient to the step's rows."""
         return self.backwards.are_expected(self.now.number)
 
     def leave(self) -> None:
-        """Notes that the lookups of now may have been given up."""
+        """Notes that the caller may have given up the current step's lookups."""
         self.is_left = True
 
     def stay(self) -> None:
-        """Notes that there is a lookup of now which was not given up."""
+        """Notes that the current step has a lookup that was not given up."""
         self.is_left = False
 
     def was_left(self) -> bool:
-        """Whether the lookups of the step may have been given up, though graphs of them are there.
+        """Whether the step's lookups may be given up, although their autograd graphs exist.
 
-        A backward through those, if one comes after all, brings the rows again: Exchange.rejoin().
+        If a backward through these graphs runs later, Exchange.rejoin() loads the rows again.
         """
         return self.is_left and not self.view.has_gradient()
 
@@ -414,19 +414,19 @@ class HeldRows:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether the held rows are those of a process that has forked this one, as is their table.
+        """Whether the step's rows and their table belong to the parent process of a fork.
 
-        That process trains on, and writes them itself.
+        The parent continues the training and writes its rows.
         """
         return self.is_of_fork and self.store.is_common
 
     @property
     def is_of_fork(self) -> bool:
-        """Whether this is a child that was forked, and has looked nothing up itself."""
+        """Whether this is a forked child that has made no lookup."""
         return self.process != os.getpid()
 
     def be_own(self) -> bool:
-        """Holds nothing that a child has of the process that has forked it; whether it did."""
+        """Drops rows of the parent process of a fork; returns whether there were any."""
         if is_inherited := self.is_inherited:
             self.store.let_go()
             self.announced.forget()

@@ -1,8 +1,8 @@
-"""HotRows: rows of a table that are loaded most often, in memory of the device that trains them.
+"""HotRows: a cache of a table's most used rows, in memory of the device that trains them.
 
-A row is in one place. One that has a slot is there, and what the table has of it is older. Which
-rows have slots changes between two exchanges only, and where is written on the device: an exchange
-that was planned, queued or captured before finds each row where it is then.
+A row with a slot is current in its slot, and its copy in the table is older. Slots change owners
+only between two exchanges. The slot map is on the device, so an exchange that was planned, queued
+or captured earlier finds each row.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from speedtorch.torch_internals import current_stream
 __all__ = ["BYTES_OF_SLOT", "CacheReport", "HotRows", "Refresh", "planned_refresh"]
 
 BYTES_OF_SLOT = 8
-"""What a slot takes beside its row: the id of it."""
+"""Bytes of a slot besides its row: the int64 id."""
 CHUNK_BYTES = 64 << 20
-"""Of rows that take slots at once, which lie elsewhere meanwhile."""
+"""The most bytes of rows that enter slots in one exchange, through temporary memory."""
 FIRST, EVERY = (4, 16, 64), 64
-"""After how many exchanges in which rows leave slots are given anew, and then every so many."""
-_MOST = 255  # uses beyond which rows are not told apart
+"""The exchanges with a write-back at which the cache is refreshed, and the later interval."""
+_MOST = 255  # larger counts are treated as this count
 _SURE = 2.0  # standard deviations
 
 
 class Refresh(NamedTuple):
-    """Which rows take slots and which leave them, by how often they were loaded."""
+    """Thresholds of use that select the rows to enter and to leave the slots."""
 
     entering: int
-    """How many take slots: the most used ones."""
+    """The number of rows to enter, the most used rows without a slot."""
     enter_above: int
-    """All rows that were used more often than this are among them, and some that were as often."""
+    """All rows with more uses than this enter, and some rows with exactly as many."""
     leaving: int
-    """How many leave: the least used ones."""
+    """The number of rows to leave, the least used rows with a slot."""
     leave_below: int
-    """All rows that were used less often than this are among them, and some that were as often."""
+    """All rows with fewer uses than this leave, and some rows with exactly as many."""
 
 
 def surely_above(uses: int) -> int:
-    """How often a row must have been used to be surely used more often than one of so many uses.
+    """The number of uses that is significantly more than `uses`.
 
-    Uses are counts of events: the difference of two of them varies by the root of their sum.
+    Uses are counts of events: the standard deviation of their difference is the root of their sum.
     """
     more = uses + 1
     while more - uses <= _SURE * sqrt(more + uses):
@@ -57,14 +57,14 @@ def surely_above(uses: int) -> int:
 
 
 def planned_refresh(outside: Sequence[int], inside: Sequence[int], free: int) -> Refresh:
-    """Plans which rows change places; a row moves only where the gain is certain.
+    """Plans a refresh; a row replaces another only if it is significantly more used.
 
     Args:
-        outside: How many rows without a slot were used 0, 1, 2, ... times.
-        inside: The same of rows with one.
-        free: Slots without a row, which any rows take that were used.
+        outside: The number of rows without a slot that were used 0, 1, 2, ... times.
+        inside: The same numbers for rows with a slot.
+        free: The number of empty slots, which any used row may enter.
     """
-    above = [*accumulate(reversed(outside))][::-1]  # rows of so many uses or more
+    above = [*accumulate(reversed(outside))][::-1]  # by uses: rows with at least as many
     entering = leaving = 0
     room = free
     for least in range(-1, len(inside)):
@@ -83,35 +83,35 @@ def planned_refresh(outside: Sequence[int], inside: Sequence[int], free: int) ->
 
 
 def _uses_of(counted: Sequence[int]) -> int:
-    """All uses of rows, of which so many were used 0, 1, 2, ... times."""
+    """The sum of uses, from the numbers of rows that were used 0, 1, 2, ... times."""
     return sum(uses * rows for uses, rows in enumerate(counted))
 
 
 class CacheReport(NamedTuple):
-    """What a cache of hot rows holds and saves."""
+    """Contents and hit rates of a cache of hot rows."""
 
     slots: int
-    """Rows that fit."""
+    """The number of rows that fit."""
     rows: int
-    """Rows that are in it now."""
+    """The number of rows in slots now."""
     nbytes: int
-    """Bytes on the device: the rows in it and their ids."""
+    """Bytes of all slots on the device: rows and their ids."""
     map_nbytes: int
-    """Bytes on the device of what is kept of every row of the table."""
+    """Bytes of the slot map on the device, which has an entry for every row of the table."""
     hit_rate: float | None
-    """Of the rows that were loaded lately the share that was in it; None before a refresh."""
+    """The share of recent row loads that found a slot; None before the first refresh."""
     hit_rate_of_half: float | None
-    """What that would be, as far as the counts tell, with half as many slots."""
+    """The expected hit rate with half as many slots, from the counts of uses."""
     hit_rate_of_double: float | None
-    """And with twice as many."""
+    """The expected hit rate with twice as many slots."""
     refreshes: int
-    """How often rows took slots of others."""
+    """The number of refreshes."""
     failed: int
-    """How often there was too little memory on the device to move rows, which then stay."""
+    """The number of updates that failed because the device was out of memory."""
     rows_moved: int
-    """Rows that took a slot or left one in all of them."""
+    """The number of rows that entered or left a slot, over all refreshes."""
     seconds: float
-    """What they took in all."""
+    """Seconds of all refreshes."""
 
     def __str__(self) -> str:
         said = f"{self.rows:,} of {self.slots:,} slots hold rows, {text_of(self.nbytes)}"
@@ -128,15 +128,15 @@ class CacheReport(NamedTuple):
 
 
 class HotRows:
-    """The slots of one table: which rows have them, and how often each row was loaded.
+    """The slots of one table, the slot of each row, and how often each row was loaded.
 
     Args:
-        rows: Of the table.
-        fields: All rows of the table's fields, of which a slot has one row each.
-        slots: How many.
-        device: Where.
-        members: Rows that are to have the slots from the first exchange on, and no others:
-            distinct ids `[n]`. By default those that are loaded most often, once that is known.
+        rows: The number of rows of the table.
+        fields: All rows of each field of the table; a slot has one row of each field.
+        slots: The number of slots.
+        device: The device of the slots.
+        members: Unique ids `[n]` of the only rows that have slots, from the first exchange on. By
+            default the most used rows have slots, once uses are counted.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class HotRows:
                 for each in fields.values()
             ]
             self.map = torch.zeros((rows, 2), dtype=torch.int32, device=device)
-            """The slot of each row, or -1, and how often it was loaded."""
+            """`[rows, 2]`: the slot of each row, or -1, and how often the row was loaded."""
             self._ids = torch.full((slots,), -1, dtype=torch.int64, device=device)
-            """The row of each slot, if the map says so, too."""
+            """The id of each slot's row, valid only if the map names this slot for it."""
             self._slot_of, self._uses = self.map[:, 0], self.map[:, 1]
             self._slot_of.fill_(-1)
             if members is not None:
@@ -164,7 +164,7 @@ class HotRows:
         self.device, self.slots = device, slots
         self._is_fixed = members is not None
         self.are_away = members is not None
-        """Whether rows are to take the slots of `_ids` again that they had before."""
+        """Whether the rows of `_ids` are in the table, for the next exchange to reload."""
         self._exchanges = self._refreshes = self._failed = self._moved = 0
         self._histogram: list[int] | None = None
         self._hits: float | None = None
@@ -178,9 +178,9 @@ class HotRows:
     # ---- between two exchanges
 
     def before_exchange(self, fields: Sequence[Tensor]) -> None:
-        """Gives slots to the rows that are to have them; `fields` are all rows of the table.
+        """Updates the rows in the slots; `fields` are all rows of the table.
 
-        Called before an exchange, or before a CUDA graph that holds some is replayed.
+        Called before an exchange, or before the replay of a CUDA graph that contains exchanges.
         """
         self._exchanges += 1
         is_due = self._exchanges in FIRST or self._exchanges % EVERY == 0
@@ -189,13 +189,13 @@ class HotRows:
                 self._take_slots_again(fields)
             if is_due and not self._is_fixed:
                 self.refresh(fields)
-        except torch.OutOfMemoryError:  # as the report says; other ranks wait for this exchange
+        except torch.OutOfMemoryError:  # counted, not raised: other ranks wait for this exchange
             self._failed += 1
 
     def refresh(self, fields: Sequence[Tensor]) -> None:
-        """Gives slots to rows that are surely loaded more often than those that have them.
+        """Replaces the rows of slots by rows that are significantly more used.
 
-        Wherever an exception ends it each row is where the map says, as new as before.
+        After an exception at any point, the map names the current copy of each row.
         """
         begin = self._now()
         slot_of, used = self._slot_of, self._uses.clamp(max=_MOST)
@@ -217,20 +217,20 @@ class HotRows:
         self._hits = _uses_of(inside) / loaded if loaded else None
         self._refreshes += 1
         self._moved += plan.entering + plan.leaving
-        if self._exchanges >= EVERY:  # what was long ago counts for less
+        if self._exchanges >= EVERY:  # old uses count half
             self._uses.bitwise_right_shift_(1)
         self._note_time(begin)
 
     @staticmethod
     def _some(among: Tensor, uses: Tensor, number: int, edge: int, *, most: bool) -> Tensor:
-        """Numbers of so many entries of `among`, ascending: those beyond the edge, some at it."""
+        """Ascending indices of `number` entries of `among`: beyond the edge first, then at it."""
         (beyond,) = torch.where(among & ((uses > edge) if most else (uses < edge)))
         (at,) = torch.where(among & (uses == edge))
         some = torch.cat([beyond[:number], at[: max(0, number - beyond.shape[0])]])
         return some.sort().values
 
     def _move(self, fields: Sequence[Tensor], enter: Tensor, leave: Tensor, free: Tensor) -> None:
-        """Rows `enter` take the slots `leave`, whose rows go home, and free ones."""
+        """Writes back the rows of slots `leave`; loads rows `enter` into these and free slots."""
         rows = max(1, CHUNK_BYTES // (self._nbytes // self.slots))
         leave_ids, order = self._ids[leave].sort()
         leave = leave[order]
@@ -241,7 +241,7 @@ class HotRows:
             come = [each.new_empty((some.shape[0], *each.shape[1:])) for each in self.fields]
             places = torch.arange(some.shape[0], device=self.device)
             exchange_rows(fields, self.fields, going, left, come, some, places)
-            # From here on these rows are at home, and their slots have none.
+            # From here on these rows are current in the table, and their slots are empty.
             self._slot_of[going] = -1
             self._ids[left] = -1
             for own, arrived in zip(self.fields, come, strict=True):
@@ -250,20 +250,20 @@ class HotRows:
             self._slot_of[some] = to.int()
 
     def _slots_with_rows(self) -> Tensor:
-        """Which slots have a row: those whose row has them."""
+        """Mask `[slots]` of slots with a row: the map names the slot for its id."""
         slots = torch.arange(self.slots, device=self.device)
         return (self._ids >= 0) & (self._slot_of[self._ids.clamp(min=0)] == slots)
 
-    # ---- without slots
+    # ---- empty slots
 
     def bring_home(self, fields: Sequence[Tensor]) -> None:
-        """Writes rows of slots to the table, which may change then; they take the slots again."""
+        """Writes rows of slots to the table, which may then change; an exchange reloads them."""
         has_row = self._slots_with_rows()
         (slots,) = torch.where(has_row)
         ids, order = self._ids[slots].sort()
         nothing, none = [each[:0] for each in self.fields], ids[:0]
         exchange_rows(fields, self.fields, ids, slots[order], nothing, none, none)
-        if not self._is_fixed:  # rows that have left since then
+        if not self._is_fixed:  # drop ids whose rows have left their slots
             self._ids.masked_fill_(~has_row, -1)
         self._slot_of.fill_(-1)
         self.are_away = True
@@ -274,13 +274,13 @@ class HotRows:
         slots = slots[order]
         nothing, none = [each[:0] for each in self.fields], ids[:0]
         exchange_rows(fields, nothing, none, none, self.fields, ids, slots)
-        self.are_away = False  # before the table may become another again
+        self.are_away = False  # first: the map makes slots newer than the table
         self._slot_of[ids] = slots.int()
 
     # ---- single rows
 
     def read(self, ids: Tensor, out: Tensor, name: str) -> None:
-        """Replaces rows of a field by those of slots: `out` `[*ids.shape, ...]` has the table's."""
+        """Overwrites rows of `out` `[*ids.shape, ...]`, read from the table, with rows of slots."""
         field = self.fields[self.names.index(name)]
         found = self._slot_of[ids.to(self.device).clamp(0, self.map.shape[0] - 1)]
         found = found.to(torch.int64)
@@ -291,7 +291,7 @@ class HotRows:
     # ---- report
 
     def report(self) -> CacheReport:
-        """What it holds and saves; waits for the device."""
+        """Makes the report; waits for the device."""
         for _, end in self._times:
             end.synchronize()
         self._add_times(lambda _: True)
@@ -311,7 +311,7 @@ class HotRows:
         )
 
     def _expected(self, slots: int) -> float | None:
-        """The share of loads that so many of the most used rows had at the last refresh."""
+        """The share of loads that the `slots` most used rows had at the last refresh."""
         counted = self._histogram
         if counted is None or self._hits is None:
             return None
