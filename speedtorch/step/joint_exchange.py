@@ -1,9 +1,9 @@
-"""JointExchange: the rows of several tables leave and arrive in one exchange.
+"""JointExchange: one exchange for the rows of several tables.
 
-Where the batches of several tables are planned together, their steps begin together, with the first
-lookup in any of them. Each table's step is then a range of blocks that are those of all. A table
-whose step is not over, or whose rows were read or changed meanwhile, goes on by itself, and
-so do all of them: the rows of each are those that it would hold alone.
+If the batches of several tables are planned together, their steps begin together at the first
+lookup in any table. Each table's step then has a range of rows in common blocks. If the step of a
+table is not over, or its rows were read or changed since, all tables exchange separately. Each
+table's rows are the same in both cases.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Prefetched(NamedTuple):
-    """A transfer of rows of the next batch, which was queued."""
+    """A queued transfer that loads rows of the next batch."""
 
     batch: JointBatch
     rows: list[Tensor]
     passed: bool
-    """Whether some may have come from a step, and are newer than the tables'."""
+    """Whether some rows may be copies from a step and newer than the tables' rows."""
 
 
 class Moves(NamedTuple):
-    """What the tables hold together, and what is still to be done for it; never changed."""
+    """The common rows of the tables and the work that remains, as an immutable value."""
 
     batch: JointBatch | None = None
-    """Whose rows are held."""
+    """The joint batch of the rows."""
     rows: Sequence[Tensor] = ()
-    """Of every field, those of all tables."""
+    """One tensor for each field with the rows of all tables."""
     steps: tuple[Step, ...] = ()
-    """Of each table, which it takes."""
+    """The Step of each table."""
     taken: bool = True
-    """Whether all have taken them."""
+    """Whether all tables have begun their Steps."""
     transfer: PendingTransfer | Prefetched | None = None
 
 
 class JointExchange:
-    """Steps of several tables of one layout, which begin together.
+    """Begins the steps of several tables of one layout together.
 
-    As in HeldRows, what comes before the one assignment by which others are held can be thrown
-    away, and what comes after it can be repeated.
+    As in HeldRows, one assignment makes other rows current. After an exception before the
+    assignment the work is discarded; work after the assignment can be repeated.
 
     Args:
-        tables: They have one layout().
+        tables: Tables with the same layout().
     """
 
     def __init__(self, tables: Sequence[JointTable]) -> None:
@@ -71,13 +71,13 @@ class JointExchange:
         self._planning, self._travel = SideStream("planning"), SideStream("exchange")
         self._now = Moves()
         self._memory_stream = MemoryStream(self._device)
-        with torch.inference_mode(False):  # it is kept, for whatever comes
+        with torch.inference_mode(False):  # the tensors are kept and may be trained later
             self._nothing = self._memory(0)
         for each in tables:
             each.held.join(self)
 
     def plan_ahead(self, parts: Sequence[Sequence[Tensor]], after: JointBatch | None) -> JointBatch:
-        """Plans a batch of a loop: the ids of each table, and the joint batch before it."""
+        """Plans a loop's batch from the ids of each table and the joint batch before it."""
         with self._planning.after_current(self._device):
             pairs = zip(self._tables, parts, strict=True)
             apart = [BatchIds(ids, of.rows, self._device, of.held.name) for of, ids in pairs]
@@ -85,7 +85,7 @@ class JointExchange:
                 batch = JointBatch(apart, self._device, after)
             except IndexError:
                 for each in apart:
-                    each.plan_by_itself(-1, -1)  # says which ids are bad, and whose
+                    each.plan_by_itself(-1, -1)  # raises an error that names the ids and the table
                 raise
         batch.planned_until(self._planning.end)
         return batch
@@ -95,7 +95,7 @@ class JointExchange:
         return self._tables[0].held.device
 
     def complete(self, *, ahead: bool = True) -> None:
-        """Finishes what belongs to what is held now; see HeldRows.complete()."""
+        """Finishes the work that the current rows need; see HeldRows.complete()."""
         now = self._now
         self._memory_stream.follow(self._held_tensors)
         if not now.taken:
@@ -104,13 +104,13 @@ class JointExchange:
                     each.take(step)
             now = self._now = now._replace(taken=True)
         if (pending := due(now.transfer, ahead=ahead)) is not None:
-            if torch.is_inference_mode_enabled():  # rows that are held next could not be trained
+            if torch.is_inference_mode_enabled():  # the next rows could not be trained
                 with torch.inference_mode(False):
                     return self.complete(ahead=ahead)
             self._send(now, pending, ahead)
 
     def _held_tensors(self) -> Iterator[Tensor]:
-        """Memory of now that another stream than its own may come to use."""
+        """Current tensors that a stream other than their own may use later."""
         now, transfer = self._now, self._now.transfer
         yield from now.rows
         if now.batch is not None:
@@ -121,8 +121,8 @@ class JointExchange:
             yield from (*transfer.leaving.rows, transfer.leaving.ids)
 
     def begin(self, batch: JointBatch, asker: HeldRows) -> bool:
-        """Begins a step of a batch in all tables; not if one of them has to go on by itself."""
-        if len(parts := batch.batches) != len(self._tables):  # one had to before
+        """Begins a step in all tables; returns False if the tables must exchange separately."""
+        if len(parts := batch.batches) != len(self._tables):  # the batch is already released
             return False
         self.complete(ahead=False)
         pairs = list(zip(self._tables, parts, self._fields, strict=True))
@@ -143,14 +143,14 @@ class JointExchange:
             places, taken_from = batch.staying
             carry_rows(rows, places, before, taken_from)
             leaving = Block(before, *batch.leaving)
-        else:  # from where the tables have them all
+        else:  # load all rows from the tables
             self.drop_prefetched()
             for each in self._tables:
                 each.held.write_back(changes=False)
             rows = self._memory(batch.bounds[-1])
             numbers = batch.numbers[: batch.bounds[-1]]
             self._exchange(None, Block(rows, numbers))
-        # As of memory of their own: what changes the rows of one table is no change of another's.
+        # Own version counters: a write to one table's rows must not count as a change of others.
         held = [end - first for first, end in pairwise(batch.bounds)]
         apart = zip(*(split_apart(field, held) for field in rows), strict=True)
         copy = Copy.CLEAN if leaving is None else Copy.DIRTY
@@ -165,14 +165,14 @@ class JointExchange:
         return True
 
     def _hold_all(self, now: Moves) -> bool:
-        """Whether every table holds what it took, and what the table itself has is older."""
+        """Whether every table still has the rows of its Step, newer than those of the table."""
         return all(
             each.held.now.rows is step.rows and each.held.now.copy is Copy.DIRTY
             for each, step in zip(self._tables, now.steps, strict=True)
         )
 
     def _rows_now(self, now: Moves) -> Sequence[Tensor]:
-        """The rows of all tables, as the optimizers have them now."""
+        """The rows of all tables with the optimizers' current values."""
         for each, step in zip(self._tables, now.steps, strict=True):
             for own, trained in zip(step.rows, each.trained(), strict=True):
                 if own.data_ptr() != trained.data_ptr():
@@ -184,13 +184,13 @@ class JointExchange:
         return [torch.empty((count, *s), dtype=d, device=self._device) for s, d in kinds]
 
     def _send(self, now: Moves, pending: PendingTransfer, ahead: bool) -> None:
-        """Rows of the last step leave, those of the next batch arrive, beside what comes now."""
+        """Writes back the last step's rows and prefetches the next batch's on a side stream."""
         leaving, arriving, following = pending.leaving, None, None
         assert leaving is None or isinstance(leaving, Block)
         if ahead and pending.prefetches and now.batch is not None:
             following = now.batch.following()
         if following is not None and not following.count():
-            following = None  # a lookup of its bad ids raises
+            following = None  # the lookup of its invalid ids raises
         transfer: PendingTransfer | Prefetched | None = None
         if pending.prefetches and not ahead:
             transfer = PendingTransfer(None, prefetches=True)
@@ -200,7 +200,7 @@ class JointExchange:
             if following is not None:
                 following.join()
             with self._travel.after_current(self._device):
-                if following is not None:  # in memory that only this stream is given again
+                if following is not None:  # memory allocated here is reused by this stream only
                     memory = self._memory(following.bounds[-1])
                     transfer = Prefetched(following, memory, passed=leaving is not None)
                     arriving = Block(memory, *following.arriving)
@@ -217,7 +217,7 @@ class JointExchange:
         exchange_rows(homes, *lists, len(self._tables))
 
     def drop_prefetched(self) -> None:
-        """Rows that arrived for the next batch go back, if some are nowhere else."""
+        """Writes prefetched rows back if some have no current copy in the tables."""
         self.complete(ahead=False)
         self._travel.join()
         now, transfer = self._now, self._now.transfer
@@ -228,7 +228,7 @@ class JointExchange:
 
 
 def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointExchange]]:
-    """Joins exchanges whose rows are of one layout, two or more; gives their keys with each."""
+    """Joins two or more exchanges of one layout; returns each JointExchange with its keys."""
     alike: dict[Hashable, dict[_Key, JointTable]] = {}
     for key, each in exchanges.items():
         table = JointTable(each)
@@ -242,6 +242,6 @@ def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointEx
         turns = [each.held.turn for each in group]
         with Turns(*turns):
             if all(each.layout() == layout for each in group):
-                unite(turns)  # each of them changes what the others hold
+                unite(turns)  # a step of one table changes the rows of the others
                 made.append((list(of_keys), JointExchange(group)))
     return made

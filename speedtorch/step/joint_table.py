@@ -1,4 +1,4 @@
-"""JointTable: one of the tables whose rows are exchanged together."""
+"""JointTable: one table of a JointExchange."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["JointTable"]
 
 
 class JointTable:
-    """The steps of one table as JointExchange begins them with those of others."""
+    """One table whose steps JointExchange begins together with steps of other tables."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.held: HeldRows = exchange.held
         self._steps = exchange.steps
 
     def layout(self) -> Hashable:
-        """What tables that can be joined have in common; None if this one cannot be."""
+        """The key that tables must share to be joined; None if this table cannot be joined."""
         held = self.held
         is_alone = held.padding is not None or held.joint is not None
         if is_alone or not held.memory.takes_more or not self._can_join():
@@ -31,21 +31,21 @@ class JointTable:
         return (held.device, *held.fields.items(), *held.store.stored.items())
 
     def _can_join(self) -> bool:
-        """Whether this trains the rows, and the device reaches them."""
+        """Whether the rows are trained and one op may exchange them with other tables."""
         held = self.held
         return held.view.parameter.requires_grad and held.store.can_join(held.device)
 
     @property
     def rows(self) -> int:
-        """Of the table."""
+        """The number of rows of the table."""
         return self.held.store.rows
 
     def reach(self, fields: Fields) -> list[Tensor]:
-        """All rows of the table."""
+        """The host tensors of all rows, one for each field."""
         return self.held.store.fields(fields)
 
     def may_begin(self, batch: PlannedBatch, fields: Fields, *, asked: bool) -> bool:
-        """Whether a step of a batch may begin, before its own first lookup unless that asks."""
+        """Whether a step may begin; `asked` says that this table's own lookup begins the step."""
         held, steps = self.held, self._steps
         held.complete(ahead=False)
         is_expected = steps.expected is batch and held.announced.latest is None
@@ -54,16 +54,15 @@ class JointTable:
         return is_expected and alike and self._can_join()
 
     def trained(self) -> Rows:
-        """The held rows as the optimizer has them now."""
+        """The step's rows with the optimizer's current values."""
         return self.held.view.rows_of(self.held.now)
 
     def begun(
         self, batch: PlannedBatch, rows: Rows, nothing: Rows, *, asked: bool, copy: Copy
     ) -> Step:
-        """The step of a batch whose rows are these, for take(); `nothing` are none of every field.
+        """The Step of a batch and its rows, for take(); `nothing` has zero rows of every field.
 
-        It is tentative unless a lookup of this table asks: the step before is kept, without its
-        rows.
+        Unless `asked`, the Step is tentative and keeps the step before, without its rows.
         """
         batch.count()
         now, before = self.held.now, None
@@ -73,7 +72,7 @@ class JointTable:
         return now.after(batch, batch.ids, rows, seen, is_told=True, copy=copy, before=before)
 
     def take(self, step: Step) -> None:
-        """Begins a step that has begun in all tables."""
+        """Makes a Step that has begun in all tables the current step of this table."""
         self._steps.take_expected()
         self.held.take(step)
         self.held.view.show(step)

@@ -1,4 +1,4 @@
-"""ParameterView: a module's parameter as a view of the rows that a step holds."""
+"""ParameterView: a module's parameter as a view of the step's rows."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ __all__ = ["OptimizerState", "ParameterView", "replace_rows"]
 
 
 class OptimizerState(Protocol):
-    """The state that an attached optimizer keeps of the held rows."""
+    """The state of an attached optimizer for the step's rows."""
 
     sparse: bool
-    """Whether the optimizer takes sparse gradients only."""
+    """Whether the optimizer accepts only sparse gradients."""
 
     def first_rows(self) -> Mapping[str, Tensor]:
-        """What the state of a new row begins with, by field; all rows have what was assigned."""
+        """A new row's initial state by field; first loads state that user code has assigned."""
 
     @property
     def loading(self) -> object | None:
-        """What complete() may have to finish."""
+        """The interrupted load that complete() must finish, or None."""
 
     def rows(self) -> Rows:
-        """The state of the held rows, field by field."""
+        """The state of the step's rows, one tensor for each field."""
 
     def hold(self, rows: Sequence[Tensor]) -> None:
-        """Puts the state of other rows in its place."""
+        """Replaces the state with the state of other rows."""
 
     def follow_table(self) -> None:
-        """Gives the optimizer the state of all rows, of which there are others now."""
+        """Replaces the optimizer's tensors for all rows after the table was resized."""
 
     def complete(self) -> None:
-        """Finishes loading all rows' state where an exception has interrupted that."""
+        """Finishes a load of all rows' state that an exception has interrupted."""
 
 
 class Kept(NamedTuple):
-    """What keeps the state of the held rows, and all their fields; another where they change."""
+    """The attached optimizer state and all fields of the step's rows, as one immutable value."""
 
     state: OptimizerState | None
     fields: Fields
 
 
 class ParameterView:
-    """Gives the rows of a step to the parameter and the optimizer, and takes them back.
+    """Sets the step's rows as memory of the parameter and the optimizer, and reads them back.
 
-    `parameter` has their memory, on the device where they are held. Everything here follows from
-    the step and can be set again; nothing is read back before all of it is set. `set_gradient` is a
-    weak reference to what sets the gradient of the weight.
+    `parameter` uses the memory of the step's rows on their device. All attributes follow from the
+    Step and can be set again; no row is read back before all are set. `set_gradient` is a weak
+    reference to the function that sets the gradient of the weight.
     """
 
     def __init__(
@@ -72,31 +72,31 @@ class ParameterView:
         self.parameter = parameter
         self.kept = Kept(None, {"weight": (tuple(parameter.shape[1:]), parameter.dtype)})
         self.rows: Rows | None = None
-        """Those of the step that the parameter has."""
+        """The step's rows whose memory the parameter uses."""
         self.version = self._pointer = 0
-        """Of the parameter; one that was written to since mark() has another."""
+        """The parameter's version and address at mark(); a later write changes one of them."""
         self.zeros: tuple[Tensor, int] | None = None
-        """The gradient that a zero_grad() filled with zeros, and its version then."""
+        """The gradient that zero_grad() filled with zeros, and its version after that."""
         self.shows_zeros = False
-        """Whether the gradient of the weight is zeros where the rows have none, as in torch after
-        such a zero_grad(), whatever was looked up since."""
+        """Whether the weight's gradient is zeros if the rows have no gradient, as in torch after
+        zero_grad(set_to_none=False), independent of later lookups."""
         self.only_shows_zeros = False
-        """Whether `zeros` were made to be read, and are no gradient of the rows."""
+        """Whether `zeros` were made for a reader and are not a gradient of the rows."""
         self._shown: tuple[Tensor, Tensor, Tensor] | None = None
-        """The gradient of the weight that was returned last, that of the rows then, and the memory
-        that both have."""
+        """The weight's gradient that was returned last, the rows' gradient at that time, and the
+        values whose memory both share."""
         self._set_gradient = set_gradient
         self._divisor = 1
-        """What the sum of gradients is divided by, once: before a step or a read of it."""
+        """Divisor of the gradient sum, applied once before a step or a read."""
         self._is_sum = False
-        """Whether the gradient, if there is one, has yet to be divided."""
+        """Whether the gradient is a sum that is not divided yet."""
 
     def keep(self, state: OptimizerState | None, fields: Fields) -> None:
-        """Lets another object keep the state of the rows, or none."""
+        """Attaches another optimizer state with its fields, or detaches it with None."""
         self.kept = Kept(state, {"weight": self.kept.fields["weight"], **fields})
 
     def show(self, step: Step) -> None:
-        """Makes the parameter and the optimizer see the rows of a step, if they do not."""
+        """Sets the step's rows as memory of the parameter and the optimizer state."""
         if self.rows is step.rows:
             return
         parameter, state = self.parameter, self.kept.state
@@ -109,9 +109,9 @@ class ParameterView:
         self.rows = step.rows
 
     def rows_of(self, step: Step) -> Rows:
-        """The rows of the step, as the optimizer has them now.
+        """The step's rows with the optimizer's current values.
 
-        Raises RuntimeError if they were resized.
+        Raises RuntimeError if the optimizer has resized them.
         """
         rows, state = [self.parameter.detach()], self.kept.state
         if state is not None:
@@ -126,7 +126,7 @@ class ParameterView:
         return rows
 
     def change(self, step: Step, change: Callable[[Rows], None]) -> None:
-        """Lets the rows of the step be changed in place, as the optimizer has them."""
+        """Calls `change` to change the step's rows in place, in the optimizer's tensors."""
         rows, state = [self.parameter.detach()], self.kept.state
         rows += [] if state is None else state.rows()
         contiguous = self.rows_of(step)
@@ -137,30 +137,30 @@ class ParameterView:
         self.mark()
 
     def put_back(self, step: Step) -> None:
-        """Makes them those of the step again after other memory was put in their place."""
+        """Sets the step's rows again after the parameter was given other memory."""
         replace_rows(self.parameter, step.rows[0])
         if self.kept.state is not None:
             self.kept.state.hold(step.rows[1:])
         self.mark()
 
     def mark(self) -> None:
-        """What is written to the parameter from now on is a change."""
+        """Records the parameter's version and address, so that was_written() sees later writes."""
         self.version, self._pointer = version_of(self.parameter), self.parameter.data_ptr()
 
     def was_written(self) -> bool:
-        """Whether the parameter was written to since the mark, or given other memory."""
+        """Whether the parameter was written to, or given other memory, since mark()."""
         parameter = self.parameter
         return version_of(parameter) != self.version or parameter.data_ptr() != self._pointer
 
     def note_zeros(self, gradient: Tensor | None) -> None:
-        """Records that a zero_grad() has filled the gradient of the rows with zeros."""
+        """Records that zero_grad() has filled the rows' gradient with zeros."""
         are_same = self.zeros is not None and gradient is self.zeros[0]
         self.only_shows_zeros = self.only_shows_zeros and are_same
         self.zeros = None if gradient is None else (gradient, version_of(gradient))
         self.shows_zeros = gradient is not None
 
     def make_zeros(self) -> Tensor | None:
-        """The gradient to be read where the rows have none."""
+        """Makes zeros for a reader of the gradient if `shows_zeros`, else returns None."""
         if not self.shows_zeros:
             return None
         gradient = self.parameter.grad = torch.zeros_like(self.parameter.detach())
@@ -173,32 +173,32 @@ class ParameterView:
         self._shown, self.shows_zeros = None, False
 
     def drop_zeros(self) -> None:
-        """Drops a gradient that a zero_grad() has filled with zeros."""
+        """Drops a gradient that zero_grad() has filled with zeros."""
         if self.zeros is not None and not self.has_gradient():
             self.parameter.grad = self.zeros = None
             self.only_shows_zeros = False
 
     def note_gradient(self) -> None:
-        """Records that the parameter was given another gradient."""
+        """Records that the parameter has another gradient."""
         self.zeros, self.shows_zeros, self.only_shows_zeros = None, False, False
 
     def note_shown(self, shown: Tensor, gradient: Tensor, values: Tensor) -> None:
-        """Records the weight's gradient that has the memory of the rows' gradient, `values`."""
+        """Records a weight's gradient that shares the memory `values` of the rows' gradient."""
         self._shown = shown, gradient, values
 
     def shown_of(self, gradient: Tensor) -> Tensor | None:
-        """The gradient of the weight that stands for that of the rows, if it was returned."""
+        """The weight's gradient that was already returned for this rows' gradient, or None."""
         if self._shown is None or self._shown[1] is not gradient:
             return None
         return self._shown[0]
 
     def note_read(self) -> None:
-        """Records that the gradient of the weight is returned, and may be written to."""
+        """Records that the caller has the weight's gradient and may write to it."""
         if self.zeros is not None:
             self.zeros = self.zeros[0], -1
 
     def collect(self) -> None:
-        """Takes over what was written to the gradient of the weight since it was returned."""
+        """Copies writes to the returned gradient of the weight to the rows' gradient."""
         if self._shown is None:
             return
         shown, gradient, values = self._shown
@@ -213,11 +213,11 @@ class ParameterView:
         if not is_same and (set_gradient := self._set_gradient()) is not None:
             self._shown = None
             set_gradient(shown)
-            if shown.is_sparse and not sparse_values(shown).shape[0]:  # as zero_() leaves it
+            if shown.is_sparse and not sparse_values(shown).shape[0]:  # the result of zero_()
                 self.note_zeros(self.parameter.grad)
 
     def summand(self, added: Tensor) -> Tensor:
-        """What is to be added to the gradient for one that a lookup brings."""
+        """Converts the gradient of a lookup to the summand for the parameter's gradient."""
         if self._divisor == 1:
             return added
         if not self._is_sum and not self.has_gradient():
@@ -225,23 +225,23 @@ class ParameterView:
         return added if self._is_sum else _divided(added, self._divisor)
 
     def divide(self) -> None:
-        """Divides the gradient if it is a sum that has yet to be divided."""
+        """Divides the gradient if it is a sum that is not divided yet."""
         if not self._is_sum:
             return
         with as_plain():  # a read of the weight's gradient would divide it, too
-            # Not zeros of zero_grad(), which stay the same tensor.
+            # Zeros of zero_grad() must remain the same tensor.
             if self.has_gradient() and (gradient := self.parameter.grad) is not None:
                 self.parameter.grad = _divided(gradient, self._divisor)
                 self._is_sum = False
 
     def divide_by(self, count: int) -> None:
-        """Gives optimizers and readers gradients divided by this number, once each."""
+        """Sets the number by which each gradient sum is divided, once."""
         self._divisor = count
 
     def has_gradient(self) -> bool:
-        """Whether there is a gradient that no zero_grad() has filled with zeros.
+        """Whether there is a gradient other than zeros of zero_grad().
 
-        Zeros that were written to since are read, for which a GPU is waited: clipping leaves zeros.
+        If such zeros were written to later, such as in clipping, a read of them waits for the GPU.
         """
         if (gradient := self.parameter.grad) is None:
             return False
@@ -251,7 +251,7 @@ class ParameterView:
 
 
 def _divided(gradient: Tensor, divisor: int) -> Tensor:
-    # A row that is named twice in a sparse gradient is summed first.
+    # A row that a sparse gradient contains twice is summed first.
     return (gradient.coalesce() if gradient.is_sparse else gradient) / divisor
 
 
@@ -261,16 +261,16 @@ def _any(gradient: Tensor) -> bool:
 
 
 def replace_rows(parameter: Tensor, rows: Tensor) -> None:
-    """Makes a parameter hold other rows, not copied, and in another number perhaps.
+    """Sets `rows` as memory of a parameter without a copy; their number may differ.
 
     A gradient of another shape is dropped.
     """
     if parameter.grad is not None and parameter.grad.shape != rows.shape:
         parameter.grad = None
     if parameter.shape != rows.shape:
-        # A graph that is still alive (a loss kept for logging) holds the node that accumulates the
-        # gradient, and that node the old shape. Another dtype in between makes torch drop it.
+        # A live graph (a loss kept for logging) holds the node that accumulates the gradient, which
+        # has the old shape. A temporary other dtype makes torch drop the node.
         parameter.data = of_another_dtype(parameter.dtype, parameter.device)
     parameter.data = rows
-    # A backward through a graph of an earlier batch would compute with these rows: let it raise.
+    # A backward through a graph of an earlier batch would compute with these rows; now it raises.
     torch.autograd.graph.increment_version(parameter)

@@ -1,4 +1,4 @@
-"""PendingBackwards: which lookups of a step may still bring a gradient, thread by thread."""
+"""PendingBackwards: lookups of a step whose backward may still run, by thread."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["PendingBackward", "PendingBackwards"]
 
 
 class PendingBackward:
-    """Lives as long as a graph may still bring a gradient of the lookups of a step."""
+    """Lives as long as an autograd graph may still run the backward of a step's lookups."""
 
 
 class PendingBackwards:
-    """Those of the lookups of the latest step that has any."""
+    """The pending backwards of the latest step that has lookups."""
 
     def __init__(self) -> None:
         self._now: tuple[int, dict[int, Callable[[], PendingBackward | None]]] = (0, {})
-        """The number of the step, and what its lookups wait for by the thread that made them."""
+        """The number of the step, and weak references to its PendingBackward by thread."""
 
     def made(self, step: int) -> PendingBackward:
-        """What a graph keeps for a lookup of this thread in the step of this number."""
+        """The object that a graph keeps alive for a lookup of this thread in the step."""
         number, by_thread = self._now
         if number != step:
             number, by_thread = self._now = step, {}
@@ -34,7 +34,7 @@ class PendingBackwards:
         return pending
 
     def are_expected(self, step: int) -> bool:
-        """Whether a gradient of rows that were looked up in this step may still come."""
+        """Whether the backward of a lookup of this step may still run."""
         number, by_thread = self._now
         if number == step:
             for pending in by_thread.values():
@@ -43,7 +43,7 @@ class PendingBackwards:
         return False
 
     def other_thread(self, step: int) -> int | None:
-        """Another thread of which a lookup in this step still waits for its backward."""
+        """The id of another thread with a pending backward in this step, or None."""
         number, by_thread = self._now
         own = threading.get_ident()
         if number == step:

@@ -1,4 +1,4 @@
-"""PlannedSteps: ids that are known before their lookups, by announce() or from a loop."""
+"""PlannedSteps: batches known before their lookups, from announce() or a prefetch loop."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ class AgreeOnStep(Protocol):
     """See Requests.before_step."""
 
     def __call__(self, met: set[object], *, fails: bool) -> None:
-        """Raises DisagreementError on all ranks unless all are about to step."""
+        """Raises DisagreementError on all ranks unless all ranks are about to step."""
 
 
 class Lookups(Protocol):
-    """What holds the rows of lookups; Exchange says what each does."""
+    """The methods of Exchange that PlannedSteps calls; Exchange describes each."""
 
     def be_own(self) -> None:
-        """Holds nothing of the process that has forked this one."""
+        """Drops the state inherited from a parent process after a fork."""
 
     def before_rows(self, parts: Sequence[Tensor]) -> bool:
-        """Completes the step of now; whether these ids begin another."""
+        """Completes the current step and returns whether these ids begin another step."""
 
     def was_over(self, parts: Sequence[Tensor]) -> bool:
-        """Whether nothing but lookups without effect keep a step without such rows."""
+        """Whether only lookups without effect keep open a step that lacks these rows."""
 
     def extend(self, parts: Sequence[Tensor], *, is_planned: bool = False) -> None:
-        """Holds the rows of more ids."""
+        """Adds the rows of more ids to the step."""
 
     def return_to_before(self) -> None:
-        """Ends a step that is tentative."""
+        """Ends a tentative step."""
 
 
 class PlannedSteps:
-    """What is known of steps before their first lookups.
+    """Announced ids, and batches that a loop plans before their first lookups.
 
     Attributes:
-        turn: Held while a thread uses the rows.
-        expected: The batch of a loop that the next step may take.
-        is_idle: Whether the last step that began with those of other tables was none of this one.
+        turn: The lock that a thread holds while it uses the rows.
+        expected: The loop's batch that the next step may use.
+        is_idle: Whether other tables began this table's last step, which then had no lookup here.
     """
 
     ahead: ClassVar[int] = 2
-    """Batches that a loop plans ahead: of one the rows travel, of the other the counts."""
+    """Batches that a loop plans ahead: one whose rows are copied, one whose counts are copied."""
 
     def __init__(self, held: HeldRows, lookups: Lookups) -> None:
         self._held, self._lookups = held, lookups
@@ -71,16 +71,16 @@ class PlannedSteps:
 
     @property
     def batches_over(self) -> int:
-        """How often a batch has ended, or may have been given up."""
+        """The number of times that a batch has ended or may have been abandoned."""
         return self._held.announced.batches_over
 
     @alone
     def plan_announced(self, parts: Sequence[Tensor]) -> Announced | None:
-        """Plans what announce() adds to it; None if the step that goes on holds all of the rows.
+        """Plans ids for announce(); returns None if the current step holds their rows.
 
-        Nothing waits: where a step is over, several tables can be announced to before the first of
-        them counts its rows. Bad ids raise IndexError, on a GPU at the next lookup; what raises
-        leaves nothing.
+        After the end of a step this method does not wait, so that several tables can plan before
+        the first one counts its rows. Invalid ids raise IndexError, on a GPU at the next lookup.
+        After an exception nothing is announced.
         """
         try:
             return self._held.memory.together(self._announce, parts)
@@ -89,7 +89,7 @@ class PlannedSteps:
             raise
 
     def _announce(self, parts: Sequence[Tensor]) -> Announced | None:
-        """As plan_announced; the rows join a step that goes on at once."""
+        """Implements plan_announced; the rows join a step in progress at once."""
         held, lookups = self._held, self._lookups
         memory = held.memory
         if lookups.before_rows(parts) or held.was_left():
@@ -102,15 +102,16 @@ class PlannedSteps:
         return None
 
     def announce(self, announced: Announced | None) -> None:
-        """Lets the first lookup of announced ids bring the rows of all; see Announcements."""
+        """Makes the first lookup of announced ids load the rows of all; see Announcements."""
         if announced is not None:
             with self.turn:
                 self._held.announced.add(announced)
 
     def announced_around(self, ids: Tensor) -> Announced | None:
-        """What was announced, if it has all rows of a lookup: blocks take no more afterwards.
+        """Returns the announced batch if it contains all rows of a lookup, else None.
 
-        The host waits for that. Not if what was announced may have been given up.
+        The caller needs this before a lookup because fixed blocks accept no more rows later. The
+        host waits for the count. An announcement that may have been abandoned is not returned.
         """
         held = self._held
         announced = held.announced.certain
@@ -121,30 +122,30 @@ class PlannedSteps:
 
     @alone
     def give_up(self) -> None:
-        """Gives up what was announced, and lookups of the step unless they have a gradient."""
+        """Discards announced ids, and the step's lookups unless they have a gradient."""
         self._held.announced.give_up()
         self._held.leave()
 
     def leave_lookups_unchecked(self) -> None:
-        """Lets check_lookups() raise nothing: ranks that exchange rows would not agree on it.
+        """Disables check_lookups() for ranks that exchange rows.
 
-        Each of them compares the ids that it is asked for, which may be none.
+        Each rank compares only the ids requested from it, possibly none: only some would raise.
         """
         self._checks_lookups = False
 
     def agree_on_steps(self, agree: Callable[[], AgreeOnStep | None]) -> None:
-        """Lets ranks that share the rows agree before each step, by what a weak reference gives."""
+        """Sets the weak reference to the call by which ranks agree before each step."""
         self._agree = agree
 
     @property
     def agree_on_step(self) -> AgreeOnStep | None:
-        """What ranks that share the rows do before an optimizer's step, if any do."""
+        """The call by which ranks that share the rows agree before an optimizer's step, or None."""
         return self._agree()
 
     def check_lookups(self) -> None:
-        """Raises RuntimeError if an optimizer would change rows that were announced in vain.
+        """Raises RuntimeError if an optimizer would change announced rows without a lookup.
 
-        See refuse_partial_step(). A step of no gradient changes no rows. Called within a turn.
+        See refuse_partial_step(). A step without a gradient changes no rows. Called within a turn.
         """
         held = self._held
         now = held.now
@@ -157,7 +158,7 @@ class PlannedSteps:
 
     @alone
     def plan_ahead(self, parts: Sequence[Tensor], after: Batch | None) -> Batch:
-        """Plans a batch of a loop: its ids, of any shape, and the batch before it."""
+        """Plans a loop's batch from its ids, of any shape, and the batch before it."""
         with self._planning.after_current(self._held.device):
             batch = self._held.memory.plan(parts, after)
         batch.parts.planned_until(self._planning.end)
@@ -165,7 +166,7 @@ class PlannedSteps:
 
     @alone
     def start_loop(self, loop: object) -> bool:
-        """Lets a loop plan batches ahead while it lives, unless another has not ended."""
+        """Registers a loop, by weak reference; returns False if another loop has not ended."""
         self._lookups.be_own()
         if self.has_other_loop(loop):
             return False
@@ -175,21 +176,21 @@ class PlannedSteps:
     def has_other_loop(self, loop: object | None) -> bool:
         """Whether another loop has not ended."""
         if self._loop() not in (None, loop):
-            gc.collect()  # it may have ended by an exception, whose traceback has its frames
+            gc.collect()  # the traceback of an exception that ended the loop may hold its frames
         return self._loop() not in (None, loop)
 
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
-        """Raises IndexError if ids of the CPU are out of range, where rows are held there."""
+        """Raises IndexError if the step's rows and the ids are on the CPU and ids are invalid."""
         held = self._held
         for part in parts:
             if not held.on_gpu and part.is_cpu and part.numel():
                 least, most = torch.aminmax(part)
                 if least < 0 or most >= held.named_rows:
-                    held.memory.planned(parts)  # which says which they are
+                    held.memory.planned(parts)  # raises an error that names the invalid ids
 
     @alone
     def end_loop(self, loop: object) -> None:
-        """Ends a loop: forgets what was planned; rows that have arrived for it go back."""
+        """Ends a loop: discards its planned batch and writes prefetched rows back."""
         held = self._held
         if self._loop() is not loop or held.is_inherited:
             return
@@ -201,25 +202,25 @@ class PlannedSteps:
 
     @alone
     def expect(self, batch: Batch | None) -> None:
-        """Says which planned batch the next step may take."""
+        """Sets the planned batch that the next step may use."""
         self.expected, held = batch, self._held
         if batch is None:
             held.announced.end_batch()
         elif held.now.before is not None or held.now.unseen():
-            held.leave()  # no step of the batch before, of which lookups are missing
+            held.leave()  # the batch before ends without a step: some of its lookups are missing
         if held.now.before is not None:
             self.is_idle = True
             self._lookups.return_to_before()
 
     def note_lookup(self) -> None:
-        """Called when rows are asked for: the table is not idle."""
+        """Records that a lookup uses this table in the current step."""
         self.is_idle = False
 
     def take_expected(self) -> Batch | None:
-        """The batch of a loop for a step that begins: two steps of a batch take its plan once."""
+        """Returns the expected batch to the step that begins, once: a second step gets None."""
         batch, self.expected = self.expected, None
         return batch
 
     def forget(self) -> None:
-        """Forgets the loop, and its batch, of the process that has forked this one."""
+        """Discards the loop and its batch that a fork inherited from the parent process."""
         self.expected, self._loop = None, lambda: None

@@ -1,4 +1,4 @@
-"""Rounding: float32 rows as a table stores them in 16 bits."""
+"""Rounding: rounds float32 rows that a table stores in 16 bits."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Rounding", "RoundingMode", "StoredAs", "check_mode", "stored_dtypes"
 RoundingMode: TypeAlias = Literal["stochastic", "nearest"]
 """How numbers are rounded after each step."""
 StoredAs: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
-"""The dtype of the weight in the table, or those of the weight and of named fields of state."""
+"""The weight's dtype in the table, or a mapping from "weight" and state names to dtypes."""
 
 _EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5}
 
 
 class Rounding:
-    """Rounds held float32 rows, after each step, to numbers that the table's 16 bits store.
+    """Rounds the step's float32 rows, after each step, to numbers that 16 bits store.
 
-    The random numbers come from a generator that has no state but a key, (seed, step), and is asked
-    by row id, field and column. So a row gets the same ones on the CPU and a GPU, with a cache or
-    without, whatever the other rows of the batch are and whichever rank has it.
+    Random numbers are a function of a key (seed, step), the row id, the field and the column. So a
+    row has the same random numbers on the CPU and a GPU, with and without a cache, beside any other
+    rows of the batch and on any rank.
 
     Args:
         stored: The dtypes of fields that the table stores in 16 bits, by name.
-        mode: How numbers are rounded.
-        key: int64 `[2]` on the device of the rows: the seed, and how many steps were rounded.
-        portion: Of which rows of a larger table the ids here are, or None.
+        mode: The rounding mode.
+        key: int64 `[2]` on the device of the rows: the seed and the number of rounded steps.
+        portion: The rows of a larger table to which the ids refer, or None.
 
     Attributes:
         stored: As given.
@@ -53,11 +53,11 @@ class Rounding:
         self._blocks: tuple[Tensor, Tensor] | None = None
 
     def follow(self, key: Tensor) -> None:
-        """Counts steps in another tensor from now on, which may be on another device."""
+        """Replaces the key tensor; the new tensor may be on another device."""
         self._key, self._blocks = key, None
 
     def check_fields(self, fields: Fields) -> None:
-        """Raises ValueError unless held fields can be stored so."""
+        """Raises ValueError if the fields cannot be stored in these dtypes."""
         if unknown := self.stored.keys() - fields.keys() - {"weight"}:
             kept = ", ".join(name for name in fields if name != "weight") or "nothing"
             raise ValueError(
@@ -72,18 +72,18 @@ class Rounding:
                 )
 
     def stored_fields(self, fields: Fields) -> Fields:
-        """Held fields as the table has them."""
+        """The shapes and dtypes with which the table stores these fields."""
         return {
             name: (shape, self.stored.get(name, dtype)) for name, (shape, dtype) in fields.items()
         }
 
     def round(self, names: Iterable[str], ids: Tensor, rows: Sequence[Tensor]) -> None:
-        """Rounds the rows of all fields in place: the first `len(ids)` are those of the ids."""
+        """Rounds the first `len(ids)` rows of all fields in place, in the order of the ids."""
         bits = [_EXPONENT_BITS[self.stored[n]] if n in self.stored else 0 for n in names]
         round_rows(list(rows), self._whole(ids), self._key, bits, self._is_random)
 
     def _whole(self, ids: Tensor) -> Tensor:
-        """Ids in the larger table; those that are no rows come out as some number."""
+        """Ids in the larger table; an id without a row becomes an arbitrary number."""
         if self._portion is None:
             return ids
         if self._blocks is None:
@@ -97,7 +97,7 @@ class Rounding:
 
 
 def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] | None:
-    """The dtypes of an argument `stored`, checked; None for none."""
+    """Checks the argument `stored` and returns its dtypes by field name, or None for None."""
     if stored is None:
         return None
     asked: dict[str, Any] = dict(stored) if isinstance(stored, Mapping) else {"weight": stored}
@@ -115,7 +115,7 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
 
 
 def check_mode(mode: object, stored: object) -> None:
-    """Raises ValueError for what is no way of rounding, or where nothing is to be rounded."""
+    """Raises ValueError for an unknown rounding mode, or for "nearest" without `stored`."""
     if stored is None and mode == "nearest":
         raise ValueError("rounding: says how rows of 16 bits are rounded; give stored= as well")
     if mode not in get_args(RoundingMode):

@@ -1,4 +1,4 @@
-"""RowStore: the one way by which a step reaches the rows of a table and the state kept of them."""
+"""RowStore: a step's only access to the host records of a table."""
 
 from __future__ import annotations
 
@@ -24,73 +24,71 @@ __all__ = ["Block", "Counted", "Fields", "Rounder", "RowStore", "exchanged"]
 
 _UNNOTED = nullcontext()
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name to (row shape, dtype) of what a step holds of each row."""
+"""Name to (row shape, dtype) of the weight and of each optimizer state column of a step's rows."""
 
 
 class Block(NamedTuple):
-    """Rows outside of a table, of which some leave for it or arrive."""
+    """A block of rows outside a table, with the rows to write to the table or to load from it."""
 
     rows: Sequence[Tensor]
-    """For each field `[n, ...]`."""
+    """One tensor `[n, ...]` for each field."""
     ids: Tensor
-    """Of those that leave or arrive, ascending."""
+    """Ids of the rows to copy, ascending."""
     places: Tensor | None = None
-    """Which of the rows they are; by default the first, in order."""
+    """Positions of the ids in the block; by default the first rows, in order."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors of the block."""
         return [*self.rows, self.ids] + ([] if self.places is None else [self.places])
 
 
 class Counted(NamedTuple):
-    """As a Block, of which the first `number` ids leave or arrive: `[1]`, on the device."""
+    """A Block of which only the first `number` ids are copied; `number` is `[1]` on the device."""
 
     rows: Sequence[Tensor]
     ids: Tensor
     places: Tensor
     number: Tensor
     are_none: bool = False
-    """Whether the number is known to be 0."""
+    """Whether the host knows that the number is 0."""
 
 
 class Rounder(Protocol):
-    """What rounds held rows to numbers that are stored in 16 bits; see Rounding."""
+    """Rounds a step's rows to numbers that 16 bits store; see Rounding."""
 
     @property
     def stored(self) -> Mapping[str, torch.dtype]:
-        """The dtypes of the fields that are stored so."""
+        """The dtypes of the fields that are stored in 16 bits."""
 
     def round(self, names: Iterable[str], ids: Tensor, rows: Sequence[Tensor]) -> None:
         """Rounds rows of all fields in place."""
 
 
 class RowStore:
-    """All rows of a table, and what an optimizer keeps of them, as a step exchanges them.
+    """All rows of a table with their optimizer state, as a step exchanges them.
 
-    A step knows rows by their ids and fields by their names: "weight", and those of the state. It
-    holds them in `held_dtype` and that of each field of state; a store may have them in host memory
-    in another dtype, or keep those that are often asked for on the GPU. What a step may rely on,
-    wherever a store has its rows:
+    A step names rows by id and fields by name: "weight" and the names of the state. The step's
+    weights have `held_dtype`. A store may have rows in another dtype in host memory, and may cache
+    frequent rows on the GPU. Every store guarantees:
 
-    - `exchange` writes the rows that leave and reads those that arrive, bit for bit where the
-      stored dtype is the held one. A row in both lists goes from the one block to the other and may
-      stay as it was here, until it leaves again. Called again with the same rows it gives the same,
-      so that what was interrupted can be repeated; one that raises has changed nothing.
-    - `read` and `write` see what `exchange` wrote before on the current stream, and it sees what
-      they wrote.
-    - `bring_home` writes what is kept elsewhere to the table, whose rows count from then on, and
-      `settle` waits until the CPU sees all of it there.
+    - `exchange` copies rows bitwise identically if stored and held dtype are equal. A row in both
+      lists is copied from block to block; its stored copy may remain old until the row is written
+      back. A repeated call with the same rows has the same result, so that an interrupted call can
+      be repeated. A call that raises has changed nothing.
+    - `read` and `write` see earlier writes of `exchange` on the current stream, and vice versa.
+    - `bring_home` writes cached rows to the table, whose copies are valid from then on. `settle`
+      waits until the CPU sees all writes.
 
     Args:
-        table: The rows.
-        held_dtype: Of the weights that a step holds.
-        rounding: How held rows are rounded after each step, if the table stores them in 16 bits.
+        table: The host table.
+        held_dtype: The dtype of the weights of a step.
+        rounding: Rounds rows after each step, if the table stores them in 16 bits.
 
     Attributes:
-        rows, row_shape: Of the weight.
+        rows, row_shape: The number of rows, and the shape of a row of the weight.
         held_dtype: As given.
-        can_wait: Whether load_batch() may leave rows to the caller.
+        can_wait: Whether load_batch() accepts `evicts=False`.
     """
 
     can_wait: ClassVar[bool] = True
@@ -103,32 +101,32 @@ class RowStore:
         self._rounding = rounding
         self._table = table
         self._reached: tuple[Iterable[str], int, list[Tensor]] | None = None
-        """The fields that were exchanged last, until the table may have become another."""
+        """Names, table version and tensors of the last exchange, while they are valid."""
         self._homes: Sequence[HostTable] = ()
-        """Where they are: in the table, and beside it if that had no room for the state."""
+        """Host tables of these fields: a second table if the first had no space for the state."""
 
     @property
     def rows(self) -> int:
-        """As said of the class."""
+        """The number of rows of the table on this rank."""
         return self._table.rows
 
     @property
     def whole_rows(self) -> int:
-        """Rows of the table on all ranks that share it."""
+        """The number of rows of the table on all ranks that share it."""
         return self._table.whole_rows
 
     def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
-        """Rows leave for the table while others arrive from it, all fields of each at once."""
+        """Writes rows to the table while it loads others, all fields of a row at once."""
         lists = exchanged(leaving, arriving)
         homes = self.fields(names)
         with self._writing(leaving):
             exchange_rows(homes, *lists)
 
     def load(self, names: Iterable[str], leaving: Block, ids: Tensor) -> list[Tensor]:
-        """Rows of these ids, ascending, arrive in new memory while others leave.
+        """Loads the rows of ascending ids into new memory while the rows of `leaving` are written.
 
-        `leaving` are the first rows of a block, in the order of their ids; the new memory is like
-        the block's.
+        `leaving` contains the first rows of a block, in the order of their ids. The new memory has
+        the block's device, shapes and dtypes.
         """
         homes = self.fields(names)
         with self._writing(leaving):
@@ -144,7 +142,7 @@ class RowStore:
         *,
         evicts: bool = True,
     ) -> list[Tensor]:
-        """As load, of ids `[n]` that are planned first; returns the result of the op.
+        """Plans ids `[n]` and loads their rows as `load` does; returns the result of the op.
 
         If `evicts` is false, the caller writes the rows of `leaving` to the table later.
         """
@@ -153,9 +151,9 @@ class RowStore:
             return load_batch(homes, leaving.rows, leaving.ids, ids, rows, padding, evicts)
 
     def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
-        """As `exchange`, of so many rows as the device says.
+        """Exchanges rows whose numbers are on the device.
 
-        A row in both lists is written to the table as well: what has arrived may be thrown away.
+        A row in both lists is also written to the table, because the loaded copy may be discarded.
         """
         lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
         numbers = (leaving.number, arriving.number)
@@ -164,9 +162,9 @@ class RowStore:
             exchange_rows(homes, leaving.rows, *lists, 1, *numbers)
 
     def _writing(self, leaving: Block | Counted | None = None) -> AbstractContextManager[None]:
-        """Notes rows that leave for the table within, if it was asked to note changes.
+        """Records the ids of rows that the block writes, in host tables that record changes.
 
-        Called after fields() has said where that is.
+        The caller calls fields() first, which sets the host tables.
         """
         noted = [home.changes for home in self._homes if home.changes is not None]
         if not noted:
@@ -177,7 +175,7 @@ class RowStore:
         return _all_of([each.writing(leaving.ids, number) for each in noted])
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
-        """Rows of a field by their ids: `out` is `[*ids.shape, ...]`, on either device."""
+        """Reads rows of a field by id into `out`, `[*ids.shape, ...]`, on the CPU or a GPU."""
         field = self._table.home_of(name).rows_to_read(name)
         if field.dtype == out.dtype:
             pinned_gather(field, ids, out=out)
@@ -187,7 +185,7 @@ class RowStore:
             out.copy_(stored)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """Puts weights `[*ids.shape, ...]` in the place of those of the ids."""
+        """Writes weights `[*ids.shape, ...]` to the rows of the ids."""
         home = self._table.home_of("weight")
         field = home.rows_of("weight")
         with home.noting(ids):
@@ -199,37 +197,37 @@ class RowStore:
         return {} if self._rounding is None else self._rounding.stored
 
     def round(self, names: Iterable[str], ids: Tensor, rows: Sequence[Tensor]) -> None:
-        """Rounds held rows that a step has changed as they will be stored, in place."""
+        """Rounds rows that a step has changed in place, to the dtypes of the table."""
         if self._rounding is not None:
             self._rounding.round(names, ids, rows)
 
     @property
     def is_common(self) -> bool:
-        """Whether a child that is forked has the table's memory, and no copy of it."""
+        """Whether a forked child process shares the table's memory instead of a copy."""
         return self._table.is_common
 
     def bring_home(self) -> None:
-        """Writes rows that are kept elsewhere to the table, which may change after this."""
+        """Writes cached rows to the table, so that the caller may then change the table."""
 
     def before_replay(self) -> None:
-        """Called before a CUDA graph that holds exchanges is replayed."""
+        """Called before the replay of a CUDA graph that contains exchanges."""
 
     def let_go(self) -> None:
-        """Gives back what is kept elsewhere; all rows are home."""
+        """Frees the memory of a cache; the caller has written its rows to the table."""
 
     def settle(self, device: torch.device) -> None:
-        """Waits until the CPU sees what a device has written; raises what it found wrong.
+        """Waits until the CPU sees the device's writes; raises the errors that the device found.
 
-        The caller may close or change the table then: its fields are reached anew.
+        The caller may then close or change the table: the next exchange looks up its fields again.
         """
         wait_for_rows(device)
         self._reached = None
 
     def can_join(self, device: torch.device) -> bool:
-        """Whether one op may move these rows with those of other tables.
+        """Whether one op may exchange these rows together with rows of other tables.
 
-        The device reaches them in host memory, no other module was made to train them, and their
-        changes are not noted.
+        The device must access them in host memory, no other module may have claimed them, and the
+        table must not record changes.
         """
         if self._table.memory is None or self._table.claim.was_replaced:
             return False
@@ -238,13 +236,13 @@ class RowStore:
         return device.type == "cpu" or self._table.is_in_place
 
     def fields(self, names: Iterable[str]) -> list[Tensor]:
-        """All rows of the fields, where they are now, for an exchange of several tables."""
+        """The current tensors of all rows of the fields, for an exchange."""
         reached, version = self._reached, self._table.version
         if reached is None or reached[0] is not names or reached[1] != version:
             found = [self._table.field(name) for name in names]
             self._homes = list({self._table.home_of(name): None for name in ("weight", *names)})
             reached = (names, self._table.version, found)
-            # A table whose holder has none of its rows does not tell when it closes.
+            # A table whose holder has none of its rows sends no notice when it closes.
             if self._table.claim.is_held_here:
                 self._reached = reached
         return reached[2]
@@ -252,7 +250,7 @@ class RowStore:
 
 @contextmanager
 def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
-    """All of them as one."""
+    """Enters all contexts."""
     with ExitStack() as stack:
         for each in contexts:
             stack.enter_context(each)
@@ -262,7 +260,7 @@ def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
 def exchanged(
     leaving: Block | None, arriving: Block | None
 ) -> tuple[Sequence[Tensor], Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor | None]:
-    """Rows that leave and rows that arrive as exchange_rows takes them; one of them may be none."""
+    """The arguments of exchange_rows for two blocks, of which one may be None."""
     if leaving is None or arriving is None:
         some = leaving or arriving
         assert some is not None

@@ -1,6 +1,6 @@
-"""RowWeight: the parameter of an Embedding, which stands for all rows of its table.
+"""RowWeight: the parameter of an Embedding, which represents all rows of its table.
 
-It has the table's shape and no memory. Functions are computed with the table in host memory, or
+A RowWeight has the table's shape and no memory. Functions compute with the table in host memory or
 raise NotImplementedError. docs/embedding.md lists the supported operations.
 """
 
@@ -56,27 +56,27 @@ _MEMORY = _names(
     " squeeze_ unsqueeze_ detach_ slice_inverse const_data_ptr map_ map2_ apply_ chain_matmul"
     " resize resize_as"
 )
-"""Functions that use or replace the memory itself, its shape or its strides."""
+"""Functions that use or replace the memory, its shape or its strides."""
 _CONVERSIONS = _names("cpu cuda to contiguous type float double half bfloat16 resolve_conj")
-"""Methods that return the tensor itself if it is of that kind already."""
+"""Methods that return the tensor itself if it already has the requested kind."""
 _RESHAPES = _names(
     "view reshape flatten ravel contiguous view_as reshape_as unflatten _unsafe_view take_along_dim"
     " isin"
 )
-"""Functions that return a view of elements that lie side by side, and else a copy or an error."""
+"""Functions that return a view of contiguous elements, and otherwise copy or raise."""
 _UNTRACKED = _names("unsafe_chunk unsafe_split unsafe_split_with_sizes")
-"""Functions whose results autograd does not know to be views, so that it counts no writes."""
+"""Functions whose results share memory, though autograd does not track them as views."""
 _ACROSS_DEVICES = _names("copy_ view_as reshape_as expand_as")
-"""Functions that torch computes with tensors of different devices."""
+"""Functions that accept tensors on different devices."""
 _OVERWRITE = _names(
     "zero_ fill_ uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_"
 )
-"""Methods whose results do not depend on the elements before."""
+"""Methods whose results do not depend on the old elements."""
 _CHANGE = _names(
     "mul_ multiply_ div_ divide_ add_ sub_ subtract_ neg_ abs_ clamp_ clip_ clamp_min_ clamp_max_"
     " pow_ sqrt_ square_ exp_ log_ sin_ cos_ tanh_ sigmoid_ erf_ erfinv_ round_ floor_ ceil_"
 )
-"""Methods that change each element by itself; ranks call them alike for their shards."""
+"""Methods that change each element independently; every rank calls them for its shard."""
 _OPERATORS = {"__imul__": "mul_", "__iadd__": "add_", "__isub__": "sub_", "__itruediv__": "div_"}
 _WRITES = frozenset({*_OPERATORS, "__ifloordiv__", "__ipow__", "__imod__", "__setitem__"})
 
@@ -85,21 +85,21 @@ _Memory: TypeAlias = dict[tuple[Any, str], Tensor]
 
 
 class RowWeight(Tensor):
-    """All rows of a field of a table, or a view of them; it has no memory of its own.
+    """All rows of a field of a table, or a view of them, without memory of its own.
 
-    `emb.weight`, its data, views of both, and the optimizer's state of all rows are such tensors.
+    `emb.weight`, its data, views of both, and the optimizer state of all rows are such tensors.
     """
 
     _rows: Any
-    """The TrainedRows, which make these tensors."""
+    """The TrainedRows that creates these tensors."""
     _lookups: Any
     _field: str
     _path: tuple[Callable[[Tensor], Tensor], ...]
-    """The views that lead from all rows to these elements."""
+    """The view functions from all rows to these elements, in order."""
     _count: int
-    """Rows of the table when this was made."""
+    """The number of rows of the table when this tensor was made."""
     _is_compact = False
-    """Whether these views need rows that lie side by side, which rows in records do not."""
+    """Whether the views need contiguous rows, which host records do not have."""
 
     @staticmethod
     def of(
@@ -112,7 +112,7 @@ class RowWeight(Tensor):
         like: Tensor | None = None,
         device: torch.device | None = None,
     ) -> RowWeight:
-        """A tensor for all rows; of a view, `like` has its shape and dtype."""
+        """Makes a tensor for all rows, or for a view with the shape and dtype of `like`."""
         if like is None:
             shape, dtype = rows.fields_shape(field)
             like = torch.empty(shape, dtype=dtype, device="meta")
@@ -134,14 +134,14 @@ class RowWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__self__", None) is _GRADIENT:  # not by the property below
+        if getattr(func, "__self__", None) is _GRADIENT:  # bypasses the property below
             return _gradient(func.__name__, *args)
         return _answer(func, tuple(args), kwargs or {})
 
-    # zero_grad() reads and sets it in each step, which takes longer by __torch_function__.
+    # zero_grad() reads and sets `grad` in each step; __torch_function__ would take longer.
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of the weight: that of the step's rows, and zero for all others."""
+        """The weight's gradient: the gradient of the step's rows, and zeros for other rows."""
         get = _gradient if torch_function_is_on() else _own_gradient
         found: Tensor | None = get("__get__", self)
         return found
@@ -169,7 +169,7 @@ class RowWeight(Tensor):
     __hash__ = object.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """All rows in memory of their own, as a parameter if this is one."""
+        """Copies all rows to a dense tensor, or to a dense parameter if this is a parameter."""
         _refuse_share(self, "deepcopy")
         with as_plain(), torch.no_grad():
             copied: Tensor = self._all().clone(memory_format=torch.contiguous_format)
@@ -179,7 +179,7 @@ class RowWeight(Tensor):
         return copied
 
     def __tensor_flatten__(self) -> NoReturn:
-        """Refused: what traces or compiles a program asks for the tensors within."""
+        """Raises NotImplementedError; tracers and compilers call this method."""
         raise NotImplementedError(self._rows.untraceable)
 
     __tensor_unflatten__ = __tensor_flatten__
@@ -201,7 +201,7 @@ class RowWeight(Tensor):
             )
 
     def _all(self, memory: _Memory | None = None, *, is_compact: bool = False) -> Tensor:
-        """The elements, in the table's memory, or in a copy if they must lie side by side."""
+        """The elements in the table's memory, or in a copy if they must be contiguous."""
         memory = {} if memory is None else memory
         key = self._rows, self._field
         if self._count != self._rows.table.whole_rows:
@@ -227,14 +227,14 @@ class RowWeight(Tensor):
 
 
 class _LookedUp(Tensor):
-    """Rows that were looked up as a view of the weight, `weight[3]`: writes go to the table."""
+    """Looked-up rows that act as a view of the weight, `weight[3]`: writes change the table."""
 
     _of: RowWeight
-    """The view, of the values of now."""
+    """The view of the weight, which has the current values."""
     _again: Callable[[], Tensor]
     """Looks the rows up again."""
     _when: tuple[int, int]
-    """When the rows were looked up."""
+    """The value of `_rows.moment()` at the lookup."""
 
     @classmethod
     def __torch_function__(
@@ -258,7 +258,7 @@ class _LookedUp(Tensor):
 
     @staticmethod
     def of(rows: Tensor, view: RowWeight, again: Callable[[], Tensor]) -> Tensor:
-        """Rows as a view of the weight."""
+        """Wraps looked-up rows as a view of the weight."""
         with as_plain():
             made = rows.as_subclass(_LookedUp)
         vars(made).update(_of=view, _again=again, _when=view._rows.moment())
@@ -296,7 +296,7 @@ def _is_write(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
         return True
     if name in _WRITES or kwargs.get("out") is not None:
         return True
-    # Functions of torch.nn.functional have a parameter for it.
+    # Functions of torch.nn.functional have the parameter `inplace`.
     code = func.__code__ if isinstance(func, FunctionType) else None
     names = () if code is None else code.co_varnames[: code.co_argcount]
     return bool((dict(zip(names, args, strict=False)) | kwargs).get("inplace"))
@@ -331,7 +331,7 @@ def _refuse_share(weight: RowWeight, name: str) -> None:
 
 
 def _own_gradient(access: str, weight: RowWeight, *value: Any) -> Any:
-    """As the attribute of a tensor that is no weight."""
+    """Accesses torch's own `grad` attribute."""
     return getattr(_GRADIENT, access)(weight, *value)
 
 
@@ -348,7 +348,7 @@ def _gradient(access: str, weight: RowWeight, *value: Any) -> Any:
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Any:
-    """What a function of torch returns for a weight; of a property, func is its accessor."""
+    """The result of a torch function for a weight; for a property `func` is its accessor."""
     access = getattr(func, "__name__", "")
     name = name or _name_of(func, args)
     weights = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RowWeight)]
@@ -413,7 +413,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
                     " instead."
                 )
         array = weight._all().detach().numpy()
-        array.flags.writeable = False  # a write would be lost to rows on the device
+        array.flags.writeable = False  # rows on the device would miss a write
         return array if name == "numpy" else array.__array__(*args[1:], **kwargs)
     if trains:
         return _with_gradient(func, name, args, kwargs, weights, writes)
@@ -423,7 +423,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
 
 
 def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The answer of the whole table; results that share its memory are views of the weight."""
+    """Computes with the whole table; results that share its memory become views of the weight."""
     memory: _Memory = {}
     found: list[tuple[RowWeight, Tensor]] = []
     leaves = tree_leaves((args, kwargs))
@@ -431,7 +431,7 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     first, is_compact = weights[0], name in _RESHAPES or any(leaf._is_compact for leaf in weights)
     writes = _is_write(func, name, args, kwargs)
     if writes and len({leaf._path for leaf in weights}) > 1:
-        is_compact = True  # so that torch finds overlapping views, which it cannot in records
+        is_compact = True  # torch detects overlapping views, but not in the layout of host records
     is_first = bool(args) and args[0] is first
     if is_first and name in _CONVERSIONS and _is_of_kind(func, name, args, kwargs):
         return first
@@ -454,7 +454,7 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         versions = {key: version_of(base) for key, base in memory.items()}
         result = func(*given[0], **given[1])
         if isinstance(func, OpOverload) and func._schema.is_mutable:
-            versions = dict.fromkeys(versions, -1)  # below autograd torch counts no writes
+            versions = dict.fromkeys(versions, -1)  # below autograd writes change no version
         _store(memory, versions)
     storages = {storage_id(base.untyped_storage()) for base in memory.values()}
     place = -1
@@ -479,7 +479,7 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _is_of_kind(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a conversion returns the tensor itself."""
+    """Whether a conversion would return the tensor itself."""
     with as_plain():
         if name == "contiguous":
             return bool(args[0].is_contiguous(**kwargs))
@@ -488,14 +488,14 @@ def _is_of_kind(func: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _store(memory: _Memory, versions: dict[Any, int]) -> None:
-    """Stores rows that were written and that the table has in another dtype."""
+    """Stores written rows, for which the table may use another dtype or layout."""
     for (rows, field), base in memory.items():
         if version_of(base) != versions[rows, field]:
             rows.store(field, base)
 
 
 def _written_out(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Computes a function with out= a weight, which torch would resize for other results."""
+    """Computes a function whose out= is a weight; torch would resize the weight if necessary."""
     out = kwargs["out"]
     result = func(*args, **{key: value for key, value in kwargs.items() if key != "out"})
     with as_plain():
@@ -509,7 +509,7 @@ def _written_out(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Ten
 
 
 def _is_on_gpu(leaf: Any) -> bool:
-    """Whether a tensor is on a GPU and has more than one element, where the table is not."""
+    """Whether an argument is a GPU tensor other than a scalar; the table is on the CPU."""
     is_other = isinstance(leaf, Tensor) and not isinstance(leaf, RowWeight | SparseRows)
     return is_other and leaf.is_cuda and leaf.dim() > 0
 
@@ -517,7 +517,7 @@ def _is_on_gpu(leaf: Any) -> bool:
 def _again(
     func: Any, args: Any, kwargs: Any, weight: RowWeight, place: int, base: Tensor
 ) -> Tensor:
-    """A view that was taken of a weight, of the table's memory of now."""
+    """Takes a view of a weight again from the table's current memory, `base`."""
 
     def memory_of(leaf: Any) -> Any:
         return base if leaf is weight else leaf._all() if isinstance(leaf, RowWeight) else leaf
@@ -530,7 +530,7 @@ def _again(
 def _with_gradient(
     func: Any, name: str, args: Any, kwargs: Any, weights: list[RowWeight], writes: bool
 ) -> Any:
-    """The answer of the whole table if gradients are recorded; a backward through it raises."""
+    """Computes with the whole table while gradients are recorded; its backward raises."""
     leaves = tree_leaves((args, kwargs))
     others = [e for e in leaves if isinstance(e, Tensor) and not isinstance(e, RowWeight)]
     with as_plain():
@@ -555,12 +555,12 @@ def _with_gradient(
 
 
 class _Read(torch.autograd.Function):
-    """A tensor that was computed of all rows, whose gradient is refused."""
+    """A tensor computed from all rows, whose backward raises NotImplementedError."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, read: list[Tensor], refusal: str) -> Tensor:
         ctx.refusal = refusal
-        return read[0]  # in a list, or autograd would take the result for a view of an input
+        return read[0]  # the list keeps autograd from treating the result as a view of an input
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
@@ -568,14 +568,14 @@ class _Read(torch.autograd.Function):
 
 
 def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
-    """A property of a weight, or another value for it."""
+    """Reads or sets a property of a weight."""
     weight = args[0]
     if name == "data":
         if access == "__get__":
             return weight.detach()
         value = args[1]
         if isinstance(value, RowWeight) and value._rows is weight._rows and not value._path:
-            return None  # weight.data *= 2 assigns what it has changed
+            return None  # weight.data *= 2 assigns the tensor that it has changed in place
         with as_plain():
             fits = value.shape == weight.shape and value.dtype == weight.dtype
         if weight._rows._weight() is not weight or not fits:
@@ -600,14 +600,14 @@ def _require_gradient(weight: RowWeight, requires: bool = True) -> RowWeight:
 
 
 def _load(weight: RowWeight, value: Any) -> None:
-    """Gives all rows other values."""
+    """Copies values to all rows."""
     _refuse_share(weight, "copy_")
     with as_plain(), torch.no_grad():
         weight._rows.load(dense(value), weight._field)
 
 
 def dense(value: Tensor) -> Tensor:
-    """A tensor with memory for all elements, which is a copy if `value` has none."""
+    """Returns `value`, or a dense copy if `value` has no memory for all elements."""
     with as_plain(), torch.no_grad():
         if isinstance(value, RowWeight):
             _refuse_share(value, "clone")
@@ -616,7 +616,7 @@ def dense(value: Tensor) -> Tensor:
 
 
 def _made_like(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A tensor of the weight's kind, or of its shape."""
+    """The result of new_*() or *_like() functions of a weight."""
     weight: RowWeight = args[0]
     with as_plain():
         dtype, device = kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
@@ -632,7 +632,7 @@ def _made_like(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A weight whose rows are initialised by a function of torch.nn.init, at first need."""
+    """Initializes the rows of a weight by a function of torch.nn.init, lazily if possible."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     weight: RowWeight = given.pop(next(iter(given)))
     numbers = {key: value for key, value in given.items() if value is not None}
@@ -651,7 +651,7 @@ def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 
 @wraps(plain_truncated_normal)
 def _truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Torch's function, which does not ask for __torch_function__ as others of nn.init do."""
+    """Replaces torch's function, which ignores __torch_function__, unlike others of nn.init."""
     if not isinstance(tensor, RowWeight):
         return plain_truncated_normal(tensor, *args, **kwargs)
     return _initialised(plain_truncated_normal, (tensor, *args), kwargs)
@@ -661,7 +661,7 @@ replace_truncated_normal(_truncated)
 
 
 def _of_lists(name: str, args: Any, kwargs: Any) -> Any:
-    """The results of a function of lists, one by one."""
+    """Computes a function of lists tensor by tensor."""
     single = name_of_one(name, args)
     function: Any = torch.linalg.vector_norm if single == "norm" else None
     function = function or getattr(Tensor, single, None)
@@ -678,7 +678,7 @@ def _as_meta(leaf: Any) -> Any:
 
 
 def _meta(weight: RowWeight) -> Tensor:
-    """A tensor without elements of the same shape, strides and dtype."""
+    """A meta tensor with the weight's shape, strides and dtype."""
     with as_plain():
         shape, strides = weight.shape, weight.stride()
         return torch.empty_strided(shape, strides, dtype=weight.dtype, device="meta")
@@ -691,7 +691,7 @@ def _meta(weight: RowWeight) -> Tensor:
 def _looked_up(
     func: Any, name: str, args: Any, kwargs: Any, weight: RowWeight, trains: bool
 ) -> Any:
-    """Rows that a call looks up by their ids, or NotImplemented."""
+    """The rows that a call looks up by ids, or NotImplemented for other calls."""
     if weight._path or weight._field != "weight":
         return NotImplemented
     if name == "__getitem__":
@@ -721,7 +721,7 @@ def _looked_up(
     padding = given.get("padding_idx")
     known: tuple[Any, ...] = (None, -1, weight._rows.padding)
     if name == "embedding_bag" and (padding, weight._rows.padding) != (None, None):
-        known = ()  # places of rows are none of ids
+        known = ()  # embedding_bag gets positions instead of ids, so no padding id is supported
     given_settings = [given.get(setting) for setting in settings]
     if trains and (
         any(s is not None and s is not False for s in given_settings) or padding not in known
@@ -739,7 +739,7 @@ def _looked_up(
 
 
 def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
-    """The rows of an index, with a gradient if it is asked; NotImplemented for other indices."""
+    """The rows of an index, with a gradient if `trains`; NotImplemented for other indices."""
     if trains and weight._rows._weight() is not weight:
         return NotImplemented
     first, *rest = index if isinstance(index, tuple) and index else (index,)
@@ -773,7 +773,7 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
 
 
 def _by_ids(weight: RowWeight, ids: Tensor, trains: bool, *, is_padded: bool = False) -> Tensor:
-    """Rows by their ids; `is_padded`: the caller expects no gradient of the padding's row."""
+    """Looks up rows by id; with `is_padded` the caller expects no gradient of the padding row."""
     with as_plain():
         if trains:
             rows: Tensor = nn.functional.embedding(*weight._lookups.rows_of(ids))
@@ -801,7 +801,7 @@ def _by_ids(weight: RowWeight, ids: Tensor, trains: bool, *, is_padded: bool = F
 
 
 def _changed(name: str, args: Any, kwargs: Any, weight: RowWeight) -> bool:
-    """Whether a method has changed the rows, or they will be at first need."""
+    """Changes all rows directly, now or lazily, if possible; returns whether this was possible."""
     name, rows = _OPERATORS.get(name, name), weight._rows
     if weight._path or weight._field != "weight":
         return False

@@ -1,8 +1,8 @@
-"""SparseRows: a tensor of a table's shape that has memory for some of its rows only.
+"""SparseRows: a tensor of a table's shape with memory for only some of its rows.
 
-The gradient of an Embedding's weight is one, and so are torch.zeros_like(weight) and the like.
-Operations return the numbers of a dense tensor of that shape; docs/differences.md lists exceptions.
-Pointwise operations compute with the rows that have memory. Other operations allocate all rows.
+Examples are the gradient of an Embedding's weight and torch.zeros_like(weight). Operations return
+the numbers of a dense tensor of that shape; docs/differences.md lists exceptions. Pointwise
+operations compute with the rows that have memory. Other operations allocate all rows.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from speedtorch.torch_internals import (
 __all__ = ["LIKE_FILLS", "RowContent", "SparseRows", "for_each_of_lists", "name_of_one"]
 
 _ALIASES = frozenset({"detach", "alias", "lift_fresh", "detach_"})
-# Operations on each element that torch does not tag as pointwise.
+# Pointwise operations that torch does not tag as pointwise.
 _ELEMENTWISE = frozenset({"_to_copy", "copy_", "zero_", "fill_", "masked_fill_"})
 LIKE_FILLS = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0, "full_like": None}
-"""The element of the result of a function such as torch.zeros_like; None: an argument."""
-# Reductions to which elements that are zero add nothing.
+"""The fill of the result of a function such as torch.zeros_like; None if an argument sets it."""
+# Reductions to which zero elements contribute nothing.
 _SUMS = frozenset({"linalg_vector_norm", "sum", "any", "count_nonzero", "norm"})
-# Functions of lists that keep zeros, with numbers or tensors of one element beside the first list.
+# Functions of lists that keep zeros if the other arguments are numbers or one-element tensors.
 _KEEP_ZEROS = frozenset(
     f"_foreach_{name}{end}"
     for name in ("mul", "div", "zero", "sqrt", "norm", "clone")
     for end in ("", "_")
 ) | {"_amp_foreach_non_finite_check_and_unscale_"}
 _CLAMPS = {"_foreach_clamp_min_": -1, "_foreach_clamp_max_": 1}
-# What replaces the memory, the shape or the strides.
+# Operations that replace the memory, the shape or the strides.
 _REPLACES = frozenset({"set_", "resize_", "resize_as_", "t_", "transpose_", "swapaxes_"}) | {
     *("swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "slice_inverse")
 }
-# What a rank may do to its own rows: the other ranks do the same to theirs.
+# Operations that a rank may apply to its shard, because every rank applies them to its own shard.
 _ALIKE = frozenset({"mul_", "div_", "zero_", "clamp_", "clamp_min_", "clamp_max_"}) | {
     *("_foreach_mul_", "_foreach_div_", "_foreach_zero_", *_CLAMPS)
 }
@@ -57,16 +57,16 @@ _Scales: TypeAlias = tuple[tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int
 
 
 class RowContent:
-    """The rows that a SparseRows and its aliases have in common.
+    """The rows that a SparseRows and its aliases share.
 
     Attributes:
-        values: `[n, ...]`, the rows that have memory, in the order of the ids; further rows behind
-            them equal `fill`.
-        scales: Numbers on a GPU by which other rows, which were zero, were multiplied or divided:
-            the operation, the number and its version. 0 * NaN is NaN, but reading the number waits.
-        dense: All rows `[N, ...]`, from the first operation on that needs them; it then replaces
-            the other attributes.
-        local_only: Why only operations that treat all elements alike are supported, if so.
+        values: `[n, ...]`, the rows with memory, in the order of the ids; rows after the last id
+            equal `fill`.
+        scales: (operation, number, version) of GPU numbers that multiplied or divided the other
+            rows, which were zero. 0 * NaN is NaN, but a read of the number waits for the GPU.
+        dense: All rows `[N, ...]`, allocated by the first operation that needs them. Then `dense`
+            replaces the other attributes.
+        local_only: Why only operations that treat all elements alike are supported, or None.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class RowContent:
         self.dense: Tensor | None = None
         self.local_only = local_only
         self.zeroed = zeroed
-        """A weak reference to what is called after zero_()."""
+        """A weak reference to a function that is called after zero_()."""
 
     @property
     def ids(self) -> Tensor:
-        """Which rows have memory; of a block of a fixed size, this waits for the device."""
+        """Ids of the rows with memory; with a capacity a read waits for the device."""
         if not isinstance(self._ids, Tensor):
             self._ids = self._ids()
         return self._ids
 
     @property
     def has_zeros(self) -> bool:
-        """Whether the other rows are zero, or were zero before their `scales`."""
+        """Whether the rows without memory are zero, or were zero before their `scales`."""
         return self.own_fill == 0 and self.dense is None
 
     @property
     def scaled_zero(self) -> Tensor | None:
-        """The element of the other rows after their `scales`; None if there are none."""
+        """The fill of the rows without memory after their `scales`; None without scales."""
         scaled = self.values.new_full((), self.own_fill) if self.scales else None
         for operation, number, version in self.scales:
             if _version(number) != version:
@@ -113,16 +113,16 @@ class RowContent:
 
     @property
     def fill(self) -> float:
-        """All elements of the other rows. Waits for the GPU if there are `scales`."""
+        """The value of all elements without memory. Waits for the GPU if there are `scales`."""
         return self.own_fill if (scaled := self.scaled_zero) is None else float(scaled)
 
     @property
     def is_constant(self) -> bool:
-        """Whether all rows equal one number."""
+        """Whether all elements equal one number because no row has memory."""
         return self.dense is None and not len(self.values)
 
     def are_of(self, ids: Tensor) -> bool:
-        """Whether the rows are those of these ids, of this very tensor."""
+        """Whether `ids` is the very tensor of the rows' ids."""
         return self._ids is ids
 
     @property
@@ -131,19 +131,19 @@ class RowContent:
         return self.values[: len(self.ids)]
 
     def keep(self, ids: Tensor, values: Tensor) -> None:
-        """Becomes other rows."""
+        """Replaces the ids and the values."""
         self._ids, self.values = ids, values
 
     def fill_others(self, fill: float, scales: _Scales) -> None:
-        """Gives the rows without memory another element."""
+        """Replaces the fill and the scales of the rows without memory."""
         self.own_fill, self.scales = fill, scales
 
     def has_rows_of(self, other: RowContent) -> bool:
-        """Whether both have memory for the same rows, at the same places, without waiting."""
+        """Whether both have the same ids tensor and number of values, tested without a wait."""
         return self._ids is other._ids and len(self.values) == len(other.values)
 
     def rows_at(self, ids: Tensor) -> Tensor:
-        """The rows of any ids, `[*ids.shape, ...]`, in memory of their own."""
+        """Copies the rows of any ids, `[*ids.shape, ...]`."""
         self._check_all()
         own, place = torch.sort(self.ids)
         asked = ids.to(own.device).reshape(-1)
@@ -155,7 +155,7 @@ class RowContent:
         return rows.view(*ids.shape, *rows.shape[1:])
 
     def all_rows(self, count: int) -> Tensor:
-        """All rows `[count, ...]`, in memory of their own."""
+        """Copies all rows, `[count, ...]`."""
         self._check_all()
         shape = (count, *self.values.shape[1:])
         if self.dense is not None:
@@ -164,13 +164,13 @@ class RowContent:
         return dense.index_copy_(0, self.ids.to(dense.device), self.rows)
 
     def _check_all(self) -> None:
-        """Raises NotImplementedError if some rows are those of other ranks."""
+        """Raises NotImplementedError if other ranks have some of the rows."""
         if self.local_only is not None:
             raise NotImplementedError(f"the gradient of {self.local_only}")
 
 
 class SparseRows(Tensor):
-    """A tensor `[N, ...]` whose rows equal one number, except for those that have memory.
+    """A tensor `[N, ...]` whose elements equal one number, except for the rows with memory.
 
     `torch.zeros_like(emb.weight)` and `emb.weight.grad` return such tensors. Operations return the
     numbers of a dense tensor, except for those listed in docs/differences.md. Operations that are
@@ -183,7 +183,7 @@ class SparseRows(Tensor):
 
     @staticmethod
     def of(rows: int, content: RowContent) -> SparseRows:
-        """A tensor of so many rows."""
+        """A tensor with `rows` rows and this content."""
         values = content.values
         made = tensor_without_memory(
             SparseRows, (rows, *values.shape[1:]), dtype=values.dtype, device=values.device
@@ -194,27 +194,27 @@ class SparseRows(Tensor):
 
     @staticmethod
     def filled(rows: int, like: Tensor, fill: float) -> SparseRows:
-        """A tensor of one number, of the row shape, dtype and device of `like`."""
+        """A tensor filled with one number, with the row shape, dtype and device of `like`."""
         ids = torch.empty(0, dtype=torch.int64, device=like.device)
         return SparseRows.of(rows, RowContent(ids, like[:0].detach().clone(), fill))
 
     def to_dense(self, *_: Any, **__: Any) -> Tensor:
-        """All rows, in memory of their own."""
+        """Copies all rows to a dense tensor."""
         return self.content.all_rows(self.shape[0])
 
     def numpy(self, **options: Any) -> Any:
-        """All rows, as of a dense tensor."""
+        """Returns all rows, as a dense tensor does."""
         return self.in_memory().numpy(**options)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.in_memory().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def tolist(self) -> Any:
-        """All rows, as of a dense tensor."""
+        """Returns all rows, as a dense tensor does."""
         return self.to_dense().tolist()
 
     def untyped_storage(self) -> NoReturn:
-        """Refused, as all that would use the memory itself."""
+        """Raises NotImplementedError, as all functions that need the memory itself do."""
         raise NotImplementedError(f"{self!r} has no storage: use a copy of all rows by to_dense()")
 
     share_memory_ = storage = const_data_ptr = untyped_storage
@@ -230,7 +230,7 @@ class SparseRows(Tensor):
         return f"SparseRows({[*self.shape]}, {self.dtype}, device={self.device})"
 
     def in_memory(self) -> Tensor:
-        """All rows, in memory that the tensor uses from now on."""
+        """Allocates memory for all rows, which the tensor uses from then on, and returns it."""
         content = self.content
         if content.dense is None:
             content.dense = content.all_rows(self.shape[0])
@@ -282,7 +282,7 @@ def _name_of(func: Any) -> str:
 
 
 def _note_written(name: str, contents: Sequence[RowContent]) -> None:
-    """Counts a write, which torch does not here, below autograd."""
+    """Increments the version, which torch does not do below autograd."""
     for content in contents:
         torch.autograd.graph.increment_version(content.values)
         if name in ("zero_", "_foreach_zero_") and (zeroed := content.zeroed()) is not None:
@@ -290,7 +290,7 @@ def _note_written(name: str, contents: Sequence[RowContent]) -> None:
 
 
 def _check_alike(name: str, args: Sequence[Any], contents: Sequence[RowContent]) -> None:
-    """Raises NotImplementedError if a rank has only a part of the rows and `name` needs others."""
+    """Raises NotImplementedError if a rank has a shard of the rows and `name` needs all rows."""
     reason = next((content.local_only for content in contents if content.local_only), None)
     if reason is None:
         return
@@ -303,8 +303,8 @@ def _check_alike(name: str, args: Sequence[Any], contents: Sequence[RowContent])
 
 
 def _of_all_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result for tensors of all rows, which later operations use if a part may be written."""
-    # Operations of other libraries, collectives among them, may write without saying so.
+    """Calls `func` with all rows allocated; the tensors keep this memory if it may be written."""
+    # Operations of other libraries, such as collectives, may write without a mutable schema.
     stays = func._schema.is_mutable or is_view(func) or func.namespace != "aten"
 
     def whole(leaf: Any) -> Any:
@@ -317,7 +317,7 @@ def _of_all_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_rows(func: Any, name: str, tensor: SparseRows, args: Any, kwargs: Any) -> Any:
-    """The result of a reduction or of a lookup, or NotImplemented if all rows are needed."""
+    """The result of a reduction or a lookup, or NotImplemented if all rows are needed."""
     content = tensor.content
     given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     if name in _SUMS and content.has_zeros and given.get("dim") in (None, []):
@@ -338,12 +338,12 @@ def _of_rows(func: Any, name: str, tensor: SparseRows, args: Any, kwargs: Any) -
 
 
 def _some(values: Tensor) -> Tensor:
-    """Values, or one row of zeros for no rows, of which torch finds no largest element."""
+    """The values, or one zero row instead of no rows, whose maximum torch does not define."""
     return values if len(values) else values.new_zeros((1, *values.shape[1:]))
 
 
 def _pointwise(func: Any, args: Any, kwargs: Any, sparse: Sequence[SparseRows]) -> Any:
-    """The result of an operation on each element, or NotImplemented if all rows are needed."""
+    """The result of a pointwise operation, or NotImplemented if all rows are needed."""
     first, contents = sparse[0], [leaf.content for leaf in sparse]
     shape, own = first.shape, contents[0]
     written = func._schema.is_mutable
@@ -387,7 +387,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any, sparse: Sequence[SparseRows]) 
 
 
 def _scales_of_call(func: Any, args: Any, tensor: SparseRows) -> _Scales | None:
-    """The scales after an operation; None if it does not multiply or divide zeros by a number."""
+    """The scales after a call; None unless the call multiplies or divides zeros by a number."""
     name = _name_of(func).rstrip("_")
     if name not in ("mul", "div") or len(args) != 2 or (name == "div" and args[0] is not tensor):
         return None
@@ -395,7 +395,7 @@ def _scales_of_call(func: Any, args: Any, tensor: SparseRows) -> _Scales | None:
 
 
 def _scales_after(content: RowContent, name: str, number: Any) -> _Scales | None:
-    """The scales after zeros are multiplied or divided by a number; None if these become others."""
+    """The scales after zeros are multiplied or divided by a number; None if they become others."""
     if not content.has_zeros or isinstance(number, SparseRows):
         return None
     divides = "div" in name
@@ -408,8 +408,8 @@ def _scales_after(content: RowContent, name: str, number: Any) -> _Scales | None
         number = number.item()
     if not isinstance(number, int | float):
         return None
-    is_zero = number > 0 if divides else 0 <= number < math.inf  # others leave -0.0 or NaN
-    # Ranks have no gradient of other rows.
+    is_zero = number > 0 if divides else 0 <= number < math.inf  # other numbers make -0.0 or NaN
+    # A rank has no gradient of other ranks' rows.
     return content.scales if is_zero or content.local_only is not None else None
 
 
@@ -426,7 +426,7 @@ def _fill(
     dims: int,
     differs: bool,
 ) -> float | None:
-    """The new element of rows without memory, or None if these rows no longer equal one number."""
+    """The new fill of rows without memory, or None if these rows no longer equal one number."""
     shapes = [leaf.shape for leaf in plain]
     size = torch.broadcast_shapes((1,) * dims, *shapes)  # type: ignore[no-untyped-call]
     place = plain[0].device if differs else torch.device("cpu")
@@ -453,7 +453,7 @@ def _fill(
 
 
 def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The results of a function of lists of tensors."""
+    """Calls a function of lists of tensors."""
     first, rest = args[0], args[1:]
     contents = [leaf.content for leaf in first if isinstance(leaf, SparseRows)]
     _check_alike(name, args, contents)
@@ -496,7 +496,7 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def name_of_one(name: str, args: Sequence[Any]) -> str:
-    """The name of the function of one tensor that a function of lists calls for each tensor."""
+    """The name of the one-tensor function that a function of lists calls for each tensor."""
     base = name.removeprefix("_foreach_")
     if len(args) > 1 and isinstance(args[1], int | float):
         base = base.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
@@ -506,16 +506,16 @@ def name_of_one(name: str, args: Sequence[Any]) -> str:
 def for_each_of_lists(
     function: Callable[..., Any], base: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Any]:
-    """Calls a function of one tensor, `base`, with the arguments of a function of lists."""
+    """Calls a one-tensor function, `base`, for each place of the arguments' lists."""
     results = []
     for place in range(len(args[0])):
         own = [a[place] if isinstance(a, list | tuple) else a for a in args]
-        if base.startswith("addc") and len(own) > 3:  # there it is positional, here a keyword
+        if base.startswith("addc") and len(own) > 3:  # `value` is a keyword in the one-tensor call
             kwargs = {**kwargs, "value": own.pop()}
         results.append(function(*own, **kwargs))
     return results
 
 
-# torch.nn.utils uses functions of lists for tensors of these types only; so one gradient would
-# make it slow for the gradients of a whole model.
+# torch.nn.utils uses functions of lists only for tensors of these types. One gradient of another
+# type would make torch.nn.utils slow for the gradients of a whole model.
 FOREACH_TYPES.append(SparseRows)

@@ -1,4 +1,4 @@
-"""Step: the rows that are held for one step of an optimizer, as a value that is never changed."""
+"""Step: the rows on the device for one optimizer step, as an immutable value."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = [
     "due",
 ]
 
-_FEW = 8  # batches that are looked at one by one
+_FEW = 8  # up to so many batches find() searches without keys
 
 Rows: TypeAlias = list[Tensor]
-"""Rows of every field `[n, ...]`, in the same order."""
+"""One tensor of rows `[n, ...]` for each field, all in the same row order."""
 
 Batch: TypeAlias = PlannedBatch | FixedSizeBatch
-"""What a step holds the rows of; the number of the second's rows stays on the device."""
+"""The plan of a step's rows. A FixedSizeBatch has its number of rows on the device only."""
 
 
 class Copy(Enum):
-    """How held rows are to those of the table."""
+    """How the step's rows compare with their copies in the table."""
 
     CLEAN = "as in the table"
     DIRTY = "may be newer than in the table"
@@ -42,20 +42,21 @@ class Copy(Enum):
 
 
 class PendingTransfer(NamedTuple):
-    """A transfer that is to be queued beside what the device computes next."""
+    """A transfer to queue so that it overlaps with the device's next computation."""
 
     leaving: Block | Counted | None
-    """Rows of the step before that have yet to be written to the table."""
+    """Rows of the step before that are not yet written to the table."""
     prefetches: bool
-    """Whether the rows of the batch that was planned after this step's are to be read."""
+    """Whether the transfer loads the rows of the next planned batch."""
     waits: bool = False
-    """Whether it is queued together with the next lookup's rows, if the step has another lookup."""
+    """Whether the transfer waits for the step's next lookup, to be queued with its rows."""
 
 
 def due(transfer: object, *, ahead: bool, looks_up: bool = False) -> PendingTransfer | None:
-    """The transfer if it is to be queued now; without `ahead` only for the rows that leave.
+    """Returns the transfer if the caller must queue it now, else None.
 
-    `looks_up`: A lookup asks, whose rows may join the step.
+    Without `ahead` only a transfer that writes rows to the table is due. With `looks_up` the caller
+    is a lookup, and a transfer with `waits` is not due, because the lookup may add rows.
     """
     if not isinstance(transfer, PendingTransfer) or (looks_up and transfer.waits):
         return None
@@ -63,36 +64,36 @@ def due(transfer: object, *, ahead: bool, looks_up: bool = False) -> PendingTran
 
 
 class Prefetched(NamedTuple):
-    """A transfer of rows of the next batch, which was queued."""
+    """A queued transfer that loads rows of the next batch."""
 
     batch: Batch
     rows: Rows
-    """Those that left the step before while they arrived are newer than the table's. Rows of
-    blocks of a fixed size have memory of their own, and this is empty."""
+    """Rows copied from the step before may be newer than the table's. Empty for a FixedSizeBatch,
+    whose rows have their own memory."""
 
 
 class LookupPlaces(NamedTuple):
-    """Where a step holds the rows of a lookup."""
+    """The positions of a lookup's rows in a step."""
 
     batch: Batch
     number: int
-    """Of the batch, among the step's."""
+    """Index of the batch in the step."""
     part: int
-    """The lookup's, among those of the batch."""
+    """Index of the lookup's ids in the batch."""
     positions: Tensor
-    """Which held rows the ids name, in their shape."""
+    """Index of the step's row for each id, in the shape of the ids."""
     has_moved: bool
-    """Whether its rows may have had other positions when it was looked up first."""
+    """Whether the rows may have had other positions at the batch's first lookup."""
 
 
 class KnownParts(dict[Hashable, list[tuple[int, int]]]):
-    """The parts of a step's batches by their keys, which several may have."""
+    """The parts of a step's batches by key; several parts may have the same key."""
 
     count = 0
-    """Batches that are here."""
+    """The number of batches whose parts are added."""
 
     def add(self, batches: Sequence[Batch]) -> None:
-        """Adds those that are new."""
+        """Adds the parts of batches that are not added yet."""
         for number in range(self.count, len(batches)):
             for part, key in enumerate(batches[number].parts.keys()):
                 self.setdefault(key, []).append((number, part))
@@ -100,44 +101,44 @@ class KnownParts(dict[Hashable, list[tuple[int, int]]]):
 
 
 class Step(NamedTuple):
-    """The rows that are held, where, planned by what, and in which phase.
+    """The rows of a step, their batches and the state of the step.
 
-    It is tentative while it has a step `before`; a lookup, or a read of the gradient, decides.
+    A step with a step `before` is tentative, until a lookup or a read of the gradient decides.
     """
 
     number: int
-    """Counts steps: rows that a graph of an earlier one looked up have left."""
+    """Counts steps. Rows that a graph of an earlier step looked up are no longer in this step."""
     ids: Tensor
-    """Of the rows, ascending, without the padding's."""
+    """Ids of the rows, ascending, without the padding's id."""
     rows: Rows
-    """The padding's is the last: it is loaded for each step and never written back."""
+    """The padding row is the last: each step loads it and never writes it back."""
     places: dict[int, Tensor]
-    """Where rows of batches are that were looked up after others, once a lookup needs it."""
+    """Row positions of a batch, by batch index, computed when a lookup first needs them."""
     seen: set[tuple[int, int]]
-    """Which of the planned parts lookups have named, the numbers of batch and part: ever more."""
+    """Planned parts (batch index, part index) that lookups have named. Parts are only added."""
     known: KnownParts
-    """Parts of the batches, once there are many: ever more."""
+    """Parts of the batches by key, filled once a step has many batches. Parts are only added."""
     batches: tuple[Batch, ...] = ()
-    """Those whose rows these are."""
+    """The batches whose rows the step has."""
     moved: int = 0
-    """How many of the batches, the first ones, were looked up before other rows joined."""
+    """The number of leading batches that were looked up before other rows joined."""
     gradient: Tensor | None = None
-    """What the parameter's gradient is when it is first given the rows."""
+    """The gradient to set when the parameter first shows the rows."""
     planned: tuple[int, ...] = ()
-    """Which of the batches were announced or planned by a loop; the others are lookups."""
+    """Indices of batches that were announced or planned by a loop; the others are lookups."""
     planned_parts: int = 0
-    """How many parts these have."""
+    """The number of parts of the planned batches."""
     since: int = 0
-    """The first step whose graphs may bring a gradient: no optimizer has stepped rows since."""
+    """The first step whose graphs may add a gradient: no optimizer has stepped rows since."""
     before: Step | None = None
-    """The step before, without its rows, if this one began with those of other tables and none of
-    its rows was asked for yet."""
+    """The step before, without its rows, if this step began together with steps of other tables
+    and no lookup has used its rows yet."""
     copy: Copy = Copy.CLEAN
     transfer: PendingTransfer | Prefetched | None = None
     captured: bool = False
-    """Whether a CUDA graph was captured meanwhile: outside of it nothing has happened yet."""
+    """Whether the step began in the capture of a CUDA graph, which runs nothing until replay."""
     stepped: bool = False
-    """Whether an optimizer has stepped them: the next lookup begins another step."""
+    """Whether an optimizer has stepped the rows: the next lookup begins another step."""
 
     def after(
         self,
@@ -154,10 +155,10 @@ class Step(NamedTuple):
         before: Step | None = None,
         captured: bool = False,
     ) -> Step:
-        """The step after this one, of a batch whose rows these are.
+        """The step after this one, with a batch and its rows.
 
-        `is_told`: the batch was announced or planned by a loop. `leaving`, `prefetches`, `waits`:
-        as PendingTransfer says.
+        `is_told`: Whether the batch was announced or planned by a loop. `leaving`, `prefetches`
+        and `waits` are the fields of PendingTransfer.
         """
         transfer = None
         if leaving is not None or prefetches:
@@ -180,10 +181,10 @@ class Step(NamedTuple):
         )
 
     def part(self, number: int, part: int) -> LookupPlaces:
-        """A part of one of the step's batches."""
+        """The positions of a part of one of the step's batches."""
         batch = self.batches[number]
-        places = self.places.get(number)  # kept so that they are computed once
-        if places is None and batch.ids is not self.ids:  # rows of others are among its own
+        places = self.places.get(number)
+        if places is None and batch.ids is not self.ids:  # the step has rows of other batches, too
             assert isinstance(batch, PlannedBatch)
             places = self.places[number] = batch.places_among(self.ids)
         return LookupPlaces(
@@ -191,7 +192,7 @@ class Step(NamedTuple):
         )
 
     def find(self, ids: Tensor) -> LookupPlaces | None:
-        """Where the rows of ids are, if they are known to be a part of what the step holds."""
+        """The positions of the rows of ids if the ids are a known part of the step, else None."""
         if len(self.batches) > _FEW:
             return self._find_by_key(ids)
         for number, batch in enumerate(self.batches):
@@ -200,7 +201,7 @@ class Step(NamedTuple):
         return None
 
     def _find_by_key(self, ids: Tensor) -> LookupPlaces | None:
-        """As find, without a look at each part."""
+        """Finds ids by key instead of a search through all parts."""
         self.known.add(self.batches)
         for key in SeenIds.keys_of(ids):
             for number, part in self.known.get(key, ()):
@@ -209,9 +210,9 @@ class Step(NamedTuple):
         return None
 
     def with_batch(self, batch: PlannedBatch, *, is_planned: bool) -> Step:
-        """The step with a batch beside, all of whose rows it holds.
+        """The step with one more batch, whose rows the step already has.
 
-        Where it `is_planned`, its lookups are still to come.
+        With `is_planned` the batch was announced: its lookups follow.
         """
         beside = self._replace(batches=(*self.batches, batch))
         if not is_planned:
@@ -222,14 +223,14 @@ class Step(NamedTuple):
         )
 
     def without_prefetch(self) -> Step:
-        """The step with no rows of another batch, on their way or to be sent for."""
+        """The step without prefetched rows and without a prefetch in its pending transfer."""
         kept = None
         if isinstance(self.transfer, PendingTransfer) and self.transfer.leaving is not None:
             kept = self.transfer._replace(prefetches=False)
         return self if kept is self.transfer else self._replace(transfer=kept)
 
     def unseen(self) -> list[tuple[int, int]]:
-        """Planned parts that no lookup has named, nor one of equal ids."""
+        """Planned parts whose ids no lookup has named, directly or by a part with equal ids."""
         if len(self.seen) == self.planned_parts:
             return []
         left = [

@@ -1,4 +1,4 @@
-"""SteppedRows: what an optimizer's step does to the held rows."""
+"""SteppedRows: the step's rows before, during and after an optimizer's step()."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from speedtorch.step.step import Copy, Rows
 
 __all__ = ["OptimizerCall", "SteppedRows"]
 
-_PATIENCE = 2.0  # seconds: a step of held rows takes milliseconds
-_LOOK = 1e-3  # seconds between two looks at the step of another thread
+_PATIENCE = 2.0  # seconds; an optimizer's step takes milliseconds
+_LOOK = 1e-3  # seconds between two checks of the other thread's step
 
 
 class OptimizerCall(Protocol):
@@ -23,36 +23,36 @@ class OptimizerCall(Protocol):
     done: bool
     """Whether all rows have been stepped."""
     paused: bool
-    """Whether a closure of the user runs within it."""
+    """Whether the user's closure is running within the call."""
     is_idle: bool
     """Whether every learning rate is 0, so that the step may change no row."""
 
     def runs_elsewhere(self) -> bool:
-        """Whether another thread is within it, and not in a closure of the user."""
+        """Whether another thread runs the call, and not the user's closure."""
 
     def stop(self) -> None:
-        """Gives the optimizer the weights again; can be repeated."""
+        """Puts the weights back into the optimizer; may be called repeatedly."""
 
     def leave(self) -> bool:
-        """The next one in cleans up behind a call that an exception left; whether one did."""
+        """Cleans up after a call that an exception ended; returns whether there was one."""
 
 
 class SteppedRows:
-    """The held rows before, during and after the step of an optimizer.
+    """Tracks what an optimizer's step() does to the step's rows.
 
     Attributes:
-        call: The call of an optimizer's step that has yet to be settled, the number of the step
-            that it was for, and whether the rows had a gradient.
+        call: The optimizer's call that is not settled yet, the number of its Step, and whether the
+            rows had a gradient.
     """
 
     def __init__(self, held: HeldRows) -> None:
         self._held = held
         self.call: tuple[OptimizerCall, int, bool] | None = None
         self._as_in_table: Rows | None = None
-        """Copies of the held rows before a step of rate 0, while the table has the same rows."""
+        """Copies of the rows before a step of learning rate 0, while the table has equal rows."""
 
     def before(self, call: OptimizerCall) -> None:
-        """Called before an optimizer steps the held rows, which are complete, within a turn."""
+        """Called within a turn before an optimizer steps the rows, which are complete."""
         held = self._held
         view, as_in_table = held.view, None
         if held.now.copy is Copy.STALE:
@@ -64,7 +64,7 @@ class SteppedRows:
         parameter = view.parameter
         gradient = parameter.grad
         if held.now.stepped or view.only_shows_zeros or held.now.unseen():
-            # Zeros of zero_grad(set_to_none=False) would move rows that were not looked up since.
+            # Zeros of zero_grad(set_to_none=False) would change rows without a lookup since then.
             view.drop_zeros()
             gradient = parameter.grad
         if gradient is not None:
@@ -77,15 +77,15 @@ class SteppedRows:
         self.call = (call, held.now.number, gradient is not None)
 
     def after(self) -> None:
-        """Called after it, within a turn."""
+        """Called after an optimizer's step. The caller holds `turn`."""
         if self.settle():
-            # A backward through what used these rows would compute with other ones.
+            # A backward through an earlier use of the rows would compute with changed rows.
             torch.autograd.graph.increment_version(self._held.now.rows[0])
 
     def settle(self) -> bool:
-        """Takes note of what an optimizer, or other code, did to the held rows.
+        """Records changes of the rows by an optimizer or other code.
 
-        Returns whether an optimizer has stepped them.
+        Returns whether an optimizer has stepped the rows.
         """
         self.await_step()
         held, stepped, left = self._held, False, False
@@ -93,10 +93,10 @@ class SteppedRows:
         written = is_changed = view.was_written()
         if self.call is not None:
             call, number, had_gradient = self.call
-            # A closure makes it within the step; after an exception zero_grad() may have taken it.
+            # A closure creates it within the step; after an exception zero_grad() may remove it.
             has_gradient = had_gradient or view.parameter.grad is not None
             if call.done:
-                call.stop()  # an interrupt may have come before it
+                call.stop()  # an interrupt may have skipped this call
                 held.announced.give_up()
                 stepped = number == now.number and (has_gradient or written)
                 left = True
@@ -122,9 +122,9 @@ class SteppedRows:
         return stepped
 
     def _round(self) -> None:
-        """Rounds held rows as they are stored: rows that stay do not differ from those that leave.
+        """Rounds the rows to the stored dtypes, so that rows on the device equal stored rows.
 
-        Rounded again, they stay as they are.
+        Rounding a row twice does not change it.
         """
         held = self._held
         store, now = held.store, held.now
@@ -135,7 +135,7 @@ class SteppedRows:
         """Whether the step changed rows; always true unless every learning rate was 0.
 
         torch.distributed.checkpoint creates optimizer state by a step of rate 0, and then loads
-        into the table's memory. Writing unchanged held rows back would overwrite the loaded rows.
+        into the table's memory. Writing unchanged rows back would overwrite the loaded rows.
         """
         before = self._as_in_table
         return before is None or not all(
@@ -144,9 +144,9 @@ class SteppedRows:
         )
 
     def await_step(self) -> None:
-        """Waits for a step() in another thread; RuntimeError if that takes too long.
+        """Waits for a step() in another thread; raises RuntimeError after 2 seconds.
 
-        The other thread may wait for this one, as in a hook of the optimizer that joins a thread.
+        Without the limit, an optimizer hook that joins a thread could deadlock.
         """
         if self.call is None:
             return
@@ -161,10 +161,10 @@ class SteppedRows:
             time.sleep(_LOOK)
 
     def check_threads(self) -> None:
-        """Raises RuntimeError where an optimizer's step must wait for another thread.
+        """Raises RuntimeError if an optimizer's step would conflict with another thread.
 
-        That is within a step() of the same rows, or between a lookup and its backward: this step
-        would change the rows of a lookup whose gradient has yet to come. Called within a turn.
+        The other thread runs step() on the same rows, or has a lookup without its backward, whose
+        rows this step would change before their gradient is complete. The caller holds `turn`.
         """
         self.await_step()
         held = self._held

@@ -1,4 +1,4 @@
-"""Stepping: the optimizer whose step() runs in a thread, and the weights among its parameters."""
+"""Stepping: the optimizer whose step() runs in a thread, and its RowWeights."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Entered(Protocol):
 
     @property
     def weights(self) -> Sequence[RowWeight]:
-        """Those that it is known to hold."""
+        """The RowWeights found among the optimizer's parameters."""
 
     def forget(self) -> None:
-        """Called when it holds others: its next step looks at each parameter again."""
+        """Called when the parameters have changed: the next step searches all of them again."""
 
 
 class Stepping(threading.local):
-    """The optimizer whose step() runs in this thread; an exception may have left it.
+    """The optimizer whose step() runs in this thread, or was ended by an exception.
 
-    It keeps neither the optimizer nor its weights.
+    References to the optimizer and its weights are weak.
     """
 
     _now: tuple[Callable[[], Any], Callable[[], Any]] | None = None
@@ -38,12 +38,12 @@ class Stepping(threading.local):
         self._now = weakref.ref(optimizer), weakref.ref(entered)
 
     def end(self) -> None:
-        """Called after it."""
+        """Called after a step()."""
         self._now = None
 
     @property
     def now(self) -> tuple[torch.optim.Optimizer, Entered] | None:
-        """It, and what is known of its weights."""
+        """The optimizer and its Entered, or None."""
         if self._now is None:
             return None
         optimizer, entered = (each() for each in self._now)
@@ -56,7 +56,7 @@ stepping = Stepping()
 
 
 def places_of_weights(optimizer: torch.optim.Optimizer) -> list[tuple[list[Any], int]]:
-    """Where the weights of rows are that an optimizer holds: a list of a group, and the index."""
+    """The places of an optimizer's RowWeights: the parameter list of a group, and the index."""
     return [
         (held, place)
         for group in optimizer.param_groups

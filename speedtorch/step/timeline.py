@@ -1,4 +1,4 @@
-"""Names in a torch.profiler timeline for what a step does outside of its ops."""
+"""Named torch.profiler ranges for the work of a step outside ops."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def in_timeline(name: str) -> Callable[[_Function], _Function]:
-    """Gives the calls of a function a name in the timeline while a profiler records one."""
+    """Decorates a function so that a running profiler records its calls under `name`."""
 
     def named(function: _Function) -> _Function:
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not is_profiling():  # a range takes as long as a small op, recorded or not
+            if not is_profiling():  # a range costs as much time as a small op, even unrecorded
                 return function(*args, **kwargs)
             with torch.profiler.record_function(name):
                 return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""TrainedRows: all rows of a module, as it looks them up and as an optimizer trains them."""
+"""TrainedRows: all rows of a module, for its lookups and its optimizer."""
 
 from __future__ import annotations
 
@@ -33,58 +33,58 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Bags(NamedTuple):
-    """How the rows of ids are added up, bag by bag: feature after feature, sample after sample."""
+    """Bags of ids whose rows are summed; bags are ordered by feature, then by sample."""
 
     offsets: Tensor
-    """Where each bag's ids begin, and the number of ids: `[features * samples + 1]`."""
+    """The first id of each bag, then the number of ids: `[features * samples + 1]`."""
     of_ids: Tensor
-    """Of each id the row of the result that it goes to: `sample * features + feature`."""
+    """The row of the result to which each id is added: `sample * features + feature`."""
     features: int
     mean: bool = False
-    """Whether all bags are divided by their numbers of ids."""
+    """Whether each bag is divided by its number of ids."""
     divisors: Tensor | None = None
-    """By what each row of the result is divided, `[samples * features, 1]`, if any is."""
+    """Divisor of each row of the result, `[samples * features, 1]`, or None."""
 
     def pool(self, rows: Tensor, places: Tensor) -> Tensor:
-        """The bags of rows `[n, columns]` by their places: `[samples * features, columns]`."""
+        """Pools rows `[n, columns]` at `places` into bags `[samples * features, columns]`."""
         pooled = pool_rows(rows, places, self.offsets, self.features, mean=self.mean)
         if self.divisors is not None and not self.mean:
             pooled /= self.divisors
         return pooled
 
     def share(self, gradient: Tensor) -> Tensor:
-        """What each row of a bag gets of the bag's gradient, multiplied as torch does."""
+        """The gradient of each row of a bag from the bag's gradient, multiplied as in torch."""
         return gradient if self.divisors is None else gradient * self.divisors.reciprocal()
 
 
 class TrainedRows(WholeWeight):
-    """All rows of an Embedding, those of a step as its parameter, and the state kept of them.
+    """All rows of an Embedding, the step's rows as a parameter, and the optimizer state per row.
 
-    It knows what trains which rows: the table knows it as its holder, the parameter as what it
-    stands for, and the hooks of every optimizer's step find it through the parameter.
+    The table records this object as its holder. Optimizers have a RowWeight as a parameter, which
+    refers to this object; the hooks of optimizer steps find this object through the RowWeight.
 
     Args:
-        name: what errors call it.
-        table: all rows.
-        parameter: has the rows of a step; an optimizer's own step function works on it. Everything
-            else is given `weight`, which stands for all rows and keeps this object alive.
-        padding: id of the row that is never trained, or None; with a capacity that behind the last
-            may be one that is none, whose weights are zeros.
-        capacity: the most rows of a step, or None for any number.
-        rounding: how held rows are rounded, if the table stores them in 16 bits.
+        name: The name in error messages.
+        table: All rows.
+        parameter: Contains the step's rows, on which the optimizer's step function computes. All
+            other code uses `weight`, which represents all rows and keeps this object alive.
+        padding: Id of the row that is never trained, or None. With a capacity the id after the last
+            row is allowed; its weights are zeros.
+        capacity: The maximum number of rows of a step, or None for any number.
+        rounding: Rounds the step's rows, if the table stores them in 16 bits.
     """
 
     budget: CacheBudget | None = None
-    """What the bytes of the cache are a share of."""
+    """The budget of which the cache's bytes are a share."""
 
     def cache(
         self, nbytes: int | None, members: Tensor | None = None, budget: CacheBudget | None = None
     ) -> None:
-        """Keeps rows that are loaded often on the device, in so many bytes; None: no more.
+        """Caches frequent rows on the device in `nbytes` bytes; None removes the cache.
 
-        With `members` `[n]` those of these distinct ids. `budget` is what the bytes are a share of.
-        A table without rows has no cache. Raises RuntimeError while a CUDA graph uses the rows'
-        memory; nothing has changed then.
+        `members` `[n]` limits the cache to these unique ids. The bytes are a share of `budget`. A
+        table without rows has no cache. Raises RuntimeError, without any change, while a CUDA graph
+        uses the memory of the rows.
         """
         kind, rounding = self.held_dtype, self.rounding
         store = RowStore(self.table, kind, rounding)
@@ -96,11 +96,11 @@ class TrainedRows(WholeWeight):
 
     @property
     def cache_bytes(self) -> int | None:
-        """The bytes that the cache was given, if there is one."""
+        """The size of the cache in bytes, or None without a cache."""
         return self._store.nbytes if isinstance(self._store, CachedStore) else None
 
     def cache_need(self, state: Fields | None = None) -> Need:
-        """What a cache of all rows takes, as they are kept now, or with these fields of state."""
+        """The memory that a cache of all rows needs, with the current state or with `state`."""
         fields = self.exchange.held.fields
         if state is not None:
             fields = {"weight": fields["weight"], **state}
@@ -109,12 +109,12 @@ class TrainedRows(WholeWeight):
         return Need(self.shape[0], row_bytes)
 
     def _stored(self, fields: Fields) -> Fields:
-        """Held fields as the table has them."""
+        """The shapes and dtypes with which the table stores these fields."""
         return fields if self.rounding is None else self.rounding.stored_fields(fields)
 
     @alone
     def cache_report(self) -> CacheReport:
-        """What the cache holds and saves; ValueError if there is none, or nothing was loaded."""
+        """Reports rows and hits of the cache; ValueError without a cache or before any load."""
         if not self.shape[0]:
             raise ValueError(f"{self.name}: it has no rows here, and so no cache to report of")
         if not isinstance(self._store, CachedStore):
@@ -127,12 +127,12 @@ class TrainedRows(WholeWeight):
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
-        """The rows that ids name, held from now until the optimizer's next step is done.
+        """Looks up ids, whose rows join the step until the optimizer's next step ends.
 
-        Gives positions of the shape of ids, and the held rows `[n, ...]`, of which the last is the
-        padding's, both on the device; gradients of the rows go to the parameter. With `max_norm`
-        rows of a larger norm are shortened, as torch.embedding_renorm_ does. Bad ids raise
-        IndexError, and what is held did not change.
+        Returns positions in the shape of the ids and the step's rows `[n, ...]`, both on the
+        device. The padding row is the last. Backward adds gradients of the rows to the parameter.
+        With `max_norm` rows are renormalized as in torch.embedding_renorm_. Invalid ids raise
+        IndexError, and the step's rows do not change.
         """
         self._check_max_norm(max_norm)
         with self.turn:
@@ -143,7 +143,8 @@ class TrainedRows(WholeWeight):
                     f"{self.name}: a checkpoint computes a lookup again after other rows have"
                     " joined the step; announce() all ids of the step before its first lookup"
                 )
-            # These count their own changes: rows that join the step are no change of these.
+            # A detached tensor has its own version counter, so that rows that join the step later
+            # do not count as a change.
             rows = self.exchange.held.now.rows[0].detach()
             if max_norm is not None:
                 self.exchange.held.change()
@@ -152,11 +153,11 @@ class TrainedRows(WholeWeight):
                     self._store.write(torch.tensor([self._padding]), rows[-1:])
                     self.exchange.memory.note_padding()
                 self.parameter_view.mark()
-            # In lists, as autograd is to make no views of them.
+            # Lists keep autograd from making views of the tensors.
             return found.positions, _rows_of_step(self.weight, [rows], [found.positions], self)
 
     def _check_max_norm(self, max_norm: float | None) -> None:
-        """Raises NotImplementedError where rows of 16 bits would be shortened."""
+        """Raises NotImplementedError if max_norm is given for rows stored in 16 bits."""
         if max_norm is not None and self.rounding is not None:
             raise NotImplementedError(
                 f"{self.name}: rows that are stored in 16 bits are rounded after steps, and"
@@ -164,12 +165,12 @@ class TrainedRows(WholeWeight):
             )
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
-        """The rows that ids name, `[*ids.shape, ...]`, held as those of `rows_of` are.
+        """Looks up the rows of ids, `[*ids.shape, ...]`, which join the step as in `rows_of`.
 
-        With `bags` they are added up: `[samples * features, ...]`.
+        With `bags` the result is the sums of the bags: `[samples * features, ...]`.
         """
         with self.turn:
-            if self.table.claim.holder is not self:  # as claim() asks, which most steps are spared
+            if self.table.claim.holder is not self:  # claim() tests this, too; most steps skip it
                 self.claim()
             found = self.exchange.hold(ids)
             looked_up: Tensor = _summed_lookup(self._weight(), found, bags, self)
@@ -179,7 +180,7 @@ class TrainedRows(WholeWeight):
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
-        """As `rows_of`, but of rows that no step holds."""
+        """Reads rows for a lookup without adding them to the step; returns what `rows_of` does."""
         self._check_max_norm(max_norm)
         batch = self.exchange.memory.planned([ids])
         batch.count()
@@ -190,16 +191,16 @@ class TrainedRows(WholeWeight):
         if max_norm is not None:
             with torch.no_grad():
                 torch.embedding_renorm_(rows, local, max_norm, norm_type)
-            # Those of them that a step holds are read again.
+            # The step reads its own rows again after the write.
             self.exchange.held.write_back()
             self._store.write(borrowed, rows)
         return local, rows
 
     def adds_in_order(self) -> bool:
-        """Whether gradients must be added up by torch, whose sums have other bits than ours."""
+        """Whether torch must sum gradients, because the bits of our sums would differ."""
         if self.parameter.is_cpu:
-            # Ours are torch's, but for half precision, which torch rounds after each row, and
-            # sparse gradients, of which torch adds all lookups' rows of an id one by one.
+            # Our sums have torch's bits with two exceptions. torch rounds half precision after each
+            # row, and in sparse gradients adds the rows of an id from all lookups one by one.
             state = self.parameter_view.kept.state
             return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
@@ -207,28 +208,28 @@ class TrainedRows(WholeWeight):
     can_agree = True
 
     def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
-        """What counts of how long a step takes here, and whether the GPU was idle: just that."""
+        """Returns the duration of a step and whether the GPU was idle, without other ranks."""
         return seconds, is_idle
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
-        """Called in place of a lookup whose ids are none: nothing is to be done here."""
+        """Called instead of a lookup whose ids are invalid; does nothing on a single rank."""
 
     def end_by_error(self) -> None:
-        """Called before a loop of batches raises an error: nothing is to be done here."""
+        """Called before a loop of batches raises an error; does nothing on a single rank."""
 
     def gives_sparse(self, *, asked: bool) -> bool:
-        """Whether autograd makes a sparse gradient, as it is asked to or as the optimizer wants."""
-        # torch adds up the rows of a dense one in a tenth of the time on a GPU, but not in the same
-        # order; the step makes it sparse when the optimizer wants that.
+        """Whether autograd makes a sparse gradient, by request or for the optimizer."""
+        # On a GPU torch sums the rows of a dense gradient in a tenth of the time, but in another
+        # order. The step converts a dense gradient if the optimizer requires a sparse one.
         state = self.state
         return asked or (state is not None and state.sparse and self.adds_in_order())
 
     @alone
     def attach(self, state: OptimizerState, fields: Fields) -> bool:
-        """Keeps fields of state, name to (row shape, dtype), beside the weight.
+        """Adds optimizer state columns, name to (row shape, dtype), to the rows.
 
-        Returns whether they have values already, because the table was read from a file with them.
-        Raises MemoryError if there is no room for them; nothing has changed.
+        Returns whether the columns already have values from a file from which the table was read.
+        Raises MemoryError, without any change, if host memory is insufficient.
         """
         self.claim()
         self.exchange.memory.refuse_if_captured("attaching an optimizer")
@@ -243,9 +244,9 @@ class TrainedRows(WholeWeight):
 
     @alone
     def detach(self, *, was_read: bool = False) -> None:
-        """Keeps the weight alone; the fields of the state stay unused, held rows stay held.
+        """Detaches the optimizer state. Its columns remain unused, and the step keeps its rows.
 
-        With `was_read` the next optimizer's state goes on with what a file has given.
+        With `was_read` the next optimizer continues with the state that was read from a file.
         """
         self.exchange.memory.refuse_if_captured("detaching its optimizer")
         self.exchange.memory.raise_faults()
@@ -256,10 +257,10 @@ class TrainedRows(WholeWeight):
 
 
 class _RowsOfStep(torch.autograd.Function):
-    """The held rows as the operand of a lookup; their gradient goes to `asker`.
+    """The step's rows as the operand of a lookup; backward adds their gradient to `asker`.
 
-    torch's own node for a parameter's gradient knows one shape for its lifetime. The rows of a step
-    become more with each lookup, so their gradient takes this way round it.
+    torch's own node that accumulates a parameter's gradient has one shape for its lifetime. A step
+    gains rows with each lookup, so this function bypasses that node.
     """
 
     @staticmethod
@@ -269,21 +270,21 @@ class _RowsOfStep(torch.autograd.Function):
         step = asker.exchange.held.now
         ctx.asker, ctx.ids, ctx.number, ctx.places = asker, step.ids, step.number, places
         ctx.pending = asker.exchange.held.backwards.made(step.number)
-        return rows[0]  # in a list, or autograd would take the result for a view of an input
+        return rows[0]  # the list keeps autograd from treating the result as a view of an input
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         check_once(gradient)
-        with ctx.asker.turn:  # or another thread would find that no gradient is to come
+        with ctx.asker.turn:  # else another thread could see no pending gradient before the sum
             ctx.pending = None
             ctx.asker.add_gradient(gradient, ctx.ids, ctx.number, lambda: ctx.places[0])
         return None, None, None, None
 
 
 class _SummedLookup(torch.autograd.Function):
-    """Rows by their places, whose gradients are added up by the plan of their batch.
+    """A lookup of the step's rows whose backward sums gradients by the batch plan.
 
-    What torch's embedding computes, in a third of the time on a GPU: the batch is sorted already.
+    The result is torch's embedding, in a third of the time on a GPU, because the plan is sorted.
     """
 
     @staticmethod
@@ -303,10 +304,10 @@ class _SummedLookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         check_once(gradient)
         asker, batch, part = ctx.asker, ctx.batch, ctx.part
-        with asker.turn:  # or another thread would find that no gradient is to come
+        with asker.turn:  # else another thread could see no pending gradient before the sum
             ctx.pending = None
             if ctx.number != asker.exchange.held.now.number:
-                if batch.parts.shape(part).numel() == 0:  # of bags without ids it is no gradient
+                if batch.parts.shape(part).numel() == 0:  # empty bags have no gradient
                     return None, None, None, None
                 asker.check_held(ctx.number)
             added = summed(gradient, batch, part, ctx.bags)
@@ -318,14 +319,14 @@ _rows_of_step, _summed_lookup = map(apply_of, (_RowsOfStep, _SummedLookup))
 
 
 def summed(gradient: Tensor, batch: Batch, part: int, bags: Bags | None) -> Tensor:
-    """The gradient of a lookup's result, added up for each distinct id of its batch."""
+    """Sums the gradient of a lookup's result for each unique id of its batch."""
     rows, source = rows_of_ids(gradient, bags)
     with without_autograd():
         return batch.summed(rows, part, source)
 
 
 def rows_of_ids(gradient: Tensor, bags: Bags | None) -> tuple[Tensor, Tensor | None]:
-    """The gradient of a lookup's result as rows, and which row each id has: None if its own."""
+    """A lookup's gradient as rows, and the row of each id; None if row i belongs to id i."""
     if gradient.dim() != 2:
         rows = gradient.numel() // max(1, gradient.shape[-1])
         gradient = gradient.reshape(rows, gradient.shape[-1])
@@ -337,7 +338,7 @@ def rows_of_ids(gradient: Tensor, bags: Bags | None) -> tuple[Tensor, Tensor | N
 
 
 def check_once(gradient: Tensor) -> None:
-    """Raises NotImplementedError within a backward that is to be differentiated itself."""
+    """Raises NotImplementedError in a backward with create_graph=True."""
     if torch.is_grad_enabled() and gradient.requires_grad:
         raise NotImplementedError(
             "gradients of gradients do not go through an Embedding's rows; use torch.nn"
@@ -345,12 +346,12 @@ def check_once(gradient: Tensor) -> None:
 
 
 def rows_held_by(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:
-    """The rows whose weights an optimizer holds, in its order."""
+    """The TrainedRows of an optimizer's weights, in the optimizer's order."""
     return [held[place]._rows for held, place in places_of_weights(optimizer)]
 
 
 def rows_of_parameter(parameter: Tensor) -> TrainedRows | None:
-    """The rows that a parameter stands for, if it does for any."""
+    """The TrainedRows of a parameter, or None for an ordinary parameter."""
     if type(parameter) is not RowWeight or parameter._rows._weight() is not parameter:
         return None
     rows: TrainedRows = parameter._rows

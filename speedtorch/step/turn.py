@@ -1,4 +1,4 @@
-"""Turn: one thread at a time uses the rows of a module."""
+"""Turn: the lock with which one thread at a time uses the rows of a module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def alone(method: _Method) -> _Method:
-    """Lets a method wait until no other thread uses the rows, whose Turn is `self.turn`."""
+    """Decorates a method so that it holds `self.turn`, the lock of the rows."""
 
     @wraps(method)
     def in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -25,6 +25,6 @@ def alone(method: _Method) -> _Method:
 
 
 def unite(turns: Sequence[Turn]) -> None:
-    """Makes turns one from now on. The thread must have all of them."""
+    """Merges locks into one lock. The calling thread must hold all of them."""
     for each in turns[1:]:
         turns[0].unite(each)

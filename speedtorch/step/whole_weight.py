@@ -1,4 +1,4 @@
-"""WholeWeight: the values and the gradient of all rows, which a RowWeight shows to torch."""
+"""WholeWeight: values and gradient of all rows, the backend of a RowWeight."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WholeWeight(ClaimedRows):
 
     @alone
     def read(self, ids: Tensor) -> Tensor:
-        """Rows by their ids as they are now, whatever holds them, outside of any step."""
+        """Reads rows by id without starting a step. Rows on the device are written back first."""
         self._check_claim()
         self.exchange.held.write_back(changes=False)
         self.exchange.memory.raise_faults()
@@ -56,26 +56,26 @@ class WholeWeight(ClaimedRows):
 
     @alone
     def memory(self, field: str = "weight") -> Tensor:
-        """All rows of a field in host memory, as they are now; they may be written to.
+        """All current rows of a field in host memory; the caller may write to them.
 
-        Rows that are stored in another dtype than a step has are copied; see store().
+        If the stored dtype is not the step's dtype, the result is a copy; see store().
         """
         with as_plain():
             self._check_claim()
             self.table.home_of(field).settle()
-            rows = self.table.field(field)[:]  # a tensor of the caller's
+            rows = self.table.field(field)[:]  # a new tensor object for the caller
             return rows.to(self.exchange.held.fields[field][1])
 
     @alone
     def copied(self, rows: slice) -> Tensor:
-        """A copy on the CPU of some rows `[n, ...]`, as they are now."""
+        """Copies a range of current rows `[n, ...]` to the CPU."""
         with as_plain():
             some = self.memory()[rows]
             return some.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     @alone
     def store(self, field: str, rows: Tensor) -> None:
-        """Stores all rows of a field; nothing happens to those that are in the table's memory."""
+        """Stores all rows of a field, unless `rows` is the table's own memory."""
         with as_plain():
             if self.table.field(field).data_ptr() != rows.data_ptr():
                 self.fields.load(field, rows)
@@ -99,7 +99,7 @@ class WholeWeight(ClaimedRows):
 
     @alone
     def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
-        """Changes all rows, at first need if they were never used; see LazyInit."""
+        """Changes all rows by `function`, lazily if no row was used yet; see LazyInit."""
         with as_plain():
             self.table.draw(LazyInit((function,), random_seed(), None), anew=anew)
 
@@ -111,13 +111,13 @@ class WholeWeight(ClaimedRows):
         fill: Callable[[HostTable], object],
         follow: Callable[[], object],
     ) -> None:
-        """Adds rows before row `first` with their state, all or, if this raises, none of them.
+        """Inserts rows and their state before row `first`; after an exception none is added.
 
         Args:
-            first: Where.
-            count: How many.
-            fill: Writes the weights of the new rows, zeros so far, to the larger table.
-            follow: Called whenever there is another number of rows.
+            first: The index of the first new row.
+            count: The number of new rows.
+            fill: Writes the weights of the new rows, initially zeros, to the larger table.
+            follow: Called after each change of the number of rows.
         """
         self._check_claim()
         state = self.state
@@ -150,7 +150,7 @@ class WholeWeight(ClaimedRows):
 
     @alone
     def add_rows(self, content: RowContent, method: str, options: Mapping[str, Any]) -> None:
-        """Adds rows to those of their ids by `method`, "add_" or "sub_"; no other row changes."""
+        """Changes rows by id with `method`, "add_" or "sub_"; other rows do not change."""
         with as_plain(), torch.no_grad():
             self.exchange.held.change()
             held, values = self.parameter.detach(), content.values
@@ -166,10 +166,10 @@ class WholeWeight(ClaimedRows):
     def add_gradient(
         self, gradient: Tensor, ids: Tensor, number: int, places: Callable[[], Tensor]
     ) -> None:
-        """Adds the gradient of the rows `ids`, held in the step of this number, to the parameter's.
+        """Adds the gradient of the rows `ids` of step `number` to the parameter's gradient.
 
-        The padding's row is the last. `places` are those among them that the lookup names. Called
-        within a turn. Raises RuntimeError if the rows have left.
+        The padding row is the last. `places` returns the lookup's positions in `ids`. The caller
+        holds `turn`. Raises RuntimeError if the rows are written back and cannot rejoin the step.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -199,7 +199,7 @@ class WholeWeight(ClaimedRows):
             self.parameter_view.note_gradient()
 
     def check_held(self, number: int) -> None:
-        """Raises RuntimeError if rows that a step of this number has looked up have left."""
+        """Raises RuntimeError if the rows of step `number` were written back and cannot rejoin."""
         if not self.exchange.holds(number):
             raise RuntimeError(
                 f"{self.name}: backward through a lookup of an earlier step, whose rows have gone"
@@ -213,7 +213,7 @@ class WholeWeight(ClaimedRows):
         return ids if (portion := self.table.portion) is None else portion.numbers(ids)
 
     def own_gradient(self) -> Tensor | None:
-        """The gradient of the step's rows, as the optimizer is given it, within a turn."""
+        """The gradient of the step's rows for the optimizer. The caller holds `turn`."""
         self.exchange.stepping.await_step()
         self.parameter_view.show(self.exchange.held.now)
         self.parameter_view.collect()
@@ -221,7 +221,7 @@ class WholeWeight(ClaimedRows):
         return self.parameter.grad
 
     def weight_gradient(self) -> Tensor | None:
-        """The gradient of the weight: that of the step's rows, and zero for all others."""
+        """The weight's gradient: the gradient of the step's rows, and zeros for other rows."""
         if (now := stepping.now) is not None:
             self._check_entered(*now)
         with self.turn:
@@ -239,7 +239,7 @@ class WholeWeight(ClaimedRows):
                 ids, shape = self.step_ids(), (self.table.whole_rows, *gradient.shape[1:])
                 (places,), values = sparse_indices(gradient), sparse_values(gradient)
                 is_coalesced = gradient.is_coalesced()
-                if is_coalesced and len(places) == len(gradient):  # all rows of the device in order
+                if is_coalesced and len(places) == len(gradient):  # all rows of the step in order
                     places, values = places[: len(ids)], values[: len(ids)]
                 shown = sparse_coo(ids[places][None], values, shape, is_coalesced=is_coalesced)
             else:
@@ -262,13 +262,13 @@ class WholeWeight(ClaimedRows):
             return shown
 
     def _check_entered(self, optimizer: torch.optim.Optimizer, entered: Entered) -> None:
-        """Raises RuntimeError within a step of an optimizer that was given the weight unseen."""
+        """Raises RuntimeError in a step of an optimizer to which the weight was added unnoticed."""
         weight = self.weight
         if any(each is weight for each in entered.weights):
             return
         if any(held[place] is weight for held, place in places_of_weights(optimizer)):
             entered.forget()
-            stepping.end()  # by the error
+            stepping.end()  # the error ends the step
             raise RuntimeError(
                 f"{self.name}: its weight took the place of a parameter in a group of this"
                 f" {type(optimizer).__name__} that has stepped before, which nothing has told: none"
@@ -277,7 +277,7 @@ class WholeWeight(ClaimedRows):
             )
 
     def _note_zeroed(self) -> None:
-        """Called when the gradient was filled with zeros, as by zero_grad(set_to_none=False)."""
+        """Called after the gradient was filled with zeros, as in zero_grad(set_to_none=False)."""
         with self.turn:
             self.parameter_view.collect()
             before = self.exchange.held.now.before
@@ -288,8 +288,8 @@ class WholeWeight(ClaimedRows):
     def set_gradient(self, value: Tensor | None) -> None:
         """Sets the gradient of the weight, `[N, ...]`, dense or sparse.
 
-        Rows that have a gradient and are not on the device join the step. Raises RuntimeError for
-        another shape or dtype, NotImplementedError if the rows do not fit into a capacity.
+        Rows with a gradient that are not on the device join the step. Raises RuntimeError for
+        another shape or dtype, and NotImplementedError if rows cannot join because of a capacity.
         """
         with self.turn:
             self.exchange.stepping.await_step()
@@ -352,9 +352,9 @@ class WholeWeight(ClaimedRows):
 
 
 def _named_alone(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of those of the rows `ids` that are at these places, and their ids, ascending.
+    """The gradient of the rows `ids[places]` and their unique ids, ascending.
 
-    A place after the last is that of the padding.
+    Places after the last id refer to the padding row and are dropped.
     """
     named = torch.unique(places)
     named = named[named < ids.shape[0]]
@@ -365,7 +365,7 @@ def _named_alone(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor,
 
 
 def _with_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids of the rows of a gradient `[N, ...]` that are not zero, ascending, and the rows."""
+    """The ascending ids of the nonzero rows of a gradient `[N, ...]`, and these rows."""
     if isinstance(gradient, SparseRows):
         content = gradient.content
         if content.dense is None and content.fill == 0:
@@ -380,5 +380,5 @@ def _with_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_seed() -> int:
-    """A seed from torch's default generator."""
+    """Draws a seed from torch's default generator."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))
