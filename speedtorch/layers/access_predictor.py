@@ -1,4 +1,4 @@
-"""AccessPredictor: which calls come next, as they came before."""
+"""AccessPredictor: predicts the next calls from the previous order of calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["AccessPredictor"]
 Call = TypeVar("Call", bound=Hashable)
 Key = TypeVar("Key", bound=Hashable)
 
-HORIZON = 256  # calls ahead that are told apart
+HORIZON = 256  # the most calls predicted ahead
 
 
 class AccessPredictor(Generic[Call, Key]):
-    """What follows two successive calls is taken to be what followed them last.
+    """Predicts that two successive calls are followed by the call that last followed them.
 
-    A call that was expected costs a few steps, any other as many as are looked ahead. What a call
-    uses are its keys.
+    A predicted call costs a few operations. Any other call rebuilds up to `HORIZON` predictions.
+    `keys` returns the objects that a call uses.
     """
 
     def __init__(self, keys: Callable[[Call], Iterable[Key]]) -> None:
@@ -31,12 +31,12 @@ class AccessPredictor(Generic[Call, Key]):
         self._calls = 0
         self._expected: deque[Call] = deque()
         self._end: tuple[Call | None, Call] | None = None
-        """The last two of the calls that are expected."""
+        """The last two expected calls."""
         self._uses: dict[Key, deque[int]] = {}
-        """The numbers of the expected calls that use each."""
+        """The numbers of the expected calls that use each key."""
 
     def note(self, call: Call) -> None:
-        """This one has come."""
+        """Records a call, and extends the expected calls."""
         if self._last is not None:
             self._next[self._before, self._last] = call
         self._before, self._last = self._last, call
@@ -52,17 +52,17 @@ class AccessPredictor(Generic[Call, Key]):
         while len(self._expected) < HORIZON and self._end is not None:
             if (found := self._next.get(self._end)) is None:
                 return
-            # Its uses first: after an error between, there are some too many, and none missing.
+            # Uses first: an error before the append then leaves extra uses, never missing ones.
             for key in self._keys(found):
                 self._uses.setdefault(key, deque()).append(self._calls + len(self._expected) + 1)
             self._expected.append(found)
             self._end = self._end[1], found
 
     def ahead(self, count: int | None = None) -> Iterator[Call]:
-        """The next ones, as far as they are known; None: all of these."""
+        """The next `count` expected calls; None: all expected calls."""
         return islice(self._expected, count)
 
     def next_use(self, key: Key) -> float:
-        """In how many calls something is used next; inf: not soon, as far as is known."""
+        """Number of calls until a key is used next; inf if no expected call uses the key."""
         uses = self._uses.get(key)
         return uses[0] - self._calls if uses else inf

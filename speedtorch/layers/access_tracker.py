@@ -1,12 +1,12 @@
 """AccessTracker: finds operations on tensors of a unit that is not in use.
 
-The end of a unit's last use is an event, and the unit's device memory is reused behind that event.
-What the program queues on the unit's tensors later is found here: the tensors of a unit that is not
-in use have a subclass, whose `__torch_function__` reports operations that read or write elements.
-They are plain tensors within the operation, and its results are plain.
+An event marks the end of a unit's last use, and the unit's device memory is reused after that
+event. The program may queue later work on the unit's tensors. Tensors of a unit that is not in use
+therefore have a subclass, whose `__torch_function__` reports operations that read or write
+elements. Within the operation the tensors are plain, and its results are plain.
 
-Where units come by themselves, an operation that computes something of a unit's tensors is a use of
-the unit, as a call of its module is.
+Under `auto()`, an operation that computes with a unit's tensors is a use of the unit, like a call
+of its module.
 """
 
 from __future__ import annotations
@@ -33,32 +33,35 @@ __all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device"]
 
 
 class Tracking(Protocol):
-    """What has the tracked tensors, which are used on its device."""
+    """The owner of tracked tensors, which are used on its device."""
 
     device: torch.device
 
     @property
     def comes_by_itself(self) -> bool:
-        """Whether an operation may bring them there."""
+        """Whether an operation may load the tensors to the device."""
 
     def operation(self) -> AbstractContextManager[Callable[[Any], Any]]:
-        """They are on the device within; what it gives maps the operation's result."""
+        """Keeps the tensors on the device within; yields a map for the operation's result."""
 
     def note_access(self, *, is_counted: bool) -> None:
-        """An operation begins on the current stream; torch counts what it may write, or not."""
+        """Called before an operation on the current stream.
+
+        `is_counted`: whether torch's tensor version counts the operation's writes.
+        """
 
     def note_result(self, result: Tensor) -> None:
-        """An operation has given a tensor, which may share memory with a tracked one."""
+        """Called with each returned tensor, which may share memory with a tracked tensor."""
 
     def host_copy(self, tensor: Tensor) -> Tensor | None:
-        """The elements of a tensor in host memory, for a file; None: the tensor's own serve."""
+        """A copy of a tensor in host memory, for pickling; None: pickle the tensor itself."""
 
 
 def _named(owner: Any, names: str) -> list[Any]:
     return [getattr(owner, name) for name in names.split()]
 
 
-# Optimizers, zero_grad() and modules call these of all tensors.
+# Optimizers, zero_grad() and modules call these on all tensors; none reads or writes elements.
 _PROPERTIES = "dtype device grad grad_fn is_cuda is_leaf layout ndim requires_grad shape"
 _METHODS = "dim element_size is_complex is_floating_point nelement numel size"
 _GRADIENT: Any = Tensor.grad
@@ -72,12 +75,12 @@ _METADATA = frozenset(
     ]
 )
 
-# What they give shares the elements, but not the count of changes.
+# The results of these share the tensor's elements, but not its version counter.
 _SHARING = "__array__ __dlpack__ data_ptr numpy storage untyped_storage"
 _DATA: Any = Tensor.data
 _UNCOUNTED = frozenset([_DATA.__get__, _DATA.__set__, *_named(Tensor, _SHARING)])
 
-# Of a tensor as it is, wherever it is.
+# These use a tensor on its current device, and never load its unit.
 _OF_A_TENSOR = "__dlpack_device__ __format__ __hash__ __len__ __repr__ __setstate__ backward detach"
 _OF_A_TENSOR += " dim_order get_device is_contiguous is_pinned is_shared register_hook"
 _OF_A_TENSOR += " register_post_accumulate_grad_hook retain_grad storage_offset storage_type stride"
@@ -98,7 +101,7 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())}
 
 
 class AccessTracker:
-    """Tracks tensors until it is stopped, and tells their owner for as long as that is alive."""
+    """Tracks tensors until `stop()`, and reports operations to their owner while it is alive."""
 
     def __init__(self, owner: Tracking) -> None:
         self.owner = weakref.ref(owner)
@@ -107,7 +110,7 @@ class AccessTracker:
         self._starts = 0
 
     def start(self, tensors: Iterable[Tensor]) -> None:
-        """Tracks plain tensors and parameters; others are left as they are."""
+        """Tracks plain tensors and parameters; other classes are not changed."""
         self.stop()
         for each in tensors:
             if type(each) in _TRACKED:
@@ -115,7 +118,7 @@ class AccessTracker:
                 _track(each, self)
 
     def stop(self) -> None:
-        """Makes all of them plain tensors again."""
+        """Makes all tracked tensors plain again."""
         self._starts += 1
         while self._tracked:
             if (tensor := self._tracked[-1]()) is not None:
@@ -124,7 +127,7 @@ class AccessTracker:
 
     @contextmanager
     def reported(self, tensor: Tensor, *, is_counted: bool = True) -> Iterator[None]:
-        """Reports an operation; the tensor is plain within."""
+        """Reports an operation, and makes the tensor plain within the block."""
         if (owner := self.owner()) is not None:
             owner.note_access(is_counted=is_counted)
         starts = self._starts
@@ -145,7 +148,7 @@ class _Tracked(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _called(func, args, kwargs or {})
 
-    # A parameter's own methods look at its class before they read elements.
+    # nn.Parameter's own methods check the class before they read elements.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with self._tracker.reported(self):
             return copy.deepcopy(self, memo)
@@ -172,7 +175,7 @@ _PLAIN: dict[type, type[Tensor]] = {_Tracked: Tensor, _TrackedParameter: nn.Para
 
 
 def on_device(given: Any, device: torch.device) -> Any:
-    """The same with all tensors on a device; what is there already is given as it is."""
+    """Returns `given` with all tensors on a device; unchanged if all are there already."""
     if all(not isinstance(e, Tensor) or e.device == device for e in tree_leaves(given)):
         return given
     return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, given)
@@ -186,7 +189,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
         if tracked:
             others = [each for each in tensors.values() if not isinstance(each, _Tracked)]
             return _operated(func, args, kwargs, tracked, others)
-    with as_plain():  # or this would be called again
+    with as_plain():  # prevents a recursive call of this function
         return func(*args, **kwargs)
 
 
@@ -201,7 +204,7 @@ def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: lis
         if coming and not _is_in_place(func) and "out" not in kwargs:
             args, kwargs = on_device((args, kwargs), coming[0].device)
         for tensor in tracked:
-            if isinstance(tensor, _Tracked):  # and not in use
+            if isinstance(tensor, _Tracked):  # operation() has made tensors in use plain
                 reported = tensor._tracker.reported(tensor, is_counted=func not in _UNCOUNTED)
                 stack.enter_context(reported)
         result = func(*args, **kwargs)
@@ -215,10 +218,10 @@ def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: lis
 
 
 def _brings(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> bool:
-    """Whether tracked tensors are used on the device, where their units come by themselves.
+    """Whether an operation under `auto()` loads the units of its tracked tensors.
 
-    What looks at them or writes to them finds them where they are, and so does what is computed of
-    several units without a gradient, unless it is with others that are on the device.
+    Inspection never loads units. A computation with another tensor on a unit's device always does.
+    Otherwise in-place writes, and operations without a gradient on several units, load none.
     """
     if not _computes(func):
         return False
@@ -235,14 +238,14 @@ def _brings(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[
 
 
 def _computes(func: Any) -> bool:
-    """Whether it gives or writes elements that depend on elements it is given."""
+    """Whether a function returns or writes elements that depend on its inputs' elements."""
     if func in _METADATA or func in _UNCOUNTED or func in _LOOKS:
         return False
     return _name_of(func) not in _ACCESSORS or func in _COMPUTING_ACCESSORS
 
 
 def _is_in_place(func: Any) -> bool:
-    """Whether it writes to what it is given first."""
+    """Whether a function writes to its first argument."""
     name = _name_of(func)
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
@@ -263,5 +266,5 @@ def _untrack(tensor: Any) -> None:
 
 
 def is_plain_tensor(tensor: object) -> bool:
-    """Whether it is a tensor or a parameter of torch's own classes, tracked or not."""
+    """Whether an object is exactly a `Tensor` or `nn.Parameter`, tracked or not."""
     return type(tensor) in _TRACKED or type(tensor) in _PLAIN

@@ -1,14 +1,14 @@
-"""AutoOffload: units come as forward and backward reach them, and the next one ahead.
+"""AutoOffload: loads units when forward and backward reach them, and prefetches the next units.
 
-**Operations.** What the program computes of a unit's tensors outside of its forward is a call, too.
+**Operations.** An operation on a unit's tensors outside its forward also counts as a call.
 
-**Order.** As it is known what comes next, it is known as well what is used last: that leaves first,
-and the optimizer's state before its unit.
+**Order.** The predicted order of calls decides evictions: the unit that is used last is evicted
+first, and optimizer state before its unit.
 
-**Backward.** Autograd runs what was computed last first. So where it reaches the result of another
-unit, it is through with the one before, whose gradients are complete, unless that was called more
-than once; and it is through with all where it ends. A unit that was called within another's forward
-comes beside that.
+**Backward.** Autograd runs the last computed operation first. When the backward reaches the result
+of another unit, the previous unit's gradients are therefore complete, unless that unit was called
+more than once. At the end of the backward the gradients of all units are complete. A unit called
+within another unit's forward is loaded in addition to that unit.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = ["AutoOffload"]
 
 
 class _Reached(NamedTuple):
-    """A call of a unit, forward or backward."""
+    """A forward or backward call of a unit."""
 
     unit: Unit
     backward: bool
 
 
 class _Call(NamedTuple):
-    """A forward of a unit that has begun, in a thread.
+    """A forward of a unit in progress.
 
-    `depth`: how many calls of the module were on the thread's stack, with this one; 0: none that
-    Python shows, as of a compiled module.
+    `depth`: the number of the module's calls on the thread's stack, including this call. 0 if
+    Python shows no call, such as for a compiled module.
     """
 
     use: Use
@@ -59,7 +59,7 @@ class _Call(NamedTuple):
 
 
 class AutoOffload:
-    """Brings a Swapper's units as they are called; `remove()` ends that."""
+    """Loads a Swapper's units when they are called, until `remove()`."""
 
     def __init__(
         self,
@@ -71,19 +71,19 @@ class AutoOffload:
     ) -> None:
         self._residency, self._units = residency, units
         self._steps = steps
-        """Step each unit in backward, once its gradients are complete, which are dropped then."""
+        """Step each unit in the backward once its gradients are complete, and drop these."""
         self._ahead = min(ahead, len(units) - 1)
         self._parts: list[PartialStep] = []
-        """The steps of the backward of now."""
+        """The steps of the current backward, one per optimizer."""
         self._forward: dict[Unit, list[_Call]] = {}
-        """Forwards that have begun and not ended, by units."""
+        """Forwards in progress, by unit."""
         self._backward: dict[Unit, Use] = {}
-        """What a backward has reached: a unit, and then those that were called within its call."""
+        """Units that the backward has reached: a unit, then units called within its forward."""
         self._graphs: list[int] = []
-        """Backwards that are under way, one within another."""
+        """Graph ids of the nested backwards in progress."""
         self._order: AccessPredictor[_Reached, tuple[Unit, bool]] = AccessPredictor(self._parts_of)
         self._hooks: list[RemovableHandle] = []
-        for unit in units:  # whose hooks keep this alive for as long as the model
+        for unit in units:  # the hooks keep this object alive as long as the model
             module: nn.Module = unit.module
             begins, ends = (ModuleHook(partial(each, unit)) for each in (self._begins, self._ends))
             self._hooks += [
@@ -96,8 +96,8 @@ class AutoOffload:
         residency.follow(self)
 
     def remove(self) -> None:
-        """Brings units no longer by itself."""
-        if not self._hooks:  # another may have come since
+        """Stops loading units."""
+        if not self._hooks:  # removed before: the units may follow another AutoOffload by now
             return
         self._residency.follow(None)
         for steps in self._steps:
@@ -108,7 +108,7 @@ class AutoOffload:
             unit.follow(None)
         self._forward.clear()
         self._backward.clear()
-        self._hooks.clear()  # last: until then an interrupted call can be repeated
+        self._hooks.clear()  # last, so that an interrupted call can be repeated
 
     def __enter__(self) -> AutoOffload:
         return self
@@ -120,10 +120,7 @@ class AutoOffload:
     # Hooks
 
     def _begins(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The forward of a unit begins, within a backward if that computes it again.
-
-        Inputs that are elsewhere are copied to the device.
-        """
+        """Loads a unit before its forward, or its recomputation in a backward; copies inputs."""
         self._enter(unit)
         depth, thread = calls_under_way()[unit.module], threading.get_ident()
         self._end_calls(unit, thread, depth - 1)
@@ -150,9 +147,9 @@ class AutoOffload:
         return any(calls[-1].thread == thread for other, calls in begun if other is not unit)
 
     def _enter(self, unit: Unit) -> None:
-        """A call of a unit, or an operation on its tensors, begins."""
+        """Checks a call of a unit, or an operation on its tensors, before the unit is loaded."""
         self.end_failed()
-        # The backward within a transform runs no hook that brings a unit back.
+        # The backward within a transform runs no hook that could load an evicted unit.
         if is_transformed() and not self._residency.is_used(unit):
             raise NotImplementedError(
                 f"{unit.name}: under auto() a unit leaves between the forward and the backward of "
@@ -170,14 +167,14 @@ class AutoOffload:
             self._residency.end_use(use)
 
     def _end_calls(self, unit: Unit, thread: int, depth: int) -> None:
-        """Ends forwards of a unit in this thread but for so many."""
+        """Ends a unit's forwards in this thread that are deeper than `depth`."""
         while calls := self._forward.get(unit):
             if calls[-1].thread != thread or not calls[-1].depth or calls[-1].depth <= depth:
                 return
             self._ends(unit)
 
     def _enter_backward(self) -> None:
-        """Notes the backward of now, if there is one, and that it is to end."""
+        """Records the current backward, if any, and registers a callback for its end."""
         graph = current_backward()
         if graph != -1 and graph not in self._graphs:
             for steps in self._steps if not self._graphs else ():
@@ -186,8 +183,8 @@ class AutoOffload:
             call_after_backward(self._through)
 
     def end_failed(self) -> None:
-        """Forgets a backward, and forwards, that have failed."""
-        if self._forward:  # torch calls no hook after Ctrl-C
+        """Ends the uses of forwards and backwards that have failed."""
+        if self._forward:  # torch calls no forward hook after Ctrl-C
             under_way, thread = calls_under_way(), threading.get_ident()
             for unit in list(self._forward):
                 self._end_calls(unit, thread, under_way[unit.module])
@@ -195,7 +192,7 @@ class AutoOffload:
             self._parts.clear()
             while self._backward:
                 unit, use = self._backward.popitem()
-                unit.touch()  # since the error nothing has looked for changes of it
+                unit.touch()  # the failed backward has not checked the unit for changes
                 self._residency.end_use(use)
             self._graphs.clear()
             for unit in self._units:
@@ -214,16 +211,16 @@ class AutoOffload:
         self._note(_Reached(unit, backward=True))
 
     def _leave_backward(self) -> None:
-        """Backward is through with what it has reached last."""
+        """Ends the uses of units that the backward has reached; steps units that are complete."""
         while self._backward:
             unit, use = self._backward.popitem()
-            # A backward within another knows nothing of what that will reach.
+            # A nested backward does not know which units the outer backward has yet to reach.
             if len(self._graphs) == 1 and unit.open_results <= 0:
                 self._step(unit)
             self._residency.end_use(use)
 
     def _through(self) -> None:
-        """A backward has ended."""
+        """Ends a backward: steps units that are not yet stepped."""
         self._leave_backward()
         del self._graphs[-1:]
         if self._graphs:
@@ -251,7 +248,7 @@ class AutoOffload:
     # Order
 
     def _note(self, reached: _Reached) -> None:
-        """Records the order of calls, and asks for the units of the calls that follow."""
+        """Records a call, and plans the units of the calls predicted next."""
         self._order.note(reached)
         wanted: dict[Unit, bool] = {}
         for each in self._order.ahead():
@@ -259,13 +256,13 @@ class AutoOffload:
                 break
             if each.unit is not reached.unit:
                 wanted.setdefault(each.unit, self._takes_state(each))
-        if self._takes_state(reached):  # at its end, before the others are used
+        if self._takes_state(reached):  # first: the step at this call's end needs the state
             wanted = {reached.unit: True, **wanted}
         self._residency.plan(wanted)
 
     def next_use(self, unit: Unit, *, state: bool) -> float:
-        """In how many calls a unit is used next, or its state; inf: unknown."""
-        if unit in self._backward and (not state or self._steps):  # which steps it at its end
+        """Number of calls until a unit, or its state, is used next; inf if unknown."""
+        if unit in self._backward and (not state or self._steps):  # stepped at the use's end
             return 0
         return self._order.next_use((unit, state))
 
@@ -273,7 +270,7 @@ class AutoOffload:
         return reached.backward and bool(self._steps)
 
     def _parts_of(self, reached: _Reached) -> Iterator[tuple[Unit, bool]]:
-        """What a call uses: a unit, and perhaps its state."""
+        """Yields what a call uses: a unit, and its state if the call steps the unit."""
         yield reached.unit, False
         if self._takes_state(reached):
             yield reached.unit, True

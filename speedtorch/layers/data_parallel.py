@@ -1,7 +1,8 @@
-"""Units within a DistributedDataParallel: it averages their gradients, or an error tells why not.
+"""Averaging: lets DistributedDataParallel average the gradients of units, or raises if it cannot.
 
-It learns of a gradient by a hook of the node of autograd that adds it up. Where `.data` changes its
-device, as that of a unit does, torch makes another node for the parameter, which has no such hook.
+DistributedDataParallel detects a gradient with a hook on the parameter's gradient accumulation
+node. If `.data` moves to another device, as in a unit, torch creates another node without the hook.
+This module runs the old node when the new node has accumulated the gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["Averaging", "averaged_parameters"]
 
 
 class _Made:
-    """Counts the DistributedDataParallels that are made, and knows those that there are still."""
+    """Counts all DistributedDataParallels created so far, and keeps weak references to them."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -50,28 +51,28 @@ _made = _Made()
 
 _members: weakref.WeakKeyDictionary[DistributedDataParallel, list[Averaging]]
 _members = weakref.WeakKeyDictionary()
-"""The units of each DistributedDataParallel, as far as they have been used in its forward.
+"""The units that have been used in each DistributedDataParallel's forward.
 
-It goes on with the parameters of units that have gone.
+Units of a deleted Swapper remain here, because the wrapper still averages their parameters.
 """
 
 _averaged: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
 _averaged = weakref.WeakKeyDictionary()
-"""The ids of the parameters that each of them does not ignore."""
+"""The ids of the parameters that each DistributedDataParallel does not ignore."""
 
 _placed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""Those that have placed what they average for good."""
+"""The DistributedDataParallels that have allocated their final buckets."""
 
 
 def averaged_parameters() -> frozenset[int]:
-    """The ids of the parameters of all DistributedDataParallels, as far as they are known."""
+    """The ids of trained parameters in all DistributedDataParallels created so far."""
     return frozenset(
         id(each) for wrapper in _made.alive for each in wrapper.parameters() if each.requires_grad
     )
 
 
 class _Reach(torch.autograd.Function):
-    """A result whose backward runs the node of a parameter and adds up nothing there."""
+    """A result whose backward runs a parameter's accumulation node without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -83,27 +84,27 @@ class _Reach(torch.autograd.Function):
 
 
 class Averaging:
-    """What DistributedDataParallel has to be told of one unit, which errors call by its name."""
+    """Reports the gradients of one unit to DistributedDataParallel; errors contain `name`."""
 
     def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
         self._name, self._module, self._device = name, module, device
-        # One may have been made before: then the nodes are those that it knows.
+        # If a DistributedDataParallel may exist already, its hooks are on the current nodes.
         is_known = not (dist.is_available() and dist.is_initialized())
         self._noted = _made.number if is_known else -1
         self._reached: Any = WeakTensorKeyDictionary()
-        """The nodes that each parameter had when it was noted, and results that reach them."""
+        """The nodes that each parameter had at note(), with results whose backward runs them."""
         self._told: Any = WeakTensorKeyDictionary()
-        """The hooks of the parameters whose gradients are told."""
+        """The handles of the gradient hooks, by parameter."""
 
     def note(self) -> None:
-        """Is called before the unit moves: its parameters may lose the nodes that are known."""
+        """Records the parameters' nodes before the unit moves, because a move replaces them."""
         if self._noted == _made.number:
             return
         parameters = [each for each in self._module.parameters() if each.is_leaf]
         parameters = [e for e in parameters if e.is_floating_point() or e.is_complex()]
         with as_plain(), torch.enable_grad(), torch.inference_mode(False):
             for each in parameters:
-                is_trained = each.requires_grad  # it may be again later
+                is_trained = each.requires_grad  # a frozen parameter may be trained later
                 try:
                     each.requires_grad_()
                     self._reach(each)
@@ -114,7 +115,7 @@ class Averaging:
         self._noted = _made.number
 
     def _reach(self, parameter: nn.Parameter) -> None:
-        """Adds the current node of a parameter to those that a reducer may have a hook on."""
+        """Records a parameter's current node, which a reducer may have hooked."""
         known = self._reached.setdefault(parameter, [])
         node = get_gradient_edge(parameter).node
         if all(each is not node for each, _ in known):
@@ -122,7 +123,7 @@ class Averaging:
             known.append((node, result))
 
     def forget_replaced(self) -> None:
-        """Forgets parameters that the module has no more, which a node keeps alive."""
+        """Forgets parameters that are no longer in the module; their nodes keep them alive."""
         own = {id(each) for each in self._module.parameters()}
         for known in (self._reached, self._told):
             for each in [each for each in known if id(each) not in own]:
@@ -132,12 +133,11 @@ class Averaging:
         return (each for each in self._module.parameters() if each.requires_grad)
 
     def check(self, *, steps: bool) -> None:
-        """Is called as a use of the unit begins, perhaps in a DistributedDataParallel's forward.
+        """Checks a use of the unit if it is in a DistributedDataParallel's forward.
 
-        Raises NotImplementedError if the unit is stepped within the backward, before its gradients
-        are averaged; if its gradients are views of what is averaged, which no longer are when a
-        move of the unit has given them other memory; or if nodes of its parameters are looked for
-        in the graph.
+        Raises NotImplementedError in three cases. The unit is stepped in the backward, before its
+        gradients are averaged. Gradients are views of buckets, but a move gives them other memory.
+        The wrapper searches the graph for parameters' nodes, and moves have replaced these nodes.
         """
         wrapper = active_data_parallel()
         if wrapper is None or not (averaged := self._averaged_by(wrapper)):
@@ -164,7 +164,7 @@ class Averaging:
         self._join(wrapper, averaged)
 
     def _has_other_nodes(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the node of one is none of those that were noted."""
+        """Whether a parameter's current node was not recorded."""
         with as_plain(), torch.enable_grad():
             return any(
                 all(node is not get_gradient_edge(each).node for node, _ in self._reached[each])
@@ -173,8 +173,8 @@ class Averaging:
             )
 
     def _averaged_by(self, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-        """The trained parameters that it does not ignore."""
-        if wrapper not in _averaged:  # its reducer keeps the parameters, and their ids
+        """The unit's trained parameters that the wrapper does not ignore."""
+        if wrapper not in _averaged:  # the reducer keeps the parameters alive, so ids remain valid
             ignored, named = wrapper.parameters_to_ignore, wrapper.module.named_parameters()
             _averaged[wrapper] = frozenset(id(each) for name, each in named if name not in ignored)
         return [each for each in self._trained() if id(each) in _averaged[wrapper]]
@@ -191,7 +191,7 @@ class Averaging:
         self._tell_of(averaged)
 
     def _follow(self, before: Averaging) -> None:
-        """Takes over what a unit before this one knows of parameters that are here now."""
+        """Moves the records and hooks of an earlier unit's parameters to this unit."""
         for each in self._module.parameters():
             if each in before._told:
                 before._told.pop(each).remove()
@@ -200,7 +200,7 @@ class Averaging:
                 known += before._reached.pop(each)
 
     def _tell_of(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Registers the hooks that report gradients, behind all other hooks of the parameters."""
+        """Registers gradient hooks, which run after all other hooks of the parameters."""
         tell = weak_call(self._tell)
         with as_plain():
             for each in parameters:
@@ -214,13 +214,13 @@ class Averaging:
                     hooks.move_to_end(self._told[each].id)
 
     def _tell(self, parameter: Tensor) -> None:
-        """The gradient of a parameter has been added up, by its node of now."""
+        """Runs the earlier nodes of a parameter after its current node accumulated a gradient."""
         if parameter not in self._reached:
             return
         others = [result for node, result in self._reached[parameter] if node is not current_node()]
-        if not others:  # it has the hook
+        if not others:  # the current node has the reducer's hook
             return
-        # The hooks of the parameter have run for this gradient, and must not run again.
+        # The parameter's hooks have run for this gradient, and must not run again.
         hooks: list[Any] = [each for each in gradient_hooks(parameter) if each]
         kept = [dict(each) for each in hooks]
         try:
@@ -239,7 +239,7 @@ class Averaging:
 
     @contextmanager
     def pretending(self) -> Iterator[None]:
-        """Lets parameters that are on the host be on the device, without memory there."""
+        """Replaces `data` of host parameters by device tensors of one element within the block."""
         away = self.away
         homes = [each.data for each in away]
         try:
@@ -252,14 +252,15 @@ class Averaging:
 
 
 def _begins(wrapper: nn.Module, _: object) -> None:
-    """The forward of a DistributedDataParallel with units begins.
+    """Prepares the forward of a DistributedDataParallel with units.
 
-    In that after the first backward it places what it averages where the parameters are then, which
-    has to be the device. Raises NotImplementedError if it would send buffers that are on the host
-    to the other ranks, or place gradients on the host.
+    In the forward after the first backward, the wrapper allocates its buckets on the parameters'
+    device. Parameters on the host therefore appear on the unit's device during that allocation.
+    Raises NotImplementedError if the wrapper would broadcast host buffers, or allocate buckets on
+    the host.
     """
     assert isinstance(wrapper, DistributedDataParallel)
-    if (members := _members.get(wrapper)) is None:  # a copy
+    if (members := _members.get(wrapper)) is None:  # a copy of a wrapper
         return
     sent = wrapper.modules_buffers if wrapper.will_sync_module_buffers() else ()  # type: ignore[no-untyped-call]
     if wrapper.device.type != "cpu" and any(each.is_cpu for each in sent):
@@ -269,7 +270,7 @@ def _begins(wrapper: nn.Module, _: object) -> None:
         )
     if wrapper in _placed or not torch.is_grad_enabled():
         return
-    if takes_uneven_inputs(wrapper):  # then it counts ranks before it places anything
+    if takes_uneven_inputs(wrapper):  # join() counts ranks before any allocation
         if any(each.away for each in members):
             raise NotImplementedError(
                 "DistributedDataParallel.join() places gradients where the parameters are as its"

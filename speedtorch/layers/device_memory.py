@@ -1,4 +1,4 @@
-"""Where storages of a device have their memory, and how it goes and comes while they sleep."""
+"""Device memory of storages: freed while they are offloaded, allocated when they wake."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from speedtorch.torch_internals import storage_id, storage_of, storage_reference
 
 __all__ = ["DeviceMemory", "KeptAddresses"]
 
-# Up to here torch's allocator gives memory of segments of 2 MiB, and of no larger one.
+# Torch's allocator takes allocations up to this size from segments of 2 MiB.
 _SMALL = 1 << 20
-# What comes first travels while CUDA makes memory for the rest.
+# The first piece is copied while CUDA allocates memory for the rest.
 _PIECE = 1 << 26
-# Where CUDA begins an allocation, across whose end it copies nothing.
+# CUDA allocations begin at multiples of this size. One copy must not cross an allocation's end.
 _SEGMENT = 2 << 20
-# Torch's allocator makes segments of 20 MiB for a few MiB, or as large_segment_size_mb says.
+# Torch's allocator creates segments of 20 MiB, or of large_segment_size_mb, for a few MiB.
 _SPARE_ADDRESSES = 1 << 30
 
 
 class DeviceMemory:
-    """Memory of torch's allocator: a storage is emptied and gets other memory."""
+    """Memory of torch's allocator: a storage is emptied, and later gets other memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # How neighbours lie in an allocation is known of torch's own allocator alone.
+        # Only torch's own allocator is known to place neighbours in one CUDA allocation.
         self._is_known = device.type == "cpu" or torch.cuda.get_allocator_backend() == "native"
 
     def is_here(self, slot: Slot) -> bool:
-        """Whether a storage has its memory."""
+        """Whether a storage has memory."""
         return slot.storage.nbytes() > 0
 
     def leave(self, slots: Sequence[Slot]) -> None:
-        """Takes the memory from storages, whose values are lost; once more after an error."""
+        """Frees the memory of storages, whose values are lost; call again after an error."""
         for slot in slots:
             slot.storage.resize_(0)
 
     def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
-        """Gives storages memory again, and yields them piece by piece as they have it.
+        """Allocates memory for storages, and yields groups of storages that have memory.
 
-        Raises torch.OutOfMemoryError if the device has too little.
+        Raises torch.OutOfMemoryError if the device has too little memory.
         """
-        # Torch would copy what an error has left there, behind what the host is about to send.
+        # resize_() would copy bytes left after an error, possibly over bytes loaded from the host.
         self.leave([each for each in slots if self.is_here(each)])
         begin = nbytes = 0
         for number, slot in enumerate(slots, 1):
@@ -58,26 +58,26 @@ class DeviceMemory:
                 begin, nbytes = number, 0
 
     def goes_on(self, address: int) -> bool:
-        """Whether what begins there can be in one copy with what ends there."""
+        """Whether one copy may include the bytes before and after an address."""
         return self._is_known and address % _SEGMENT != 0
 
     def place(self, slot: Slot) -> int:
-        """In which order storages go best."""
+        """The sort key of a storage for a sleep."""
         return 0
 
     def others(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Storages that lose their memory with these, too."""
+        """Other storages that lose their memory together with these."""
         return []
 
     @property
     def absent_bytes(self) -> int:
-        """What torch's allocator has no memory behind, and counts all the same."""
+        """Bytes that torch's allocator counts but that have no memory."""
         return 0
 
 
 def _fill(slots: Sequence[Slot], device: torch.device) -> None:
-    """Gets memory of torch's allocator for empty storages, which come to lie one after another."""
-    # Torch cuts this up for them.
+    """Allocates neighbouring memory of torch's allocator for empty storages."""
+    # Torch's allocator caches this block, and splits it for the storages.
     torch.empty(
         sum(aligned(each.nbytes, ALIGNMENT) for each in slots if each.nbytes > _SMALL),
         dtype=torch.uint8,
@@ -88,10 +88,10 @@ def _fill(slots: Sequence[Slot], device: torch.device) -> None:
 
 
 class KeptAddresses(DeviceMemory):
-    """Ranges of a GPU's addresses, which storages have for good, with memory there or without.
+    """Address ranges of a GPU that keep storages' addresses while the memory is unmapped.
 
-    Storages move there when they are first evicted, those of one call into one range. Storages of
-    one range move together.
+    The first sleep moves storages to a range, one range per call. Storages of one range are
+    offloaded and loaded together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,41 +99,41 @@ class KeptAddresses(DeviceMemory):
         self._ranges: dict[AddressRange, list[Any]] = {}
 
     def is_here(self, slot: Slot) -> bool:
-        """Whether there is memory behind its addresses."""
+        """Whether memory is mapped at a storage's addresses."""
         of = self._range_at(slot.storage.data_ptr())
         return super().is_here(slot) if of is None else of.is_mapped
 
     def leave(self, slots: Sequence[Slot]) -> None:
-        """Takes the memory from their ranges."""
+        """Moves new storages to a range, and unmaps the memory of all their ranges."""
         self._move(slots)
         for each in self._ranges_of(slots):
             each.unmap()
 
     def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
-        """Puts memory behind their ranges; this takes less than a millisecond."""
+        """Maps memory for their ranges, in less than a millisecond."""
         self._move([each for each in slots if each.storage.nbytes() == 0])
         for each in self._ranges_of(slots):
             each.map()
-        # What is looked at once it is here travels first.
+        # Frozen storages are copied first: their fingerprints overlap with the other copies.
         for is_frozen in (True, False):
             if some := [each for each in slots if each.is_frozen == is_frozen]:
                 yield some
 
     def goes_on(self, address: int) -> bool:
-        """A range has one piece of memory."""
+        """Only the begin of a range divides copies, because a range maps one block of memory."""
         of = self._range_at(address)
         return super().goes_on(address) if of is None else address != of.base
 
     def place(self, slot: Slot) -> int:
-        """By address, so that few copies do; those that have yet to move come last."""
+        """The address, so that few copies suffice; storages outside a range are last."""
         address = slot.storage.data_ptr()
         return sys.maxsize if self._range_at(address) is None else address
 
     def others(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Storages in the ranges that the training state has no more, and something else has."""
+        """Storages in the ranges that other objects own, but no longer the training state."""
         known = {storage_id(each.storage) for each in slots}
         for empty in [each for each in self._ranges if each.nbytes == 0]:
-            del self._ranges[empty]  # torch has nothing in it any more
+            del self._ranges[empty]  # torch has freed all its allocations there
         here = [
             (each, ref) for each, refs in self._ranges.items() if each.is_mapped for ref in refs
         ]
@@ -142,12 +142,12 @@ class KeptAddresses(DeviceMemory):
             for of, ref in here
             if (each := storage_of(ref)) is not None
             and storage_id(each) not in known
-            and self._range_at(each.data_ptr()) is of  # it may have been resized since
+            and self._range_at(each.data_ptr()) is of  # a resize may have moved the storage
         ]
 
     @property
     def absent_bytes(self) -> int:
-        """The ranges' bytes while they have no memory."""
+        """Bytes of unmapped ranges."""
         return sum(each.nbytes for each in self._ranges if not each.is_mapped)
 
     def _ranges_of(self, slots: Sequence[Slot]) -> set[AddressRange]:
@@ -158,7 +158,7 @@ class KeptAddresses(DeviceMemory):
         return next((each for each in self._ranges if each.base <= address < each.end), None)
 
     def _move(self, slots: Sequence[Slot]) -> None:
-        """Gives storages addresses without memory in a new range, if they have none in another."""
+        """Moves storages outside any range to unmapped addresses in a new one; values are lost."""
         moving = [each for each in slots if self._range_at(each.storage.data_ptr()) is None]
         if not moving:
             return

@@ -1,4 +1,4 @@
-"""Discarded: tensors of a sleeping state whose values were not copied, until they are loaded."""
+"""Discarded: tensors whose values `sleep()` did not copy, until you load new values."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from speedtorch.torch_internals import as_plain, version_of
 __all__ = ["BLANK", "Discarded"]
 
 BLANK = 255
-"""What all bytes of a discarded tensor are once it wakes: a NaN, or the integer -1."""
+"""The value of all bytes of a discarded tensor after `wake()`: a NaN, or the integer -1."""
 _NAMED = 4
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 24
 
 
 class _Blank(NamedTuple):
-    """A discarded tensor, and the version that it wakes with."""
+    """A discarded tensor, and its version after `wake()`."""
 
     ref: weakref.ref[Tensor]
     version: int
 
     def is_not_loaded(self, tensor: Tensor) -> Tensor:
         """Whether elements of the tensor have not been loaded, as a boolean on its device."""
-        if not tensor.numel():  # it sleeps
+        if not tensor.numel():  # the tensor is offloaded
             return torch.ones((), dtype=torch.bool, device=tensor.device)
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        # Comparisons take a byte for each element of a piece.
+        # A comparison allocates one byte per element, so pieces bound its memory.
         pieces = torch.split(values.view(_INTEGERS[values.itemsize]).reshape(-1), _PIECE)
         are_blank = [each == -1 for each in pieces]
         if values.is_floating_point() and values.itemsize > 1:
             return torch.stack([each.any() for each in are_blank]).any()
-        # Of integers, and in 8 bits, that is a value as others are.
+        # For integers and 8-bit floats, this bit pattern may also be a loaded value.
         is_blank = torch.stack([each.all() for each in are_blank]).all()
         return is_blank & (version_of(tensor) == self.version)
 
 
 class Discarded:
-    """Raises RuntimeError where discarded tensors are used before they have been loaded again.
+    """Raises RuntimeError if discarded tensors are used before they are loaded.
 
-    A discarded tensor is loaded if it was given other memory, or has other values than those that
-    it wakes with. The first use that finds all loaded is the last one that looks. The error's
-    message ends with the remedy.
+    A discarded tensor counts as loaded if its memory was replaced, or if its values differ from
+    its values after `wake()`. Checks end after the first use that finds all tensors loaded. The
+    error's message ends with `remedy`.
     """
 
     def __init__(self, device: torch.device, remedy: str) -> None:
@@ -64,9 +64,10 @@ class Discarded:
         names: Mapping[int, str],
         users: Iterable[nn.Module | Optimizer],
     ) -> None:
-        """Notes what is about to be discarded, by id() names of tensors.
+        """Records tensors before they are discarded; call this before the sleep.
 
-        The forward or step() of `users` uses the tensors.
+        `names` has the tensors' names by `id()`. The forward or `step()` of `users` uses the
+        tensors, and checks them first.
         """
         for slot in slots:
             for member, tensor in () if slot.is_kept else slot.living():
@@ -81,9 +82,9 @@ class Discarded:
                 self._hooks.enter_context(each.register_step_pre_hook(hook))
 
     def _check(self, *_: object) -> None:
-        """A module or an optimizer is about to use them."""
+        """Checks the tensors before a forward or an optimizer step."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # no value can be looked at
+            return  # values cannot be read during a capture
         with as_plain(), torch.no_grad():
             flags = {
                 name: each.is_not_loaded(tensor)

@@ -1,4 +1,4 @@
-"""host_init: modules are built in host memory, wherever their code asks for."""
+"""host_init: builds modules in host memory, even if their code requests a GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HOST = torch.device("cpu")
 
 
 class _OnHost(TorchFunctionMode):
-    """Makes tensors on the CPU that are asked for on a device, and moves none to one."""
+    """Creates tensors on the CPU if a GPU is requested, and ignores moves to a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self._generators: dict[torch.Generator, torch.Generator] = {}
-        """Those of the CPU that stand for those of a device, whose seed they have at first."""
+        """CPU generators by the device generators that they replace, with the same seed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -38,7 +38,7 @@ class _OnHost(TorchFunctionMode):
         if func is Tensor.to:
             args = (args[0], *(_on_host(each) for each in args[1:]))
         made = func(*args, **kwargs)
-        # Such as by set_default_device() within, or type("torch.cuda.FloatTensor").
+        # Such as after set_default_device() within, or from type("torch.cuda.FloatTensor").
         if _is_away(made) and not any(map(_is_away, tree_leaves((args, kwargs)))):
             return made.cpu()
         return made
@@ -49,7 +49,7 @@ def _is_away(given: Any) -> bool:
 
 
 def _on_host(given: Any) -> Any:
-    """The CPU for a device with memory of its own; everything else as it is."""
+    """Returns the CPU for a device other than meta; other values are returned unchanged."""
     is_device = isinstance(given, torch.device | str) or type(given) is int
     if not is_device:
         return given.cpu() if isinstance(given, Tensor) and given.device.type != "meta" else given
@@ -58,19 +58,20 @@ def _on_host(given: Any) -> Any:
 
 @contextmanager
 def host_init() -> Iterator[None]:
-    """Builds modules in host memory, also where their code asks for a GPU.
+    """Builds modules in host memory, even if their code requests a GPU.
 
-    For models that are larger than the GPU's memory, before a Swapper takes them: within, nothing
-    is made on a GPU or moved there. A generator of a GPU is replaced by one of the CPU that starts
-    from its seed, and draws other numbers than a GPU. The meta device stays as it is.
+    Use this for models larger than the GPU's memory, before you create a `Swapper`. Within the
+    block, tensors are neither created on a GPU nor moved there. A GPU generator is replaced by a
+    CPU generator with the same seed, which draws other numbers. The meta device still works.
 
-    It changes calls of torch in this thread. Other threads go on as they are, those of a library
-    too, as in transformers' `from_pretrained(device_map="cuda")`: leave device_map out. So does
-    `torch.cuda.FloatTensor(...)`. `torch.load` wants `map_location="cpu"` and raises otherwise.
+    Only calls of torch in the current thread are changed. Other threads are not, such as a
+    library's: with transformers' `from_pretrained`, omit `device_map="cuda"`.
+    `torch.cuda.FloatTensor(...)` is not changed either. `torch.load` raises without
+    `map_location="cpu"`.
 
-    A model that was built on the meta device takes its values from a file, on the host as well, by
-    `model.load_state_dict(safetensors.torch.load_file(path), assign=True)`; make the optimizer
-    after that.
+    For a model built on the meta device, load values into host memory with
+    `model.load_state_dict(safetensors.torch.load_file(path), assign=True)`. Create the optimizer
+    afterwards.
 
     Example:
         >>> import torch, speedtorch

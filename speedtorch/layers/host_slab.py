@@ -1,7 +1,7 @@
-"""The host memory of a slab, and how its bytes reach a device: at once, or in small steps.
+"""Allocation of a slab's host memory, and copies between this memory and a device.
 
-Where CUDA does not pin so much, bytes go through two small pinned buffers, one of which the CPU
-fills or empties while the other travels; and without these as torch copies pageable memory.
+If CUDA cannot pin the host memory, copies go through two small pinned buffers. The CPU fills or
+empties one buffer while the other is copied. Without these buffers torch copies pageable memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from speedtorch.memory.side_stream import end_of_current
 
 __all__ = ["aligned", "copy_spans", "elements", "host_bytes", "is_pinned"]
 
-STAGE_BYTES = 32 << 20  # of each buffer: 0.6 ms of the link
+STAGE_BYTES = 32 << 20  # size of each buffer: a copy takes 0.6 ms
 
 
 def host_bytes(count: int, device: torch.device) -> Tensor:
-    """Bytes `[count]` that a device reaches at the link's speed; warns once if CUDA pins no more.
+    """Allocates bytes `[count]`, pinned for a GPU; warns once if CUDA cannot pin them.
 
-    Raises MemoryError if the host has too little.
+    Raises MemoryError if the host has too little memory.
     """
     if device.type == "cuda":
         try:
@@ -37,7 +37,7 @@ def host_bytes(count: int, device: torch.device) -> Tensor:
 
 
 def aligned(count: int, to: int) -> int:
-    """The least multiple that is as much."""
+    """Rounds `count` up to a multiple of `to`."""
     return -(-count // to) * to
 
 
@@ -48,13 +48,13 @@ def elements(
     stride: Sequence[int] = (1,),
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Elements of a storage, from a byte on."""
+    """A tensor over a storage that begins at byte `begin`."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, begin // dtype.itemsize, size, stride)
 
 
 def is_pinned(host: Tensor) -> bool:
-    """Whether a device reaches host memory by itself."""
+    """Whether a device can access host memory directly."""
     return host_memory.memory_kind(host) != "plain"
 
 
@@ -69,14 +69,14 @@ def _warn_once(why: str) -> None:
 def copy_spans(
     host: Tensor, other: Tensor, spans: Sequence[tuple[int, int]], *, to: Memory
 ) -> None:
-    """Copies ranges of bytes between tensors `[bytes]` of uint8 on the current stream.
+    """Copies byte ranges between uint8 tensors `[bytes]` on the current stream.
 
-    The host does not wait if `host` is pinned.
+    `to` is the memory that is written. If `host` is pinned, the call returns without waiting.
     """
     is_direct = other.is_cpu or is_pinned(host)
     stage = None if is_direct else _stage(other.device)
     if is_direct and (seams := host_memory.registration_seams(host)):
-        # CUDA refuses a copy across the seam of two registrations.
+        # A CUDA copy across the boundary of two registrations fails.
         cuts = [[begin, *(e for e in seams if begin < e < end), end] for begin, end in spans]
         spans = [part for each in cuts for part in pairwise(each)]
     for begin, end in spans:
@@ -92,7 +92,7 @@ def copy_spans(
 
 
 class Stage:
-    """Two small pinned buffers between host memory that is not pinned and a device."""
+    """Two small pinned buffers for copies between pageable host memory and a device."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.buffers = [host_bytes(nbytes, device) for _ in range(2)]
@@ -100,7 +100,7 @@ class Stage:
         self._device, self._size = device, nbytes
 
     def fill(self, host: Tensor, other: Tensor) -> None:
-        """Copies bytes to the device, in the order of the current stream."""
+        """Copies bytes to the device on the current stream."""
         for at, part, to in self._parts(host, other):
             buffer = self._free(at)[: len(part)]
             buffer.copy_(part)
@@ -108,9 +108,9 @@ class Stage:
             self._mark(at)
 
     def drain(self, host: Tensor, other: Tensor) -> None:
-        """Copies bytes to the host, and waits until they are there."""
+        """Copies bytes to the host, and waits for the copy."""
         parts = list(self._parts(host, other))
-        # Each part leaves its buffer while the next one travels.
+        # The CPU empties one buffer while the next part is copied to the other buffer.
         for late, part in zip([None, *parts], [*parts, None], strict=True):
             if part is not None:
                 at, to, source = part
@@ -121,12 +121,12 @@ class Stage:
                 to.copy_(self._free(at)[: len(to)])
 
     def _parts(self, host: Tensor, other: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Pieces as large as a buffer, each with the number of its own."""
+        """Yields parts of a buffer's size: the buffer's index, the host part, the device part."""
         for number, at in enumerate(range(0, len(host), self._size)):
             yield number % 2, host[at : at + self._size], other[at : at + self._size]
 
     def _free(self, at: int) -> Tensor:
-        """A buffer, once nothing is under way from it or to it."""
+        """Returns a buffer after its last copy has finished."""
         if (end := self._ends[at]) is not None:
             end.synchronize()
             self._ends[at] = None

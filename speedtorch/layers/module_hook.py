@@ -1,4 +1,4 @@
-"""ModuleHook: a hook of a module that copies and files of the module do not have."""
+"""ModuleHook: a module hook that does nothing in copies and pickles of the module."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["ModuleHook", "weak_call"]
 
 
 class ModuleHook:
-    """Calls a function with what torch gives a hook; a copy, as of its module, does nothing."""
+    """Calls a function with the hook's arguments; a copied or unpickled hook does nothing."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
 
     @partial(never_compiled, reason="units come and go")
     def __call__(self, *given: Any) -> Any:
-        """What torch calls."""
+        """Calls the function; torch calls this."""
         return None if self._call is None else self._call(*given)
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
@@ -28,7 +28,7 @@ class ModuleHook:
 
 
 def weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a bound method for as long as its object is alive; None after that."""
+    """Wraps a bound method without keeping its object alive; returns None once that is deleted."""
     weak = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

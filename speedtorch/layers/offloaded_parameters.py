@@ -1,8 +1,8 @@
-"""Parameters in host memory, and their gradients, which come to a device for a step alone.
+"""Host parameters and their gradients, which are copied to a device only for an optimizer step.
 
-Their memory on the host stays where it is, so that code which has pinned it or has views of it
-(FSDP2) goes on with it. The objects stay, too: on the device their `data` is a copy. Of a tensor of
-a class of its own (DTensor) the tensors within move, and it is let see their device.
+Their host memory is never replaced, because other code may have pinned it or have views of it
+(FSDP2). Tensor objects do not change either: on the device their `data` is a copy. For a wrapper
+subclass (DTensor) the inner tensors are copied, and the wrapper is updated to their device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class _Copied(NamedTuple):
-    """A plain tensor of a parameter or a gradient, its host memory, and the copy of that."""
+    """A plain tensor of a parameter or gradient, its host memory, and the device copy."""
 
     whole: Tensor
     is_gradient: bool
@@ -42,9 +42,9 @@ class _Copied(NamedTuple):
 
 
 class OffloadedParameters:
-    """Copies of parameters and gradients, which are seen on the device from load() to leave().
+    """Copies of parameters and gradients, which are on the device from load() to leave().
 
-    On a GPU copies go beside the current stream, as those of a slab.
+    On a GPU the copies run on side streams, like copies of a slab.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats) -> None:
@@ -53,12 +53,12 @@ class OffloadedParameters:
         self._leaving = SharedSideStream("layers leaving", is_timed=True)
         self._copied: list[_Copied] = []
         self._is_seen = False
-        """Whether they are, or some of them, on the device."""
+        """Whether any of the tensors are on the device."""
         self._is_written = False
-        """Whether the host has all that is new, or is about to."""
+        """Whether the copy of the stepped tensors to the host has started."""
 
     def bring(self, parameters: Iterable[Tensor]) -> None:
-        """Begins to copy those that are on the host and have gradients, with these."""
+        """Starts a copy of host parameters with gradients, and of the gradients, to the device."""
         copied = []
         with self._coming.after_current(self._device) as stream:
             begun = self._traffic.begin(stream)
@@ -76,7 +76,7 @@ class OffloadedParameters:
         self._copied = copied
 
     def load(self) -> None:
-        """Lets them be seen on the device, behind the copies."""
+        """Assigns the device copies to `data`; the current stream waits for the copies."""
         self._coming.join()
         self._is_seen, self._is_written = True, False
         for each in self._copied:
@@ -85,26 +85,26 @@ class OffloadedParameters:
             follow_inner(each.whole)
 
     def write_back(self) -> None:
-        """Begins to copy all to the host, behind a step.
+        """Starts a copy of all tensors to the host, after the current stream's queued step.
 
-        Gradients as well: a step may have changed them (weight decay, Nesterov's momentum), and of
-        tensors of a class of its own torch counts no change that a `foreach` operation makes.
+        Gradients are copied too, because a step may change them (weight decay, Nesterov momentum).
+        For wrapper subclasses torch does not count changes by `foreach` operations.
         """
         if self._copied:
             with self._leaving.after_current(self._device) as stream:
                 begun = self._traffic.begin(stream)
                 for each in self._copied:
                     if not (each.is_gradient and _is_expanded(each.home)):
-                        # Of its data, which a step may have assigned.
+                        # `data`, not `copy`: the step may have assigned other memory.
                         each.home.copy_(each.tensor.data, non_blocking=True)
             nbytes = sum(each.home.nbytes for each in self._copied)
             self._traffic.end(begun, self._leaving.end, nbytes, Memory.HOST)
         self._is_written = True
 
     def leave(self) -> None:
-        """Lets all be seen on the host, as the step has left it; the copies go.
+        """Waits for the write-back, assigns host memory to `data`, and drops the device copies.
 
-        Another call does what an error has interrupted.
+        After an error, another call completes this one.
         """
         if self._is_seen:
             if not self._is_written:
@@ -115,17 +115,17 @@ class OffloadedParameters:
             for each in self._copied:
                 follow_inner(each.whole)
                 if not each.is_gradient:
-                    bring_to_host(each.whole.grad)  # which a step may have assigned
+                    bring_to_host(each.whole.grad)  # the step may have assigned another gradient
         self._is_seen, self._copied = False, []
 
 
 def offloaded_bytes(parameter: Tensor) -> int:
-    """Bytes of a parameter and its gradient that come to the device; 0 if it is there."""
+    """Bytes of a host parameter and its gradient; 0 for a parameter on the device."""
     return 2 * sum(each.nbytes for _, each in plain_tensors("", parameter) if each.is_cpu)
 
 
 def check_offloaded(parameters: Iterable[Tensor]) -> None:
-    """Raises ValueError if one of those that are on the host cannot come to the device."""
+    """Raises ValueError if a host parameter or its gradient cannot be stepped on the device."""
     averaged = averaged_parameters()
     spans = []
     gradients: dict[int, Tensor] = {}
@@ -171,7 +171,7 @@ def check_offloaded(parameters: Iterable[Tensor]) -> None:
 
 
 def bring_to_host(value: object) -> None:
-    """Lets all tensors in a value be in host memory."""
+    """Moves all tensors in a value to host memory by assigning `data`."""
     for _, each in plain_tensors("", value):
         if not each.is_cpu:
             each.data = each.cpu()
@@ -180,7 +180,7 @@ def bring_to_host(value: object) -> None:
 
 
 def follow_inner(tensor: object) -> None:
-    """Lets a tensor of a class of its own be seen on the device where the tensors within are."""
+    """Updates the `data` of a wrapper subclass so that its device is its inner tensors' device."""
     if not isinstance(tensor, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return
     names, settings = tensor.__tensor_flatten__()
@@ -194,5 +194,5 @@ def follow_inner(tensor: object) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements of it are one in memory, which no operation changes in place."""
+    """Whether elements share memory (a stride of 0), so that in-place operations fail."""
     return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,8 +1,8 @@
-"""What copies of an optimizer show: whether it steps each parameter by itself, and its first state.
+"""Trials with copies of an optimizer: whether it can step in parts, and the size of its state.
 
-StateSwapper and Swapper step some parameters after others. An optimizer that computes a number of
-all of them (D-Adaptation, Prodigy, a norm of all gradients) or counts its calls would train on with
-other numbers, and without an error.
+StateSwapper and Swapper step parameters in several parts. An optimizer that computes one number
+from all parameters (D-Adaptation, Prodigy, a norm of all gradients), or counts calls in place,
+would then train with other results and without an error.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from speedtorch.torch_internals import as_plain, step_without_hooks
 
 __all__ = ["FirstState", "check_steps_apart", "check_when_given", "needs_arguments"]
 
-# Of all small parameters, and those of as many dimensions in one group.
+# The most small parameters in total, and with equal numbers of dimensions in one group.
 _MOST, _MOST_ALIKE = 24, 2
 _SIZE = 6
-"""Of each dimension at most."""
-# Clipping by a norm shows where gradients are large. RAdam changes its formula at the sixth step.
+"""The most elements in a dimension of a small parameter."""
+# Large gradients detect clipping by a norm. RAdam changes its formula at the sixth step.
 _GRADIENT_SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1.0, 1e4, 1.0, 0.1, 1.0)
-# A warm-up often starts at 0, which would hide every difference.
+# A warm-up often starts with lr=0, which would hide all differences.
 _SETTINGS = {"lr": 0.01}
-# Torch's capturable steps need a GPU, where the parameters may go later.
+# Torch's capturable steps raise for CPU tensors. The parameters may move to a GPU after the trial.
 _ON_CPU = {**_SETTINGS, "capturable": False}
 
 
 def needs_arguments(optimizer: Optimizer) -> bool:
-    """Whether its step() must be given something besides a closure."""
+    """Whether an optimizer's step() has required arguments besides a closure."""
     _, *others = inspect.signature(type(optimizer).step).parameters.values()
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return any(
@@ -54,7 +54,7 @@ def needs_arguments(optimizer: Optimizer) -> bool:
 
 
 def check_when_given(optimizer: Optimizer, device: torch.device | None) -> None:
-    """As check_steps_apart, but waits for the first step if step() needs arguments."""
+    """Runs check_steps_apart, unless step() needs arguments: then the first step runs it."""
     if not needs_arguments(optimizer):
         check_steps_apart(optimizer, device)
 
@@ -65,10 +65,11 @@ def check_steps_apart(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raises ValueError unless small copies step the same parameters together and one by one.
+    """Raises ValueError unless steps of all parameters together and one by one agree.
 
-    Optimizer, parameters and random generators are left as they are. The parameters are stepped on
-    the device; None: where they are. A closure among the arguments of the step is not called.
+    Copies of the optimizer step small parameters. The optimizer, its parameters and random
+    generators are not changed. The small parameters are on `device`; None: the optimizer's own
+    device. `args` and `kwargs` are passed to the steps, but a closure among them is not called.
     """
     kwargs = dict(kwargs or {})
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -100,17 +101,17 @@ def check_steps_apart(
 
 
 def _no_loss() -> Tensor:
-    """In place of a closure."""
+    """Replaces the caller's closure."""
     return torch.ones(())
 
 
 class _CannotStepError(Exception):
-    """A step of all small parameters has failed, by an error that this has."""
+    """A step of all small parameters together has failed; the argument is its exception."""
 
 
 @contextmanager
 def _errors_as(raised: Callable[[Exception], Exception]) -> Iterator[None]:
-    """Raises another error for one of the optimizer's own, of any kind."""
+    """Replaces an exception of the optimizer by `raised(exception)`; out of memory passes."""
     try:
         yield
     except Exception as error:
@@ -119,16 +120,16 @@ def _errors_as(raised: Callable[[Exception], Exception]) -> Iterator[None]:
 
 
 def _next_random() -> tuple[float, ...]:
-    """Of the generators of the process, which tell whether as many have been drawn."""
+    """The next numbers of the global generators; equal if equally many were drawn before."""
     return float(torch.rand((), device="cpu")), random.random(), np.random.random()  # noqa: NPY002
 
 
 _Small = dict[int, dict[int, Tensor]]
-"""Small parameters, by the numbers of their groups and their places there."""
+"""Small parameters by group index and index within the group."""
 
 
 def _shapes(optimizer: Optimizer) -> _Small:
-    """Of a few parameters of each group, without memory; those that are trained come first."""
+    """Meta tensors for a few parameters of each group; frozen ones only if no other exists."""
     found: _Small = {}
     room = _MOST
     for number, group in enumerate(optimizer.param_groups):
@@ -156,9 +157,9 @@ def _try_out(
     construct: bool,
     sparse: bool,
 ) -> None:
-    """Steps the same small parameters together and one by one, each way by a copy of an optimizer.
+    """Steps equal small parameters with two optimizer copies: all together, and one by one.
 
-    Raises ValueError where the copies differ, _CannotStepError if they cannot step.
+    Raises ValueError if the results differ, and _CannotStepError if the copies cannot step.
     """
     numbers = torch.Generator("cpu").manual_seed(0)
 
@@ -187,14 +188,14 @@ def _try_out(
         }
         with _errors_as(_CannotStepError):
             made = copy_with(optimizer, small, settings, construct=construct)
-            if callable(train := getattr(made, "train", None)):  # schedule-free ones
+            if callable(train := getattr(made, "train", None)):  # schedule-free optimizers
                 train()
         copies.append((made, [param for some in small.values() for param in some.values()]))
     (together, its), (apart, theirs) = copies
     for number, scale in enumerate(_GRADIENT_SCALES):
         for place, (one, other) in enumerate(zip(its, theirs, strict=True)):
             one.grad = other.grad = None
-            if number != 2 or place or len(its) == 1:  # an expert that no token has reached
+            if number != 2 or place or len(its) == 1:  # no gradient: an expert without tokens
                 gradient = drawn(one) * scale
                 if sparse and gradient.dim():
                     every_row = torch.arange(len(gradient), device=gradient.device)
@@ -221,7 +222,7 @@ def _try_out(
 
 
 def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Any]]:
-    """Parameters, and the tensors and numbers of their state and of groups, by name."""
+    """Yields parameters, and tensors and numbers of their state and of groups, with names."""
     places: list[tuple[str, Any]] = []
     for number, each in enumerate(parameters):
         places += [(f"parameter {number}", each)]
@@ -239,22 +240,22 @@ def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[t
 
 
 class FirstState:
-    """Finds out how much memory state takes before there is any.
+    """Computes the size of optimizer state before the state exists.
 
     A copy of the optimizer steps a parameter of the same shape and dtype on the meta device, which
-    has no memory.
+    allocates no memory.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
         self._groups: dict[int, int] = {}
-        """The numbers of the groups by the ids of their parameters."""
+        """Group indices by the parameters' ids."""
 
     def nbytes(self, parameter: Tensor) -> int:
-        """Bytes of state on the parameter's device; 0 where the copy needs real elements to step.
+        """Bytes of state on the parameter's device; 0 if the copy needs real elements to step.
 
-        Such state counts once it has been made.
+        State of size 0 here counts after its creation.
         """
         groups = self._optimizer.param_groups
         if len(self._groups) != sum(len(group["params"]) for group in groups):
@@ -270,7 +271,7 @@ class FirstState:
 def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
     with as_plain():  # under auto() an operation on a parameter loads its unit
         like = torch.empty_like(parameter, device="meta", requires_grad=False)
-    # Neither variant changes what is kept; fused kernels refuse the meta device.
+    # Neither setting changes the state's size. Fused kernels do not support the meta device.
     settings = {"fused": False, "foreach": False}
     try:
         with as_plain():
@@ -279,7 +280,7 @@ def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
             copy.step(like, sparse=False)
     except MemoryError:
         raise
-    except Exception:  # of any kind: the optimizer's code has met a tensor without elements
+    except Exception:  # the optimizer's code may raise anything for a tensor without elements
         return 0
     kept = [each for each in copy.state.values() if isinstance(each, Tensor)]
     return sum(each.nbytes for each in kept if each.is_meta)

@@ -1,19 +1,18 @@
-"""Named tensors that move together between the two memories of a slab.
+"""Named tensors that move together between the host memory and the device memory of a slab.
 
-**What is where.** The tensors are views of one slab, either of its host memory or of its device
-memory; what is of neither yet (a gradient, state of the first step) joins at the next move. The
-objects stay: a move assigns their `data`.
+**Location.** The tensors are views of one slab, either of its host memory or of its device memory.
+A tensor in neither (a gradient, state of the first step) joins the slab at the next move. Tensor
+objects do not change: a move assigns their `data`.
 
-**What autograd has saved.** It keeps views of the device slab, which are right again once the slab
-has been filled with the same bytes, and have no memory before. Torch compares the version of a
-tensor with the one at which it was saved, so each memory has a count of its own: a tensor that
-moves takes the count of the memory that it comes to, one further if its elements have changed
-since it was there. A graph of evicted tensors is refused by that, and is right after `load()`, as
-is one whose tensors have changed on the host.
+**Saved tensors.** Autograd keeps views of the device slab. These views have no memory after
+eviction, and are valid again after the slab is filled with the same bytes. Torch compares a
+tensor's version with its version when it was saved. Each memory therefore has its own version
+count. A moved tensor gets its last version in the target memory, plus one if its elements have
+changed since. A backward through evicted tensors therefore raises, and works after `load()`. If
+saved tensors have changed on the host, the backward still raises.
 
-**Errors at any line.** First all is copied, then the tensors are let see the copy one by one, and
-only then the memory that they have left goes: each is whole all the while, and another call
-completes the move.
+**Exceptions at any line.** A move first copies all bytes, then assigns `data` tensor by tensor, and
+frees the old memory last. Each tensor is complete at any time, and another call completes the move.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from speedtorch.torch_internals import set_versions, version_of
 
 __all__ = ["Members", "Pack"]
 
-# Versions are 32 bits; those of the host are the upper half, so that none means both memories.
+# Versions have 32 bits. Host versions use the upper half, so that no version is in both memories.
 _HOST_VERSIONS = 1 << 31
 
 
 class Members(NamedTuple):
-    """The tensors of a pack by names that stay.
+    """The tensors of a pack by names that do not change.
 
-    `written`: those that may have changed although their versions have not, since they were copied.
+    `written`: names of tensors that may have changed since their copy without a new version.
     """
 
     tensors: dict[str, Tensor]
@@ -53,50 +52,50 @@ def _no_inference() -> Iterator[None]:
 
 
 def _plain_tensors() -> AbstractContextManager[None]:
-    """What is made within is an ordinary tensor without a graph, whatever mode the caller is in."""
+    """Tensors created within are ordinary tensors without a graph, also in inference mode."""
     return _no_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
 class Pack:
-    """Tensors in host memory, or on the device; on the host at first.
+    """Tensors in host memory, or on the device; in host memory at first.
 
-    The caller of each move says which they are now, by names that stay. The device "cpu" is another
-    part of host memory.
+    The caller passes the current tensors to each move, by names that do not change. The device
+    "cpu" is another part of host memory.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats | None = None) -> None:
         self.memory: Memory | None = Memory.HOST
-        """Where they are; None after an error within a move, until another completes it."""
+        """Where the tensors are; None after an interrupted move, until another completes it."""
         self._held: dict[weakref.ref[Tensor], str] = {}
-        """Views that keep a device slab which evict() has left to them, with names."""
+        """Views that keep a device slab alive after evict(), with their descriptions."""
         self._placed: dict[str, weakref.ref[Tensor]] = {}
-        """The tensor that has the place of each name."""
+        """The tensor in the place of each name."""
         self._counted: dict[str, int] = {}
-        """Where tensors are that were given other memory there, once their versions say so."""
-        # Not one dict of pairs: thousands of these would set off collections of cycles.
+        """Device addresses of tensors whose memory was replaced, once they have a new version."""
+        # Not one dict of pairs: thousands of pairs would trigger garbage collections.
         self._host_versions: dict[str, int] = {}
         self._device_versions: dict[str, int] = {}
-        """The last version of each tensor in each memory."""
+        """The last version of each tensor on the device; `_host_versions`: on the host."""
         with _plain_tensors():
             self.slab = Slab({}, device, traffic=traffic)
-        """Of now: a tensor that joins may need another."""
+        """The current slab; replaced if a joining tensor does not fit."""
 
     def has_place(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is the one of that name in one of the memories."""
+        """Whether a tensor lies in the place of a name, in either memory."""
         return self.slab.where({name: tensor})[name] is not None
 
     def has_all(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether each of them has moved by that name before."""
+        """Whether each tensor has moved under its name before."""
         placed = self._placed
         return all(name in placed and placed[name]() is each for name, each in tensors.items())
 
     def held_by(self) -> list[str]:
-        """Views that keep device memory which evict() has left to them, as text."""
+        """Descriptions of views that keep device memory alive after evict()."""
         self._held = {view: text for view, text in self._held.items() if view() is not None}
         return list(self._held.values())
 
     def on_host(self, members: Members) -> dict[int, Tensor]:
-        """What the host has of those on the device, by their address there; see write_back()."""
+        """Host views of the tensors on the device, by device address; see write_back()."""
         tensors = members.tensors
         return {
             tensors[name].data_ptr(): self.slab.view(name, Memory.HOST)
@@ -105,10 +104,10 @@ class Pack:
         }
 
     def begin(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Begins to copy the host slab to the device if these tensors seem to be all of it.
+        """Starts a copy of the host slab to the device if it seems to contain all these tensors.
 
-        Looking at each tensor lasts long where there are thousands: bring() or load() does so next,
-        and is told whether this has begun. The tensors stay on the host, and the copy harms none.
+        A check of thousands of tensors is slow, so the copy starts before the check in bring() or
+        load(), which must be called next with the result as `begun`. No tensor changes.
         """
         if self.slab.is_filled or self.slab.memory_at(tensors) is not Memory.HOST:
             return False
@@ -117,20 +116,20 @@ class Pack:
         return True
 
     def bring(self, members: Members, *, begun: bool = False) -> None:
-        """Begins to copy all to the device, where load() finds it.
+        """Starts a copy of all tensors to the device, for load().
 
-        The tensors stay on the host until then. What changes there meanwhile is copied again. After
-        an error, as of load(), nothing has changed.
+        The tensors remain on the host until load(), which copies later changes again. Raises like
+        load(); nothing has changed then.
         """
         if begun or not self.slab.is_filled:
             self._filled(members, begun=begun)
 
     def load(self, members: Members, *, begun: bool = False) -> None:
-        """Brings all to the device, beside the current stream, which must join `slab.coming`.
+        """Loads all tensors to the device on a side stream.
 
-        Tensors that were assigned there stay where they are. After an error all is where it was: of
-        the device torch's (torch.OutOfMemoryError), of a tensor that came on the host as of
-        evict().
+        The current stream must join `slab.coming` before it uses them. Tensors assigned on the
+        device keep their memory. Raises torch.OutOfMemoryError, and for new tensors on the host the
+        errors of evict(). After an error all tensors are where they were.
         """
         copied: Collection[str] = ()
         if begun or not self.slab.is_filled:
@@ -143,7 +142,7 @@ class Pack:
         self.memory = Memory.DEVICE
 
     def _filled(self, members: Members, *, begun: bool) -> dict[str, Memory | None]:
-        """As _packed(); the device slab has all bytes of the host slab then, or is about to."""
+        """Like _packed(), and starts a copy of the whole host slab to the device slab."""
         tensors = members.tensors
         try:
             if not begun:
@@ -154,16 +153,16 @@ class Pack:
                         self.slab.copy_to(Memory.DEVICE, tensors, ())
                     self._count(self._changed(tensors), tensors, at)
         except BaseException:
-            self.slab.empty()  # no tensor is there
+            self.slab.empty()  # no tensor is in the device slab
             raise
         if not at:
             self.slab.empty()
         return at
 
     def _packed(self, members: Members, *, search: bool = True) -> dict[str, Memory | None]:
-        """Where in the slab they are, with all of them in it; none if all are on the device.
+        """Adds all tensors to the slab, and returns where each is; empty if all are on the device.
 
-        `search`: as of evict().
+        `search` is passed to evict().
         """
         at = self.slab.where(members.tensors)
         if self._is_there(members, at):
@@ -175,7 +174,7 @@ class Pack:
         return at
 
     def _is_there(self, members: Members, at: Mapping[str, Memory | None]) -> bool:
-        """Whether all of them are on the device, in its slab or elsewhere."""
+        """Whether all tensors are on the device, in the slab or elsewhere."""
         if Memory.HOST in at.values():
             return False
         others = [members.tensors[name] for name, memory in at.items() if memory is None]
@@ -189,7 +188,7 @@ class Pack:
         return sum(each.nbytes for name, each in there.items() if name in changed)
 
     def other_bytes(self, members: Members) -> int:
-        """Bytes on the device that came since they were loaded; raises as evict() would for one."""
+        """Bytes of tensors added on the device since load(); raises like evict() for them."""
         at, count = self.slab.where(members.tensors), 0
         for name, each in members.tensors.items():
             if at[name] is None and each.device == self.slab.device:
@@ -198,14 +197,14 @@ class Pack:
         return count
 
     def missing_bytes(self, members: Members) -> int:
-        """Bytes of device memory that load() would take."""
+        """Bytes of device memory that load() would allocate."""
         missing = self.slab.missing_bytes
         if missing and self._is_there(members, self.slab.where(members.tensors)):
             return 0
         return missing
 
     def needed_bytes(self, members: Members) -> int:
-        """Bytes of device memory with all of them there."""
+        """Bytes of device memory with all tensors on the device."""
         if not members.tensors:
             return 0
         return self.other_bytes(members) + (self.slab.device_bytes or self.missing_bytes(members))
@@ -213,10 +212,10 @@ class Pack:
     def begin_back(
         self, members: Members, after: torch.cuda.Event | None = None
     ) -> Collection[str]:
-        """Begins to copy to the host what is said to have changed, before each tensor is looked at.
+        """Starts a copy of the `written` tensors to the host, before each tensor is checked.
 
-        Returns the names of that, for evict(), which is called next. Nothing is written that a
-        tensor may have on the host: all have their addresses on the device.
+        Returns the copied names, for evict(), which is called next. The copy overwrites no tensor
+        in host memory, because all tensors are on the device.
         """
         written = members.written
         if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
@@ -227,10 +226,10 @@ class Pack:
         return written
 
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
-        """Begins to copy what is new on the device to the host, where evict() finds it.
+        """Starts a copy of changed tensors on the device to the host, for evict().
 
-        Tensors that were assigned since the load are left out. As the host is told now that it has
-        all, `written` is of what changes from now on.
+        Tensors assigned since the load are not copied. The host copies count as current from here
+        on: `written` of later calls must name later changes only.
         """
         slab, tensors = self.slab, members.tensors
         if not slab.device_bytes:
@@ -253,16 +252,22 @@ class Pack:
         search: bool = True,
         copied: Collection[str] = (),
     ) -> int:
-        """Brings all to the host, and what is new of it; returns the device bytes that are free.
+        """Moves all tensors to the host, copies changed ones, and returns the device bytes freed.
 
-        0 if all was on the host. Views that Python programs keep of the device slab keep its memory
-        as well; see held_by(). TypeError, ValueError for a tensor that came and cannot be packed,
-        and MemoryError if the host has too little for what came, leave all where it was.
+        Args:
+            members: the current tensors.
+            after: the end of the last use. The device memory is reused after this event, or after
+                all queued work of the current stream. The copy always follows the current stream.
+            search: looks among all Python objects for views of the device slab. Such views keep
+                its memory, and 0 is returned; see held_by(). Without it such views have no memory
+                afterwards, like tensors saved by autograd until the next load.
+            copied: the names that begin_back() returned.
 
-        The copy begins `after` the end of their last use, or after all that the current stream has
-        by now. To `search` is to look for such views among all objects if there may be some;
-        without it they have no memory from now on, as what autograd has saved has none until the
-        next load. begin_back() has given what is `copied`.
+        Raises:
+            TypeError, ValueError: a new tensor cannot be packed.
+            MemoryError: the host has too little memory for new tensors.
+
+        After such an error all tensors are where they were.
         """
         tensors, left = members.tensors, self.slab
         if not tensors and not left.device_bytes:
@@ -273,7 +278,7 @@ class Pack:
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
                     self.slab = Slab(tensors, left.device, traffic=left.traffic)
-                    # Graphs have what all of them leave.
+                    # Graphs may have saved the memory that each of the tensors leaves.
                     self._placed = {name: weakref.ref(each) for name, each in tensors.items()}
                     self._counted.clear()
                 elif not tensors.keys() <= left.places.keys():
@@ -293,7 +298,7 @@ class Pack:
         return sum([slab.empty(after) for slab in slabs])
 
     def _is_replaced(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
-        """Whether the place of a tensor that has come is that of another, which lives there."""
+        """Whether a new tensor's place is still occupied by another living tensor."""
         came = [name for name, memory in at.items() if memory is None and name in self._placed]
         former = [(name, each) for name in came if (each := self._placed[name]()) is not None]
         return any(
@@ -301,13 +306,13 @@ class Pack:
         )
 
     def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
-        """Brings all to the host that has a place, and makes a larger slab around that."""
+        """Moves tensors with a place to the host, and creates a larger slab with their memory."""
         left, tensors = self.slab, members.tensors
         held = {name: each for name, each in tensors.items() if name in left.places}
         self._move(Members(held, members.written), at, Memory.HOST)
         self.slab = Slab(tensors, left.device, left, left.traffic)
         for name, tensor in held.items():
-            # The memory that it leaves stays as it is: versions do so, too.
+            # The new slab keeps the old slab's elements, so versions do not change.
             tensor.data = self.slab.view(name, Memory.HOST)
 
     def _move(
@@ -317,9 +322,9 @@ class Pack:
         memory: Memory,
         copied: Collection[str] = (),
     ) -> None:
-        """Lets all tensors be in a memory, where what they are elsewhere is copied to first.
+        """Copies changed tensors to a memory, and then assigns `data` of all tensors.
 
-        What is `copied` has been, or is about to be.
+        The tensors in `copied` are not copied again.
         """
         slab = self.slab
         leaving, settled = members.tensors, [name for name in at if at[name] is memory]
@@ -337,7 +342,7 @@ class Pack:
         versions = tuple([of_memory[name] for name in leaving])
         views = [slab.view(name, memory) for name in leaving]
         if not comes:
-            slab.leaving.finish()  # the copy may span the places of those that are elsewhere
+            slab.leaving.finish()  # the copy may span places that take() fills below
         for name in elsewhere:
             slab.take(name, leaving[name])
         self.memory = None
@@ -349,10 +354,10 @@ class Pack:
             self._counted.pop(name, None)
 
     def _count_given(self, members: Members, at: Mapping[str, Memory | None]) -> None:
-        """Gives tensors that have got other memory on the device a version that no graph knows.
+        """Sets a new version for tensors whose memory on the device was replaced.
 
-        Torch counts no `tensor.data = values`. A graph that is made from now on is right once they
-        have moved with their elements, and one that has saved what was there before is not.
+        Torch does not count `tensor.data = values`. With the new version, graphs created from here
+        on remain valid after a move, and graphs that saved the old memory raise.
         """
         for name in [name for name, memory in at.items() if memory is None]:
             tensor = members.tensors[name]
@@ -363,7 +368,7 @@ class Pack:
                 self._counted[name] = tensor.data_ptr()
 
     def _is_known(self, name: str, tensor: Tensor) -> bool:
-        """Whether graphs that have saved a tensor which is elsewhere have these elements of it."""
+        """Whether graphs that saved a tensor outside the slab have saved its current elements."""
         if tensor.device != self.slab.device or self.slab.has(tensor):
             return False
         placed = self._placed.get(name)
@@ -371,7 +376,7 @@ class Pack:
         return is_other or self._counted.get(name) == tensor.data_ptr()
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Names of those whose elements have changed since they were copied, or never were."""
+        """Names of tensors that have changed since their last copy, or were never copied."""
         host, device = self._host_versions, self._device_versions
         return {
             name
@@ -385,9 +390,9 @@ class Pack:
         tensors: Mapping[str, Tensor],
         at: Mapping[str, Memory | None],
     ) -> None:
-        """Notes that tensors' elements have changed, at their versions, in the memory they leave.
+        """Records the versions of changed tensors, and advances the count of the other memory.
 
-        Graphs of the memory that one leaves are right if they have saved these very elements.
+        Graphs of the memory that a tensor leaves remain valid if they saved its current elements.
         """
         on_host, on_device = self._host_versions, self._device_versions
         for name in names:
@@ -397,7 +402,7 @@ class Pack:
                 on_device[name] = version
                 on_host[name] = host + 1
                 continue
-            # The last of the two says that it is counted, should Ctrl-C come in between.
+            # The second assignment marks the tensor as counted, so Ctrl-C between is harmless.
             if version >= _HOST_VERSIONS:
                 on_device[name] = device + 1
                 on_host[name] = max(host, version + (left is not Memory.HOST))

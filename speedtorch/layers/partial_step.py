@@ -1,8 +1,8 @@
-"""PartialStep: an optimizer's step, of some parameters after others.
+"""PartialStep: one optimizer step that is split into several groups of parameters.
 
-Each part is stepped by a twin of the optimizer, which has the same state and the groups' settings,
-and of the parameters those alone. The optimizer's own groups are never changed, so that an error
-leaves them as they are.
+Each part is stepped by a shallow copy of the optimizer. The copy has the same state and group
+settings, but only the part's parameters. The optimizer's own groups are never changed, so they
+remain correct after an error.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _ABSENT = object()
 
 
 class Counted(NamedTuple):
-    """A setting that a step has changed, such as a count; where it was not: before _ABSENT."""
+    """A setting changed by a step, such as a counter; `before` is _ABSENT for a new setting."""
 
     place: int
-    """0: the optimizer's own; else a group's number and 1."""
+    """0: an attribute of the optimizer; otherwise the group's index plus 1."""
     name: str
     before: object
     after: object
 
 
 class PartialStep:
-    """One step of an optimizer, without its hooks.
+    """One step of an optimizer in parts, without its hooks.
 
-    What a step changes besides parameters and their state, as a count in a group, is changed by
-    each part alike, and is the optimizer's once by `settle`. What it changes in place (a tensor, a
-    list, state of no parameter) is changed once for each part.
+    Each part makes the same changes to settings, such as a counter in a group. `settle()` copies
+    these changes to the optimizer once. In-place changes of other objects (a tensor, a list, state
+    without a parameter) happen once per part.
 
-    The step of each part is given the same arguments. What was `counted` by a step of other
-    parameters is completed by this one.
+    `args` and `kwargs` are passed to the step of each part. `counted` are the changes of an earlier
+    step of other parameters: this step completes that one, and counts once with it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PartialStep:
         }
 
     def twin(self, parameters: Collection[Tensor]) -> Optimizer:
-        """The optimizer of these parameters alone."""
+        """Returns a shallow copy of the optimizer with only these parameters."""
         optimizer = self.optimizer
         chosen: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         found = (self._places.get(id(each)) for each in parameters)
@@ -68,7 +68,7 @@ class PartialStep:
             chosen[number].append(optimizer.param_groups[number]["params"][place])
         made: Optimizer = object.__new__(type(optimizer))
         made.__dict__.update(optimizer.__dict__)
-        # The step of a base class, which that of the optimizer calls, would call them.
+        # A base class's step() that the optimizer's step() calls would run the hooks.
         made.__dict__.update({name: OrderedDict() for name in STEP_HOOKS})
         made.param_groups = [
             {**group, "params": of_group}
@@ -76,7 +76,7 @@ class PartialStep:
         ]
         settings = _settings_of(made)
         for place, name, before, after in self._counted:
-            if settings[place].get(name) is not after:  # changed by others since
+            if settings[place].get(name) is not after:  # other code has changed the setting
                 continue
             settings[place][name] = before
             if before is _ABSENT:
@@ -85,12 +85,12 @@ class PartialStep:
         return made
 
     def step(self, parameters: Collection[Tensor]) -> None:
-        """Steps these alone."""
+        """Steps only these parameters."""
         step: Any = step_without_hooks(type(self.optimizer))
         step(self.twin(parameters), *self._args, **self._kwargs)
 
     def settle(self) -> list[Counted]:
-        """Gives the optimizer what the last part has changed of it; returns these changes."""
+        """Copies the settings that the last part changed to the optimizer, and returns them."""
         if self._last is None:
             return []
         counted: list[Counted] = []
@@ -106,5 +106,5 @@ class PartialStep:
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The attributes of an optimizer, and then its groups."""
+    """The attributes of an optimizer, followed by its groups."""
     return [vars(optimizer), *optimizer.param_groups]
