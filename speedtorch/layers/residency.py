@@ -27,44 +27,44 @@ __all__ = ["Leaver", "Residency", "Use"]
 
 @dataclass(eq=False)
 class Use:
-    """Units that stay on the device for as long as a caller holds this, with state for a step."""
+    """Units that remain on the device while a caller holds this object; `state`: for a step."""
 
     units: tuple[Unit, ...]
     state: bool
     trained: set[Unit]
-    """Those of which a backward is to make gradients."""
+    """Units for which a backward is expected to create gradients."""
     stepped: set[Unit]
-    """Those that are stepped while this lets them stay."""
+    """Units that are stepped during this use."""
 
 
 class Need(NamedTuple):
-    """Whether a unit's uses take a step's state, and gradients that a backward is to make."""
+    """Whether uses of a unit need optimizer state for a step, and gradients of a backward."""
 
     state: bool
     gradients: bool
 
 
 class Leaver(NamedTuple):
-    """A unit that may leave the device, or what the optimizer keeps of it alone."""
+    """A unit that may be evicted, or only its optimizer state."""
 
     unit: Unit
     of_state: bool = False
 
 
 class EvictionPriority(IntEnum):
-    """What leaves at last: what has come for a use to come, and then what a step may need."""
+    """Order of eviction: prefetched units come after idle ones, and state in use comes last."""
 
     IDLE, PREFETCHED, STATE_IN_USE = range(3)
 
 
 class Candidate(NamedTuple):
-    """What may leave, and how soon it is needed.
+    """A unit or state that may be evicted, and how soon a call needs it.
 
     Attributes:
-        use: in how many calls it is used next.
-        turn: the lower leaves first of those that are used at once.
-        nbytes: of device memory.
-        is_used: whether its unit is.
+        use: number of calls until the next use.
+        turn: order among equal `use`; the lowest is evicted first.
+        nbytes: bytes of device memory.
+        is_used: whether the unit is in use.
     """
 
     priority: EvictionPriority
@@ -76,17 +76,17 @@ class Candidate(NamedTuple):
 
 
 class Residency:
-    """Brings units to the device, within a budget, for which others leave.
+    """Loads units to the device within a budget, and evicts other units for them.
 
-    What leaves is what is used last in the order seen before, and where that is unknown, what was
-    used longest ago; never what is in use.
+    The evicted unit has the farthest next use in the recorded order. If the order is unknown, the
+    unit is the least recently used one. Units in use are never evicted; their state may be.
 
-    `first_state` are the bytes of state that a first step makes of a parameter, by optimizers.
+    `first_state` returns, per optimizer, the bytes of state that a first step creates for a
+    parameter.
 
     Attributes:
-        calls: by which units come by themselves, and what leaves is known; None: they do not.
-        hits: uses that found their unit on the device; `misses`: those that did not.
-        seconds_waited: by the host, for units to leave.
+        hits: uses that found their unit on the device; `misses`: uses that did not.
+        seconds_waited: seconds that the host has waited for evictions.
     """
 
     def __init__(
@@ -99,35 +99,35 @@ class Residency:
         self._device, self._budget, self._traffic = device, budget, traffic
         self._first_state = first_state
         self._there: OrderedDict[Unit, None] = OrderedDict()
-        """Those that may have device memory, the one that was used longest ago first."""
+        """Units that may have device memory, least recently used first."""
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
-        """Those of now, which their callers hold."""
+        """Current uses; their callers hold the references."""
         self._wanted: dict[Unit, bool] = {}
-        """What is to come, and whether with its state."""
+        """Units to prefetch, and whether with their state."""
         self._awaited: set[Unit] = set()
-        """What has come and was not used yet."""
+        """Prefetched units that were not used yet."""
         self._going: list[Leaver] = []
-        """What is being written back to leave then, the first first."""
+        """Units and state in write-back before their eviction, oldest first."""
         self._left: dict[Unit, tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]] = {}
-        """The last use of units that are not in use: its end, its stream, their changes then."""
+        """For units not in use, the last use: end event, stream, and count of changes then."""
         self._others: dict[Unit, int] = {}
-        """Bytes that came to a unit on the device, and in a use those that are to come."""
+        """Bytes allocated for a unit on the device since its load, and expected in its uses."""
         self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
-        """Of the last uses that ended, which uses to come are expected to have."""
+        """Needs of each unit's last ended use, which the next use is expected to have."""
         self._calls: Caller | None = None
         self._turns: dict[Unit, int] = {}
-        """Units that are used next, one after another, with their turns."""
+        """Units that each() uses next, with their positions."""
         self.hits = self.misses = 0
         self.seconds_waited = 0.0
 
     @property
     def there(self) -> list[Unit]:
-        """Units with device memory, the one that was used longest ago first."""
+        """Units with device memory, least recently used first."""
         return [each for each in self._there if self.bytes_of(each)]
 
     @contextmanager
     def using(self, units: Iterable[Unit], *, state: bool) -> Iterator[None]:
-        """Brings units, which do not leave within."""
+        """Context manager that loads units and keeps them on the device."""
         use = self.begin_use(units, state=state)
         try:
             self.fill_use(use)
@@ -138,7 +138,7 @@ class Residency:
     def begin_use(
         self, units: Iterable[Unit], *, state: bool = False, gradients: bool = False
     ) -> Use:
-        """Units do not leave, unless end_use() is called or what this returns is dropped."""
+        """Prevents eviction of units until end_use(), or until the returned Use is dropped."""
         units = tuple(units)
         use = Use(units, state, set(units if gradients else ()), set(units if state else ()))
         for other in self._uses if state else ():
@@ -147,22 +147,22 @@ class Residency:
         return use
 
     def fill_use(self, use: Use) -> None:
-        """Brings its units."""
+        """Loads the units of a use."""
         for unit in use.units:
             self._enter(unit, state=use.state)
 
     def _to_come(self, unit: Unit, need: Need) -> int:
-        """Bytes that a unit in use will need, as in its last use, beside those that are counted."""
+        """Bytes that a unit in use will need beyond the counted ones, as in its last use."""
         last = self._last_needs.get(unit)
-        if last is None or self._calls is not None:  # where units come by themselves they are known
+        if last is None or self._calls is not None:  # a Caller knows the needs
             return 0
         count = unit.missing_gradients() if last.gradients and not need.gradients else 0
         return count + (unit.missing_bytes(state=True) if last.state and not need.state else 0)
 
     def expect_gradients(self, unit: Unit) -> None:
-        """Makes room for the gradients that a backward is about to make of a unit.
+        """Frees budget for the gradients that a backward is about to create for a unit.
 
-        Raises RuntimeError if there is not enough.
+        Raises RuntimeError if the budget is too small.
         """
         if self._budget is None:
             return
@@ -174,7 +174,7 @@ class Residency:
         self._makes_room(unit, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
-        """Units may leave."""
+        """Ends a use, so that its units may be evicted."""
         self._uses.discard(use)
         for unit in use.units:
             if not use.state:
@@ -184,21 +184,21 @@ class Residency:
         self.advance()
 
     def plan(self, wanted: dict[Unit, bool]) -> None:
-        """Lets these come as by prefetch(), with state or without, and no others."""
+        """Replaces the units to prefetch; the values say whether with state."""
         self._wanted = wanted
         self._awaited &= wanted.keys()
         self.advance()
 
     def ask(self, unit: Unit, *, state: bool) -> None:
-        """Lets a unit come, with its state or without, when there is room; see advance()."""
+        """Requests a prefetch of a unit, with or without state; advance() starts the copy."""
         self._wanted[unit] = state
 
     def each(
         self, units: Collection[Unit], *, state: bool, ahead: int
     ) -> Generator[Unit, None, None]:
-        """Brings units one after another, those first that are there, and the next ones meanwhile.
+        """Yields loaded units, those on the device first, and prefetches the next ones.
 
-        A unit is in use until the next one is asked for, or this is closed.
+        A unit is in use until the next one is requested, or the generator is closed.
         """
         order = sorted(units, key=lambda unit: not unit.device_bytes)
         try:
@@ -218,7 +218,7 @@ class Residency:
         return any(unit in use.units for use in self._uses)
 
     def _needs(self) -> dict[Unit, Need]:
-        """Of the units in use."""
+        """Needs of the units in use."""
         found: dict[Unit, Need] = {}
         for use in self._uses:
             for unit in use.units:
@@ -227,7 +227,7 @@ class Residency:
         return found
 
     def check_room_to_step(self, units: Iterable[Unit]) -> None:
-        """Raises RuntimeError if there is no room for one of them, as large as it is in a step."""
+        """Raises RuntimeError if the budget is too small to step one of the units."""
         if self._budget is None:
             return
         needs = self._needs()
@@ -245,7 +245,7 @@ class Residency:
 
     def _enter(self, unit: Unit, *, state: bool) -> None:
         self._end_failed()
-        # From here on the program may queue work on the unit without being seen.
+        # From here on the program may queue work on the unit that is not tracked.
         end, stream, _ = self._left.pop(unit, (None, None, 0))
         if end is not None and stream is not self._stream():
             # The last use, and the copy to the device before it, were on another stream.
@@ -276,7 +276,7 @@ class Residency:
         return current_stream(self._device) if self._device.type == "cuda" else None
 
     def advance(self) -> None:
-        """Lets come what is wanted, as far as there is room without waiting."""
+        """Prefetches requested units as far as they fit without waiting."""
         missing = {}
         for unit, state in list(self._wanted.items()):
             if count := unit.missing_bytes(state=state):
@@ -288,7 +288,7 @@ class Residency:
             return
         spare = 0
         if self._budget is not None:
-            # What comes now would leave again, unused, for what units in use need later.
+            # Without `spare`, later needs of units in use would evict the prefetched units unused.
             spare = sum(self._to_come(unit, need) for unit, need in self._needs().items())
             free, order = self._budget - self.taken() - spare, self._candidates()
             missing = {
@@ -307,22 +307,22 @@ class Residency:
             self._awaited.add(unit)
 
     def _keep(self, unit: Unit, *, state: bool) -> None:
-        """Notes that a unit is there, to be used."""
+        """Removes a unit from the requested prefetches and from pending evictions."""
         self._wanted.pop(unit, None)
         self._going = [
             each for each in self._going if each.unit is not unit or each.of_state > state
         ]
 
     def _bring(self, unit: Unit, *, state: bool, waits: bool, spare: int = 0) -> bool:
-        """Loads a unit; without waiting lets it come, or gives False if there is no room now.
+        """Loads a unit; without `waits` prefetches it, or returns False if it does not fit now.
 
-        So many bytes stay free beside it.
+        `spare` bytes of the budget remain free.
         """
         self._there.setdefault(unit)
         while self._makes_room(unit, unit.missing_bytes(state=state) + spare, waits=waits):
             try:
                 (unit.load if waits else unit.bring)(state=state)
-            except torch.OutOfMemoryError:  # of a GPU that other programs use, too
+            except torch.OutOfMemoryError:  # other programs may use the GPU too
                 if not waits:
                     return False
                 victim = next(iter(self._leaving(self._candidates(), unit, by_force=True)), None)
@@ -334,7 +334,7 @@ class Residency:
         return False
 
     def _makes_room(self, unit: Unit | None, missing: int, *, waits: bool) -> bool:
-        """Lets others leave until there is room for so many bytes; whether there is."""
+        """Evicts other units until `missing` bytes fit; returns whether they fit."""
         if self._budget is None:
             return True
         if self.taken() + missing > self._budget:
@@ -361,7 +361,7 @@ class Residency:
         return True
 
     def _write_back(self, over: int, leaving: dict[Leaver, int]) -> None:
-        """Begins to write back what leaves first, as much as is needed for so many bytes."""
+        """Starts write-back of the first candidates, until they free `over` bytes."""
         if over <= 0:
             return
         self._going = [each for each in self._going if each in leaving]
@@ -384,7 +384,7 @@ class Residency:
                 continue
             use = self._next_use(unit, state=False)
             use_of_state = self._next_use(unit, state=True)
-            # What a step has made waits to be copied: it goes with its unit if that may leave, too.
+            # State that a step created is not copied yet. An idle unit is evicted together with it.
             of_state = unit.state_bytes + (unit.made_state_bytes if is_used else 0)
             may_split = of_state and not (is_used and needs[unit].state)
             if may_split and (is_used or use_of_state > use):
@@ -403,10 +403,11 @@ class Residency:
     def _leaving(
         self, order: Iterable[Candidate], besides: Unit | None, *, by_force: bool = False
     ) -> dict[Leaver, int]:
-        """What may leave, and its bytes; the state of `besides` may if that is in use.
+        """Candidates that may be evicted for the unit `besides`, with their bytes.
 
-        by_force: also what is used before the unit `besides`, which needs the room; at the end also
-        what has come for a use to come, and then the state of units in use that may be stepped.
+        Only the state of `besides` may be included, and only if `besides` is in use. With
+        `by_force`, candidates with an earlier next use than `besides` are included, and at the end
+        prefetched units and then the state of units in use that may be stepped.
         """
         soonest = inf if besides is None else self._next_use(besides, state=False)
         return {
@@ -417,16 +418,16 @@ class Residency:
         }
 
     def _next_use(self, unit: Unit, *, state: bool) -> float:
-        """As Caller.next_use, after those whose turn comes before."""
+        """Caller.next_use(), counted after the units that each() uses next."""
         if unit in self._turns:
             return self._turns[unit] - next(iter(self._turns.values()))
         later = inf if self._calls is None else self._calls.next_use(unit, state=state)
         return later + len(self._turns)
 
     def send_home(self, leaver: Leaver, *, search: bool = False) -> int:
-        """Evicts a unit, or its state alone; returns the bytes that are free then.
+        """Evicts a unit or only its state, and returns the freed bytes.
 
-        search: look for views of the unit; without it they are looked for if there may be some.
+        search: whether to search for views of the unit. False: only if there may be some.
         """
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
         is_home = unit.is_home(state_alone=leaver.of_state)
@@ -439,9 +440,8 @@ class Residency:
                 if need is None:
                     unit.track()
             else:
-                # What a graph needs has no memory meanwhile; other views keep it. To look for these
-                # takes long, and a graph that needs the unit is usual where units come by
-                # themselves.
+                # Tensors saved by autograd lose their memory; other views keep it. The search for
+                # views is slow, and with a Caller a graph that needs the unit is usual.
                 may_be_kept = unit.gives_views or unit.has_views or not unit.has_graph
                 search = search or self._calls is None or may_be_kept
                 freed = unit.evict(end, search=search)
@@ -457,7 +457,7 @@ class Residency:
         return freed
 
     def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
-        """The end of its last use; None: it is in use, or was used since outside of any use."""
+        """End event of a unit's last use; None: in use, or used since then outside any use."""
         end, _, changes = self._left.get(unit, (None, None, 0))
         return end if end is not None and changes == unit.changes else None
 
@@ -466,22 +466,22 @@ class Residency:
             self._calls.end_failed()
 
     def follow(self, calls: Caller | None) -> None:
-        """Units come by themselves, and which leaves is known from their calls; None: no longer."""
+        """Sets the Caller that loads units and knows their order of use; None removes it."""
         self._calls = calls
 
     def look(self) -> None:
-        """Notes what has ended, and counts anew what is there."""
+        """Ends failed backward uses, and updates the byte counts."""
         self._end_failed()
         self._count_others()
 
     def clear(self) -> None:
-        """Forgets all units, which have left."""
+        """Forgets all units, after their eviction."""
         every: tuple[Any, ...] = self._there, self._wanted, self._awaited, self._going
         for known in (*every, self._left, self._others, self._last_needs, self._turns):
             known.clear()
 
     def _count_others(self) -> None:
-        """Counts anew what came to units on the device, and frees what has gone since."""
+        """Updates the bytes allocated for units on the device, and frees dropped gradients."""
         needs = self._needs()
         for unit in self._there:
             unit.free_gradients(self.end_of_use(unit))
@@ -499,7 +499,7 @@ class Residency:
         return count
 
     def _new_state(self, unit: Unit) -> int:
-        """Bytes of state that a first step of a unit makes."""
+        """Bytes of state that a first step of a unit creates."""
         return sum(self._first_state[by](each) for by, each in unit.without_state())
 
     def bytes_of(self, unit: Unit) -> int:
@@ -507,5 +507,5 @@ class Residency:
         return unit.device_bytes + self._others.get(unit, 0)
 
     def taken(self) -> int:
-        """Bytes of the device memory of all."""
+        """Bytes of device memory of all units."""
         return sum(map(self.bytes_of, self._there))

@@ -1,8 +1,8 @@
-"""Tensors packed one after another into one run of bytes, on the host and on a device.
+"""Slab: tensors packed into one flat buffer, on the host and on a device.
 
-A slab is a layout, and two memories of that layout: a host slab, which is always there, and a
-device slab, whose storage is emptied and filled again and stays the same object all the while, so
-that views of it which autograd has saved are right again once it is filled.
+A slab is a layout with two memories. The host slab always exists. The device slab's storage is
+emptied and filled again, but remains the same object. Views that autograd has saved are therefore
+valid again once the storage is filled.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from speedtorch.torch_internals import (
 
 __all__ = ["Memory", "Slab", "check_packable", "extent"]
 
-# Where torch's own allocators begin a tensor at the finest (CUDA: 512, CPU: 64): as much as the
-# widest loads, cuBLAS and TMA descriptors ask for, and little beside a parameter's kilobytes.
+# Between the alignments of torch's allocators (CUDA: 512, CPU: 64). Enough for the widest loads,
+# cuBLAS and TMA descriptors, and small compared with a parameter's kilobytes.
 ALIGNMENT = 256
-# What tensors in common memory keep of their address: that of the widest element, complex128.
+# Tensors that share memory keep their address modulo the widest element size, complex128.
 _ELEMENT_ALIGNMENT = 16
 
 _SHAPE, _STRIDE = attrgetter("shape"), methodcaller("stride")
@@ -43,7 +43,7 @@ _SHAPE, _STRIDE = attrgetter("shape"), methodcaller("stride")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor is in a slab: bytes from the slab's begin on, in the bytes of a slot."""
+    """Place of a tensor in a slab: its slot, and its byte offset from the begin of the slab."""
 
     begin: int
     nbytes: int
@@ -53,7 +53,7 @@ class _Place:
     dtype: torch.dtype
 
     def is_like(self, tensor: Tensor) -> bool:
-        """Whether a dense tensor could lie there."""
+        """Whether a dense tensor has the dtype, shape and strides of this place."""
         return (
             tensor.dtype is self.dtype
             and tensor.shape == self.size
@@ -62,10 +62,10 @@ class _Place:
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's lowest element to its highest; those of one for none.
+    """Bytes from a tensor's lowest element to its highest, including gaps between elements.
 
-    What lies between elements that are not dense counts as well. What has no elements has an
-    address, too, and torch.load() reads storages of whole elements alone.
+    A tensor without elements counts as one element: such a tensor still needs an address, and
+    torch.load() reads only storages of whole elements.
     """
     if tensor.numel() == 0:
         return tensor.itemsize
@@ -75,7 +75,7 @@ def extent(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of its first element; data_ptr() is 0 where there is none."""
+    """Address of the first element, also if there is none, for which data_ptr() returns 0."""
     start: int = tensor.untyped_storage().data_ptr()
     return start + int(tensor.storage_offset()) * tensor.itemsize
 
@@ -85,7 +85,7 @@ def _no_bytes(device: torch.device) -> torch.UntypedStorage:
 
 
 def check_packable(name: str, tensor: object) -> None:
-    """Raises TypeError, ValueError for what is more, or less, than elements in memory."""
+    """Raises TypeError or ValueError unless a copy of a tensor's bytes copies its values."""
     if not is_plain_tensor(tensor):
         kind = type(tensor)
         raise TypeError(
@@ -111,10 +111,10 @@ def check_packable(name: str, tensor: object) -> None:
 
 
 def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:
-    """The names of tensors that share memory together: `{name: (address, bytes)}` of each slot."""
+    """Groups tensors that share memory into slots: `{name: (address, bytes)}` for each slot."""
     owner: dict[str, str] = {name: name for name in tensors}
     spans = {name: (_address(tensor), extent(tensor)) for name, tensor in tensors.items()}
-    # Tensors of one device in the order of their addresses: neighbours alone can overlap.
+    # Sorted by device and address: only neighbours can overlap.
     ranked = sorted(tensors, key=lambda name: (str(tensors[name].device), spans[name]))
     first, end = "", 0
     for name in ranked:
@@ -132,25 +132,25 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]
 
 def _gone(coming: SharedSideStream, device: torch.device, process: int) -> None:
     """Orders copies into the memory of a dropped slab behind the slab's last use."""
-    if os.getpid() == process:  # no forked child, where CUDA takes no call
+    if os.getpid() == process:  # CUDA calls fail in a forked child
         with coming.after_current(device):
             pass
 
 
 class Slab:
-    """A layout of named tensors, its host memory, and its device memory while there is any.
+    """A layout of named tensors, its host memory, and its device memory while loaded.
 
-    Tensors of any dtype, shape and strides keep these; memory that several of them share is there
-    once. The bytes are not copied yet: `take` does that.
+    Tensors keep their dtype, shape and strides. Memory that several tensors share is stored once.
+    The constructor does not copy the tensors' bytes; `take` does.
 
-    On a GPU copies go beside the current stream, both ways at once, and the device slab's memory is
-    of the stream that brings it. What uses the device slab waits for it by `coming.join()`, what
-    reads the host slab by `leaving.finish()`; `empty` frees memory behind its last use.
+    On a GPU, copies run on side streams, one for each direction. The device slab's memory belongs
+    to the stream of `coming`. Call `coming.join()` before using the device slab, and
+    `leaving.finish()` before reading the host slab. `empty` frees memory after its last use.
 
-    The tensors are packed in their order. On the device "cpu" the device slab is a second host
-    memory. What is in the slab `before`, which fits them, stays where it is, with its bytes on the
-    host, and the rest comes after it; the device slab has the same storage, empty. Making one
-    raises as check_packable, and MemoryError if the host has too little memory.
+    The tensors are packed in their order. On the device "cpu", the device slab is a second host
+    memory. Tensors of the slab `before`, which must fit, keep their places and host bytes, and new
+    tensors follow them. The new slab uses the device storage of `before`, and is not filled.
+    The constructor raises like check_packable, and MemoryError if the host has too little memory.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class Slab:
     ) -> None:
         self.traffic = traffic or TransferStats()
         self.coming = SharedSideStream("layers coming", is_timed=True)
-        """Of copies to the device slab."""
+        """Side stream for copies to the device slab."""
         self.leaving = SharedSideStream("layers leaving", is_timed=True)
-        """Of copies to the host slab."""
+        """Side stream for copies to the host slab."""
         self.places: dict[str, _Place] = {} if before is None else dict(before.places)
-        """Of all tensors in the layout, by name."""
+        """Places of all tensors in the layout, by name."""
         self._slots: list[tuple[int, int]] = [] if before is None else list(before._slots)
         end = self._slots[-1][1] if self._slots else 0
         tensors = {name: each for name, each in tensors.items() if name not in self.places}
@@ -185,11 +185,11 @@ class Slab:
                 end = max(end, at + nbytes)
             self._slots.append((begin, end))
         self.nbytes = aligned(end, ALIGNMENT)
-        """Of either memory."""
+        """Bytes of each memory."""
         self.device = device
         self.host = host_bytes(self.nbytes, device)
         """`[nbytes]`, uint8."""
-        # Nothing where a tensor without elements, which has no address, has a place.
+        # Empty if a tensor has no elements and thus no address: memory_at() cannot compare it.
         is_known = all(0 not in each.size for each in self.places.values())
         self._order = self.places if is_known else {}
         ordered = self._order.values()
@@ -200,7 +200,7 @@ class Slab:
         if before is not None:
             before.leaving.finish()
             self.host[: before.nbytes].copy_(before.host)
-        # A storage for each slot, so that a file of a view has the bytes of its slot alone.
+        # One storage per slot, so that torch.save() of a view writes only the bytes of its slot.
         bytes_of_host = self.host.numpy()
         self._host_storages = [
             torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
@@ -210,7 +210,7 @@ class Slab:
             _no_bytes(device) if before is None else before._storage
         )
         self.is_filled = False
-        """Whether the device slab has its bytes, or is about to."""
+        """Whether the bytes of the device slab are copied, or their copy is queued."""
         if device.type == "cuda":
             gone = weakref.finalize(self, _gone, self.coming, device, os.getpid())
             gone.atexit = False
@@ -220,7 +220,7 @@ class Slab:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the device slab takes now: all or none."""
+        """Bytes of the device slab now: all or none."""
         return self._storage.nbytes()
 
     @property
@@ -229,10 +229,10 @@ class Slab:
         return 0 if self.device_bytes else self.nbytes
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
-        """In which of the memories each is the view of that name; None: it is no such view."""
+        """For each tensor, the memory in which it is the view of its name; None: in neither."""
         memory, values = self.memory_at(tensors), tensors.values()
-        # All for one thing after another, which takes less time than one by one, and no lists of
-        # thousands of tuples, which would set off collections of cycles.
+        # One property of all tensors at a time is faster. Lists of thousands of tuples would also
+        # trigger garbage collections.
         if (
             memory is not None
             and [each.dtype for each in values] == self._dtypes
@@ -241,12 +241,12 @@ class Slab:
         ):
             return dict.fromkeys(tensors, memory)
         host, device = self.host.data_ptr(), self._storage.data_ptr()
-        filled = self.device_bytes  # less than all where a larger slab was made around a loaded one
+        filled = self.device_bytes  # less than nbytes if a larger slab replaced a loaded one
         found: dict[str, Memory | None] = {}
         for name, tensor in tensors.items():
             memory, place = None, self.places.get(name)
             if place is not None and tensor.layout is torch.strided:
-                # data_ptr() is 0 of a tensor without elements.
+                # data_ptr() is 0 for a tensor without elements.
                 address = (tensor.data_ptr() or _address(tensor)) - place.begin
                 if address == host:
                     memory = Memory.HOST
@@ -258,9 +258,9 @@ class Slab:
         return found
 
     def memory_at(self, tensors: Mapping[str, Tensor]) -> Memory | None:
-        """The memory in which all places have the addresses of these tensors; None: not known.
+        """The memory in which all places have the addresses of these tensors; None: unknown.
 
-        What a tensor is like there is not looked at.
+        Only addresses are compared, not dtypes, shapes or strides.
         """
         order = self._order
         if not order or len(tensors) != len(order) or [*tensors] != [*order]:
@@ -270,7 +270,7 @@ class Slab:
         except RuntimeError:
             if all(each.layout is torch.strided for each in tensors.values()):
                 raise
-            return None  # a sparse tensor has none
+            return None  # a sparse tensor has no data_ptr()
         base = pointers[0] - self._begins[0]
         is_host = base == self.host.data_ptr()
         if not is_host and (base != self._storage.data_ptr() or self.device_bytes != self.nbytes):
@@ -280,9 +280,9 @@ class Slab:
         return Memory.HOST if is_host else Memory.DEVICE
 
     def fits(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
-        """Whether those with a place are like it, and memory is shared as in the layout.
+        """Whether tensors match their places in the layout, and share memory as the layout does.
 
-        Raises TypeError, ValueError if one of them cannot be packed, as when a slab is made.
+        Raises TypeError or ValueError like check_packable if a tensor cannot be packed.
         """
         for name, tensor in tensors.items():
             if at[name] is None:
@@ -299,7 +299,7 @@ class Slab:
         return True
 
     def view(self, name: str, memory: Memory) -> Tensor:
-        """The tensor of that name in one of the memories; the device slab must have been made."""
+        """The named tensor in one of the memories; the device slab must have memory."""
         made = self._views[memory]
         if name not in made:
             place = self.places[name]
@@ -311,7 +311,7 @@ class Slab:
         return made[name]
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Copies a tensor that is like the one of that name from elsewhere to the host slab."""
+        """Copies a tensor outside the slab, which matches the named place, to the host slab."""
         if tensor.numel() == 0:
             return
         place, begin = self.places[name], int(tensor.storage_offset()) * tensor.itemsize
@@ -325,11 +325,12 @@ class Slab:
         settled: Collection[str],
         after: torch.cuda.Event | None = None,
     ) -> None:
-        """Copies what has changed in the other memory, in one piece unless something is in between.
+        """Starts copying `changed` tensors from the other memory to `memory` in the fewest spans.
 
-        What has not changed and lies between is copied too; what is `settled` is current in
-        `memory` alone, and not written. A device slab without memory is given that, and gets all.
-        It is read `after` an event; None: after all that the current stream has by now.
+        Unchanged tensors between them are copied too. `settled` tensors are current only in
+        `memory` and are not overwritten. A device slab without memory is allocated and copied
+        whole. The device slab is read `after` an event; None: after all work that the current
+        stream has queued.
         """
         comes = memory is Memory.DEVICE
         is_new = comes and not self.is_filled
@@ -350,7 +351,7 @@ class Slab:
             turn = self._beside(self.leaving, after, self.coming.end)
         with turn as stream:
             if self.device_bytes != self.nbytes:
-                # Torch gives it what the same stream had before, in whose order it is used again.
+                # Allocated on the same stream as before, so the stream's order makes reuse safe.
                 self._storage.resize_(self.nbytes)
             if self._whole is None:
                 self._whole = elements(self._storage, 0, (self.nbytes,))
@@ -362,9 +363,9 @@ class Slab:
         self.is_filled = self.is_filled or comes
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:
-        """Frees the device slab's memory; returns how many bytes that were.
+        """Frees the device slab's memory, and returns its bytes.
 
-        `after`: as of copy_to, for what comes to lie there.
+        New contents of that memory are written `after` an event, as in copy_to.
         """
         self.is_filled = False
         freed = self.device_bytes
@@ -374,7 +375,7 @@ class Slab:
         return freed
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor has memory of the device slab."""
+        """Whether a tensor has the device slab's storage."""
         while is_wrapped(tensor):
             tensor = unwrapped(tensor)
         is_dense = is_plain_tensor(tensor) and tensor.layout == torch.strided
@@ -382,14 +383,14 @@ class Slab:
 
     @property
     def is_held(self) -> bool:
-        """Whether a graph or the program has a view of the device slab."""
+        """Whether an autograd graph or the program holds a view of the device slab."""
         own = len(self._views[Memory.DEVICE]) + (self._whole is not None)
         return storage_uses(self._storage) > own + 1
 
     def held_by(self, members: Sequence[Tensor]) -> dict[weakref.ref[Tensor], str]:
-        """Which tensors of Python programs but these are views of the device slab, with names.
+        """Describes Python tensors, except `members`, that are views of the device slab.
 
-        It looks at all objects that there are.
+        The search scans all objects of the garbage collector.
         """
         own = {id(view) for view in [self._whole, *self._views[Memory.DEVICE].values(), *members]}
         found = [
@@ -405,9 +406,9 @@ class Slab:
         return f"a {list(tensor.shape)} {str(tensor.dtype)[6:]} view of {of[0] if of else 'it'}"
 
     def leave(self) -> None:
-        """Leaves the device slab to the views of it that are kept; the next one is another."""
+        """Drops the device storage, which remaining views keep; the next load makes a new one."""
         if self._whole is not None and self._whole.is_cuda:
-            # The views are used on the current stream: the memory is reused behind their last use.
+            # Views are used on the current stream: the allocator must wait for it before reuse.
             self._whole.record_stream(current_stream(self.device))
         self._storage = _no_bytes(self.device)
         self._views[Memory.DEVICE], self._whole = {}, None
@@ -424,7 +425,7 @@ class Slab:
         return stream.after(self.device, after, *more)
 
     def _spans(self, changed: Iterable[str], settled: Iterable[str]) -> list[tuple[int, int]]:
-        """The fewest spans with all slots that must be copied, and none that must not."""
+        """The fewest byte spans that cover all slots of `changed`, and no slot of `settled`."""
         must = {self.places[name].slot for name in changed}
         barred = {self.places[name].slot for name in settled}
         spans: list[tuple[int, int]] = []

@@ -1,15 +1,15 @@
-"""The memory of tensors, by storages: on the device, or in host memory while they sleep.
+"""SleepingStorages: storages whose memory is on the device, or in host memory while offloaded.
 
-A storage loses its memory and gets some again, elsewhere or at the same addresses (see
-device_memory.py), and stays the same object all the while. So whatever has a view of it has the
-same values again: tied weights, tensors that are not contiguous, the flat buffers of
-DistributedDataParallel and FSDP. Tensors that are known by name are in mapped host memory
-meanwhile, as tensors of their device still, whose kernels reach it over the link: they can be read,
-saved and loaded, and autograd and its hooks know no other tensors.
+A storage loses its memory and receives memory again, at new or at the same addresses (see
+device_memory.py), but remains the same object. All its views therefore have the same values again:
+tied weights, non-contiguous tensors, and flat buffers of DistributedDataParallel and FSDP.
+Meanwhile, known tensors are in mapped host memory but still report their device, whose kernels
+access it over the link (PCIe or NVLink-C2C). They can be read, saved and loaded. Tensor objects
+remain the same for autograd and its hooks.
 
-**Errors at any line.** First all is copied, then the tensors are let see the copy one by one, and
-only then goes the memory that they have left: each is whole all the while. An error on the way to
-sleep wakes all again, and what an error in that has left is completed by the next call.
+**Exceptions at any line.** First all bytes are copied, then the tensors are pointed to the copy one
+by one, and only then is the device memory freed. Each tensor is complete at any time. An exception
+in sleep() wakes all storages. The next call completes a wake that an exception interrupted.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from speedtorch.torch_internals import storage_at
 
 __all__ = ["SleepingStorages", "fingerprint", "times_moved"]
 
-# Storages that are fingerprinted together: one by one small ones would take longer than to copy.
+# Bytes of storages that are fingerprinted together: singly, small ones take longer than a copy.
 _GROUP = 1 << 25
-# Of Weyl's sequence, which splitmix64 takes; as a signed number of 64 bits.
+# The Weyl constant of splitmix64 as a signed 64-bit number.
 _GOLDEN = -0x61C8864680B583EB
-# Words that are mixed at once.
+# Words that are mixed in one operation.
 _CHUNK = 1 << 22
 
 _moved = 0
 
 
 def times_moved() -> int:
-    """How often storages have left the device: what knows an address asks whether it holds."""
+    """Counts moves of storages; code that caches addresses compares it to check their validity."""
     return _moved
 
 
@@ -55,14 +55,14 @@ def _count_move() -> None:
 
 @dataclass(slots=True)
 class _Known:
-    """What bytes of host memory are: whose, and their fingerprint."""
+    """Owners and fingerprint of a group's bytes in host memory."""
 
     owners: list[tuple[weakref.ref[Tensor], int]]
-    """Of each storage a tensor that has it, and its bytes."""
+    """For each storage, one tensor that uses it, and its byte count."""
     fingerprint: Tensor
 
     def is_of(self, group: Sequence[Slot]) -> bool:
-        """Whether these are the same storages."""
+        """Whether the group consists of the same storages."""
         return len(group) == len(self.owners) and all(
             owner() is slot.members[0].ref() and nbytes == slot.nbytes
             for slot, (owner, nbytes) in zip(group, self.owners, strict=True)
@@ -70,7 +70,7 @@ class _Known:
 
 
 def _groups(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
-    """Small storages together."""
+    """Groups consecutive storages, up to _GROUP bytes if there are several."""
     group: list[Slot] = []
     nbytes = 0
     for slot in slots:
@@ -86,7 +86,7 @@ def _groups(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
 class SleepingStorages:
     """The storages of one part of a training state on one device.
 
-    Host memory is made once and used again. The device "cpu" is another part of host memory.
+    Host memory is allocated once and reused. With device "cpu", a second host memory is the device.
     """
 
     def __init__(self, device: torch.device, *, keep_addresses: bool) -> None:
@@ -95,46 +95,46 @@ class SleepingStorages:
         self._host = self._host_bytes(0)
         self._copies = SharedSideStream("training state")
         self._slots: list[Slot] = []
-        """What sleeps, or is half way after an error."""
+        """Offloaded storages, and partly offloaded ones after an exception."""
         self._filling: list[Slot] = []
-        """What has memory again, but not yet its values."""
+        """Storages that have device memory again, but not yet their values."""
         self._known: dict[int, _Known] = {}
-        """What the host's bytes are, by place."""
+        """Owners and fingerprints of host bytes, by host offset."""
         self._shown: dict[int, tuple[tuple[object, ...], Sequence[Tensor]]] = {}
-        """By place the layout of tensors, and what they are shown while they sleep."""
+        """By host offset, the layout of tensors, and their aliases in host memory."""
 
     @property
     def host_nbytes(self) -> int:
-        """Of host memory that is kept."""
+        """Bytes of host memory, in use or kept for reuse."""
         return self._host.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Of what sleeps."""
+        """Bytes of offloaded storages."""
         return sum(each.nbytes for each in self._slots)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether there is something to wake."""
+        """Whether any storage must be woken."""
         return bool(self._slots)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that sleep."""
+        """The offloaded tensors."""
         return [each for slot in self._slots for _, each in slot.living()]
 
     @property
     def is_half_way(self) -> bool:
-        """Whether an error has left some of it awake."""
+        """Whether an exception has left some storages on the device."""
         return any(map(self.memory.is_here, self._slots))
 
     def sleep(self, slots: Sequence[Slot]) -> int:
-        """Copies storages to host memory and empties them; returns the bytes that were copied.
+        """Copies storages to host memory and frees their memory; returns the copied bytes.
 
-        Nothing of this part sleeps before. All is awake after an error: the host has too little
-        memory (MemoryError), or CUDA pins no more of it (RuntimeError).
+        Nothing of this part may be offloaded before. Raises MemoryError if the host has too little
+        memory, and RuntimeError if CUDA cannot pin more. All storages are then on the device.
         """
-        # What may not have changed goes in one piece, if it has or has not.
+        # Frozen storages come first, so that they form contiguous groups for fingerprints.
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
         end = 0
         for slot in slots:
@@ -148,11 +148,11 @@ class SleepingStorages:
             for group in _groups(each for each in kept if each.is_frozen)
             if (known := self._known.get(group[0].begin)) is not None and known.is_of(group)
         ]
-        # What is about to be overwritten is not known any more, also if an error ends this.
+        # Fingerprints of bytes about to be overwritten are dropped first, in case of an exception.
         self._forget_but({each[0].begin for each in perhaps})
         looked_at = {id(slot) for each in perhaps for slot in each}
         surely = [each for each in kept if id(each) not in looked_at]
-        # These go while the rest is looked at.
+        # These copies overlap the fingerprints of the rest.
         self._copy(surely, Memory.HOST)
         same = self._unchanged(perhaps)
         changed = [slot for each in perhaps if each[0].begin not in same for slot in each]
@@ -174,29 +174,29 @@ class SleepingStorages:
         return sum(each.nbytes for each in (*surely, *changed))
 
     def wake(self) -> int:
-        """Fills the storages again that are still needed; returns the bytes that were copied.
+        """Allocates and fills storages that are still needed; returns the copied bytes.
 
-        All sleeps on if the device has too little memory (torch.OutOfMemoryError).
+        All remain offloaded if the device has too little memory (torch.OutOfMemoryError).
         """
         is_here, unfilled = self.memory.is_here, {id(each) for each in self._filling}
         without = [each for each in self._slots if id(each) in unfilled or not is_here(each)]
         empty = [each for each in without if each.is_needed]
         seldom_written: list[Slot] = []
         try:
-            self._filling = empty  # also where an error ends what undoes this
+            self._filling = empty  # remains set if an exception interrupts the undo below
             for some in self.memory.come(empty):
                 here = [each for each in some if each.is_kept]
                 self._copy(here, Memory.DEVICE)
                 if frozen := [each for each in here if each.is_frozen]:
                     self._copies.join()
                     seldom_written += frozen
-            # The link is busy meanwhile with what comes after them.
+            # Fingerprints overlap the copies of the remaining storages.
             known = {each[0].begin: self._known_of(each) for each in _groups(seldom_written)}
             for slot in empty:
                 if not slot.is_kept:
                     bytes_at(slot.storage.data_ptr(), slot.nbytes, self._device).fill_(BLANK)
             tensors = waking(self._slots)
-            self._wait()  # or another thread would see memory that has nothing yet
+            self._wait()  # otherwise another thread could read memory before its copy ends
         except BaseException:
             self._wait()
             self.memory.leave(empty)
@@ -208,20 +208,20 @@ class SleepingStorages:
         return sum(each.nbytes for each in empty if each.is_kept)
 
     def spare(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Leaves host memory that one of these has to it, as load_state_dict(assign=True) assigns.
+        """Releases the host memory if one of the storages uses it, so it is not overwritten.
 
-        Nothing of this part sleeps.
+        load_state_dict(assign=True) can assign them. No storage of this part may be offloaded.
         """
         begin, count = self._host.data_ptr(), self._host.nbytes
         if count and any(0 <= each.data_ptr() - begin < count for each in storages):
             self.release()
 
     def release(self) -> None:
-        """Gives host memory back, which goes once no sleeping tensor has it."""
+        """Releases host memory, which is freed once no tensor uses it."""
         self._host, self._known, self._shown = self._host_bytes(0), {}, {}
 
     def _host_bytes(self, count: int) -> Tensor:
-        """Host memory `[count]` that kernels of the device reach."""
+        """Host memory `[count]` that device kernels can access."""
         memory: HostMemoryKind = "registered" if self._device.type == "cuda" else "plain"
         return host_memory.empty(count, dtype=torch.uint8, memory=memory)
 
@@ -229,9 +229,9 @@ class SleepingStorages:
         layout, shown = slot.layout(), self._shown.get(slot.begin)
         if shown is not None and shown[0] == layout:
             return shown
-        # The slot's bytes of host memory, as a storage of the device.
+        # A storage of the device over the slot's bytes of host memory.
         storage = storage_at(self._host.data_ptr() + slot.begin, self._device, slot.nbytes)
-        vars(storage)["host"] = self._host  # torch keeps the object as long as the memory is used
+        vars(storage)["host"] = self._host  # keeps host memory alive as long as the storage
         return layout, slot.asleep(storage)
 
     def _known_of(self, group: Sequence[Slot]) -> _Known:
@@ -240,11 +240,11 @@ class SleepingStorages:
         return _Known([(each.members[0].ref, each.nbytes) for each in group], fingerprint(values))
 
     def _forget_but(self, begins: Collection[int]) -> None:
-        """Keeps what is known of these places of host memory, and of no other."""
+        """Drops all fingerprints except those at these host offsets."""
         self._known = {begin: each for begin, each in self._known.items() if begin in begins}
 
     def _unchanged(self, groups: Sequence[Sequence[Slot]]) -> set[int]:
-        """The places of those whose bytes the host has."""
+        """Host offsets of groups whose bytes equal the host's bytes, by fingerprint."""
         if not groups:
             return set()
         before = torch.stack([self._known[each[0].begin].fingerprint for each in groups])
@@ -253,9 +253,9 @@ class SleepingStorages:
         return {each[0].begin for each, is_same in zip(groups, same, strict=True) if is_same}
 
     def _copy(self, slots: Sequence[Slot], to: Memory) -> None:
-        """Begins to copy storages between device and host, beside the current stream.
+        """Starts copies of storages between device and host on a side stream.
 
-        That has nothing to do before which writes or reads them: the caller has waited for it.
+        The caller must have waited for all earlier work that reads or writes the storages.
         """
         with self._copies.after(self._device):
             for address, begin, count in self._runs(slots):
@@ -268,7 +268,7 @@ class SleepingStorages:
             torch.cuda.synchronize(self._device)
 
     def _runs(self, slots: Sequence[Slot]) -> Iterator[tuple[int, int, int]]:
-        """The address, the place in host memory and the bytes of what can go in one copy."""
+        """Yields (device address, host offset, bytes) of runs that one copy can move."""
         on_gpu = self._device.type == "cuda"
         address = begin = count = 0
         end = -1
@@ -280,21 +280,21 @@ class SleepingStorages:
                     yield address, begin, count
                 address, begin = at, slot.begin
             count = slot.begin + slot.nbytes - begin
-            # On a GPU what is between two storages is of the first one's memory alone.
+            # On a GPU, the gap between two storages belongs to the first storage's allocation.
             end = slot.end if on_gpu else slot.begin + slot.nbytes
         if count:
             yield address, begin, count
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """A number that other bytes have, too, with a probability of 2^-64 or so.
+    """A 64-bit hash of bytes; different bytes collide with a probability of about 2^-64.
 
-    It is the sum of all words, each mixed with its place as by splitmix64.
+    The hash is the sum of all words, each mixed with its position like in splitmix64.
     """
     end = len(values) // 8 * 8
     words = values[:end].view(torch.int64)
     parts = [*torch.split(words, _CHUNK)] + ([values[end:].long()] if end < len(values) else [])
-    # Not kept: these are as many bytes as the longest part.
+    # Not cached, because this tensor is as large as the longest part.
     places = torch.arange(max(map(len, parts)), device=values.device) * _GOLDEN
     return torch.stack([_mixed(part, number, places) for number, part in enumerate(parts)]).sum()
 

@@ -1,4 +1,4 @@
-"""A storage that sleeps, and the tensors that are known to have it."""
+"""Slot: a storage that can be offloaded, and the known tensors that use it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from speedtorch.torch_internals import (
 
 __all__ = ["ALIGNMENT", "Slot", "bytes_at", "fall_asleep", "wake_up", "waking"]
 
-# Torch's allocator begins a tensor there: neighbours on the device are neighbours on the host, too.
+# The alignment of torch's CUDA allocator: neighbours on the device are neighbours on the host.
 ALIGNMENT = 512
-# Versions of 32 bits; none of a tensor on the device is so high, so that what autograd has saved of
-# it is refused while it sleeps.
+# Added to the 32-bit version of an offloaded tensor. No tensor on the device has so high a version,
+# so autograd raises for saved tensors while they are offloaded.
 _ASLEEP = 1 << 31
 
 
 def bytes_at(address: int, count: int, device: torch.device) -> Tensor:
-    """Memory `[count]` from an address on, which the tensor does not own."""
+    """A tensor `[count]` over the memory at an address, without ownership."""
     return elements(storage_at(address, device, count), 0, (count,))
 
 
 class _Member:
-    """A tensor that has a storage, and its layout there: its first byte, size, stride and dtype.
+    """A tensor that uses a storage, and its layout there: first byte, size, stride and dtype.
 
-    `here` is the same on the device, where its storage has no memory while it sleeps, and `shown`
-    where its first byte is then. The version is that on the device.
+    `here` is an alias in the device storage, which has no memory while offloaded. `shown` is the
+    tensor's address while offloaded. `version` is the tensor's version on the device.
     """
 
     __slots__ = ("here", "layout", "ref", "shown", "version")
@@ -46,27 +46,27 @@ class _Member:
         begin = int(tensor.storage_offset()) * tensor.itemsize
         self.layout = begin, tensor.shape, tensor.stride(), tensor.dtype
         self.version = version_of(tensor)
-        # What a class of its own makes of `data` is not known, and the other way takes longer.
+        # A subclass may override `data`; elements() is slower but always works.
         is_plain = type(tensor) in (Tensor, nn.Parameter)
         self.here = tensor.data if is_plain else self.of(storage)
         self.shown = -1
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Such a tensor in a storage."""
+        """A tensor with this layout in a storage."""
         return elements(storage, *self.layout)
 
 
 @dataclass(slots=True)
 class Slot:
-    """A storage of the device, and the tensors that are known to have it.
+    """A device storage, and the known tensors that use it.
 
     Attributes:
-        storage: which has no memory while it sleeps.
-        nbytes: its bytes while it is awake.
-        members: all of them are let see the host's copy. Of those that are gone since then there is
-            nothing to wake.
-        is_kept: whether its bytes are copied; without it they are lost.
-        is_frozen: whether its bytes are likely to be the same the next time.
+        storage: the storage, which has no memory while offloaded.
+        nbytes: bytes of the storage while loaded.
+        members: the tensors, which use the host copy while offloaded. Members that were deleted
+            meanwhile are skipped.
+        is_kept: whether the bytes are copied; otherwise they are lost.
+        is_frozen: whether the bytes probably do not change until the next offload.
     """
 
     storage: torch.UntypedStorage
@@ -75,37 +75,37 @@ class Slot:
     is_kept: bool = False
     is_frozen: bool = True
     begin: int = 0
-    """Its place in host memory."""
+    """Byte offset in host memory."""
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """The next free byte offset in host memory."""
         return self.begin + (aligned(self.nbytes, ALIGNMENT) if self.is_kept else 0)
 
     def add(self, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
-        """One more tensor that has the storage, as it lies there now."""
+        """Adds a tensor that uses the storage, with its current layout."""
         if not self.members or not any(each.ref() is tensor for each in self.members):
             self.members.append(_Member(tensor, self.storage))
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
 
     def take_place(self, begin: int) -> int:
-        """Notes where it begins in host memory; gives its end."""
+        """Sets the offset in host memory, and returns the end."""
         self.begin = begin
         return self.end
 
     def living(self) -> Iterator[tuple[_Member, Tensor]]:
-        """Its tensors that there are still."""
+        """The members whose tensors still exist."""
         for each in self.members:
             if (tensor := each.ref()) is not None:
                 yield each, tensor
 
     def layout(self) -> tuple[object, ...]:
-        """Its bytes, and how its tensors lie in them."""
+        """The bytes of the storage, and the layouts of its tensors."""
         return self.nbytes, *[each.layout for each in self.members]
 
     def asleep(self, host: torch.UntypedStorage | None) -> list[Tensor]:
-        """Its tensors as those of a host storage; None: what they have is lost."""
+        """Aliases of the tensors in a host storage; None: empty tensors, as the values are lost."""
         if host is not None:
             return [each.of(host) for each in self.members]
         device = self.storage.device
@@ -113,18 +113,18 @@ class Slot:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a tensor sleeps still, or something else has the storage, as a view does."""
+        """Whether a tensor is still offloaded, or another object such as a view has the storage."""
         if any(self.sleeps(member, tensor) for member, tensor in self.living()):
             return True
         return storage_uses(self.storage) > 1 + len(self.members)
 
     def sleeps(self, member: _Member, tensor: Tensor) -> bool:
-        """Whether a tensor is where it was put to sleep."""
+        """Whether a tensor still has the memory that it was offloaded to."""
         return member.shown == tensor.data_ptr() and (self.is_kept or not tensor.numel())
 
 
 def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> None:
-    """Lets the tensors of storages be views that Slot.asleep() has made."""
+    """Points the tensors of storages to the aliases that Slot.asleep() has made."""
     falling = [
         (member, tensor, view)
         for slot, its_views in zip(slots, views, strict=True)
@@ -140,10 +140,10 @@ def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> Non
 
 
 def waking(slots: Iterable[Slot]) -> list[tuple[Tensor, int, Tensor | None]]:
-    """The tensors of storages that sleep, or have the version of one that does.
+    """The tensors to wake, each with its new version and its alias on the device.
 
-    With each is the version that it wakes with, and what it is then; None: as it is now, with other
-    memory than it slept in.
+    Tensors are included if they are offloaded or have an offloaded version. An alias of None means
+    that the tensor keeps its current memory, which is not the memory it was offloaded to.
     """
     found = []
     for slot in slots:
@@ -151,18 +151,18 @@ def waking(slots: Iterable[Slot]) -> list[tuple[Tensor, int, Tensor | None]]:
             now, version, here = version_of(tensor), member.version, None
             if slot.sleeps(member, tensor):
                 here = member.here
-                # An error may have ended the last call once versions were set.
+                # An error may have ended the last call after versions were set.
                 is_same = slot.is_kept and now in (version, _ASLEEP + version)
             elif now < _ASLEEP:
                 continue
-            else:  # it never slept, or has been given other memory
+            else:  # never offloaded, or assigned other memory meanwhile
                 is_same = member.shown < 0 and now == _ASLEEP + version
             found.append((tensor, version if is_same else version + 1, here))
     return found
 
 
 def wake_up(tensors: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
-    """Lets them be what they were."""
+    """Restores versions and device memory of the tensors that waking() has returned."""
     versions = tuple([version for _, version, _ in tensors])
     set_versions(tuple([tensor for tensor, _, _ in tensors]), versions)
     for tensor, _, here in tensors:

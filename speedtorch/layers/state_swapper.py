@@ -1,4 +1,4 @@
-"""StateSwapper: what optimizers keep of parameters that stay, in host memory between steps."""
+"""StateSwapper: keeps optimizer state in host memory between steps."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
 
 _AT_ONCE = 3
-"""Pieces that travel: one that is stepped and leaves, and the two that come next."""
+"""Pieces in transfer: the stepped one, which is copied back to the host, and the next two."""
 _PIECE = 1 << 28
-"""Bytes of a piece at most: the link's speed needs no larger ones, and what is left may stay."""
+"""Most bytes of a piece: larger ones copy no faster, and the rest of the budget keeps state."""
 
 
 class _Piece:
-    """Parameters that are stepped together, and what the optimizer keeps of them."""
+    """Parameters that are stepped together, and their optimizer state."""
 
     def __init__(
         self,
@@ -62,57 +62,58 @@ class _Piece:
     ) -> None:
         self._optimizer, self._brings = optimizer, brings
         self.home = parameters[0].device
-        """Of all parameters."""
+        """The device of all parameters."""
         self._parameters = [weakref.ref(each) for each in parameters]
         self._names: list[dict[Any, str]] = [{} for _ in parameters]
-        """Of each parameter's state by its keys: a step asks for thousands of them again."""
+        """Names of each parameter's state by key, cached because a step needs thousands."""
         self.pack = Pack(device, traffic)
         self.offloaded = OffloadedParameters(device, traffic)
-        """Its parameters, if they are in host memory and come for the step."""
+        """The parameters, if they are in host memory and are copied to the device for a step."""
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that there are still."""
+        """The parameters that still exist."""
         return [each for ref in self._parameters if (each := ref()) is not None]
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a step would change it."""
+        """Whether any parameter has a gradient, so that a step would change the piece."""
         return any(each.grad is not None for each in self.parameters)
 
     @property
     def offloaded_bytes(self) -> int:
-        """Of parameters and gradients that come along."""
+        """Bytes of parameters and gradients that are copied with the state."""
         return sum(map(offloaded_bytes, self.parameters)) if self._brings else 0
 
     def come(self, members: Members) -> Members:
-        """Begins to bring all; gives what load() is to be called with."""
+        """Starts the copies to the device, and returns the argument for load()."""
         if self._brings:
             self.offloaded.bring(self.parameters)
-        # What an interrupted step has brought is copied again: the host may have changed since.
+        # State from an interrupted step is copied again: its host copy may have changed since.
         is_old = self.pack.slab.is_filled
         self.pack.bring(members)
         return members if is_old else Members(members.tensors, ())
 
     def load(self, members: Members) -> None:
-        """Lets all be seen on the device, behind the copies."""
+        """Moves state and parameters to the device; the current stream waits for the copies."""
         self.pack.load(members)
         self.pack.slab.coming.join()
         self.offloaded.load()
         for each in self.parameters if self._brings else ():
             for value in tree_leaves(self._optimizer.state.get(each)):
-                follow_inner(value)  # it may have been loaded as one of the host
+                follow_inner(value)  # load_state_dict() may have made it a host tensor
 
     def leave(self, members: Members | None) -> None:
-        """Ends copies to the host, and frees the device's memory; None: the state stays."""
+        """Finishes copies to the host and frees device memory; None: state remains there."""
         if members is not None:
             self.pack.evict(members, search=False)
         self.offloaded.leave()
 
     def members(self, shared: Mapping[int, int]) -> Members:
-        """Its state by name.
+        """State tensors by name that can be moved.
 
-        What other parameters have as well, or is a parameter or its gradient, stays where it is.
+        Tensors that several parameters share, or that alias a parameter or its gradient, are
+        left out. A shared tensor that is on another device is copied to the piece's device.
         """
         found: dict[str, Tensor] = {}
         device, state = self.pack.slab.device, self._optimizer.state
@@ -135,7 +136,7 @@ class _Piece:
                     if [begin for begin, nbytes in own if 0 <= address - begin < nbytes]:
                         continue
                     if shared.get(id(each), 0) > 1:
-                        if each.device != device:  # evicted while one parameter alone had it
+                        if each.device != device:  # evicted while only one parameter had it
                             each.data = each.to(device)
                     elif each.is_cpu or each.device == device:
                         found[part] = each
@@ -143,47 +144,47 @@ class _Piece:
 
 
 def _evicted(optimizer: Optimizer, pieces: Sequence[_Piece]) -> int:
-    """Evicts the state of pieces; gives the bytes that are free then."""
+    """Evicts the state of pieces, and returns the freed device bytes."""
     shared = _times_kept(optimizer) if pieces else Counter()
     return sum(each.pack.evict(each.members(shared), search=False) for each in pieces)
 
 
 class StateSwapper:
-    """Keeps the state of optimizers in host memory, and brings it piece by piece in their steps.
+    """Keeps optimizer state in host memory, and copies it to the device in pieces for each step.
 
-    Parameters, gradients and activations stay on their device. `optimizer.step()` steps the
-    parameters in pieces: while one is stepped on the device, the state of the next one comes and
-    that of the one before leaves. Numbers are those of a step that has all state on the device.
-    Pieces that the budget has room for beside those that travel stay on the device. Between two
-    steps the state of the others is ordinary CPU tensors, and state_dict() gives all of it;
-    load_state_dict() leaves it on the host.
+    Parameters, gradients and activations remain on their device. `optimizer.step()` steps the
+    parameters in pieces. While one piece is stepped, the state of the next piece is copied to
+    the device, and the state of the previous piece is written back. Results equal a step with all
+    state on the device. Pieces that fit into the budget beside the three in transfer remain on the
+    device. Between steps, all other state consists of ordinary CPU tensors. state_dict() returns
+    all state; load_state_dict() loads it into host memory.
 
-    It works with any module whose parameters stay on their device between steps: with
-    DistributedDataParallel, and with `fully_shard` (FSDP2), whose ranks step their shards.
+    Any module works whose parameters remain on their device between steps. This includes
+    DistributedDataParallel and `fully_shard` (FSDP2), whose ranks step their shards.
 
-    With `device`, parameters may be in host memory, as FSDP2's CPUOffloadPolicy keeps them: they
-    come with their gradients and their state for the step, and their new values go back into the
-    memory where they were. What is pinned travels fastest.
+    With `device`, parameters may be in host memory, such as with FSDP2's CPUOffloadPolicy. Each
+    step copies them to the device with their gradients and state, and writes new values back into
+    the same host memory. Pinned memory is copied fastest.
 
     Args:
-        optimizer: one or several that step each parameter by itself, also as accelerate, Lightning
-            or Fabric wrap them.
-        budget: the most device memory that state takes, in bytes or as "2GiB". Three pieces of a
-            third of it travel, or of 256 MiB if that is less. The state of one parameter is not
-            divided, so that the largest counts threefold. With `device` parameters and gradients
-            that come count as well.
-        device: where parameters in host memory are stepped; None: where they are.
+        optimizer: one or several optimizers that step each parameter separately. Wrappers from
+            accelerate, Lightning and Fabric are accepted.
+        budget: the most device memory for state, in bytes or as text such as "2GiB". Three pieces
+            are in transfer, each with at most a third of the budget and at most 256 MiB. The state
+            of one parameter is not split, so the largest counts three times. With `device`, copied
+            parameters and gradients count as well.
+        device: the device that steps parameters in host memory. None: their own device.
 
     Raises:
-        TypeError: it is no optimizer, or one that steps all parameters at once (LBFGS) or another
-            optimizer (Lookahead).
-        ValueError: an optimizer is given twice, is differentiable, does not step each parameter by
-            itself (small copies of it are tried out), or has a parameter of an Embedding's rows or
-            of a Swapper's unit; or the budget is no number of bytes. In a step:
-            a parameter in host memory cannot come to the device, as it shares memory with another,
-            has a sparse gradient, or is averaged by DistributedDataParallel.
+        TypeError: the object is no optimizer, steps all parameters at once (LBFGS), or wraps
+            another optimizer (Lookahead).
+        ValueError: an optimizer is given twice, is differentiable, does not step each parameter
+            separately (checked with small copies), or has parameters that are rows of an Embedding
+            or belong to a Swapper. The budget is no number of bytes. In a step: a parameter in host
+            memory shares memory with another, has a sparse gradient, or is averaged by
+            DistributedDataParallel.
         RuntimeError: the device is a GPU, and there is none. In a step: torch's GradScaler, whose
-            scale is on a GPU, has scaled gradients in host memory back (speedtorch.GradScaler may).
+            scale is on a GPU, has unscaled gradients in host memory. Use speedtorch.GradScaler.
 
     Example:
         >>> import torch, speedtorch
@@ -233,14 +234,14 @@ class StateSwapper:
         return f"{type(self).__name__}({names}; budget={text_of(self.budget)})"
 
     def evict(self) -> int:
-        """Brings all state to the host until the next step; returns the bytes that are free then.
+        """Moves all state to the host until the next step, and returns the freed device bytes.
 
-        Needed where something else needs that memory, an exception has interrupted a step, or state
-        was made or loaded elsewhere.
+        Call this if other code needs the memory, if an exception interrupted a step, or if other
+        code created or loaded state.
 
         Raises:
-            TypeError, ValueError: state cannot be moved: a tensor is sparse, quantized, or of a
-                class that does not show the tensors within.
+            TypeError, ValueError: a state tensor cannot be moved because it is sparse, quantized,
+                or of a class that does not expose its inner tensors.
             MemoryError: the host has too little memory.
         """
         if not self._undo:  # it is closed
@@ -253,11 +254,11 @@ class StateSwapper:
         return freed
 
     def close(self) -> None:
-        """Brings all state to where its parameters are for good: the optimizers are as before.
+        """Moves all state to the device of its parameters, and restores the optimizers' methods.
 
         Raises:
-            RuntimeError: the device has too little memory for all of it
-                (torch.OutOfMemoryError); what did not fit is on the host.
+            RuntimeError: the device has too little memory for all state
+                (torch.OutOfMemoryError). State that did not fit remains on the host.
         """
         for undo in self._undo:
             undo()
@@ -278,7 +279,7 @@ class StateSwapper:
                 self._pieces[optimizer] = []
 
     def report(self) -> StateReport:
-        """What is where, and what has travelled so far; waits for copies that are on their way."""
+        """Reports where state is and what has been copied so far; waits for queued copies."""
         packs = [piece.pack for pieces in self._pieces.values() for piece in pieces]
         return StateReport(
             pieces=len(packs),
@@ -289,7 +290,7 @@ class StateSwapper:
         )
 
     def _step_pieces(self, optimizer: Optimizer, step: PartialStep) -> tuple[()]:
-        """Steps all pieces, and leaves nothing."""
+        """Steps all pieces, and returns no remaining parameters."""
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
@@ -297,7 +298,7 @@ class StateSwapper:
                 refuse_hasty_scaler()
                 check_offloaded(each for piece in pieces for each in piece.parameters)
             staying = self._staying(optimizer, pieces)
-            for other, its in self._pieces.items():  # there is no room for these any more
+            for other, its in self._pieces.items():  # these no longer fit into the budget
                 going = [e for e in its if e.pack.slab.device_bytes and e not in staying]
                 _evicted(other, going)
                 for each in going:
@@ -317,7 +318,7 @@ class StateSwapper:
         staying: Collection[_Piece],
         shared: Mapping[int, int],
     ) -> None:
-        """Steps pieces one after another, each of which is brought for it."""
+        """Steps pieces in order, and prefetches the next two."""
         with as_plain(), torch.no_grad():
             coming = deque(each.come(each.members(shared)) for each in pieces[:2])
         leaving: list[tuple[_Piece, Members | None]] = []
@@ -330,19 +331,19 @@ class StateSwapper:
                 members = piece.members(shared)
                 if piece not in staying:
                     piece.pack.write_back(members)
-                # Found before the host waits: the link into the device is idle from then on.
+                # Searched before the host waits in leave(): afterwards the link is idle.
                 following = [(each, each.members(shared)) for each in pieces[number + 2 :][:1]]
                 for each, its in leaving:
                     each.leave(its)
                 coming.extend(each.come(its) for each, its in following)
-                # All that the step has changed is on its way: it is not copied again.
+                # write_back() has queued all changes of the step: nothing is copied again.
                 leaving = [(piece, None if piece in staying else Members(members.tensors, ()))]
         with as_plain(), torch.no_grad():
             for each, its in leaving:
                 each.leave(its)
 
     def _staying(self, optimizer: Optimizer, stepped: Iterable[_Piece]) -> set[_Piece]:
-        """The pieces whose state the budget has room for beside what travels, the first ones."""
+        """The first pieces whose state fits into the budget beside the pieces in transfer."""
         of = self._first[optimizer].nbytes
         new = [each.parameters for each in stepped if not each.pack.slab.nbytes]
         first_bytes = [sum(of(each) for each in some if each.grad is not None) for some in new]
@@ -354,15 +355,15 @@ class StateSwapper:
             room -= _AT_ONCE * max(every)
         found = set()
         for piece, nbytes in zip(pieces, sizes, strict=True):
-            if 0 < nbytes <= room:  # what has no state yet makes it on the device
+            if 0 < nbytes <= room:  # a piece without state creates it on the device
                 room -= nbytes
                 found.add(piece)
         return found
 
     def _evict_mixed(self, optimizer: Optimizer) -> None:
-        """Evicts pieces of several dtypes, before state_dict(): torch.save refuses such storages.
+        """Evicts pieces with several dtypes before state_dict().
 
-        On the host each tensor has a storage of its own.
+        torch.save raises for a storage with several dtypes. On the host each tensor has its own.
         """
         with as_plain(), torch.no_grad():
             there = [each for each in self._pieces[optimizer] if each.pack.slab.device_bytes]
@@ -370,13 +371,13 @@ class StateSwapper:
             _evicted(optimizer, [e for e, its in zip(there, dtypes, strict=True) if len(its) > 1])
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
-        """Puts new parameters into pieces; gives how many parameters keep each tensor.
+        """Groups new parameters into pieces, and counts the parameters that keep each tensor.
 
-        Raises ValueError if it `checks`, and there is one that cannot be stepped in a piece.
+        With `checks`, raises ValueError if a new parameter cannot be stepped in a piece.
         """
         pieces = [each for each in self._pieces[optimizer] if each.parameters]
         for piece in pieces:
-            piece.offloaded.leave()  # if an error has interrupted that
+            piece.offloaded.leave()  # an error may have interrupted the last call
         if any(e.device != piece.home for piece in pieces for e in piece.parameters):
             pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}
@@ -399,13 +400,16 @@ class StateSwapper:
             some.append(each)
             size[home] += nbytes
         brings = self.device is not None
-        # At once: a parameter in no piece, or in two, would not be stepped as it should.
+        # One assignment below: after an exception each parameter must be in exactly one piece.
         pieces += [_Piece(optimizer, *some, self._traffic, brings=brings) for some in new]
         self._pieces[optimizer] = pieces
         return _times_kept(optimizer)
 
     def _bytes_of(self, optimizer: Optimizer, parameter: Tensor) -> int:
-        """Of its state, or of what a first step is to make: as much as itself, if not more."""
+        """Bytes of a parameter's state; before the first step, an estimate of at least its size.
+
+        With `device`, bytes of the parameter and its gradient are added.
+        """
         more = 0 if self.device is None else offloaded_bytes(parameter)
         if kept := optimizer.state.get(parameter):
             return more + sum(each.nbytes for _, each in plain_tensors("", kept))
@@ -413,14 +417,14 @@ class StateSwapper:
 
 
 def _load_on_host(optimizer: Optimizer) -> Callable[[], None]:
-    """Keeps state on the host in load_state_dict(); returns the function that ends this.
+    """Keeps state on the host in load_state_dict(); returns a function that undoes this.
 
-    Torch would bring all of it to the parameters' device. It is given nothing in place of each
-    tensor, which takes its place afterwards.
+    Torch would copy all state to the parameters' device. It therefore receives empty tensors, and
+    a hook puts host copies in their place afterwards.
     """
 
     def load(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        waiting: list[dict[str, Tensor]] = []  # of each parameter in the order of the groups
+        waiting: list[dict[str, Tensor]] = []  # one dict per parameter, in the order of the groups
 
         def begin(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             state = dict(saved["state"])
@@ -450,12 +454,12 @@ def _load_on_host(optimizer: Optimizer) -> Callable[[], None]:
         on_end = optimizer.register_load_state_dict_post_hook
         try:
             with ExitStack() as hooks:
-                # Other hooks find whole tensors: ours are the last before it and the first after.
+                # Other hooks must see whole tensors: ours runs last before and first after.
                 hooks.enter_context(optimizer.register_load_state_dict_pre_hook(begin))
                 hooks.enter_context(on_end(end, prepend=True))
                 original(*args, **kwargs)
         except BaseException:
-            if waiting:  # some of what torch has loaded may be without elements
+            if waiting:  # state that torch has loaded may contain the empty tensors
                 vars(optimizer).update(before)
             raise
 
@@ -463,7 +467,7 @@ def _load_on_host(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _spans(parameter: Tensor) -> list[tuple[int, int]]:
-    """Addresses and bytes of a parameter and its gradient."""
+    """(address, bytes) of a parameter and its gradient."""
     return [
         (each.data_ptr(), each.nbytes)
         for of in (parameter, parameter.grad)
@@ -473,13 +477,13 @@ def _spans(parameter: Tensor) -> list[tuple[int, int]]:
 
 
 def _times_kept(optimizer: Optimizer) -> Counter[int]:
-    """How many parameters' state has each tensor."""
+    """Counts the parameters whose state has each tensor, by id."""
     every = optimizer.state.values()
     return Counter([id(each) for kept in every for _, each in plain_tensors("", kept)])
 
 
 def check_can_be_split(optimizer: Optimizer) -> None:
-    """As check_steps_in_pieces(); ValueError if a StateSwapper has the optimizer's state."""
+    """Calls check_steps_in_pieces(); raises ValueError if the optimizer has a StateSwapper."""
     if optimizer in _swapped:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} has a StateSwapper already: close() that before"
@@ -488,7 +492,7 @@ def check_can_be_split(optimizer: Optimizer) -> None:
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
-    """Raises ValueError if it cannot step one of them in a piece."""
+    """Raises ValueError if the optimizer cannot step one of the parameters in a piece."""
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""The tensors of a training state by name: a module's, their gradients, and what optimizers keep.
+"""Finds the plain tensors of a training state by name: weights, gradients and optimizer state.
 
-What has memory is a plain tensor. Of a tensor of a class of its own these are the tensors within:
-those that `__tensor_flatten__` names (DTensor, torchao), and else the object itself, if it has
-memory, and the tensors among its attributes (bitsandbytes, MaskedTensor).
+Plain tensors have memory. A tensor subclass is replaced by its inner tensors, which
+`__tensor_flatten__` names (DTensor, torchao). Without that method, its plain tensors are the object
+itself, if it has memory, and the tensors in its attributes (bitsandbytes, MaskedTensor).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = [
 ]
 
 StatePart: TypeAlias = Literal["weights", "gradients", "optimizer"]
-"""Parameters and buffers; the gradients of parameters; what optimizers keep of each parameter."""
+"""Parameters and buffers; gradients of parameters; optimizer state of parameters."""
 PARTS: tuple[StatePart, ...] = get_args(StatePart)
 
-# Objects may have tensors of their own, as bitsandbytes' QuantState has, but for these.
+# Other objects may contain tensors, such as bitsandbytes' QuantState.
 _NO_RECORDS = nn.Module, Optimizer, type, torch.dtype, torch.device
 
 
 class StateTensors(NamedTuple):
-    """The plain tensors of each part, by names that stay.
+    """The plain tensors of each part, by stable names.
 
     Attributes:
-        of: by part.
+        of: tensors by name, for each part.
         frozen: names of weights that are not trained.
-        unsaved: names of buffers that no state_dict() has.
+        unsaved: names of buffers that state_dict() omits.
     """
 
     of: dict[StatePart, dict[str, Tensor]]
@@ -58,7 +58,7 @@ class StateTensors(NamedTuple):
 
 
 def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTensors:
-    """Finds them; the rows of an Embedding and their state are left out."""
+    """Finds the plain tensors of each part, without Embedding rows and their state."""
     found = StateTensors({part: {} for part in PARTS}, set(), set())
     weights, gradients, kept_by_optimizers = found.of.values()
     parts = [(part, unsaved_buffers_of(part)) for part in module.modules()]
@@ -92,10 +92,10 @@ def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTe
 
 
 def _added(found: dict[str, Tensor], name: str, value: Any) -> list[str]:
-    """Puts the tensors of a value among those found; gives their names, each of one alone."""
+    """Adds the plain tensors of a value to `found`, and returns their unique names."""
     names = []
     for its_name, each in plain_tensors(name, value):
-        while found.setdefault(its_name, each) is not each:  # of keys as 1 and "1"
+        while found.setdefault(its_name, each) is not each:  # keys 1 and "1" have equal names
             its_name += "'"
         names.append(its_name)
     return names
@@ -104,9 +104,9 @@ def _added(found: dict[str, Tensor], name: str, value: Any) -> list[str]:
 def plain_tensors(
     name: str, value: Any, seen: set[int] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors in a value by names, which may be in containers and objects.
+    """Yields the named plain tensors in a value, also within containers and objects.
 
-    What has been `seen` is left out.
+    Objects whose ids are in `seen` are skipped.
     """
     seen = set() if seen is None else seen
     if id(value) in seen:
@@ -114,12 +114,12 @@ def plain_tensors(
     within: Iterable[tuple[Any, Any]] = ()
     if is_plain_tensor(value):
         yield name, value
-    elif isinstance(value, RowWeight):  # whose table has the elements
+    elif isinstance(value, RowWeight):  # the elements are in its table
         return
     elif isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             inner = ((each, getattr(value, each)) for each in value.__tensor_flatten__()[0])
-            # No DeviceMesh, which has tensors of its own.
+            # A DeviceMesh is skipped, because it has tensors too.
             within = [(key, each) for key, each in inner if isinstance(each, Tensor)]
         elif not is_lazy(value):
             if _has_memory(value):
@@ -135,7 +135,7 @@ def plain_tensors(
         return
     seen.add(id(value))
     for key, each in within:
-        if type(each) is Tensor and id(each) not in seen:  # most are, of thousands in a step
+        if type(each) is Tensor and id(each) not in seen:  # fast path: a step has thousands
             seen.add(id(each))
             yield f"{name}.{key}", each
         else:
@@ -143,11 +143,11 @@ def plain_tensors(
 
 
 def wrappers_in(tensor: object) -> list[Tensor]:
-    """A wrapper and the wrappers within it; none if plain tensors have not all of its memory.
+    """A wrapper and its inner wrappers; empty unless plain tensors hold all of its contents.
 
-    Of a DTensor, which has a mesh, they have not: other ranks know where it is.
+    The result is empty for a DTensor, because its device mesh is no tensor.
     """
-    is_row_weight = isinstance(tensor, RowWeight)  # whose table has the elements
+    is_row_weight = isinstance(tensor, RowWeight)  # the elements are in its table
     if is_plain_tensor(tensor) or is_row_weight or not hasattr(tensor, "__tensor_flatten__"):
         return []
     found: list[Any] = [tensor]
@@ -160,7 +160,7 @@ def wrappers_in(tensor: object) -> list[Tensor]:
 
 
 def within_frozen(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name, and instead of wrappers that are not trained the plain tensors in them."""
+    """Tensors by name, with frozen wrappers replaced by their plain inner tensors."""
     found: dict[str, Tensor] = {}
     for name, each in named.items():
         is_wrapper = not each.requires_grad and wrappers_in(each)
@@ -169,19 +169,19 @@ def within_frozen(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TensorIndex:
-    """The tensors of a module and of what optimizers keep of it, as they are when it is made.
+    """A snapshot of the tensors of a module and its optimizer state.
 
-    Going through a module's names takes longer than everything else that a move does for a tensor:
-    what was found is kept for as long as each of it is where it was found.
+    Iterating a module's names is the slowest part of a move. The index is therefore reused while
+    is_current() finds each object where the constructor found it.
 
-    `is_of_state` says of an optimizer, a parameter's name, the parameter, a key and a value of its
-    state whether the value moves with the module. The name tells optimizers apart.
+    `is_of_state(optimizer, name, parameter, key, value)` returns whether a value of a parameter's
+    state moves with the module. The name is different for each optimizer.
 
     Attributes:
-        own: parameters and buffers, those that are not trained first; of wrappers that are not, as
-            quantized weights, the tensors within.
-        wrappers: which are there by their tensors alone.
-        state: what optimizers keep of each parameter.
+        own: parameters and buffers, frozen parameters first. Frozen wrappers, such as quantized
+            weights, are replaced by their inner tensors.
+        wrappers: frozen wrappers, which `own` contains only as inner tensors.
+        state: optimizer state of each parameter.
     """
 
     def __init__(
@@ -203,13 +203,13 @@ class TensorIndex:
             for within in wrappers_in(each)
         ]
         self._gradients: dict[str, Tensor] = {}
-        """The parameters that have one, by its name."""
+        """Parameters with a gradient, by the gradient's name."""
         self.state: dict[str, Tensor] = {}
         # Weak references to gradients: the index must not keep a dropped gradient alive.
         self._gradient_refs: list[weakref.ref[Tensor]] = []
         self._without_gradient: list[Tensor] = []
         self._of_state: list[tuple[Optimizer, Mapping[Tensor, Any], list[Any]]] = []
-        """What each optimizer keeps of each parameter; None: nothing."""
+        """Each optimizer with its state, and its entry for each parameter; None: no entry."""
         self._empty: list[dict[str, Any]] = []
         self._filled: list[dict[str, Any]] = []
         for each in self.wrappers:
@@ -219,7 +219,7 @@ class TensorIndex:
                 self._keep(of_part)
         for name, each in self.parameters.items():
             if each.is_leaf and each.grad is not None:
-                if each.grad.is_conj() or each.grad.is_neg():  # as torch makes some
+                if each.grad.is_conj() or each.grad.is_neg():  # torch creates such gradients
                     each.grad = each.grad.resolve_conj().resolve_neg()
                 self._gradients[f"the gradient of {name}"] = each
                 self._gradient_refs.append(weakref.ref(each.grad))
@@ -247,24 +247,24 @@ class TensorIndex:
         return chain.from_iterable([each.values() for each in self._filled])
 
     def _flags_now(self) -> list[bool]:
-        """Which parameters are trained, and which are leaves."""
+        """requires_grad of all parameters, followed by is_leaf of all parameters."""
         every = self.parameters.values()
         return [each.requires_grad for each in every] + [each.is_leaf for each in every]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Of the parameters that have one, while is_current()."""
+        """Gradients by name; valid only while is_current()."""
         found = {name: each.grad for name, each in self._gradients.items()}
         return cast(dict[str, Tensor], found)
 
     def all_tensors(self) -> list[Tensor]:
-        """Of the module, gradients and state, while is_current()."""
+        """Parameters, buffers, gradients and state; valid only while is_current()."""
         return [*self.own.values(), *self.gradients.values(), *self.state.values()]
 
     def is_current(self) -> bool:
-        """Whether all is where it was found, and nothing else.
+        """Whether exactly the found objects are where the constructor found them.
 
-        It asks all objects for one thing after another, which takes less time than one by one.
+        Checking one property of all objects at a time is faster than checking object by object.
         """
         if any(self._empty) or [*map(len, self._filled)] != self._lengths:
             return False
@@ -284,18 +284,21 @@ class TensorIndex:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor of a class of its own is more than a name for tensors within."""
+    """Whether a tensor subclass has memory besides its inner tensors."""
     if tensor.layout != torch.strided:
         return True
     try:
         tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # as torch says it of Tensor._make_wrapper_subclass
+    except RuntimeError:  # raised for Tensor._make_wrapper_subclass
         return False
     return True
 
 
 def stays_on_cpu(optimizer: Optimizer, parameter: Tensor, key: str, value: object) -> bool:
-    """Whether it is a count of steps on the CPU, where torch wants it whatever device steps."""
+    """Whether a value is a step count that torch requires on the CPU, whatever device steps.
+
+    This is false if the parameter's group is capturable or fused.
+    """
     if key != "step" or not isinstance(value, Tensor) or value.dim() or not value.is_cpu:
         return False
     takes_it = (g for g in optimizer.param_groups if g.get("capturable") or g.get("fused"))

@@ -1,4 +1,4 @@
-"""Swapper: units of a model come to the device when they are used, and leave when others do."""
+"""Swapper: loads units (offloaded modules) to the device for use, and evicts unused units."""
 
 from __future__ import annotations
 
@@ -25,39 +25,38 @@ __all__ = ["Swapper"]
 
 
 class Swapper:
-    """Keeps units of a model in host memory, and on the device while they are used.
+    """Keeps modules in host memory, and loads them to the device while they are used.
 
-    A unit is a module with its parameters, buffers and gradients, and what the optimizer keeps of
-    them. It comes to the device in one piece each, and what has changed of it goes back when its
-    memory is needed for another: the one that was used longest ago leaves, and under `auto` the one
-    that is used last in the order seen before. Parameter objects, hooks, param_groups and
-    schedulers stay as they are, and numbers are those of a model that stays on the device. An
-    evicted unit is ordinary CPU tensors.
+    A unit is one offloaded module: its parameters, buffers, gradients and optimizer state. Using a
+    unit loads it as a whole. If a unit needs memory, the least recently used unit is evicted,
+    and its changes are written back. Under `auto`, the evicted unit is the one whose next use is
+    farthest in the recorded order. Parameter objects, hooks, param_groups and schedulers remain
+    the same, and results equal a model that remains on the device. An evicted unit consists of
+    ordinary CPU tensors.
 
-    `optimizer.step()` steps unit by unit those that have gradients, and brings them for it; what
-    belongs to no unit is stepped as ever. Use a unit's tensors within `use` alone: outside it may
-    leave at any call of the swapper.
+    `optimizer.step()` loads and steps units with gradients one by one. Parameters outside units
+    are stepped as usual. Use a unit's tensors only within `use`, because any call of the swapper
+    may evict a unit that is not in use.
 
     Args:
-        modules: a module, whose children are the units, or the units. Modules that share a
-            parameter must be one unit (nn.ModuleList).
-        optimizer: any of torch's that keeps tensors for each parameter by itself, also as
-            accelerate, Lightning or Fabric wrap it, or several of them (Muon and AdamW), which may
-            share parameters; None: nothing is trained.
-        device: where units are used; by default the GPU, if there is one.
-        budget: the most device memory that units take, with gradients and state, in bytes or as
-            "12GiB"; None: as much as there is. Units that are used at once must fit together.
+        modules: the units' modules, or one module whose children are the units. Modules that share
+            a parameter must form one unit (nn.ModuleList).
+        optimizer: a torch optimizer that keeps separate tensors for each parameter, or several
+            optimizers (Muon and AdamW), which may share parameters. Wrappers from accelerate,
+            Lightning and Fabric are accepted. None: no training.
+        device: the device that uses the units. Default: the GPU, if there is one.
+        budget: the most device memory for units, including gradients and state, in bytes or as text
+            such as "12GiB". None: all device memory. Units in use must fit together.
 
     Raises:
-        TypeError: an argument is of the wrong kind, an optimizer steps all parameters at once
-            (LBFGS) or another optimizer (Lookahead), or keeps tensors within lists or dicts, or a
-            tensor is of a class of its own, other than a wrapper with `__tensor_flatten__` that is
-            not trained.
-        ValueError: there is no unit, two of them share a tensor, one of them is in another, an
-            optimizer is given twice, or small copies of it show that it does not step each
-            parameter by itself, the budget is no number of bytes, or a tensor is sparse, quantized,
-            on the meta device or made in inference mode.
-        RuntimeError: the device is a GPU, and torch finds none here.
+        TypeError: an argument has the wrong type. An optimizer steps all parameters at once
+            (LBFGS), wraps another optimizer (Lookahead), or keeps tensors within lists or dicts. A
+            tensor has a custom class that is not a frozen wrapper with `__tensor_flatten__`.
+        ValueError: there is no unit, units share a tensor, or a unit contains another. An optimizer
+            is given twice, or does not step each parameter separately (checked with small copies).
+            The budget is no number of bytes. A tensor is sparse, quantized, on the meta device or
+            made in inference mode.
+        RuntimeError: the device is a GPU, and torch finds none.
         MemoryError: the host has too little memory.
 
     Example:
@@ -127,53 +126,54 @@ class Swapper:
 
     @contextmanager
     def use(self, *modules: nn.Module) -> Iterator[None]:
-        """Brings units to the device, where they stay within.
+        """Context manager that loads units to the device and keeps them there until exit.
 
         Args:
-            *modules: of the units, or modules that have units within.
+            *modules: modules of units, or modules that contain units.
 
         Raises:
-            TypeError, ValueError: one of them is no module, or is no unit and has none.
-            RuntimeError: the budget, or the device's memory (torch.OutOfMemoryError), is too small
-                for all that is in use; nothing has changed but which units are there.
+            TypeError, ValueError: an argument is no module, or neither is nor contains a unit.
+            RuntimeError: the budget or the device memory (torch.OutOfMemoryError) is too small for
+                all units in use. Other units may have been loaded or evicted; values are unchanged.
         """
         with self._residency.using(self._named_units(modules), state=False):
             yield
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The units' modules."""
+        """The modules of the units."""
         return list(self._units)
 
     def prefetch(self, *modules: nn.Module, state: bool | None = None) -> None:
-        """Lets units come while others are used; it does not wait.
+        """Copies units to the device on a side stream, and returns at once.
 
-        Until they are used their tensors are on the host. Those that were used longest ago leave
-        for them, under `auto` those that are used last, and none that is in use or was prefetched.
-        What finds no room yet comes at a later call of the swapper.
+        Their tensors remain on the host until first use. Least recently used units are evicted for
+        them, or under `auto` the units with the farthest next use. Units that are in use or
+        prefetched are not evicted. A unit that does not fit yet is copied in a later call of the
+        swapper.
 
         Args:
-            *modules: as of `use`.
-            state: bring the optimizer's state as well; None: if the unit was stepped when it was
-                there last.
+            *modules: modules as in `use`.
+            state: whether to copy the optimizer state too. None: only if the unit was stepped the
+                last time it was on the device.
         """
         for unit in self._named_units(modules):
             self._residency.ask(unit, state=unit.was_stepped if state is None else state)
         self._residency.advance()
 
     def evict(self, *modules: nn.Module) -> Freed:
-        """Lets units leave the device, and waits until they have.
+        """Writes units back to the host, frees their device memory, and waits for the copies.
 
         Args:
-            *modules: as of `use`; none: all units that are not in use.
+            *modules: modules as in `use`. Without arguments: all units that are not in use.
 
         Returns:
-            The bytes of device memory that are free now, with `held_by`: views of units' tensors
-            that the program keeps, and that keep a unit's device memory and the values there.
+            The freed device bytes. Their `held_by` names views of units' tensors that the program
+            holds; such a view keeps the unit's device memory and the values there.
 
         Raises:
-            TypeError, ValueError: as of `use`.
-            RuntimeError: one of them is in use; nothing has changed.
+            TypeError, ValueError: see `use`.
+            RuntimeError: a given unit is in use. Nothing has changed.
         """
         self._residency.look()
         units = self._named_units(modules) if modules else list(self._units.values())
@@ -186,9 +186,9 @@ class Swapper:
         return Freed(freed, held)
 
     def flush(self) -> None:
-        """Writes what has changed on the device to host memory, and waits; units stay there.
+        """Writes changes back to host memory and waits; units remain on the device.
 
-        Gradients stay on the device alone until their unit leaves.
+        Gradients are written back only by an eviction of their unit.
         """
         for unit in self._residency.there:
             unit.write_back(self._residency.end_of_use(unit))
@@ -196,19 +196,19 @@ class Swapper:
             unit.wait()
 
     def touch(self, *modules: nn.Module) -> None:
-        """Says that tensors of units have been changed in a way that torch does not count.
+        """Marks tensors of units as changed, after changes that torch's versions do not count.
 
-        Such as by `parameter.data.mul_(0.9)` while the unit is on the device: without it that is
-        not written back. Changes that a step of the optimizer makes are known.
+        Call this after changes such as `parameter.data.mul_(0.9)` on the device, which are
+        otherwise not written back. Optimizer steps are detected without this call.
 
         Args:
-            *modules: as of `use`.
+            *modules: modules as in `use`.
         """
         for unit in self._named_units(modules):
             unit.touch()
 
     def close(self) -> None:
-        """Lets all units leave for good: modules and optimizer are as before, on the CPU."""
+        """Evicts all units and removes all hooks; modules and state remain on the CPU."""
         if self._auto is not None:
             self._auto.remove()
         for steps in self._steps:
@@ -238,12 +238,12 @@ class Swapper:
         return list(found)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the optimizer, as `optimizer.step()` does: unit by unit; of several one by one.
+        """Calls `step()` of each optimizer, which steps unit by unit.
 
         Raises:
-            TypeError: there is a closure, and there are several optimizers.
-            RuntimeError: there is no optimizer, no room for a unit and its state, or a GradScaler
-                has not scaled gradients back as it should have.
+            TypeError: there are a closure and several optimizers.
+            RuntimeError: there is no optimizer, a unit and its state do not fit on the device, or a
+                GradScaler has not unscaled gradients correctly.
         """
         if not self._given:
             raise RuntimeError("step: the swapper was made without an optimizer")
@@ -258,29 +258,31 @@ class Swapper:
         return self._given[0].step(closure)
 
     def auto(self, *, step: bool = False, ahead: int = 3) -> AutoOffload:
-        """Brings units as forward and backward reach them, and the next ones in the order seen.
+        """Loads units when forward or backward reaches them, and prefetches the next units.
 
-        So does an operation that computes something of a unit's tensors elsewhere. Inputs that are
-        on another device are copied to the units'. A unit may leave between its forward and its
-        backward, which brings it again. The backward pass is over once it returns; a graph goes
-        backward once. This lasts until remove(), or another auto(), or as long as the model, also
-        if nothing else keeps the Swapper.
+        The order of prefetches is recorded from earlier calls. An operation on a unit's tensors
+        outside its module loads the unit too. Inputs on another device are copied to the units'
+        device. A unit may be evicted between its forward and backward; the backward loads it again.
+        The backward pass ends when backward() returns; each graph supports one backward. The effect
+        lasts until remove() or another auto(), or as long as the model, even without references to
+        the Swapper.
 
         Args:
-            step: step each unit in the backward pass, as soon as its gradients are complete, and
-                drop them (`grad = None`): each backward() is a step, and a later optimizer.step()
-                is one of what belongs to no unit. Gradients must not be scaled, and not be changed
-                between backward() and that step: it raises RuntimeError if it has a parameter whose
-                gradient has been, and cannot know of it if units have all parameters.
-                DistributedDataParallel raises NotImplementedError in the forward.
-            ahead: how many of the next units are brought meanwhile, where there is room.
+            step: whether to step each unit in the backward pass once its gradients are complete,
+                and then drop the gradients (`grad = None`). Each backward() is then a step, and a
+                later optimizer.step() steps only parameters outside units. Gradients must not be
+                scaled, or changed between backward() and that step. The step raises RuntimeError if
+                the gradient of a parameter outside units has changed. A change is not detected if
+                all parameters belong to units. DistributedDataParallel raises NotImplementedError
+                in the forward.
+            ahead: how many of the next units to prefetch if they fit.
 
         Returns:
-            What ends that by remove(), or as a context manager.
+            A handle whose remove() ends the effect. The handle is also a context manager.
 
         Raises:
-            RuntimeError: step is asked for, and there is no optimizer; or the Swapper is closed.
-            ValueError: ahead is no number of units.
+            RuntimeError: `step` is True without an optimizer, or the Swapper is closed.
+            ValueError: `ahead` is not an int of at least 0.
         """
         self._check_open()
         if step and not self._steps:
@@ -294,7 +296,7 @@ class Swapper:
         return self._auto
 
     def report(self) -> SwapReport:
-        """What is where, and what has travelled so far; waits for copies that are on their way."""
+        """Reports where units are and what has been copied so far; waits for queued copies."""
         residency, units = self._residency, self._units.values()
         residency.look()
         return SwapReport(
@@ -314,7 +316,7 @@ class Swapper:
 
 
 def _named(modules: object) -> list[tuple[str, nn.Module]]:
-    """The units and what they are called."""
+    """Returns the modules of the units with their names."""
     if isinstance(modules, nn.Module):
         named = list(modules.named_children())
         what = f"{type(modules).__name__} has no modules within"

@@ -1,4 +1,4 @@
-"""TrainingState: all that a training has on a device, put to sleep in host memory and woken."""
+"""TrainingState: offloads a model and its optimizers to host memory, and loads them again."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _REMEDIES: dict[StatePart, str] = {
     "gradients": "drop them before the backward, as zero_grad() does",
     "optimizer": "wake() the state and optimizer.load_state_dict() before the step",
 }
-"""What loads the values of a part again, or does without them."""
+"""Per part, how a caller restores discarded values or avoids needing them (in error texts)."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _without_collections(method: _Method) -> _Method:
-    """Lets a method move tensors without a graph, and without collections of cycles meanwhile.
+    """Runs a method without autograd and without garbage collection.
 
-    Thousands of records would set off collections, which look at all objects that there are. They
-    go on wherever Ctrl-C interrupts this: each line of one `finally` is in the block of the other.
+    Thousands of new objects would trigger collections, which scan all objects. Collection is
+    enabled again wherever Ctrl-C interrupts: the nested `finally` blocks cover each other's lines.
     """
 
     @wraps(method)
@@ -64,24 +64,24 @@ def _without_collections(method: _Method) -> _Method:
 
 @dataclass(frozen=True)
 class SleepReport:
-    """What a call of a TrainingState has moved, and what is where."""
+    """Reports the data that a TrainingState call moved, and the memory in use afterwards."""
 
     asleep: dict[StatePart, int]
-    """Bytes that sleep, by part."""
+    """Offloaded bytes, by part."""
     bytes_copied: int
-    """By this call."""
+    """Bytes that this call copied."""
     seconds: float
-    """That it took."""
+    """Duration of this call."""
     device_bytes: int
-    """By how much the device's free memory has grown, as the driver counts it; below 0: shrunk."""
+    """Increase of free device memory in bytes, as the driver counts it; negative: a decrease."""
     host_bytes: int
-    """Of host memory, which is kept for the next time and is pinned if the device is a GPU."""
+    """Bytes of host memory, which is kept for reuse and is pinned if the device is a GPU."""
     reserved_bytes: int
-    """Of the device, which torch's allocator has by now: of tensors that are awake, and of memory
-    pools, as CUDA graphs have them."""
+    """Device bytes that torch's allocator reserves, for loaded tensors and for memory pools such as
+    those of CUDA graphs."""
     left: tuple[str, ...]
-    """Tensors of the parts that stay on the device: their memory is shared with what stays, or is
-    not of torch's allocator."""
+    """Names of tensors that remain on the device: their storage is shared with a part that remains,
+    or does not belong to torch's allocator."""
 
     def __str__(self) -> str:
         asleep = ", ".join(f"{part} {text_of(count)}" for part, count in self.asleep.items())
@@ -99,41 +99,42 @@ class SleepReport:
 
 
 class TrainingState:
-    """A model and its optimizers, which sleep in host memory while the device does something else.
+    """Offloads a model and its optimizers to host memory while other work uses the device.
 
-    `sleep()` brings all that they have on the device to pinned host memory in one sweep and gives
-    the device's memory back; `wake()` brings it again. In between another program, or another model
-    of this one, has the memory: in reinforcement learning the generation between two trainings. The
-    host memory is made once. Training is as if nothing had happened: objects, names, param_groups,
-    hooks, tied weights and what autograd has saved stay as they are, and there is nothing to do at
-    each step.
+    `sleep()` copies all their device memory to pinned host memory and frees it on the device.
+    `wake()` copies everything back. Meanwhile another program or model can use the memory, such as
+    generation between two training phases in reinforcement learning. Host memory is allocated once
+    and reused. Training continues unchanged: objects, names, param_groups, hooks, tied weights and
+    tensors that autograd has saved remain the same. Training steps need no extra calls.
 
-    Tensors that sleep are tensors of their device still, in mapped host memory: they can be read,
-    saved and loaded, and even be computed with, at the speed of the link. Views of their former
-    memory that the program has made (`weight[:10]`) have no memory meanwhile, and must not be used;
-    a backward that needs what sleeps raises RuntimeError.
+    While offloaded, tensors still report their device, but are mapped host memory. You can read,
+    save, load and compute with them at the speed of the link (PCIe or NVLink-C2C). Views that you
+    made before (`weight[:10]`) have no memory meanwhile and must not be used. A backward that
+    needs offloaded tensors raises RuntimeError.
 
-    Tensors wake at other addresses: a CUDA graph that reads them must be captured anew. With
-    keep_addresses=True they move once, when they sleep for the first time, and from then on wake
-    where they were: graphs that are captured after that live on, and must not be replayed while the
-    state sleeps.
+    Tensors wake at new addresses, so a CUDA graph that reads them must be captured again. With
+    keep_addresses=True, tensors move only once, during their first sleep, and keep those addresses
+    afterwards. Graphs captured after that sleep remain valid, but must not be replayed while the
+    state is offloaded.
 
-    Rows of an Embedding are not part of it: they are in host memory already. Neither are units of a
-    Swapper, which has its own evict().
+    Embedding rows are not included, because they are in host memory already. Modules of a Swapper
+    are not included either; use Swapper.evict().
 
     Args:
-        model: any module: of FSDP2 and DistributedDataParallel, compiled or quantized as well.
-        optimizer: one or several, also as accelerate, Lightning or Fabric wrap them; None: none.
-        device: whose tensors sleep; by default that of the model's first tensor on a GPU.
-        keep_addresses: whether tensors have the same addresses whenever they are awake: ranges of
-            CUDA's virtual memory, into which the first sleep moves them. Parts that share memory
-            then sleep together, torch's own figures count what sleeps, and another process cannot
-            be given the tensors (CUDA IPC).
+        model: any module, including FSDP2, DistributedDataParallel, compiled and quantized modules.
+        optimizer: one or several optimizers, or None. Wrappers from accelerate, Lightning and
+            Fabric are accepted.
+        device: the device whose tensors sleep. Default: the device of the model's first tensor on
+            a GPU.
+        keep_addresses: whether tensors have the same addresses whenever they are loaded. The first
+            sleep moves them into ranges of CUDA's virtual memory. Parts that share memory must then
+            sleep together, torch's memory statistics count offloaded tensors, and tensors cannot be
+            shared with another process (CUDA IPC).
 
     Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: the device is none of a tensor's memory, the model has no tensor, or addresses
-            cannot be kept there.
+        TypeError: an argument has the wrong type.
+        ValueError: the device is neither a CPU nor a GPU, the model has no tensor, or addresses
+            cannot be kept on the device.
 
     Example:
         >>> import torch, speedtorch
@@ -178,41 +179,41 @@ class TrainingState:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether any part sleeps."""
+        """Whether any part is offloaded."""
         return any(each.is_asleep for each in self._parts.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that it has, asleep or awake."""
+        """Bytes of host memory in use or kept for reuse."""
         return sum(each.host_nbytes for each in self._parts.values())
 
     @_without_collections
     def sleep(
         self, parts: Collection[StatePart] | None = None, *, discard: Collection[StatePart] = ()
     ) -> SleepReport:
-        """Brings what is on the device to host memory, and frees the device's; waits for both.
+        """Copies device memory to the host, frees it on the device, and waits for both.
 
-        It waits for all that the device has to do. Of weights that are not trained, what has not
-        changed since it came is not copied again. What sleeps already stays as it is.
+        The call first waits for all queued work on the device. Frozen weights that are unchanged
+        since the last wake are not copied again. Parts that are offloaded already are unchanged.
 
         Args:
-            parts: "weights" (parameters and buffers), "gradients" and "optimizer" (its state); by
-                default all three.
-            discard: parts, or some of them, whose values are not needed any more: they are not
-                copied and take no host memory. Their tensors have no elements meanwhile; once they
-                wake, all are NaN (of integers all bits are set), and must be loaded: a forward of
-                the model, or a step of an optimizer, raises RuntimeError before. Buffers that no
-                state_dict() has (persistent=False) are copied all the same.
+            parts: any of "weights" (parameters and buffers), "gradients" and "optimizer" (its
+                state). Default: all three.
+            discard: a subset of `parts` whose values are no longer needed. They are not copied and
+                use no host memory. Their tensors have no elements while offloaded. After wake() all
+                elements are NaN (integers: all bits set). Load new values before the next forward
+                or optimizer step, which otherwise raises RuntimeError. Buffers that state_dict()
+                omits (persistent=False) are copied anyway.
 
         Returns:
-            What was copied, the memory that is free now, and what had to stay.
+            The copied bytes, the freed memory, and the names of tensors that remain on the device.
 
         Raises:
-            ValueError: there is no such part; a tensor belongs to a Swapper's unit, is sparse,
-                quantized, nested or a lazily conjugated view, was made in inference mode, or shares
-                kept addresses with a part that stays; nothing has changed.
-            MemoryError, RuntimeError: the host has too little memory, or CUDA pins no more of it;
-                the parts that did not fit are awake.
+            ValueError: a part does not exist. A tensor belongs to a Swapper, is sparse, quantized,
+                nested or a lazily conjugated view, was made in inference mode, or shares kept
+                addresses with a part that remains. Nothing has changed.
+            MemoryError, RuntimeError: the host has too little memory, or CUDA cannot pin more.
+                Parts that did not fit remain on the device.
         """
         wanted, lost = _chosen("parts", parts), _chosen("discard", discard)
         if outside := [each for each in lost if each not in wanted]:
@@ -222,10 +223,10 @@ class TrainingState:
             copied = 0
             self._synchronize()
             for each in self._parts.values():
-                if each.is_half_way:  # an error has interrupted the last call
+                if each.is_half_way:  # an error interrupted the last call
                     each.wake()
             if "weights" in wanted and not self._parts["weights"].is_asleep:
-                # What FSDP2 has gathered would not see a shard that is written asleep.
+                # Gathered FSDP2 parameters would miss writes to a shard while it is offloaded.
                 for module in filter(fully_sharded, self._model.modules()):
                     module.reshard()  # type: ignore[operator]
             found = state_tensors(self._model, self._optimizers)
@@ -244,18 +245,18 @@ class TrainingState:
 
     @_without_collections
     def wake(self, parts: Collection[StatePart] | None = None) -> SleepReport:
-        """Brings what sleeps back to the device, and waits until it is there.
+        """Copies offloaded parts back to the device, and waits for the copies.
 
-        Values that were written meanwhile come along. A tensor that was given other memory, as by
-        `parameter.data = values` or `model.cpu()`, keeps that.
+        Values that were written while offloaded are copied too. A tensor that received other memory
+        meanwhile, such as by `parameter.data = values` or `model.cpu()`, keeps that memory.
 
         Args:
-            parts: as of sleep(); by default all that sleep.
+            parts: the parts to load, named as in sleep(). Default: all that are offloaded.
 
         Raises:
-            ValueError: there is no such part.
-            RuntimeError: what torch raises where the device has too little memory
-                (torch.OutOfMemoryError); the parts that did not fit sleep on.
+            ValueError: a part does not exist.
+            RuntimeError: the device has too little memory (torch.OutOfMemoryError). Parts that did
+                not fit remain offloaded.
         """
         wanted = _chosen("parts", parts)
         with self._turn:
@@ -268,11 +269,10 @@ class TrainingState:
     def asleep(
         self, parts: Collection[StatePart] | None = None, *, discard: Collection[StatePart] = ()
     ) -> Iterator[SleepReport]:
-        """Lets parts sleep within, and wakes them afterwards, also after an error.
+        """Context manager that calls sleep() at entry and wake() at exit, also after an exception.
 
-        Parts that sleep already sleep on.
-
-        Args and errors are those of sleep() and wake().
+        Parts that were offloaded before remain offloaded. Arguments and exceptions are the same as
+        in sleep() and wake().
         """
         falling = [part for part in _chosen("parts", parts) if not self._parts[part].is_asleep]
         try:
@@ -281,9 +281,9 @@ class TrainingState:
             self.wake(falling)
 
     def release(self) -> None:
-        """Gives the host memory back that is kept for the next time.
+        """Frees the host memory that is kept for reuse; the next sleep() allocates it again.
 
-        What sleeps keeps its own; sleep() makes it anew.
+        Offloaded parts keep their host memory.
         """
         with self._turn:
             for part in self._parts.values():
@@ -293,10 +293,10 @@ class TrainingState:
     def _slots(
         self, found: StateTensors, wanted: Collection[StatePart], lost: Collection[StatePart]
     ) -> tuple[dict[StatePart, list[Slot]], list[str]]:
-        """What is to sleep of each part, and names of what stays.
+        """Returns the storages to offload by part, and the names of tensors that remain.
 
-        Memory that tensors of two parts share belongs to the first of them, and stays where one of
-        them does.
+        A storage that two parts share belongs to the first part. The storage remains on the device
+        if either part does.
         """
         sleeping = {id(each) for part in self._parts.values() for each in part.tensors}
         rest = [each for part in PARTS if part not in wanted for each in found.of[part].values()]
@@ -335,7 +335,7 @@ class TrainingState:
                     f"keep_addresses: memory of the {part} is also that of a part that stays; let"
                     " both sleep, or neither"
                 )
-        # A storage that another part has by now sleeps with the addresses that it has.
+        # A storage that has moved to another part sleeps with the part that keeps its addresses.
         moved = {storage_id(each.storage) for others in more.values() for each in others}
         for part, others in more.items():
             own = [each for each in slots[part] if storage_id(each.storage) not in moved]
@@ -344,7 +344,7 @@ class TrainingState:
         return {part: some for part, some in slots.items() if some}, left
 
     def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
-        """Whether a tensor is on the device and may have memory there."""
+        """Whether a tensor is on the device and not offloaded."""
         return tensor.device == self.device and id(tensor) not in sleeping
 
     def _free_bytes(self) -> int:
@@ -395,12 +395,12 @@ def _check_can_keep(device: torch.device) -> None:
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a dense tensor."""
+    """Returns the storage of a strided tensor, and None for other layouts."""
     return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
 def _chosen(argument: str, parts: Any) -> list[StatePart]:
-    """The parts that are named, in their order."""
+    """Returns the named parts in the order of PARTS; raises ValueError for unknown names."""
     if parts is None:
         return list(PARTS)
     named = [parts] if isinstance(parts, str) else list(parts)
@@ -410,7 +410,7 @@ def _chosen(argument: str, parts: Any) -> list[StatePart]:
 
 
 def _check(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that cannot be let see other memory."""
+    """Raises ValueError for a tensor whose memory cannot be replaced."""
     if is_of_unit(tensor):
         raise ValueError(f"{name}: it belongs to a unit of a Swapper: use its evict(), or close it")
     if tensor.layout != torch.strided:

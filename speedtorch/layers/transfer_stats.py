@@ -1,4 +1,4 @@
-"""How much is copied between host and device, how fast, and reports that say so."""
+"""Counts and times copies between host and device, and defines the reports."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from speedtorch.memory.byte_count import text_of
 
 __all__ = ["Begun", "Freed", "Memory", "StateReport", "SwapReport", "TransferStats"]
 
-_KEPT = 64  # events of so many copies, before anybody looks whether they are done
+_KEPT = 64  # copies whose events stay pending before end() queries whether they have finished
 
 Begun: TypeAlias = float | torch.cuda.Event
 
 
 class Memory(Enum):
-    """The two memories of a slab; a copy is named by the one that it writes to."""
+    """Host or device memory of a slab; a copy is named by its destination."""
 
     HOST = "host"
     DEVICE = "device"
 
 
 class TransferStats:
-    """Bytes copied to each memory, and the seconds that the copies took."""
+    """Counts bytes copied to each memory, and the seconds of those copies."""
 
     def __init__(self) -> None:
         self.copied = dict.fromkeys(Memory, 0)
         self._seconds = dict.fromkeys(Memory, 0.0)
         self._open: list[tuple[Memory, torch.cuda.Event, torch.cuda.Event]] = []
         self._free: list[torch.cuda.Event] = []
-        """Marks that have been read."""
+        """Start events for reuse, whose times have been read."""
 
     def begin(self, stream: torch.cuda.Stream | None) -> Begun:
-        """A copy begins on a stream; without a stream it is done when end() is called."""
+        """Marks the start of a copy on a stream; None: the copy is synchronous."""
         if stream is None:
             return time.perf_counter()
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class TransferStats:
         return event
 
     def end(self, begun: Begun, end: torch.cuda.Event | None, nbytes: int, to: Memory) -> None:
-        """So many bytes have been queued since, up to a timed event."""
+        """Records `nbytes` copied since `begun`; `end` is a timed event behind the copy."""
         self.copied[to] += nbytes
         if isinstance(begun, float):
             self._seconds[to] += time.perf_counter() - begun
@@ -56,7 +56,7 @@ class TransferStats:
             self._close(*self._open.pop(0))
 
     def figures(self) -> dict[str, Any]:
-        """What a TransferReport says of the copies; waits for those that have not come yet."""
+        """Returns the copy fields of a TransferReport; waits for pending copies."""
         while self._open:
             self._open[0][2].synchronize()
             self._close(*self._open.pop(0))
@@ -76,14 +76,14 @@ class Freed(int):
     """Bytes of device memory that an eviction has freed.
 
     Attributes:
-        held_by: views of units' tensors that are kept, each with the unit's name: they keep
-            its device memory.
+        held_by: views of evicted tensors that the program still holds, each with the unit's name.
+            They keep the unit's device memory allocated.
     """
 
     held_by: tuple[str, ...]
 
     def __new__(cls, count: int, held_by: Iterable[str] = ()) -> Freed:
-        """An int with names."""
+        """Creates the count with the names of its views."""
         made = super().__new__(cls, count)
         vars(made)["held_by"] = tuple(held_by)
         return made
@@ -95,16 +95,18 @@ class Freed(int):
 
 @dataclass(frozen=True)
 class TransferReport:
-    """The host memory of what moves, and what has travelled since it was made."""
+    """Host memory of a swapper, and all copies since its creation."""
 
     host_bytes: int
-    """Of host memory, which is pinned if the device is a GPU."""
+    """Bytes of host memory, which is pinned if the device is a GPU."""
     bytes_in: int
-    """Copied to the device."""
+    """Bytes copied to the device."""
     bytes_out: int
+    """Bytes copied to the host."""
     gbps_in: float | None
-    """10^9 bytes per second while copies were under way; None: there were none."""
+    """10^9 bytes per second during copies to the device; None without copies."""
     gbps_out: float | None
+    """10^9 bytes per second during copies to the host; None without copies."""
 
     def _copies(self) -> Iterable[str]:
         ways = (
@@ -117,25 +119,25 @@ class TransferReport:
 
 @dataclass(frozen=True)
 class SwapReport(TransferReport):
-    """Where a Swapper's units are, and what has travelled since it was made."""
+    """Locations of a Swapper's units (offloaded modules), and all copies since its creation."""
 
     units: int
-    """How many there are."""
+    """Number of units."""
     resident: tuple[str, ...]
-    """Those on the device, the one that was used longest ago first."""
+    """Names of units on the device, least recently used first."""
     in_use: tuple[str, ...]
     resident_bytes: int
-    """Of device memory, gradients and new state included."""
+    """Bytes of device memory, including gradients and new optimizer state."""
     budget_bytes: int | None
     new_bytes: int
-    """On the device that would be copied to the host if all left now."""
+    """Device bytes that an eviction of all units would copy to the host now."""
     hits: int
     """Uses that found their unit on the device."""
     misses: int
     seconds_waited: float
-    """By the host, for units to leave."""
+    """Seconds that the host has waited for evictions."""
     held_by: tuple[str, ...]
-    """Views that the program keeps of units' tensors on the device."""
+    """Views of units' device tensors that the program holds."""
 
     def __str__(self) -> str:
         budget = "" if self.budget_bytes is None else f" of {text_of(self.budget_bytes)}"
@@ -153,12 +155,12 @@ class SwapReport(TransferReport):
 
 @dataclass(frozen=True)
 class StateReport(TransferReport):
-    """Where a StateSwapper's state is, and what has travelled since it was made."""
+    """Location of a StateSwapper's state, and all copies since its creation."""
 
     pieces: int
-    """In which it is brought."""
+    """Number of pieces in which state is copied."""
     device_bytes: int
-    """Of the device that state takes now."""
+    """Device bytes that state uses now."""
     budget_bytes: int
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""A module's parameters and buffers, with gradients and optimizer state, as one that moves.
+"""Unit: one offloaded module with its parameters, buffers, gradients and optimizer state.
 
-A unit has three packs: parameters and buffers, their gradients, and what the optimizer keeps of
-them. So a forward brings no state to the device, and a unit whose step is done no gradients.
+A unit has three packs: parameters and buffers, gradients, and optimizer state. A forward therefore
+loads no state, and a unit loads no gradients after they were dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _untracked(method: _Method) -> _Method:
-    """Lets a method look at tracked tensors without being taken for the program."""
+    """Runs a method without tracking its accesses to tensors as uses by the program."""
 
     @wraps(method)
     def call(self: Unit, *args: Any, **kwargs: Any) -> Any:
@@ -62,33 +62,36 @@ def _untracked(method: _Method) -> _Method:
 
 
 class Caller(Protocol):
-    """Brings units as the program reaches them, and knows in which order it does."""
+    """Loads units when the program reaches them, and records their order of use."""
 
     def using(self, unit: Unit) -> AbstractContextManager[None]:
-        """The unit is on the device within, for one operation of the program."""
+        """Context manager that keeps the unit on the device for one operation of the program."""
 
     def is_nested(self, unit: Unit) -> bool:
-        """Whether a call of another unit is under way."""
+        """Whether a call of another unit is running."""
 
     def reaches(self, unit: Unit, *, nested: bool) -> None:
-        """A backward reaches a result of a unit; `nested`: of a call within another unit's."""
+        """Notes that a backward reaches a result of a unit.
+
+        `nested`: the result belongs to a call within another unit's call.
+        """
 
     def end_failed(self) -> None:
-        """Ends uses by a backward that has failed."""
+        """Ends the uses of a failed backward."""
 
     def next_use(self, unit: Unit, *, state: bool) -> float:
-        """In how many calls a unit is used next, or its state; inf: unknown."""
+        """Number of calls until the next use of a unit or its state; inf: unknown."""
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The unit of each tensor, as a weakref: it belongs to one at most."""
+"""The unit of each tensor, as a weakref: a tensor belongs to at most one unit."""
 
 
 def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
-    """The nodes of results since a number of autograd's, and whether each is a result's last one.
+    """Autograd nodes of results made since node number `begun`, and whether each is a last node.
 
-    Of a view they are its own, and the one of its base, which is the last that a backward reaches.
-    A change in place of the view, or of its base, replaces the first in the graph, not the second.
+    A view has its own node and its base's node; a backward reaches the base's node last. An
+    in-place change of the view or its base replaces the view's node, but not the base's node.
     """
     found: dict[Node, bool] = {}
     for each in results:
@@ -101,39 +104,39 @@ def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
 
 
 class Unit:
-    """A module and what an optimizer keeps of it: in host memory, or on the device.
+    """A module with its optimizer state, in host memory or on the device.
 
-    The unit is evicted at first. An evicted unit is ordinary CPU tensors. Parameter objects, their
-    hooks, requires_grad and an optimizer's param_groups stay as they are; gradients and the tensors
-    of `optimizer.state` move along, those that are made later as well. Tensors without dimensions
-    that torch keeps on the CPU (`step`) stay there. Tied tensors are there once, and stay tied.
+    A new unit is evicted. An evicted unit consists of ordinary CPU tensors. Parameter objects,
+    hooks, requires_grad and param_groups remain the same. Gradients and tensors of
+    `optimizer.state` move with the unit, including tensors created later. 0-dim tensors that torch
+    keeps on the CPU (`step`) remain there. Tied tensors are stored once and remain tied.
 
-    Written back is what may have changed: gradients, buffers if a module that has some has been
-    called, what a step of the optimizer has changed, and whatever torch has counted a change of.
-    Torch counts none of `parameter.data`: say `touch()` after such a change, unless a step of the
-    optimizer follows or does it.
+    Only data that may have changed is written back: gradients, buffers after a call of a module
+    with buffers, data changed by optimizer steps, and tensors whose version has changed. Changes
+    through `parameter.data` change no version. Call `touch()` after them, unless an optimizer step
+    makes or follows them.
 
-    On a GPU bring(), load() and write_back() go beside the current stream. All that moves the unit
-    raises TypeError or ValueError for a tensor that cannot be moved, MemoryError if the host has
-    too little memory for what came to it, and RuntimeError (torch.OutOfMemoryError) if the device
-    has; the unit is where it was then, or what of it was prefetched is on the device.
+    On a GPU, bring(), load() and write_back() copy on side streams. Methods that move the unit
+    raise TypeError or ValueError for a tensor that cannot be moved, MemoryError if the host has too
+    little memory for new tensors, and RuntimeError (torch.OutOfMemoryError) if the device has too
+    little. The unit then remains where it was, or its prefetched tensors are on the device.
 
-    A view of a loaded unit's tensor that you keep (`parameter.detach()`) keeps the device memory of
-    the whole unit, and the values there; evict() names it. What autograd keeps has no memory while
-    the unit is evicted: a backward raises RuntimeError then.
+    If you keep a view of a loaded unit's tensor (`parameter.detach()`), the view keeps the device
+    memory of the whole unit and the values there; held_by() names the view. Tensors that autograd
+    saved have no memory while the unit is evicted, and a backward then raises RuntimeError.
 
-    Making one raises the same errors, and ValueError for a tensor of another unit. Of modules that
-    share a parameter make one unit (nn.ModuleList). `before_gradients` is called with the unit
-    where a backward reaches it and there is no Caller.
+    The constructor raises the same errors, and ValueError for a tensor of another unit. Modules
+    that share a parameter must form one unit (nn.ModuleList). `before_gradients` is called with the
+    unit when a backward reaches it and there is no Caller.
 
     Attributes:
-        open_results: results with a graph that no backward has reached.
-        has_graph: whether a graph may need its memory, as far as is known.
-        gives_views: whether its module has returned views of its tensors.
-        has_views: whether the program may have views of its tensors, taken since it was evicted.
-        was_stepped: whether it was stepped when it was on the device last.
-        made_state_bytes: of the optimizer's state that steps made on the device, as other_bytes()
-            has counted it last.
+        open_results: number of results with a graph that no backward has reached.
+        has_graph: whether a known autograd graph may need the unit's memory.
+        gives_views: whether the module has returned views of the unit's tensors.
+        has_views: whether the program may hold views that it made since the last eviction.
+        was_stepped: whether the unit was stepped the last time it was on the device.
+        made_state_bytes: bytes of optimizer state that steps created on the device, as counted by
+            the last other_bytes().
     """
 
     def __init__(
@@ -155,21 +158,21 @@ class Unit:
         self.gives_views = self.has_views = self.has_graph = self.was_stepped = False
         self._caller: Caller | None = None
         self._before_gradients = before_gradients
-        # All that it has may have been changed before. Threads set each flag without reading it.
+        # All tensors may have changed before. Threads set these flags without reading them.
         self._is_touched = self._is_used = self._is_state_new = True
         self._index: TensorIndex | None = None
         self._stepped: set[str] = set()
-        """Parameters that a step may have changed."""
+        """Names of parameters that a step may have changed."""
         self._copied_versions: list[int] = []
         self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
         self._packs = self._own, self._gradients, self._state
         self._begun: list[int] = []
-        """The number of autograd's next node when each forward began."""
+        """Autograd's next node number at the begin of each running forward."""
         self.averaging = Averaging(name, module, self.device)
         self._tracker = AccessTracker(self)
         self.made_state_bytes = 0
         self._streams: set[torch.cuda.Stream] = set()
-        """Streams that the module ran on, and its tensors were used on, since _join_streams()."""
+        """Streams that have run the module or used its tensors since _join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
         self._forward_hook, begins, saved = (
@@ -191,43 +194,43 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its host memory, and on the device if all of it is there."""
+        """Bytes of host memory, which are also the device bytes of a loaded unit."""
         return sum(pack.slab.nbytes for pack in self._packs)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of its device memory now, without what came to it there since it was loaded."""
+        """Bytes of device memory now, without tensors created there since the load."""
         return sum([pack.slab.device_bytes for pack in self._packs])
 
     @property
     def memory(self) -> Memory | None:
-        """Where its parameters are; None after an error in a move, until another completes it."""
+        """Memory of the parameters; None after a failed move, until another move completes it."""
         return self._own.memory
 
     def is_home(self, *, state_alone: bool) -> bool:
-        """Whether evict(), or evict_state(), would wait for no copy that write_back() has begun."""
+        """Whether copies of write_back() are done, so evict() or evict_state() need not wait."""
         packs = self._packs[2:] if state_alone else self._packs
         return all(pack.slab.leaving.is_done for pack in packs)
 
     def _parts(self) -> tuple[_Part, _Part, _Part]:
-        """Its packs and what is in them now: its own, gradients, what the optimizer keeps."""
+        """The packs with their current members: parameters and buffers, gradients, state."""
         found = self._found
-        # Torch's batch norm changes its statistics and counts no version.
+        # Torch's batch norm changes its statistics without a new version.
         buffers = found.buffers if self._is_used else ()
         is_touched = self._is_touched or self._wrapper_versions() != self._copied_versions
         written = found.own.keys() if is_touched else self._stepped.union(buffers)
         state = found.state.keys() if self._is_state_new else ()
         return (
             (self._own, Members(found.own, written)),
-            # Torch counts not all changes of gradients.
+            # Some changes of gradients do not change their version.
             (self._gradients, Members(found.gradients, found.gradients.keys())),
             (self._state, Members(found.state, state)),
         )
 
     def bring(self, *, state: bool = True) -> None:
-        """Begins to copy the unit to the device, with the optimizer's state if that is asked for.
+        """Starts copying the unit to the device; `state` includes the optimizer state.
 
-        Its tensors stay on the host until load(), which copies what has changed there meanwhile.
+        The tensors remain on the host until load(), which copies later changes again.
         """
         try:
             self._come(Pack.bring, state=state)
@@ -235,10 +238,10 @@ class Unit:
             self.track()
 
     def load(self, *, state: bool = True) -> None:
-        """Brings the unit to the device, where it stays if it is there.
+        """Loads the unit to the device, unless it is loaded already.
 
-        What the current stream gets from now on waits for it. A forward and a backward do not need
-        the optimizer's state.
+        Later work on the current stream waits for the copy. A forward and a backward do not need
+        the optimizer state.
         """
         self._come(Pack.load, state=state)
         for pack in self._packs if state else self._packs[:2]:
@@ -248,13 +251,13 @@ class Unit:
     def _come(self, call: Callable[..., None], *, state: bool) -> None:
         self._tracker.stop()
         self.averaging.note()
-        if not self.device_bytes:  # all is on the host, and all is copied
+        if not self.device_bytes:  # the load copies all tensors, so host and device are equal
             self.was_stepped = self._is_state_new = False
             self._note_copied()
         empty = [pack for pack in self._packs if not pack.slab.device_bytes]
         called: list[_Part] = []
         try:
-            # Even whether the index is current is seen while the copy is on its way.
+            # The copy starts before the check whether the index is current, to overlap both.
             is_begun = self._index is not None and self._own.begin(self._index.own)
             parts = self._parts()
             for pack, members in parts if state else parts[:2]:
@@ -262,7 +265,7 @@ class Unit:
                 call(pack, members, begun=is_begun and pack is self._own)
             self._follow_inner()
         except BaseException as error:
-            for pack in self._packs:  # some may be on the device already
+            for pack in self._packs:  # some packs may be on the device already
                 pack.slab.coming.join()
             for pack, members in called if isinstance(error, RuntimeError) else ():
                 if pack in empty:
@@ -276,11 +279,11 @@ class Unit:
     def write_back(
         self, after: torch.cuda.Event | None = None, *, state_alone: bool = False
     ) -> None:
-        """Begins to copy what is new on the device to the host, or of the optimizer's state alone.
+        """Starts copying changes on the device to the host, or only those of the optimizer state.
 
-        The unit stays there. evict() then waits for these copies, and makes no others unless the
-        unit is changed meanwhile. Gradients are left to evict(). `after` is the end of the unit's
-        last use; None: after all that the current stream has by now.
+        The unit remains on the device. evict() then waits for these copies, and makes no others
+        unless the unit changes meanwhile. Only evict() copies gradients. The copies wait for
+        `after`, the end of the unit's last use; None: for all work queued on the current stream.
         """
         self._join_streams(after)
         (own, members), _, (of_state, state) = self._parts()
@@ -294,19 +297,20 @@ class Unit:
 
     @_untracked
     def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
-        """Brings the unit to the host, and what is new of it; returns the bytes of device memory.
+        """Copies changes to the host, frees the device memory, and returns the freed bytes.
 
-        These are free then. 0 if it was on the host. Memory that views keep is not; see held_by().
-        `after` is as of write_back(), `search` as of Pack.evict, of parameters and buffers.
+        The result is 0 if the unit was on the host. Views keep their memory; see held_by(). `after`
+        is the same as in write_back(). `search` is the same as in Pack.evict, for parameters and
+        buffers.
         """
         self._tracker.stop()
         self.averaging.note()
         self._join_streams(after)
         freed, parts = 0, self._parts()[::-1]
-        # All are on their way before the first is waited for.
+        # All copies are queued before the host waits for the first.
         copied = [pack.begin_back(members) for pack, members in parts]
         for (pack, members), names in zip(parts, copied, strict=True):
-            # Graphs have views of its own tensors alone.
+            # Autograd graphs hold views only of parameters and buffers.
             is_searched = search or pack is not self._own
             freed += pack.evict(members, after, search=is_searched, copied=names)
         self._follow_inner()
@@ -318,16 +322,16 @@ class Unit:
         return freed
 
     def _follow_inner(self) -> None:
-        """Lets wrappers be seen where the tensors within have moved."""
+        """Updates the device of wrapper tensors to the device of their inner tensors."""
         with torch.inference_mode(False):
             for each in self._found.wrappers:
                 follow_inner(each)
 
     @_untracked
     def evict_state(self, after: torch.cuda.Event | None = None) -> int:
-        """Brings the optimizer's state to the host alone; returns the bytes that are free then.
+        """Evicts only the optimizer state, and returns the freed bytes.
 
-        The unit can be used, and not be stepped.
+        The unit can then be used, but not stepped.
         """
         self._tracker.stop()
         self._join_streams(after)
@@ -345,25 +349,25 @@ class Unit:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of device memory of the optimizer's state, but for made_state_bytes."""
+        """Bytes of device memory of the optimizer state, without made_state_bytes."""
         return self._state.slab.device_bytes
 
     @property
     @_untracked
     def has_new_tensors(self) -> bool:
-        """Whether parameters or buffers were added or renamed since the unit was evicted last.
+        """Whether parameters or buffers were added or renamed since the last eviction.
 
-        A graph must not save them before they have been moved: they are not in the slab yet.
+        Autograd must not save them before an eviction, because they are not in the slab yet.
         """
         return not self._own.has_all(self._found.own)
 
     def held_by(self) -> list[str]:
-        """Views that the program keeps, and with them device memory that it has left, as text."""
+        """Descriptions of views that the program holds, which keep device memory allocated."""
         return [each for pack in self._packs for each in pack.held_by()]
 
     @_untracked
     def missing_bytes(self, *, state: bool) -> int:
-        """Bytes of device memory that load() would take."""
+        """Bytes of device memory that load() would allocate."""
         count = 3 if state else 2
         if not any(pack.slab.missing_bytes for pack in self._packs[:count]):
             return 0
@@ -372,7 +376,7 @@ class Unit:
     @property
     @_untracked
     def needed_bytes(self) -> int:
-        """Bytes on the device of all that there is of it now."""
+        """Device bytes of all current tensors of the unit."""
         return sum(pack.needed_bytes(members) for pack, members in self._parts())
 
     @_untracked
@@ -382,7 +386,7 @@ class Unit:
 
     @_untracked
     def other_bytes(self) -> int:
-        """Bytes of gradients and state that came to it on the device since it was loaded."""
+        """Bytes of tensors created on the device since the load, such as gradients and state."""
         own, gradients, self.made_state_bytes = (
             pack.other_bytes(members) for pack, members in self._parts()
         )
@@ -390,13 +394,13 @@ class Unit:
 
     @_untracked
     def missing_gradients(self) -> int:
-        """Bytes of gradients that a backward may make."""
+        """Bytes of gradients that a backward may create."""
         parameters = self._parameters.values()
         return sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
 
     @_untracked
     def without_state(self) -> list[tuple[Optimizer, nn.Parameter]]:
-        """Optimizers, and parameters of which the next step of each may make state."""
+        """Pairs of an optimizer and a parameter for which its next step may create state."""
         return [
             (optimizer, each)
             for optimizer in self.optimizers
@@ -411,16 +415,16 @@ class Unit:
         self._copied_versions = self._wrapper_versions()
 
     def _wrapper_versions(self) -> list[int]:
-        """Torch counts a change of a wrapper there, and not of the tensors within."""
+        """Versions of wrappers: torch counts a change on the wrapper, not on inner tensors."""
         return [] if self._index is None else list(map(version_of, self._index.wrappers))
 
     def touch(self) -> None:
-        """Says that any of its tensors may have changed without torch's counting it."""
+        """Notes that any tensor of the unit may have changed without a new version."""
         self._is_touched = self._is_state_new = True
         self._uses += 1
 
     def note_access(self, *, is_counted: bool) -> None:
-        """See Tracking: a tensor is used outside of any use."""
+        """See Tracking: notes that a tensor is accessed outside any use."""
         self.note_use()
         if not is_counted:
             self.touch()
@@ -430,24 +434,24 @@ class Unit:
         self.has_views = self.has_views or self.is_view(result)
 
     def host_copy(self, tensor: Tensor) -> Tensor | None:
-        """See Tracking; its tensors on the device share one storage, whatever their dtypes."""
+        """See Tracking; the unit's device tensors share one storage, whatever their dtypes."""
         found = host_copy(tensor, self.on_host())
         return host_copy(tensor, self.on_host(state=True)) if found is None else found
 
     def note_use(self) -> None:
-        """Says that its module runs, forward or backward, or that a tensor of it is used."""
+        """Notes that the module runs forward or backward, or that a tensor of it is used."""
         self._is_used = True
         self._uses += 1
         if self.device.type == "cuda":
             self._streams.add(current_stream(self.device))
 
     def begin_use(self) -> None:
-        """From now on its tensors are used without being tracked."""
+        """Stops tracking the unit's tensors, and joins the streams of earlier uses."""
         self._tracker.stop()
         self._join_streams()
 
     def end_use(self) -> None:
-        """From now on track() finds each use of its tensors, and the current stream is behind all.
+        """Joins the streams of the use, and tracks uses of the tensors again.
 
         An event that the current stream records next is behind all work on the unit.
         """
@@ -456,38 +460,41 @@ class Unit:
 
     @_untracked
     def track(self) -> None:
-        """Finds operations on its tensors until it is used: they are changes, or bring it."""
+        """Tracks operations on the unit's tensors until its next use.
+
+        Such operations count as changes of a loaded unit, and load an evicted one with a Caller.
+        """
         if self.device_bytes:
             self._tracker.start(self._found.all_tensors())
         else:
             self._tracker.start(() if self._caller is None else self._found.own.values())
 
     def _join_streams(self, after: torch.cuda.Event | None = None) -> None:
-        """Lets the current stream wait for the streams of the last use, unless its end is known."""
+        """Makes the current stream wait for streams of the last use, unless `after` is given."""
         if after is not None or not self._streams:
             return
         current = current_stream(self.device)
         for each in self._streams:
             if each is not current:
-                # The module ran there: its memory is reused behind that, too.
+                # The module ran on that stream: its memory must not be reused before.
                 current.wait_stream(each)
         self._streams.clear()
 
     @property
     def changes(self) -> int:
-        """Grows with each use, each step, and each change of its tensors that torch counts.
+        """A count that grows with each use, step, and new version of the unit's tensors.
 
-        Changes of gradients and of the optimizer's state count outside of a use, by track(). What
-        moves the unit counts, too.
+        Outside a use, track() also counts changes of gradients and optimizer state. Moves of the
+        unit count too.
         """
         own = () if self._index is None else self._index.own.values()
         with as_plain():
             return self._uses + sum(map(version_of, own)) + sum(self._wrapper_versions())
 
     def follow(self, caller: Caller | None) -> None:
-        """The caller brings the unit as the program reaches it; None ends that."""
+        """Sets the Caller that loads the unit when the program reaches it; None removes it."""
         self._caller = caller
-        if not self.device_bytes:  # on the device tensors are tracked unless they are in use
+        if not self.device_bytes:  # loaded tensors are tracked already, unless in use
             self.track()
 
     @property
@@ -504,14 +511,14 @@ class Unit:
             yield partial(self._given, next_node_number())
 
     def _begins(self, module: nn.Module, args: object) -> None:
-        """A forward of its module begins."""
+        """Hook before a forward of the module."""
         self._begun.append(next_node_number())
         self.averaging.check(steps=False)
 
     def _ends(self, module: nn.Module, args: object, output: object) -> object:
-        """A forward of its module, or of one in it that has buffers, ends.
+        """Hook after a forward of the module, or of a submodule with buffers.
 
-        What torch returns instead of the output; None: the output.
+        Returns the replacement for the output; None: no replacement.
         """
         self.note_use()
         if module is not self.module:
@@ -519,12 +526,12 @@ class Unit:
         return self._given(self._begun.pop() if self._begun else 0, output)
 
     def _given(self, begun: int, output: Any) -> Any:
-        """What the program is given as the result of a call that began at this number.
+        """Returns the output for the program, for a call that began at node number `begun`.
 
-        Under `auto` trained tensors of the unit are replaced by copies. A result counts as the
-        unit's if autograd made its node during the call: a unit may also return what it was given.
-        Autograd numbers its nodes as it makes them, and a backward runs the ready node of the
-        highest number first, so that the nodes of one call run one after another.
+        Under `auto`, trained tensors of the unit are replaced by copies. A result counts as the
+        unit's if autograd made its node during the call, because a unit may return its inputs.
+        Autograd numbers nodes in creation order, and a backward runs the ready node with the
+        highest number first. The nodes of one call therefore run one after another.
         """
         if self.memory is None:
             return output
@@ -533,7 +540,7 @@ class Unit:
         given = dict(vars(output)) if is_record else output
         may_leave = self.comes_by_itself and torch.is_grad_enabled()
         if may_leave and any(map(self._is_trained_view, tree_leaves(given))):
-            # Torch makes the graph of a view anew where its base has changed, as by leaving.
+            # Torch rebuilds the graph of a view after its base has changed, such as by an eviction.
             given = tree_map(lambda e: e.clone() if self._is_trained_view(e) else e, given)
             if is_record:
                 output = copy.copy(output)
@@ -552,7 +559,10 @@ class Unit:
         return output
 
     def _before_backward(self, memory: Memory, is_last: bool, is_nested: bool, _: object) -> None:
-        """A backward reaches a node of a result, and is about to make gradients."""
+        """Hook before a backward runs a node of a result, before gradients are created.
+
+        Raises RuntimeError if the unit is in another memory than during its forward.
+        """
         self.note_use()
         if memory is Memory.DEVICE:
             self.open_results -= is_last
@@ -569,48 +579,48 @@ class Unit:
             )
 
     def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Gives state_dict() the tensors on the host, which stay readable when the unit leaves."""
+        """Puts host tensors into state_dict(), which remain readable after an eviction."""
         if self.memory is Memory.HOST:
             return
         on_host = self.on_host()
-        # Which are given if variables are kept.
+        # state_dict(keep_vars=True) returns these objects.
         own = {id(each) for each in (*module.parameters(), *module.buffers())}
         for name, each in state.items():
             if name.startswith(prefix) and isinstance(each, Tensor) and id(each) not in own:
                 state[name] = _on_host(each, on_host)
 
     def is_view(self, tensor: Tensor) -> bool:
-        """Whether it shares the memory of parameters and buffers on the device."""
+        """Whether a tensor shares memory with parameters or buffers on the device."""
         return any(map(self._own.slab.has, within_frozen({"": tensor}).values()))
 
     def _is_trained_view(self, each: object) -> bool:
         return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
 
     def forget_results(self) -> None:
-        """Says that no backward is to come."""
+        """Notes that no backward of the open results follows."""
         self.open_results = 0
 
     def tell_steps(self) -> None:
-        """Promises note_step(); otherwise each step of an optimizer may have changed the unit."""
+        """Removes the step hooks; the caller must call note_step() after each step of the unit."""
         for each in self._step_hooks:
             each.remove()
 
     def wait(self) -> None:
-        """Waits for the copies that write_back() has begun."""
+        """Waits for the copies that write_back() has started."""
         for pack in self._packs:
             pack.slab.leaving.finish()
 
     @property
     @_untracked
     def has_gradients(self) -> bool:
-        """Whether an optimizer's step would change it."""
+        """Whether a parameter has a gradient, so that an optimizer step would change the unit."""
         return any(each.grad is not None for each in self._parameters.values())
 
     @_untracked
     def on_host(self, *, state: bool = False) -> dict[int, Tensor]:
-        """Its parameters and buffers, or the state, on the host by their addresses on the device.
+        """Host copies of parameters and buffers, or of the state, by device address.
 
-        Waits until what is new on the device is on the host.
+        Writes changes back first, and waits for the copies.
         """
         pack, members = self._parts()[2 if state else 0]
         if pack.slab.device_bytes:
@@ -620,14 +630,14 @@ class Unit:
 
     @_untracked
     def note_step(self, *_: object) -> None:
-        """Says that an optimizer has stepped it."""
+        """Notes that an optimizer has stepped the unit."""
         self._is_used = self._is_state_new = self.was_stepped = True
         self._uses += 1
         named = self._parameters.items()
         self._stepped |= {n for n, p in named if p.requires_grad or p.grad is not None}
 
     def close(self) -> None:
-        """Evicts the unit; another unit may have its tensors then."""
+        """Evicts the unit and removes its hooks; another unit may then own its tensors."""
         self._caller = None
         self.evict()
         for each in (*self._hooks, *self._step_hooks):
@@ -635,7 +645,10 @@ class Unit:
         self._disown()
 
     def _check_alone(self) -> None:
-        """ValueError if a parameter or buffer belongs to another unit, TypeError if to a table."""
+        """Raises if a tensor cannot belong to this unit.
+
+        ValueError: it belongs to another unit. TypeError: it is an Embedding's or no plain tensor.
+        """
         for name, tensor in _of_module(self.module):
             if rows_of_parameter(tensor) is not None:
                 raise TypeError(
@@ -660,7 +673,7 @@ class Unit:
                 )
 
     def _disown(self) -> None:
-        """Lets its tensors be another's."""
+        """Removes the unit as owner of its tensors."""
         for _, tensor in _of_module(self.module):
             if _owner_of(tensor) is self:
                 del _owners[tensor]
@@ -673,7 +686,7 @@ class Unit:
 
     @property
     def _found(self) -> TensorIndex:
-        """Its tensors as they are now."""
+        """The index of the unit's current tensors."""
         if self._index is None or not self._index.is_current():
             self._index = TensorIndex(self.module, self.optimizers, self._is_of_state)
             for tensor in self._index.own.values():
@@ -683,19 +696,22 @@ class Unit:
         return self._index
 
     def _watch(self) -> None:
-        """Hooks the forward of its module, and of modules within that have buffers to change."""
+        """Hooks the forward of the module, and of submodules with buffers, which may change."""
         for each in self.module.modules():
             if each in self._watched or (each is not self.module and not buffers_of(each)):
                 continue
             self._watched.add(each)
-            # Also after a forward that has failed half-way.
+            # always_call: a failed forward may have changed buffers.
             self._hooks.append(each.register_forward_hook(self._forward_hook, always_call=True))
             self._is_used = True
 
     def _is_of_state(
         self, optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Any
     ) -> bool:
-        """Whether a value of an optimizer's state of a parameter moves with the unit."""
+        """Whether a value of a parameter's optimizer state moves with the unit.
+
+        Raises TypeError for tensors within containers.
+        """
         if isinstance(value, Tensor):
             placed = self._state.has_place(f"{key} of {name}", value)
             return placed or not stays_on_cpu(optimizer, parameter, key, value)
@@ -709,9 +725,9 @@ class Unit:
 
 
 def exact_device(device: torch.device | str) -> torch.device:
-    """As tensors there name it: "cuda" is the current GPU.
+    """Returns the device with its index: "cuda" becomes the current GPU.
 
-    Raises RuntimeError if it is a GPU and there is none.
+    Raises RuntimeError if the device is a GPU and there is none.
     """
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
@@ -736,14 +752,14 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def host_copy(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor | None:
-    """What Unit.on_host() has of a tensor on the device."""
+    """The host copy of a device tensor in the result of Unit.on_host(), or None."""
     found = on_host.get(tensor.data_ptr())
     is_like = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
     return found if is_like else None
 
 
 def _on_host(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor:
-    """The same of Unit.on_host(); the tensor itself if that has it not."""
+    """The host copy of a tensor, also within wrappers; the tensor itself if there is none."""
     if type(tensor) is Tensor and not tensor.requires_grad:
         found = host_copy(tensor, on_host)
         return tensor if found is None else found.detach()

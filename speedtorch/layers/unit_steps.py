@@ -1,4 +1,4 @@
-"""UnitSteps: an optimizer's step, unit by unit, each of which is brought for it."""
+"""UnitSteps: runs an optimizer's step unit by unit, and loads each unit for its step."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _, _POST_HOOKS = STEP_HOOKS
 
 
 class UnitSteps:
-    """Lets `optimizer.step()` step units one by one, and then what belongs to none.
+    """Makes `optimizer.step()` step units one by one, and then parameters outside units.
 
-    Its state_dict() gives what the host has.
+    The optimizer's state_dict() returns host copies.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class UnitSteps:
         self.optimizer, self._units, self._residency = optimizer, units, residency
         self._are_in_backward = False
         self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """What a backward has left to optimizer.step(): gradients, with their versions."""
+        """Gradients outside units, which a backward leaves to optimizer.step(), with versions."""
         self._counted: Sequence[Counted] = ()
-        """By a backward that has stepped units: optimizer.step() is a part of that step."""
+        """Changes of optimizer settings by steps in the backward, which step() completes."""
         self._shown = WeakTensorKeyDictionary()
-        """Copies that state_dict() has given, of which tensors, and their versions then."""
+        """Copies that state_dict() has returned, with their source tensors and versions then."""
         for unit in units.values():
             unit.tell_steps()
         device = next(iter(units.values())).device
@@ -65,17 +65,17 @@ class UnitSteps:
         )
 
     def note_backward(self, *, steps: bool) -> None:
-        """Says whether units are stepped in the backward pass."""
+        """Sets whether units are stepped in the backward pass."""
         self._are_in_backward = steps
         self._left.clear()
         self._counted = ()
 
     def note_begun_backward(self) -> None:
-        """Says that a backward begins, which changes gradients."""
+        """Notes that a backward begins, which changes gradients."""
         self._left.clear()
 
     def note_ended_backward(self, counted: Sequence[Counted]) -> None:
-        """Says that a backward has ended, whose steps have changed this of the optimizer itself."""
+        """Notes the end of a backward, and the changes of optimizer settings by its steps."""
         self._counted = counted
         self._left = {
             id(each): (weakref.ref(each.grad), version_of(each.grad))
@@ -86,13 +86,13 @@ class UnitSteps:
         }
 
     def close(self) -> None:
-        """The optimizer is as before."""
+        """Restores the optimizer's methods and removes the hooks."""
         self._undo()
         for each in self._saved:
             each.remove()
 
     def _step_units(self, step: PartialStep) -> Collection[Tensor]:
-        """Steps all units; gives the parameters that are left."""
+        """Steps all units with gradients, and returns the parameters outside units."""
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
         parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
         for group in step.optimizer.param_groups:
@@ -114,12 +114,15 @@ class UnitSteps:
         return others
 
     def step_unit(self, unit: Unit, step: PartialStep) -> None:
-        """Steps a unit alone, without the hooks of the optimizer's step."""
+        """Steps one unit, without the hooks of the optimizer's step."""
         with self._residency.using([unit], state=True):
             self._step(unit, step, list(unit.module.parameters()))
 
     def _check_scaler(self, *, is_asked: bool) -> None:
-        """Raises RuntimeError if gradients were not scaled back, as of units that are asked for."""
+        """Raises RuntimeError if a GradScaler cannot have unscaled gradients correctly.
+
+        `is_asked`: whether units are about to be stepped.
+        """
         stepping = stepping_grad_scaler()
         if stepping is not None and self._are_in_backward:
             raise RuntimeError(
@@ -144,7 +147,7 @@ class UnitSteps:
                     " change each gradient within the backward, or another optimizer for what"
                     " belongs to no unit"
                 )
-        self._left.clear()  # what is changed after a step is no clipping
+        self._left.clear()  # changes after a step are allowed
 
     def _step(self, unit: Unit, step: PartialStep, parameters: list[nn.Parameter]) -> None:
         try:
@@ -153,7 +156,7 @@ class UnitSteps:
             unit.note_step()
 
     def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Gives state_dict() what the host has, which stays readable when units leave."""
+        """Puts host copies into state_dict(), which remain readable when units are evicted."""
         on_host: dict[int, Tensor] = {}
         for unit in self._residency.there:
             on_host |= unit.on_host(state=True)
@@ -161,7 +164,7 @@ class UnitSteps:
         def found(value: Any) -> Any:
             if not isinstance(value, Tensor) or (host := host_copy(value, on_host)) is None:
                 return value
-            # A copy: a later move writes to the host memory, and what is given may be loaded.
+            # A clone, because later evictions write to the host memory, and the caller may load it.
             shown = host.clone()
             self._shown[shown] = weakref.ref(value), version_of(shown)
             return shown
@@ -169,9 +172,9 @@ class UnitSteps:
         return _mapped(found, saved)
 
     def _given_state(self, _: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        """Lets load_state_dict() take the unit's own tensors for copies that were not written.
+        """Replaces unchanged copies from state_dict() with the original state tensors.
 
-        So it does in torch, whose state_dict() has these.
+        This matches torch, whose state_dict() contains the original tensors.
         """
         kept = [each for each in self.optimizer.state.values() if isinstance(each, dict)]
         own = {id(each) for of_one in kept for each in of_one.values()}
@@ -187,7 +190,7 @@ class UnitSteps:
 
 
 def _mapped(of_value: Callable[[Any], Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict() of an optimizer with other values of parameters' state."""
+    """An optimizer's state_dict() with `of_value` applied to the state of each parameter."""
     state = {
         number: {key: of_value(value) for key, value in kept.items()}
         if isinstance(kept, dict)
@@ -208,7 +211,7 @@ def refuse_hasty_scaler() -> None:
 
 
 def check_steps_in_pieces(optimizer: Optimizer) -> None:
-    """Raises TypeError if the optimizer steps all parameters at once, or another optimizer."""
+    """Raises TypeError if the optimizer steps all parameters at once, or wraps another one."""
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         raise TypeError(f"optimizer: {name} steps all parameters at once, and not in pieces")
@@ -222,9 +225,9 @@ def check_steps_in_pieces(optimizer: Optimizer) -> None:
 
 
 def _closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-    """Calls the closure of a step, and gives the arguments with one that returns its result."""
+    """Calls the closure of a step, and returns arguments with a closure that returns its loss."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):  # a step of its own may be given something else
+    if not callable(closure):  # a custom step() may accept other arguments
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
@@ -239,15 +242,16 @@ def steps_by(
     device: torch.device | None,
     counted: Callable[[], Sequence[Counted]] = tuple,
 ) -> Callable[[], None]:
-    """Lets an optimizer's step() step parts first, and then what these leave; gives what undoes it.
+    """Makes an optimizer's step() call `parts`, then step the rest; returns a function to undo it.
 
-    One that needs arguments is tried out with those of its first step, on this device. What a step
-    of other parameters has `counted` before is completed.
+    `parts` steps some parameters and returns the remaining ones. An optimizer whose step() needs
+    arguments is checked at its first step with these arguments, on `device`. `counted` returns
+    changes of earlier partial steps, which this step completes.
 
-    Hooks of the step are called once, before and after all of it: ours are the last of those before
-    and the first of those after, which find what the step has counted.
+    Step hooks are called once, before and after the whole step. Our pre-hook runs last and our
+    post-hook first, so that other post-hooks see the updated settings.
     """
-    is_tried = not needs_arguments(optimizer)  # or it has been when it was given
+    is_tried = not needs_arguments(optimizer)  # others were checked when they were passed
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal is_tried
@@ -257,7 +261,7 @@ def steps_by(
         settle: list[Callable[[], object]] = []
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            # The first argument is the optimizer, or its twin for what another Swapper leaves.
+            # The first argument is the optimizer, or a shallow copy from another Swapper's step.
             (asked, *given), kwargs = _closure_done(args, kwargs)
             step = PartialStep(asked, tuple(given), kwargs, counted())
             left = parts(step)
@@ -275,7 +279,7 @@ def steps_by(
                 vars(optimizer)[_POST_HOOKS].move_to_end(last.id, last=False)
                 return original(*args, **kwargs)
         except BaseException:
-            if stepping_grad_scaler() is not None:  # which would take them back after a step only
+            if stepping_grad_scaler() is not None:  # removes them only after a successful step
                 for name in LENT_BY_GRAD_SCALER:
                     vars(optimizer).pop(name, None)
             raise
@@ -286,19 +290,19 @@ def steps_by(
 def replace_method(
     optimizer: Optimizer, name: str, called: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Lets an optimizer's method be `called(original, ...)`; gives what puts the original back.
+    """Replaces a method by `called(original, ...)`; returns a function that restores the original.
 
-    Whatever has wrapped the method in turn calls the original from then on.
+    After the restore, wrappers around the replacement call the original.
     """
     original, is_closed = getattr(optimizer, name), False
 
-    # A GradScaler looks at its signature, with the optimizer itself.
+    # GradScaler inspects the signature, which must include the optimizer itself.
     @not_compiled
     @wraps(getattr(original, "__func__", original))
     def method(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if is_closed else called(original, *args, **kwargs)
 
-    bound = MethodType(method, optimizer)  # whose function schedulers look for
+    bound = MethodType(method, optimizer)  # schedulers need its __func__
     setattr(optimizer, name, bound)
 
     def put_back() -> None:
