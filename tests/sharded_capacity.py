@@ -303,7 +303,7 @@ def check_rows_that_were_not_announced() -> None:
 
 
 def check_dropped_lookups() -> None:
-    """Ranks begin the same steps, even if collectives keep the tensors of one of them."""
+    """Ranks begin the same steps, even if a collective keeps the tensors of one rank."""
     kept, all_to_all = [], dist.all_to_all_single
 
     def keep(out: Tensor, given: Tensor, *counts: list[int] | None, **others: Any) -> object:

@@ -128,7 +128,7 @@ def writes_versions(connection: Connection, handle: TableHandle, device: str) ->
             for half in ids.chunk(2):
                 rows = torch.full((len(half), 4), float(number), device=device)
                 table.scatter(half, rows, "weight")
-        time.sleep(1e-4 if device == "cpu" else 1e-2)  # a GPU's readers take longer, and by turns
+        time.sleep(1e-4 if device == "cpu" else 1e-2)  # a read on a shared GPU takes longer
 
 
 def ends_while_it_writes(connection: Connection, handle: TableHandle) -> None:

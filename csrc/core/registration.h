@@ -10,7 +10,7 @@
 //                           speedtorch_lists::<op>
 //
 // A list that the op writes to is declared as Tensor(a! -> *)[]. The star says that its tensors may
-// have other aliases afterwards. Without the star, TorchScript's dead code elimination removes a
+// alias any tensor afterwards. Without the star, TorchScript's dead code elimination removes a
 // call whose lists were made in the function, because it does not see that their tensors change.
 #pragma once
 

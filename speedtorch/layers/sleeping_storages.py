@@ -134,7 +134,7 @@ class SleepingStorages:
         Nothing of this part may be offloaded before. Raises MemoryError if the host has too little
         memory, and RuntimeError if CUDA cannot pin more. All storages are then on the device.
         """
-        # Frozen storages come first, so that they form contiguous groups for fingerprints.
+        # Frozen storages are sorted to the front and form contiguous groups for fingerprints.
         slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
         end = 0
         for slot in slots:

@@ -126,7 +126,7 @@ class HostTable:
     the other fields. Without a seed, `torch.manual_seed` determines them. `progress` shows a bar on
     stderr: always (True), never (False), or on a terminal after two seconds (None).
 
-    A field name that the table does not have raises KeyError.
+    A field name that the table does not have raises KeyError, except in begin_state().
 
     Args:
         rows: Number of rows.
@@ -776,6 +776,7 @@ class HostTable:
 
         Raises:
             RuntimeError: Another process has initialized the state with another value.
+            ValueError: The table has no such field.
 
         Example:
             >>> table = HostTable(2, 1, state=("sum",), memory="shared")

@@ -46,7 +46,7 @@ class Trained:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("following", [None, 5])
 @pytest.mark.parametrize("others", [[], [5]])
-def test_a_lookup_without_ids_brings_no_batch_that_was_given_up(
+def test_an_empty_lookup_loads_no_batch_that_was_given_up(
     others: list[int], following: int | None, device: str, capacity: int | None
 ) -> None:
     trained = Trained(device, capacity=capacity)
@@ -61,7 +61,7 @@ def test_a_lookup_without_ids_brings_no_batch_that_was_given_up(
 
 @pytest.mark.parametrize("capacity", [None, 8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_bags_without_ids_bring_no_gradient(device: str, capacity: int | None) -> None:
+def test_empty_bags_have_no_gradient(device: str, capacity: int | None) -> None:
     config = EmbeddingBagConfig(ROWS, 1, "a")
     bags = EmbeddingBagCollection([config], capacity=capacity, device=device)
     sgd = optim.SGD(bags.parameters(), lr=1.0)
@@ -76,7 +76,7 @@ def test_bags_without_ids_bring_no_gradient(device: str, capacity: int | None) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_ids_like_those_of_a_batch_that_was_given_up_do_not_bring_it(device: str) -> None:
+def test_ids_equal_to_those_of_a_batch_that_was_given_up_begin_a_new_step(device: str) -> None:
     trained = Trained(device)
     parts = ids(5).to(device), ids(0).to(device)
     trained.emb.announce(*parts)
@@ -89,9 +89,7 @@ def test_ids_like_those_of_a_batch_that_was_given_up_do_not_bring_it(device: str
 
 @pytest.mark.parametrize("capacity", [None, 8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_come_though_a_lookup_without_ids_is_the_first(
-    device: str, capacity: int | None
-) -> None:
+def test_announced_rows_load_after_an_empty_first_lookup(device: str, capacity: int | None) -> None:
     trained = Trained(device, capacity=capacity)
     parts = [ids().to(device), ids(1, 2).to(device), ids(3).to(device)]
     trained.emb.announce(*parts)

@@ -167,7 +167,7 @@ def test_rows_leave_before_a_reader_of_the_table(
     pair.assert_exact()
 
 
-def test_memory_of_rows_that_leave_is_kept_for_their_transfer(
+def test_ids_of_written_back_rows_are_recorded_for_the_side_stream(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, uses, used = Pair(device), SideStream.uses, []
@@ -183,7 +183,7 @@ def test_memory_of_rows_that_leave_is_kept_for_their_transfer(
 
 
 @NEEDS_GPU
-def test_ids_of_rows_that_leave_outlive_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_of_written_back_rows_outlive_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, exchange = Pair("cuda"), RowStore.exchange
 
     def late(*arguments: Any) -> None:
