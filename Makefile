@@ -156,7 +156,7 @@ notebooks: setup ## on a GPU: runs the notebooks, and stores what they print and
 	$(PY) notebooks/execute.py $(ARGS)
 
 docs: setup ## build/docs: the pages of docs/ as HTML; a warning is an error
-	@$(PY) -c "import furo, myst_parser, sphinx" 2>/dev/null || $(PY) -m pip install --no-build-isolation -C editable_mode=compat -e '.[docs]'
+	@$(PY) -c "import furo, myst_parser, sphinx" 2>/dev/null || $(PY) -m pip install --no-build-isolation --config-settings editable_mode=compat -e '.[docs]'
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
 # Only the environment is in PATH where the wheel is tried: neither a compiler nor nvcc.
@@ -190,7 +190,7 @@ $(VENV)/.speedtorch-installed: pyproject.toml
 	    $(PYTHON) -m venv $$own $(VENV)
 	$(PY) -m pip install 'setuptools>=77' wheel ninja numpy
 	@$(PY) $(HAS_TORCH) 2>/dev/null || $(PY) -m pip install '$(TORCH)'
-	$(PY) -m pip install --no-build-isolation -C editable_mode=compat -e '.[demo,test,lint]'
+	$(PY) -m pip install --no-build-isolation --config-settings editable_mode=compat -e '.[demo,test,lint]'
 	touch $@
 
 $(CLIENTS)/.installed: pyproject.toml Makefile
