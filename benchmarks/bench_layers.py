@@ -26,7 +26,7 @@ from benchmarks.harness import (
     wall_ms,
 )
 from benchmarks.sizes import DEVICE, SIZES
-from speedtorch.layers import Swapper, Unit
+from speedtorch.layers import OffloadedModule, Swapper
 
 TITLE = "units of layers between host memory and the GPU"
 
@@ -102,7 +102,7 @@ def as_units(
     section: str, width: int, to_gpu: Figure, to_host: Figure, both_ways: Figure
 ) -> Iterator[Figure]:
     """As speedtorch moves them."""
-    first, second = (Unit(layers(width), device=DEVICE, name="a unit") for _ in range(2))
+    first, second = (OffloadedModule(layers(width), device=DEVICE, name="a unit") for _ in range(2))
     nbytes = first.nbytes
 
     def leave() -> None:
@@ -219,7 +219,7 @@ def host_time() -> Iterator[Figure]:
     for count in (2, 16, 64):
         module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(count)))
         optimizer = optim.AdamW(module.parameters(), foreach=True)
-        unit = Unit(module, optimizer, device=DEVICE)
+        unit = OffloadedModule(module, optimizer, device=DEVICE)
         unit.load()
         module(torch.ones(4, 32, device=DEVICE)).sum().backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Families of transformers and diffusers, with adapters by peft: see unit_families.py.
+"""Families of transformers and diffusers, with adapters by peft: see offloaded_families.py.
 
 Models are tiny, made from a configuration, and nothing is loaded. Those that train a weight in two
 modules (tied embeddings) keep these on the device; of others all modules with weights are units.
@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import offloaded_families
 import torch
-import unit_families
+from offloaded_families import Family, drawn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from unit_families import Family, drawn
 
 __all__ = ["FAMILIES", "UNUSUAL", "transformers_model"]
 
@@ -275,7 +275,7 @@ FAMILIES: dict[str, Family] = {
         num_hidden_layers=5,
     ),
     "ResNet": replace(
-        unit_families.FAMILIES["ResNet"],
+        offloaded_families.FAMILIES["ResNet"],
         adapt=lambda model: _adapt("first", "second", model=model),
     ),
     "UNet": Family(
@@ -287,7 +287,7 @@ FAMILIES: dict[str, Family] = {
         shares=True,
     ),
     "LSTM": replace(
-        unit_families.FAMILIES["LSTM"], adapt=lambda model: _adapt("project", model=model)
+        offloaded_families.FAMILIES["LSTM"], adapt=lambda model: _adapt("project", model=model)
     ),
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from speedtorch.layers import host_slab, residency, slab, unit
+from speedtorch.layers import host_slab, offloaded_module, residency, slab
 from speedtorch.memory import side_stream
 from speedtorch.memory.side_stream import SideStream
 
@@ -92,7 +92,7 @@ class RecordedStreams:
         self.host: set[str] = set()
         self.on: dict[str, str] = {}
         self.current = self.stream("main")
-        for module in (side_stream, slab, residency, unit):
+        for module in (side_stream, slab, residency, offloaded_module):
             patch.setattr(module, "current_stream", lambda _: self.current)
         patch.setattr(side_stream, "_stream", self._side)
         patch.setattr(torch.cuda, "Event", lambda **_: RecordedEvent(self))

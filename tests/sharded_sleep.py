@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from offloaded_models import COMMON_OPTIMIZERS
 from rank_processes import own_device
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -18,7 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from unit_models import COMMON_OPTIMIZERS
 
 from speedtorch.layers import StateSwapper, TrainingState
 

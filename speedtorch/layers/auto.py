@@ -25,10 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from speedtorch.layers.access_predictor import AccessPredictor
 from speedtorch.layers.access_tracker import on_device
 from speedtorch.layers.module_hook import ModuleHook
+from speedtorch.layers.module_steps import ModuleSteps
+from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency, Use
-from speedtorch.layers.unit import Unit
-from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.torch_internals import (
     call_after_backward,
     calls_under_way,
@@ -42,7 +42,7 @@ __all__ = ["AutoOffload"]
 class _Reached(NamedTuple):
     """A forward or backward call of a unit."""
 
-    unit: Unit
+    unit: OffloadedModule
     backward: bool
 
 
@@ -64,8 +64,8 @@ class AutoOffload:
     def __init__(
         self,
         residency: Residency,
-        units: list[Unit],
-        steps: Sequence[UnitSteps],
+        units: list[OffloadedModule],
+        steps: Sequence[ModuleSteps],
         *,
         ahead: int,
     ) -> None:
@@ -75,13 +75,15 @@ class AutoOffload:
         self._ahead = min(ahead, len(units) - 1)
         self._parts: list[PartialStep] = []
         """The steps of the current backward, one per optimizer."""
-        self._forward: dict[Unit, list[_Call]] = {}
+        self._forward: dict[OffloadedModule, list[_Call]] = {}
         """Forwards in progress, by unit."""
-        self._backward: dict[Unit, Use] = {}
+        self._backward: dict[OffloadedModule, Use] = {}
         """Units that the backward has reached: a unit, then units called within its forward."""
         self._graphs: list[int] = []
         """Graph ids of the nested backwards in progress."""
-        self._order: AccessPredictor[_Reached, tuple[Unit, bool]] = AccessPredictor(self._parts_of)
+        self._order: AccessPredictor[_Reached, tuple[OffloadedModule, bool]] = AccessPredictor(
+            self._parts_of
+        )
         self._hooks: list[RemovableHandle] = []
         for unit in units:  # the hooks keep this object alive as long as the model
             module: nn.Module = unit.module
@@ -119,7 +121,9 @@ class AutoOffload:
     # --------------------------------------------------------------------------------------------
     # Hooks
 
-    def _begins(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _begins(
+        self, unit: OffloadedModule, _: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         """Loads a unit before its forward, or its recomputation in a backward; copies inputs."""
         self._enter(unit)
         depth, thread = calls_under_way()[unit.module], threading.get_ident()
@@ -134,19 +138,19 @@ class AutoOffload:
         return given
 
     @contextmanager
-    def using(self, unit: Unit) -> Iterator[None]:
+    def using(self, unit: OffloadedModule) -> Iterator[None]:
         """See Caller."""
         self._enter(unit)
         with self._residency.using([unit], state=False):
             self._note(_Reached(unit, backward=False))
             yield
 
-    def is_nested(self, unit: Unit) -> bool:
+    def is_nested(self, unit: OffloadedModule) -> bool:
         """See Caller."""
         thread, begun = threading.get_ident(), self._forward.items()
         return any(calls[-1].thread == thread for other, calls in begun if other is not unit)
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: OffloadedModule) -> None:
         """Checks a call of a unit, or an operation on its tensors, before the unit is loaded."""
         self.end_failed()
         # The backward within a transform runs no hook that could load an evicted unit.
@@ -159,14 +163,14 @@ class AutoOffload:
         unit.averaging.check(steps=bool(self._steps))
         self._enter_backward()
 
-    def _ends(self, unit: Unit, *_: object) -> None:
+    def _ends(self, unit: OffloadedModule, *_: object) -> None:
         if calls := self._forward.get(unit):
             use = calls.pop().use
             if not calls:
                 del self._forward[unit]
             self._residency.end_use(use)
 
-    def _end_calls(self, unit: Unit, thread: int, depth: int) -> None:
+    def _end_calls(self, unit: OffloadedModule, thread: int, depth: int) -> None:
         """Ends a unit's forwards in this thread that are deeper than `depth`."""
         while calls := self._forward.get(unit):
             if calls[-1].thread != thread or not calls[-1].depth or calls[-1].depth <= depth:
@@ -198,7 +202,7 @@ class AutoOffload:
             for unit in self._units:
                 unit.forget_results()
 
-    def reaches(self, unit: Unit, *, nested: bool) -> None:
+    def reaches(self, unit: OffloadedModule, *, nested: bool) -> None:
         """See Caller."""
         self._enter_backward()
         if unit in self._backward:
@@ -234,7 +238,7 @@ class AutoOffload:
         for steps, its in zip(self._steps, counted, strict=True):
             steps.note_ended_backward(its)
 
-    def _step(self, unit: Unit) -> None:
+    def _step(self, unit: OffloadedModule) -> None:
         if not self._steps or not unit.has_gradients:
             return
         if not self._parts:
@@ -250,7 +254,7 @@ class AutoOffload:
     def _note(self, reached: _Reached) -> None:
         """Records a call, and plans the units of the calls predicted next."""
         self._order.note(reached)
-        wanted: dict[Unit, bool] = {}
+        wanted: dict[OffloadedModule, bool] = {}
         for each in self._order.ahead():
             if len(wanted) == self._ahead:
                 break
@@ -260,7 +264,7 @@ class AutoOffload:
             wanted = {reached.unit: True, **wanted}
         self._residency.plan(wanted)
 
-    def next_use(self, unit: Unit, *, state: bool) -> float:
+    def next_use(self, unit: OffloadedModule, *, state: bool) -> float:
         """Number of calls until a unit, or its state, is used next; inf if unknown."""
         if unit in self._backward and (not state or self._steps):  # stepped at the use's end
             return 0
@@ -269,7 +273,7 @@ class AutoOffload:
     def _takes_state(self, reached: _Reached) -> bool:
         return reached.backward and bool(self._steps)
 
-    def _parts_of(self, reached: _Reached) -> Iterator[tuple[Unit, bool]]:
+    def _parts_of(self, reached: _Reached) -> Iterator[tuple[OffloadedModule, bool]]:
         """Yields what a call uses: a unit, and its state if the call steps the unit."""
         yield reached.unit, False
         if self._takes_state(reached):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtorch.layers.offloaded_module import Caller, OffloadedModule
 from speedtorch.layers.transfer_stats import Memory, TransferStats
-from speedtorch.layers.unit import Caller, Unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
@@ -29,11 +29,11 @@ __all__ = ["Leaver", "Residency", "Use"]
 class Use:
     """Units that remain on the device while a caller holds this object; `state`: for a step."""
 
-    units: tuple[Unit, ...]
+    units: tuple[OffloadedModule, ...]
     state: bool
-    trained: set[Unit]
+    trained: set[OffloadedModule]
     """Units for which a backward is expected to create gradients."""
-    stepped: set[Unit]
+    stepped: set[OffloadedModule]
     """Units that are stepped during this use."""
 
 
@@ -47,7 +47,7 @@ class Need(NamedTuple):
 class Leaver(NamedTuple):
     """A unit that may be evicted, or only its optimizer state."""
 
-    unit: Unit
+    unit: OffloadedModule
     of_state: bool = False
 
 
@@ -98,35 +98,39 @@ class Residency:
     ) -> None:
         self._device, self._budget, self._traffic = device, budget, traffic
         self._first_state = first_state
-        self._there: OrderedDict[Unit, None] = OrderedDict()
+        self._there: OrderedDict[OffloadedModule, None] = OrderedDict()
         """Units that may have device memory, least recently used first."""
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         """Current uses; their callers hold the references."""
-        self._wanted: dict[Unit, bool] = {}
+        self._wanted: dict[OffloadedModule, bool] = {}
         """Units to prefetch, and whether with their state."""
-        self._awaited: set[Unit] = set()
+        self._awaited: set[OffloadedModule] = set()
         """Prefetched units that were not used yet."""
         self._going: list[Leaver] = []
         """Units and state in write-back before their eviction, oldest first."""
-        self._left: dict[Unit, tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]] = {}
+        self._left: dict[
+            OffloadedModule, tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]
+        ] = {}
         """For units not in use, the last use: end event, stream, and count of changes then."""
-        self._others: dict[Unit, int] = {}
+        self._others: dict[OffloadedModule, int] = {}
         """Bytes allocated for a unit on the device since its load, and expected in its uses."""
-        self._last_needs: weakref.WeakKeyDictionary[Unit, Need] = weakref.WeakKeyDictionary()
+        self._last_needs: weakref.WeakKeyDictionary[OffloadedModule, Need] = (
+            weakref.WeakKeyDictionary()
+        )
         """Needs of each unit's last ended use, which the next use is expected to have."""
         self._calls: Caller | None = None
-        self._turns: dict[Unit, int] = {}
+        self._turns: dict[OffloadedModule, int] = {}
         """Units that each() uses next, with their positions."""
         self.hits = self.misses = 0
         self.seconds_waited = 0.0
 
     @property
-    def there(self) -> list[Unit]:
+    def there(self) -> list[OffloadedModule]:
         """Units with device memory, least recently used first."""
         return [each for each in self._there if self.bytes_of(each)]
 
     @contextmanager
-    def using(self, units: Iterable[Unit], *, state: bool) -> Iterator[None]:
+    def using(self, units: Iterable[OffloadedModule], *, state: bool) -> Iterator[None]:
         """Context manager that loads units and keeps them on the device."""
         use = self.begin_use(units, state=state)
         try:
@@ -136,7 +140,7 @@ class Residency:
             self.end_use(use)
 
     def begin_use(
-        self, units: Iterable[Unit], *, state: bool = False, gradients: bool = False
+        self, units: Iterable[OffloadedModule], *, state: bool = False, gradients: bool = False
     ) -> Use:
         """Prevents eviction of units until end_use(), or until the returned Use is dropped."""
         units = tuple(units)
@@ -151,7 +155,7 @@ class Residency:
         for unit in use.units:
             self._enter(unit, state=use.state)
 
-    def _to_come(self, unit: Unit, need: Need) -> int:
+    def _to_come(self, unit: OffloadedModule, need: Need) -> int:
         """Bytes that a unit in use will need beyond the counted ones, as in its last use."""
         last = self._last_needs.get(unit)
         if last is None or self._calls is not None:  # a Caller knows the needs
@@ -159,7 +163,7 @@ class Residency:
         count = unit.missing_gradients() if last.gradients and not need.gradients else 0
         return count + (unit.missing_bytes(state=True) if last.state and not need.state else 0)
 
-    def expect_gradients(self, unit: Unit) -> None:
+    def expect_gradients(self, unit: OffloadedModule) -> None:
         """Frees budget for the gradients that a backward is about to create for a unit.
 
         Raises RuntimeError if the budget is too small.
@@ -183,19 +187,19 @@ class Residency:
         self._makes_room(None, 0, waits=False)
         self.advance()
 
-    def plan(self, wanted: dict[Unit, bool]) -> None:
+    def plan(self, wanted: dict[OffloadedModule, bool]) -> None:
         """Replaces the units to prefetch; the values say whether with state."""
         self._wanted = wanted
         self._awaited &= wanted.keys()
         self.advance()
 
-    def ask(self, unit: Unit, *, state: bool) -> None:
+    def ask(self, unit: OffloadedModule, *, state: bool) -> None:
         """Requests a prefetch of a unit, with or without state; advance() starts the copy."""
         self._wanted[unit] = state
 
     def each(
-        self, units: Collection[Unit], *, state: bool, ahead: int
-    ) -> Generator[Unit, None, None]:
+        self, units: Collection[OffloadedModule], *, state: bool, ahead: int
+    ) -> Generator[OffloadedModule, None, None]:
         """Yields loaded units, those on the device first, and prefetches the next ones.
 
         A unit is in use until the next one is requested, or the generator is closed.
@@ -213,20 +217,20 @@ class Residency:
         finally:
             self._turns = {}
 
-    def is_used(self, unit: Unit) -> bool:
+    def is_used(self, unit: OffloadedModule) -> bool:
         """Whether a unit is in use."""
         return any(unit in use.units for use in self._uses)
 
-    def _needs(self) -> dict[Unit, Need]:
+    def _needs(self) -> dict[OffloadedModule, Need]:
         """Needs of the units in use."""
-        found: dict[Unit, Need] = {}
+        found: dict[OffloadedModule, Need] = {}
         for use in self._uses:
             for unit in use.units:
                 state, gradients = found.get(unit, (False, False))
                 found[unit] = Need(state or use.state, gradients or unit in use.trained)
         return found
 
-    def check_room_to_step(self, units: Iterable[Unit]) -> None:
+    def check_room_to_step(self, units: Iterable[OffloadedModule]) -> None:
         """Raises RuntimeError if the budget is too small to step one of the units."""
         if self._budget is None:
             return
@@ -243,7 +247,7 @@ class Residency:
                     " more"
                 )
 
-    def _enter(self, unit: Unit, *, state: bool) -> None:
+    def _enter(self, unit: OffloadedModule, *, state: bool) -> None:
         self._end_failed()
         # From here on the program may queue work on the unit that is not tracked.
         end, stream, _ = self._left.pop(unit, (None, None, 0))
@@ -263,7 +267,7 @@ class Residency:
         self._bring(unit, state=state, waits=True)
         self._awaited.discard(unit)
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave(self, unit: OffloadedModule) -> None:
         if self.is_used(unit):
             return
         self._others[unit] = unit.other_bytes()
@@ -306,14 +310,14 @@ class Residency:
             self._keep(unit, state=state)
             self._awaited.add(unit)
 
-    def _keep(self, unit: Unit, *, state: bool) -> None:
+    def _keep(self, unit: OffloadedModule, *, state: bool) -> None:
         """Removes a unit from the requested prefetches and from pending evictions."""
         self._wanted.pop(unit, None)
         self._going = [
             each for each in self._going if each.unit is not unit or each.of_state > state
         ]
 
-    def _bring(self, unit: Unit, *, state: bool, waits: bool, spare: int = 0) -> bool:
+    def _bring(self, unit: OffloadedModule, *, state: bool, waits: bool, spare: int = 0) -> bool:
         """Loads a unit; without `waits` prefetches it, or returns False if it does not fit now.
 
         `spare` bytes of the budget remain free.
@@ -333,7 +337,7 @@ class Residency:
                 return True
         return False
 
-    def _makes_room(self, unit: Unit | None, missing: int, *, waits: bool) -> bool:
+    def _makes_room(self, unit: OffloadedModule | None, missing: int, *, waits: bool) -> bool:
         """Evicts other units until `missing` bytes fit; returns whether they fit."""
         if self._budget is None:
             return True
@@ -401,7 +405,7 @@ class Residency:
         return found
 
     def _leaving(
-        self, order: Iterable[Candidate], besides: Unit | None, *, by_force: bool = False
+        self, order: Iterable[Candidate], besides: OffloadedModule | None, *, by_force: bool = False
     ) -> dict[Leaver, int]:
         """Candidates that may be evicted for the unit `besides`, with their bytes.
 
@@ -417,7 +421,7 @@ class Residency:
             and (by_force or (not each.priority and (soonest == inf or each.use > soonest)))
         }
 
-    def _next_use(self, unit: Unit, *, state: bool) -> float:
+    def _next_use(self, unit: OffloadedModule, *, state: bool) -> float:
         """Caller.next_use(), counted after the units that each() uses next."""
         if unit in self._turns:
             return self._turns[unit] - next(iter(self._turns.values()))
@@ -456,7 +460,7 @@ class Residency:
             self._there.pop(unit, None)
         return freed
 
-    def end_of_use(self, unit: Unit) -> torch.cuda.Event | None:
+    def end_of_use(self, unit: OffloadedModule) -> torch.cuda.Event | None:
         """End event of a unit's last use; None: in use, or used since then outside any use."""
         end, _, changes = self._left.get(unit, (None, None, 0))
         return end if end is not None and changes == unit.changes else None
@@ -487,7 +491,7 @@ class Residency:
             unit.free_gradients(self.end_of_use(unit))
             self._others[unit] = self._other_bytes(unit, needs.get(unit))
 
-    def _other_bytes(self, unit: Unit, need: Need | None) -> int:
+    def _other_bytes(self, unit: OffloadedModule, need: Need | None) -> int:
         """Bytes allocated in a unit on the device, and bytes that its current uses may add."""
         count = unit.other_bytes()
         if need is None or self._budget is None:
@@ -498,11 +502,11 @@ class Residency:
             count += self._new_state(unit)
         return count
 
-    def _new_state(self, unit: Unit) -> int:
+    def _new_state(self, unit: OffloadedModule) -> int:
         """Bytes of state that a first step of a unit creates."""
         return sum(self._first_state[by](each) for by, each in unit.without_state())
 
-    def bytes_of(self, unit: Unit) -> int:
+    def bytes_of(self, unit: OffloadedModule) -> int:
         """Bytes of a unit's device memory, with the tensors that were assigned to it there."""
         return unit.device_bytes + self._others.get(unit, 0)
 

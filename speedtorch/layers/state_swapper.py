@@ -13,6 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtorch.layers.module_steps import (
+    check_steps_in_pieces,
+    refuse_hasty_scaler,
+    replace_method,
+    steps_by,
+)
+from speedtorch.layers.offloaded_module import exact_device, is_offloaded
 from speedtorch.layers.offloaded_parameters import (
     OffloadedParameters,
     bring_to_host,
@@ -25,13 +32,6 @@ from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
 from speedtorch.layers.transfer_stats import StateReport, TransferStats
-from speedtorch.layers.unit import exact_device, is_of_unit
-from speedtorch.layers.unit_steps import (
-    check_steps_in_pieces,
-    refuse_hasty_scaler,
-    replace_method,
-    steps_by,
-)
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
@@ -505,7 +505,7 @@ def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> N
                 f"optimizer: {name} has the rows of an Embedding, whose state is in host memory"
                 " once it is attached: give them an optimizer of their own"
             )
-        if is_of_unit(each):
+        if is_offloaded(each):
             raise ValueError(
                 f"optimizer: {name} has a parameter of a Swapper's unit, which brings its state"
             )

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.auto import AutoOffload
 from speedtorch.layers.module_hook import weak_call
+from speedtorch.layers.module_steps import ModuleSteps
+from speedtorch.layers.offloaded_module import OffloadedModule, exact_device
 from speedtorch.layers.optimizer_trials import FirstState, check_when_given
 from speedtorch.layers.residency import Leaver, Residency
 from speedtorch.layers.state_swapper import check_can_be_split
 from speedtorch.layers.transfer_stats import Freed, SwapReport, TransferStats
-from speedtorch.layers.unit import Unit, exact_device
-from speedtorch.layers.unit_steps import UnitSteps
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 
@@ -94,14 +94,14 @@ class Swapper:
             check_when_given(each, self.device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = TransferStats()
-        self._units: dict[nn.Module, Unit] = {}
+        self._units: dict[nn.Module, OffloadedModule] = {}
         first_state = {each: FirstState(each).nbytes for each in stepped}
         self._residency = Residency(self.device, self.budget, self._traffic, first_state)
-        self._steps: list[UnitSteps] = []
+        self._steps: list[ModuleSteps] = []
         self._auto: AutoOffload | None = None
         try:
             for name, module in named:
-                self._units[module] = Unit(
+                self._units[module] = OffloadedModule(
                     module,
                     *stepped,
                     device=self.device,
@@ -110,7 +110,7 @@ class Swapper:
                     before_gradients=weak_call(self._residency.expect_gradients),
                 )
             for each in stepped:
-                self._steps.append(UnitSteps(each, self._units, self._residency))
+                self._steps.append(ModuleSteps(each, self._units, self._residency))
         except BaseException:
             self.close()
             raise
@@ -222,9 +222,9 @@ class Swapper:
         if not self._units:
             raise RuntimeError("the Swapper is closed: make another")
 
-    def _named_units(self, modules: Iterable[nn.Module]) -> list[Unit]:
+    def _named_units(self, modules: Iterable[nn.Module]) -> list[OffloadedModule]:
         self._check_open()
-        found: dict[Unit, None] = {}
+        found: dict[OffloadedModule, None] = {}
         for module in modules:
             if not isinstance(module, nn.Module):
                 raise TypeError(f"expected a module of the units, got {type(module).__name__}")

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.discarded import Discarded
+from speedtorch.layers.offloaded_module import exact_device, is_offloaded
 from speedtorch.layers.sleeping_storages import SleepingStorages
 from speedtorch.layers.slot import Slot
 from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, state_tensors
-from speedtorch.layers.unit import exact_device, is_of_unit
 from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.torch_internals import as_plain, fully_sharded, storage_id
@@ -411,7 +411,7 @@ def _chosen(argument: str, parts: Any) -> list[StatePart]:
 
 def _check(name: str, tensor: Tensor) -> None:
     """Raises ValueError for a tensor whose memory cannot be replaced."""
-    if is_of_unit(tensor):
+    if is_offloaded(tensor):
         raise ValueError(f"{name}: it belongs to a unit of a Swapper: use its evict(), or close it")
     if tensor.layout != torch.strided:
         raise ValueError(

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from offloaded_models import assert_equal, tensors_of
 from torch import Tensor, nn, optim
-from unit_models import assert_equal, tensors_of
 
 from speedtorch.layers import Swapper
 from speedtorch.layers.optimizer_trials import FirstState

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from client_families import FAMILIES, UNUSUAL
-from unit_families import (
+from offloaded_families import (
     MODES,
     VARIANTS,
     Setting,

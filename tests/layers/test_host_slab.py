@@ -7,7 +7,7 @@ import torch
 from conftest import NEEDS_GPU
 from torch import nn, optim
 
-from speedtorch.layers import Unit, host_slab
+from speedtorch.layers import OffloadedModule, host_slab
 from speedtorch.layers.host_slab import Stage, host_bytes
 from speedtorch.memory import host_memory
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_pinned_moves_all_the_same(
         layer = nn.Linear(30, 30)
         before = layer.weight.detach().clone()
         optimizer = optim.SGD(layer.parameters(), lr=1.0)
-        unit = Unit(layer, optimizer, device="cuda")
+        unit = OffloadedModule(layer, optimizer, device="cuda")
     assert (host_slab._stage(unit.device) is not None) == bool(pinned)
     unit.load()
     layer.weight.grad = torch.ones_like(layer.weight)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from interrupts import EVERY, every_interrupt, out_of_memory, source_files
+from offloaded_models import assert_equal, copies
 from rank_backends import NEEDS_GPUS
 from torch import Tensor, nn, optim
-from unit_models import assert_equal, copies
 
 import speedtorch
 from speedtorch.layers import TrainingState, device_memory, training_state

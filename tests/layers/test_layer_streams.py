@@ -19,12 +19,12 @@ from speedtorch.layers import (
     state_swapper,
 )
 from speedtorch.layers.host_slab import Stage
+from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.layers.offloaded_parameters import OffloadedParameters
 from speedtorch.layers.residency import Residency
 from speedtorch.layers.slab import Memory, Slab
 from speedtorch.layers.sleeping_storages import SleepingStorages
 from speedtorch.layers.transfer_stats import TransferStats
-from speedtorch.layers.unit import Unit
 
 CPU = torch.device("cpu")
 
@@ -259,7 +259,7 @@ def test_a_layer_that_stays_is_used_on_another_stream_behind_its_last_use(
 def test_the_end_of_a_use_is_behind_all_streams_that_have_used_the_unit(
     streams: RecordedStreams,
 ) -> None:
-    unit = Unit(nn.Linear(2, 2), device=CPU)
+    unit = OffloadedModule(nn.Linear(2, 2), device=CPU)
     main, other = streams.current, streams.stream("other")
     streams.use(other)
     streams.work("use")

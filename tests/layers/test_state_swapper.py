@@ -17,8 +17,8 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from interrupts import EVERY, every_interrupt, out_of_memory
+from offloaded_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 from torch import Tensor, nn, optim
-from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 
 import speedtorch
 from speedtorch.layers import StateSwapper, Swapper, state_swapper

@@ -13,12 +13,12 @@ import torch
 from conftest import NEEDS_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offloaded_models import Layer, assert_equal, tensors_of
 from ordinary_run import programs
 from test_swapper_programs import OPTIMIZERS
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
-from unit_models import Layer, assert_equal, tensors_of
 
 from speedtorch.layers import Swapper
 

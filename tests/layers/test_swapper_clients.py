@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from offloaded_models import Layer, assert_equal, tensors_of
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from unit_models import Layer, assert_equal, tensors_of
 
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from offloaded_models import assert_equal, copies
 from torch import Tensor, nn, optim
-from unit_models import assert_equal, copies
 
 from speedtorch.layers import Swapper
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import NEEDS_GPU
-from data_parallel_units import (
+from data_parallel_modules import (
     CASES,
     check_a_case_of_data_parallel,
     check_refusals_of_data_parallel,

@@ -6,7 +6,7 @@ Those families that need a library: test_clients_families.py.
 from __future__ import annotations
 
 import pytest
-from unit_families import (
+from offloaded_families import (
     FAMILIES,
     MODES,
     VARIANTS,

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import NEEDS_GPU
+from offloaded_models import assert_equal, tensors_of
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
-from unit_models import assert_equal, tensors_of
 
 from speedtorch.layers import Swapper
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from interrupts import EVERY, Lines, first_of_each, out_of_memory, source_files
+from offloaded_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
 from ordinary_run import programs
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
 
 from speedtorch.layers import Swapper
 

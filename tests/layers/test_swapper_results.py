@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from offloaded_models import assert_equal, tensors_of
 from torch import Tensor, nn, optim
 from torch.autograd.function import once_differentiable
-from unit_models import assert_equal, tensors_of
 
 from speedtorch.layers import Swapper
 

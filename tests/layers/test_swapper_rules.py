@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from offloaded_models import assert_equal, tensors_of
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from unit_models import assert_equal, tensors_of
 
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
+from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.layers.pack import Pack
-from speedtorch.layers.unit import Unit
 
 
 @pytest.fixture(autouse=True)
@@ -600,14 +600,14 @@ def test_a_use_evicts_others_when_the_device_has_no_memory(
     swapper = Swapper(layers, device="cpu", budget="1MiB")
     with swapper.use(layers[0]):
         pass
-    load = Unit.load
+    load = OffloadedModule.load
 
-    def load_alone(unit: Unit, *, state: bool) -> None:
+    def load_alone(unit: OffloadedModule, *, state: bool) -> None:
         if set(swapper.report().resident) - {unit.name}:
             raise torch.OutOfMemoryError("pretended")
         load(unit, state=state)
 
-    monkeypatch.setattr(Unit, "load", load_alone)
+    monkeypatch.setattr(OffloadedModule, "load", load_alone)
     with swapper.use(layers[1]):
         assert swapper.report().resident == ("1",)
         with pytest.raises(torch.OutOfMemoryError, match="pretended"):

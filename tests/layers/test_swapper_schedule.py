@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from speedtorch.layers import Memory, Swapper, host_slab, residency, slab, unit_steps
+from speedtorch.layers import Memory, Swapper, host_slab, module_steps, residency, slab
 
 BLOCKS, ELEMENTS = 16, 2048
 BLOCK_BYTES = 4 * ELEMENTS
@@ -99,7 +99,7 @@ def side_stream(clocks: Clocks) -> type:
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     """Those of a GPU beside which layers come and go."""
     found = Clocks()
-    copy, taken, step = host_slab.copy_spans, slab.Slab.take, unit_steps.UnitSteps._step
+    copy, taken, step = host_slab.copy_spans, slab.Slab.take, module_steps.ModuleSteps._step
 
     def copy_spans(*args: Any, to: Memory, **kwargs: Any) -> None:
         duration = sum(end - begin for begin, end in args[2]) / BLOCK_BYTES * COPY
@@ -119,7 +119,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     monkeypatch.setattr(slab, "copy_spans", copy_spans)
     monkeypatch.setattr(slab.Slab, "take", take)
     monkeypatch.setattr(residency, "end_of_current", lambda _: Event(found, found.compute))
-    monkeypatch.setattr(unit_steps.UnitSteps, "_step", stepped)
+    monkeypatch.setattr(module_steps.ModuleSteps, "_step", stepped)
     return found
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from offloaded_models import assert_equal, tensors_of
 from torch import nn, optim
-from unit_models import assert_equal, tensors_of
 
 from speedtorch.layers import Swapper
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from interrupts import EVERY, PACKAGE, Lines, every_interrupt, out_of_memory
+from offloaded_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 from torch import Tensor, nn, optim
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
-from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
 
 import speedtorch
 from speedtorch.layers import TrainingState, device_memory, sleeping_storages

@@ -1,4 +1,4 @@
-"""UnitSteps: runs an optimizer's step unit by unit, and loads each unit for its step."""
+"""ModuleSteps: runs an optimizer's step unit by unit, and loads each unit for its step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from speedtorch.layers.offloaded_module import OffloadedModule, host_copy, is_offloaded
 from speedtorch.layers.optimizer_trials import check_steps_apart, needs_arguments
 from speedtorch.layers.partial_step import Counted, PartialStep
 from speedtorch.layers.residency import Residency
-from speedtorch.layers.unit import Unit, host_copy, is_of_unit
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
     STEP_HOOKS,
@@ -28,7 +28,7 @@ from speedtorch.torch_internals import (
 )
 
 __all__ = [
-    "UnitSteps",
+    "ModuleSteps",
     "check_steps_in_pieces",
     "refuse_hasty_scaler",
     "replace_method",
@@ -38,14 +38,14 @@ __all__ = [
 _, _POST_HOOKS = STEP_HOOKS
 
 
-class UnitSteps:
+class ModuleSteps:
     """Makes `optimizer.step()` step units one by one, and then parameters outside units.
 
     The optimizer's state_dict() returns host copies.
     """
 
     def __init__(
-        self, optimizer: Optimizer, units: Mapping[nn.Module, Unit], residency: Residency
+        self, optimizer: Optimizer, units: Mapping[nn.Module, OffloadedModule], residency: Residency
     ) -> None:
         self.optimizer, self._units, self._residency = optimizer, units, residency
         self._are_in_backward = False
@@ -81,7 +81,7 @@ class UnitSteps:
             id(each): (weakref.ref(each.grad), version_of(each.grad))
             for group in self.optimizer.param_groups
             for each in group["params"]
-            if type(each) in (nn.Parameter, Tensor) and not is_of_unit(each)
+            if type(each) in (nn.Parameter, Tensor) and not is_offloaded(each)
             if each.grad is not None
         }
 
@@ -94,7 +94,7 @@ class UnitSteps:
     def _step_units(self, step: PartialStep) -> Collection[Tensor]:
         """Steps all units with gradients, and returns the parameters outside units."""
         owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
-        parts: dict[Unit | None, list[nn.Parameter]] = {None: []}
+        parts: dict[OffloadedModule | None, list[nn.Parameter]] = {None: []}
         for group in step.optimizer.param_groups:
             for each in group["params"]:
                 parts.setdefault(owners.get(id(each)), []).append(each)
@@ -113,7 +113,7 @@ class UnitSteps:
         self._counted = ()
         return others
 
-    def step_unit(self, unit: Unit, step: PartialStep) -> None:
+    def step_unit(self, unit: OffloadedModule, step: PartialStep) -> None:
         """Steps one unit, without the hooks of the optimizer's step."""
         with self._residency.using([unit], state=True):
             self._step(unit, step, list(unit.module.parameters()))
@@ -149,7 +149,9 @@ class UnitSteps:
                 )
         self._left.clear()  # changes after a step are allowed
 
-    def _step(self, unit: Unit, step: PartialStep, parameters: list[nn.Parameter]) -> None:
+    def _step(
+        self, unit: OffloadedModule, step: PartialStep, parameters: list[nn.Parameter]
+    ) -> None:
         try:
             step.step(parameters)
         finally:

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 from interrupts import EVERY, Lines, first_of_each, out_of_memory, source_files
+from offloaded_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from unit_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
 
-from speedtorch.layers import Memory, Unit
+from speedtorch.layers import Memory, OffloadedModule
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     **COMMON_OPTIMIZERS,
@@ -90,7 +90,7 @@ def test_training_is_that_of_a_model_that_stays(device: str, kind: str, seed: in
         pytest.skip(str(error))
     made, optimizer = model(device, OPTIMIZERS[kind])
     units = [
-        Unit(layer, optimizer, device=device, name=name)
+        OffloadedModule(layer, optimizer, device=device, name=name)
         for name, layer in (("first", made.first), ("second", made.second))
     ]
     choices = random.Random(f"{kind} {seed}")
@@ -124,7 +124,7 @@ class Small(nn.Module):
         return self.weight.square().sum() + self.low.sum()
 
 
-Prepared = tuple[Small, Optimizer, Unit]
+Prepared = tuple[Small, Optimizer, OffloadedModule]
 
 
 def small_step(small: Small, optimizer: Optimizer) -> None:
@@ -136,7 +136,7 @@ def prepare(move: str) -> Prepared:
     """A unit before a move: all as it was, with new state and gradients, or with new buffers."""
     small = Small()
     optimizer = optim.SGD(small.parameters(), lr=0.1, momentum=0.9)
-    unit = Unit(small, optimizer, device="cpu", name="small")
+    unit = OffloadedModule(small, optimizer, device="cpu", name="small")
     unit.load()
     small_step(small, optimizer)
     if move == "evict-new":

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from offloaded_models import assert_equal, copies
 from rank_processes import own_device
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
-from unit_models import assert_equal, copies
 
 from speedtorch.layers import Swapper, pack
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from offloaded_models import assert_equal, tensors_of
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from unit_models import assert_equal, tensors_of
 
 from speedtorch.layers import Swapper
 

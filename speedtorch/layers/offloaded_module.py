@@ -1,4 +1,4 @@
-"""Unit: one offloaded module with its parameters, buffers, gradients and optimizer state.
+"""OffloadedModule: a module with its parameters, buffers, gradients and optimizer state.
 
 A unit has three packs: parameters and buffers, gradients, and optimizer state. A forward therefore
 loads no state, and a unit loads no gradients after they were dropped.
@@ -43,7 +43,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["Caller", "Unit", "exact_device", "host_copy", "is_of_unit"]
+__all__ = ["Caller", "OffloadedModule", "exact_device", "host_copy", "is_offloaded"]
 
 _Part: TypeAlias = tuple[Pack, Members]
 
@@ -54,7 +54,7 @@ def _untracked(method: _Method) -> _Method:
     """Runs a method without tracking its accesses to tensors as uses by the program."""
 
     @wraps(method)
-    def call(self: Unit, *args: Any, **kwargs: Any) -> Any:
+    def call(self: OffloadedModule, *args: Any, **kwargs: Any) -> Any:
         with as_plain():
             return method(self, *args, **kwargs)
 
@@ -64,13 +64,13 @@ def _untracked(method: _Method) -> _Method:
 class Caller(Protocol):
     """Loads units when the program reaches them, and records their order of use."""
 
-    def using(self, unit: Unit) -> AbstractContextManager[None]:
+    def using(self, unit: OffloadedModule) -> AbstractContextManager[None]:
         """Context manager that keeps the unit on the device for one operation of the program."""
 
-    def is_nested(self, unit: Unit) -> bool:
+    def is_nested(self, unit: OffloadedModule) -> bool:
         """Whether a call of another unit is running."""
 
-    def reaches(self, unit: Unit, *, nested: bool) -> None:
+    def reaches(self, unit: OffloadedModule, *, nested: bool) -> None:
         """Notes that a backward reaches a result of a unit.
 
         `nested`: the result belongs to a call within another unit's call.
@@ -79,7 +79,7 @@ class Caller(Protocol):
     def end_failed(self) -> None:
         """Ends the uses of a failed backward."""
 
-    def next_use(self, unit: Unit, *, state: bool) -> float:
+    def next_use(self, unit: OffloadedModule, *, state: bool) -> float:
         """Number of calls until the next use of a unit or its state; inf: unknown."""
 
 
@@ -103,7 +103,7 @@ def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
     return found
 
 
-class Unit:
+class OffloadedModule:
     """A module with its optimizer state, in host memory or on the device.
 
     A new unit is evicted. An evicted unit consists of ordinary CPU tensors. Parameter objects,
@@ -146,7 +146,7 @@ class Unit:
         device: torch.device | str,
         name: str = "unit",
         traffic: TransferStats | None = None,
-        before_gradients: Callable[[Unit], object] = lambda _: None,
+        before_gradients: Callable[[OffloadedModule], object] = lambda _: None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
@@ -736,12 +736,12 @@ def exact_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_current else found
 
 
-def _owner_of(tensor: Tensor) -> Unit | None:
+def _owner_of(tensor: Tensor) -> OffloadedModule | None:
     found = _owners.get(tensor)  # type: ignore[no-untyped-call]
     return None if found is None else found()
 
 
-def is_of_unit(tensor: Tensor) -> bool:
+def is_offloaded(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or buffer of a unit, of any Swapper."""
     return len(_owners) > 0 and _owner_of(tensor) is not None
 
@@ -752,7 +752,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def host_copy(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor | None:
-    """The host copy of a device tensor in the result of Unit.on_host(), or None."""
+    """The host copy of a device tensor in the result of OffloadedModule.on_host(), or None."""
     found = on_host.get(tensor.data_ptr())
     is_like = found is not None and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
     return found if is_like else None

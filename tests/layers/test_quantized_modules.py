@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from offloaded_models import assert_equal, copies
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.utils._pytree import tree_map
-from unit_models import assert_equal, copies
 
-from speedtorch.layers import Memory, Swapper, Unit
+from speedtorch.layers import Memory, OffloadedModule, Swapper
 
 aten = torch.ops.aten
 
@@ -127,7 +127,7 @@ def test_adapters_of_quantized_weights_are_trained_as_without_units(
 def test_what_is_within_a_wrapper_moves_and_it_stays_the_same_object(device: str) -> None:
     layer = LoRA(Nested)
     weight, within = layer.weight, layer.weight.codes
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     nbytes = sum(each.nbytes for each in (within.codes, within.scale, weight.scale))
     for memory in (Memory.DEVICE, Memory.HOST) * 2:
         unit.load() if memory is Memory.DEVICE else unit.evict()
@@ -142,7 +142,7 @@ def test_what_is_within_a_wrapper_moves_and_it_stays_the_same_object(device: str
 
 def test_what_is_saved_on_the_device_is_on_the_host(device: str) -> None:
     layer = LoRA(Scaled)
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     expected = plain_values(layer)
     unit.load()
     saved, file = layer.state_dict(), io.BytesIO()
@@ -165,7 +165,7 @@ def test_what_is_saved_on_the_device_is_on_the_host(device: str) -> None:
 @pytest.mark.parametrize("loaded", [False, True])
 def test_values_that_are_loaded_stay(assign: bool, loaded: bool, device: str) -> None:
     layer, other = LoRA(Scaled), LoRA(Scaled).to(device if loaded else "cpu")
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     expected = plain_values(other)
     if loaded:
         unit.load()
@@ -178,7 +178,7 @@ def test_values_that_are_loaded_stay(assign: bool, loaded: bool, device: str) ->
 
 def test_a_tensor_that_is_given_to_a_wrapper_moves(device: str) -> None:
     layer = LoRA(Scaled)
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     layer.weight.scale = torch.full((8, 1), 0.5)
     unit.load()
     assert layer.weight.scale.device.type == device
@@ -204,15 +204,15 @@ def test_wrappers_that_are_trained_or_not_all_plain_are_refused(
     layer = LoRA(Scaled)
     change(layer)
     with pytest.raises(TypeError, match="unit 'layer': weight: expected a plain tensor, .*Scaled"):
-        Unit(layer, device=device, name="layer")
-    Unit(layer.down, device=device).close()
+        OffloadedModule(layer, device=device, name="layer")
+    OffloadedModule(layer.down, device=device).close()
 
 
 def test_a_wrapper_of_two_units_is_refused(device: str) -> None:
     one, other = LoRA(Scaled), LoRA(Scaled)
     other.weight = one.weight
-    unit = Unit(one, device=device, name="one")
+    unit = OffloadedModule(one, device=device, name="one")
     with pytest.raises(ValueError, match=r"'other': weight.codes is weight.codes of unit 'one'"):
-        Unit(other, device=device, name="other")
+        OffloadedModule(other, device=device, name="other")
     unit.close()
-    Unit(other, device=device, name="other").close()
+    OffloadedModule(other, device=device, name="other").close()

@@ -318,7 +318,11 @@ def test_a_compiled_function_of_a_weight_is_an_access(marks: Marks) -> None:
 
 @EVERY
 def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
-    files = [each for each in PACKAGE if each.endswith(("layers/residency.py", "layers/unit.py"))]
+    files = [
+        each
+        for each in PACKAGE
+        if each.endswith(("layers/residency.py", "layers/offloaded_module.py"))
+    ]
     with Lines(files) as lines:
         use(Training(), 0)
     for at in range(1, len(lines.seen or ()) + 1, every):

@@ -1,4 +1,4 @@
-"""Unit: what moves, what stays the same object, what is written back, and what is refused."""
+"""OffloadedModule: which tensors move, remain the same object, and are written back; errors."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from offloaded_models import Layer, assert_equal, copies, tensors_of
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
-from unit_models import Layer, assert_equal, copies, tensors_of
 
 import speedtorch
-from speedtorch.layers import Memory, Unit, slab
+from speedtorch.layers import Memory, OffloadedModule, slab
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import version_of
 
 
-def made(device: str, kind: type[Optimizer] = optim.Adam) -> tuple[Layer, Optimizer, Unit]:
+def made(
+    device: str, kind: type[Optimizer] = optim.Adam
+) -> tuple[Layer, Optimizer, OffloadedModule]:
     torch.manual_seed(1)
     layer = Layer()
     optimizer = kind(layer.parameters())
-    return layer, optimizer, Unit(layer, optimizer, device=device, name="layer")
+    return layer, optimizer, OffloadedModule(layer, optimizer, device=device, name="layer")
 
 
 def train(layer: nn.Module, optimizer: Optimizer, device: str, seed: int = 0) -> None:
@@ -72,7 +74,7 @@ def test_all_is_where_the_unit_is(device: str) -> None:
 def test_steps_stay_on_the_cpu_where_torch_wants_them_there(device: str, fused: bool) -> None:
     layer = nn.Linear(3, 3)
     optimizer = optim.Adam(layer.parameters(), fused=fused)
-    unit = Unit(layer, optimizer, device=device)
+    unit = OffloadedModule(layer, optimizer, device=device)
     unit.load()
     layer(torch.ones(3, device=device)).sum().backward()
     optimizer.step()
@@ -119,7 +121,7 @@ def calls_of_cuda(count: int) -> Counter[str]:
     """What a load and an eviction of a unit of so many layers ask the driver for."""
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
     optimizer = optim.Adam(module.parameters())
-    unit = Unit(module, optimizer, device="cuda")
+    unit = OffloadedModule(module, optimizer, device="cuda")
     for turn in range(3):
         unit.load()
         module(torch.ones(4, device="cuda")).sum().backward()
@@ -143,7 +145,7 @@ def test_calls_of_the_driver_do_not_depend_on_the_number_of_tensors() -> None:
     assert few == many
 
 
-def written_back(unit: Unit) -> list[int]:
+def written_back(unit: OffloadedModule) -> list[int]:
     """Bytes of each piece that an eviction copies."""
     copied: list[int] = []
     copy_spans = slab.copy_spans
@@ -161,7 +163,7 @@ def written_back(unit: Unit) -> list[int]:
 def test_what_has_not_changed_travels_one_way(device: str) -> None:
     layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
     optimizer = optim.SGD(layer.parameters(), lr=0.1)
-    unit = Unit(layer, optimizer, device=device)
+    unit = OffloadedModule(layer, optimizer, device=device)
     unit.load()
     with torch.no_grad():
         layer(torch.ones(8, device=device))
@@ -193,7 +195,7 @@ def test_copies_begin_before_each_tensor_is_looked_at(
         calls.append("look")
         return where(*args)
 
-    unit = Unit(nn.Linear(4, 4), device=device)
+    unit = OffloadedModule(nn.Linear(4, 4), device=device)
     monkeypatch.setattr(slab, "copy_spans", copied)
     monkeypatch.setattr(slab.Slab, "where", looked)
     for move in (unit.load, unit.write_back, unit.evict, unit.bring):
@@ -205,7 +207,7 @@ def test_copies_begin_before_each_tensor_is_looked_at(
 
 def test_tensors_that_became_others_in_the_same_memory_move_as_those(device: str) -> None:
     layer = nn.Linear(4, 4).requires_grad_(False)
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     for is_loaded in (False, True):
         if is_loaded:
             unit.load()
@@ -220,7 +222,7 @@ def test_tensors_that_became_others_in_the_same_memory_move_as_those(device: str
 
 def test_a_load_that_is_refused_leaves_no_device_memory(device: str) -> None:
     layer = nn.Linear(2, 2, dtype=torch.complex64).requires_grad_(False)
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     layer.weight.data = layer.weight.data.t().conj()
     for move in (unit.load, unit.bring):
         with pytest.raises(ValueError, match="conjugated"):
@@ -247,7 +249,7 @@ def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
     monkeypatch.setattr(slab, "copy_spans", copy_late)
     monkeypatch.setattr(SharedSideStream, "finish", finish)
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    unit = Unit(module, device="cpu")
+    unit = OffloadedModule(module, device="cpu")
     for keeps in (True, False):
         unit.load()
         if not keeps:
@@ -284,7 +286,7 @@ def test_gradients_that_are_dropped_are_gone_at_once(device: str) -> None:
 
 def test_statistics_that_torch_does_not_count_are_written_back(device: str) -> None:
     layer = nn.BatchNorm1d(3).requires_grad_(False)
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     unit.load()
     layer(torch.randn(4, 3, device=device))
     mean = copies(dict(layer.named_buffers()))
@@ -304,7 +306,7 @@ def test_an_optimizer_that_torch_does_not_see_change_data_is_written_back(device
 
     layer = nn.Linear(2, 2)
     optimizer = Old(layer.parameters(), lr=0.1)
-    unit = Unit(layer, optimizer, device=device)
+    unit = OffloadedModule(layer, optimizer, device=device)
     unit.load()
     before = copies(dict(layer.named_parameters()))
     optimizer.step()
@@ -345,7 +347,7 @@ def test_a_graph_lives_through_an_eviction_that_brings_new_state(device: str) ->
 def test_a_backward_through_what_has_changed_meanwhile_is_refused(device: str, where: str) -> None:
     weight = nn.Parameter(torch.ones(3, 3))
     holder = nn.ParameterList([weight])
-    unit = Unit(holder, device=device)
+    unit = OffloadedModule(holder, device=device)
     unit.load()
     x = torch.ones(3, device=device, requires_grad=True)
     result = (x @ weight.t()).sum()
@@ -395,7 +397,9 @@ def test_what_the_user_replaces_is_found_again(device: str) -> None:
 def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) -> None:
     layer = nn.Linear(3, 3)
     optimizer = optim.Adam(layer.parameters(), fused=True)
-    unit = Unit(layer, optim.SGD(layer.parameters(), momentum=0.9), optimizer, device=device)
+    unit = OffloadedModule(
+        layer, optim.SGD(layer.parameters(), momentum=0.9), optimizer, device=device
+    )
     unit.load()
     layer(torch.ones(3, device=device)).sum().backward()
     optimizer.step()
@@ -427,7 +431,7 @@ def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
 
 def test_tensors_tied_within_a_loaded_unit_stay_tied(device: str) -> None:
     layer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     unit.load()
     layer[1].weight.data = layer[0].weight.data
     for move in (unit.evict, unit.load):
@@ -450,11 +454,11 @@ def test_moves_in_inference_mode_leave_ordinary_tensors(device: str) -> None:
 def test_a_tensor_of_two_units_is_refused_by_name() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
-    unit = Unit(one, device="cpu", name="one")
+    unit = OffloadedModule(one, device="cpu", name="one")
     with pytest.raises(ValueError, match="'other': weight is weight of unit 'one' as well"):
-        Unit(other, device="cpu", name="other")
+        OffloadedModule(other, device="cpu", name="other")
     unit.close()
-    both = Unit(nn.ModuleList([one, other]), device="cpu")
+    both = OffloadedModule(nn.ModuleList([one, other]), device="cpu")
     both.load()
     assert other.weight is one.weight
 
@@ -472,15 +476,15 @@ def test_what_is_no_module_or_optimizer_is_refused(
     arguments: tuple[object, ...], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        Unit(*arguments, device="cpu")  # type: ignore[arg-type]
+        OffloadedModule(*arguments, device="cpu")  # type: ignore[arg-type]
 
 
 def test_rows_of_an_embedding_are_refused_with_the_remedy() -> None:
     block = nn.Sequential(speedtorch.Embedding(5, 2), nn.Linear(2, 2))
     told = "unit 'block': 0.weight are rows of an Embedding, .* make units of other modules"
     with pytest.raises(TypeError, match=told):
-        Unit(block, device="cpu", name="block")
-    Unit(block[1], device="cpu").close()
+        OffloadedModule(block, device="cpu", name="block")
+    OffloadedModule(block[1], device="cpu").close()
 
 
 def test_a_quantized_weight_is_refused_with_the_remedy() -> None:
@@ -492,19 +496,19 @@ def test_a_quantized_weight_is_refused_with_the_remedy() -> None:
     block[1].weight = nn.Parameter(weight, requires_grad=False)
     told = "unit 'block': 1.weight: expected a plain tensor, .*Quantized, .* by TrainingState"
     with pytest.raises(TypeError, match=told):
-        Unit(block, device="cpu", name="block")
-    Unit(block[0], device="cpu").close()
+        OffloadedModule(block, device="cpu", name="block")
+    OffloadedModule(block[0], device="cpu").close()
 
 
 def test_the_meta_device_is_refused() -> None:
     with pytest.raises(ValueError, match="device: expected one with memory"):
-        Unit(nn.Linear(1, 1), device="meta")
+        OffloadedModule(nn.Linear(1, 1), device="meta")
 
 
 def test_a_gpu_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="device='cuda:0' needs a GPU, and torch finds none"):
-        Unit(nn.Linear(1, 1), device="cuda:0")
+        OffloadedModule(nn.Linear(1, 1), device="cuda:0")
 
 
 def test_a_unit_that_could_not_be_made_keeps_no_tensor() -> None:
@@ -512,16 +516,16 @@ def test_a_unit_that_could_not_be_made_keeps_no_tensor() -> None:
     weight = layer.weight
     layer.weight = nn.Parameter(torch.ones(2, 2).to_sparse())
     with pytest.raises(ValueError, match="strided") as kept:
-        Unit(layer, device="cpu")
+        OffloadedModule(layer, device="cpu")
     layer.weight = weight
-    Unit(layer, device="cpu").close()
+    OffloadedModule(layer, device="cpu").close()
     assert kept.value.__traceback__ is not None  # which has the first one
 
 
 def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:
     layer = nn.Linear(2, 1)
     optimizer = optim.LBFGS(layer.parameters(), max_iter=3)
-    unit = Unit(layer, optimizer, device="cpu", name="layer")
+    unit = OffloadedModule(layer, optimizer, device="cpu", name="layer")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -538,7 +542,7 @@ def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:
 
 def test_sparse_gradients_are_refused_by_name_and_nothing_moves(device: str) -> None:
     layer = nn.Embedding(3, 2, sparse=True)
-    unit = Unit(layer, device=device)
+    unit = OffloadedModule(layer, device=device)
     unit.load()
     layer(torch.tensor([1], device=device)).sum().backward()
     with pytest.raises(ValueError, match="the gradient of weight: expected a dense tensor"):
