@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.files.field_blocks import SomeRows
+from speedtorch.files.field_blocks import SelectedRows
 from speedtorch.memory import host_memory
 
 __all__ = ["begin", "copies", "fitting", "wait_for"]
 
 _Result = TypeVar("_Result")
-_Tensors = Mapping[Any, Tensor | SomeRows]
+_Tensors = Mapping[Any, Tensor | SelectedRows]
 
 
 class _Save:
@@ -73,9 +73,9 @@ def fitting(shards: Sequence[_Tensors], max_memory: int | None, sharing: int = 1
 def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
     """Copies all tensors to pageable host memory."""
 
-    def copied(given: Tensor | SomeRows) -> Tensor:
-        if isinstance(given, SomeRows):
-            return given.at(given.ids)
+    def copied(given: Tensor | SelectedRows) -> Tensor:
+        if isinstance(given, SelectedRows):
+            return given.gather(given.ids)
         return torch.empty(given.shape, dtype=given.dtype, device="cpu").copy_(given)
 
     return [{key: copied(each) for key, each in shard.items()} for shard in shards]

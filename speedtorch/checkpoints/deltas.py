@@ -14,7 +14,7 @@ from speedtorch.checkpoints.joined_files import JoinedRows
 from speedtorch.checkpoints.noted_rows import Changed, changed_rows
 from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.checkpoints.saved_tensors import SavedTensors
-from speedtorch.files.field_blocks import SomeRows
+from speedtorch.files.field_blocks import SelectedRows
 from speedtorch.parallel.together import Together, agreed
 from speedtorch.table.shared_rows import SharedRows
 
@@ -30,7 +30,7 @@ class Change(NamedTuple):
     """The tensors to write, by key."""
 
     against: SavedGeneration | None  # the base
-    own: dict[str, Tensor | SomeRows]  # written by one process, the first rank
+    own: dict[str, Tensor | SelectedRows]  # written by one process, the first rank
     shared: dict[str, JoinedRows]  # written by all ranks together
     ids_of: dict[str, str]  # the key of changed rows -> the key of their ids
 
@@ -50,7 +50,7 @@ def change_since(ranks: Together, folder: str, base: int | None, tensors: SavedT
     if base is None:
         return whole()
     opened: list[SavedGeneration] = []
-    changed: dict[str, Changed[Tensor | SomeRows]] = {}
+    changed: dict[str, Changed[Tensor | SelectedRows]] = {}
 
     def look() -> tuple[dict[str, tuple[Hashable, int]], list[str]] | None:
         opened.append(SavedGeneration.opened(folder, chosen(folder, base)))
@@ -93,7 +93,7 @@ def _delta(
 
 def _joined(
     shared: Mapping[str, SharedRows],
-    own: Mapping[str, Changed[Tensor | SomeRows]],
+    own: Mapping[str, Changed[Tensor | SelectedRows]],
     every: Sequence[Mapping[str, tuple[Hashable, int]]],
     rank: int,
 ) -> Iterator[tuple[str, Changed[JoinedRows]]]:

@@ -24,7 +24,7 @@ from speedtorch.checkpoints.noted_rows import Moments, moments_of, remember
 from speedtorch.checkpoints.saved_generation import FORMAT, VERSION, base_of
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.files import safetensors_format
-from speedtorch.files.field_blocks import SomeRows
+from speedtorch.files.field_blocks import SelectedRows
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.table_files import write_safetensors
 from speedtorch.parallel.together import Together, agreed, by_first
@@ -32,7 +32,7 @@ from speedtorch.table.progress import progress_bar
 
 __all__ = ["GenerationWriter"]
 
-_Written = TypeVar("_Written", bound=Tensor | SomeRows | JoinedRows)
+_Written = TypeVar("_Written", bound=Tensor | SelectedRows | JoinedRows)
 SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
 
 
@@ -58,7 +58,7 @@ class GenerationWriter:
             for at, each in enumerate(_shards(self.change.shared), 1)
         ]
         # First this rank's rows of each file that all ranks write, then the files of one process.
-        self.jobs: list[Mapping[Any, Tensor | SomeRows]] = [each.own for each in self._files]
+        self.jobs: list[Mapping[Any, Tensor | SelectedRows]] = [each.own for each in self._files]
         self.jobs += _shards(self.change.own)
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
@@ -137,7 +137,7 @@ class GenerationWriter:
 
     def _write(
         self,
-        jobs: Sequence[Mapping[Any, Tensor | SomeRows]],
+        jobs: Sequence[Mapping[Any, Tensor | SelectedRows]],
         first: int,
         told: Callable[[int], object],
     ) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speedtorch.files.field_blocks import SomeRows, write_blocks
+from speedtorch.files.field_blocks import SelectedRows, write_blocks
 from speedtorch.files.file_digests import chunk_count, digests_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
@@ -31,7 +31,9 @@ class JoinedRows:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    own: Mapping[int, Tensor | SomeRows]  # this rank's runs of rows, by the place of the first row
+    own: Mapping[
+        int, Tensor | SelectedRows
+    ]  # this rank's runs of rows, by the place of the first row
 
     @classmethod
     def of(cls, rows: SharedRows) -> JoinedRows:
@@ -68,7 +70,7 @@ class JoinedFile:
     def __init__(self, name: str, tensors: Mapping[str, JoinedRows]) -> None:
         self.name = name
         self._header = safetensors_header({k: (e.shape, e.dtype) for k, e in tensors.items()})
-        self.own: dict[int, Tensor | SomeRows] = {}
+        self.own: dict[int, Tensor | SelectedRows] = {}
         """The rows that this rank writes, by their byte offset in the file."""
         self.nbytes = len(self._header)
         for key in in_file_order({key: each.dtype for key, each in tensors.items()}):
@@ -85,7 +87,7 @@ class JoinedFile:
             file.reserve(self.nbytes)
             file.write(self._header)
 
-    def write(self, folder: str, own: Mapping[int, Tensor | SomeRows]) -> None:
+    def write(self, folder: str, own: Mapping[int, Tensor | SelectedRows]) -> None:
         """Writes this rank's rows, or copies of them, and syncs the file to the disk."""
         path = os.path.join(folder, self.name)
         runs = {begin: rows.nbytes for begin, rows in own.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.checkpoints.saved_generation import SavedGeneration
-from speedtorch.files.field_blocks import SomeRows, have_same_bytes
+from speedtorch.files.field_blocks import SelectedRows, have_same_bytes
 from speedtorch.table.host_table import HostTable, field_rows
 from speedtorch.table.shared_rows import SharedRows
 
@@ -59,7 +59,7 @@ class Changed(Generic[_Written]):
 
 def changed_rows(
     base: SavedGeneration, tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Changed[Tensor | SomeRows]]]:
+) -> Iterator[tuple[str, Changed[Tensor | SelectedRows]]]:
     """Yields the rows changed since a checkpoint, by key, of all tensors with known changes.
 
     Begins change tracking of tables that can track changes and do not yet.
@@ -69,7 +69,7 @@ def changed_rows(
     for key, tensor in tensors.items():
         if isinstance(tensor, SharedRows) and not tensor.blocks and base.has(key, tensor):
             nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-            yield key, Changed("", SomeRows(tensor.field, nothing), nothing)
+            yield key, Changed("", SelectedRows(tensor.field, nothing), nothing)
             continue
         if (place := place_of(tensor)) is None:
             continue
@@ -84,7 +84,7 @@ def changed_rows(
         here = changed[table, moment] - place.before
         is_one, ids = _across(here, [(own, there) for there, own in place.blocks])
         group = groups.setdefault((table, moment, place.before, tuple(place.blocks)), key)
-        yield key, Changed(group, SomeRows(place.rows, here[is_one]), ids)
+        yield key, Changed(group, SelectedRows(place.rows, here[is_one]), ids)
 
 
 def moments_of(tensors: Mapping[str, Tensor]) -> Moments:

@@ -21,7 +21,7 @@ from torch import Tensor
 from speedtorch.files.file_digests import CHUNK_BYTES, crc32c_of_chunks
 from speedtorch.files.threads import MOST_THREADS, threads
 
-__all__ = ["SomeRows", "byte_rows", "have_same_bytes", "write_blocks"]
+__all__ = ["SelectedRows", "byte_rows", "have_same_bytes", "write_blocks"]
 
 # Whole chunks. Large blocks need the GIL rarely; a training thread may hold the GIL for 5 ms.
 _BLOCK_BYTES = 4 * CHUNK_BYTES
@@ -30,7 +30,7 @@ _BLOCKS = 8  # in memory: several threads must prepare as many bytes as one thre
 _COMPARED_BYTES = 1 << 20  # bytes that a thread compares at once
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
-_Piece: TypeAlias = tuple[Tensor, int, _Bytes]
+_Copy: TypeAlias = tuple[Tensor, int, _Bytes]
 """Rows as bytes, the first byte to copy, and the memory to copy to."""
 
 
@@ -53,23 +53,22 @@ def have_same_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     GPU work on the fields must have finished.
     """
     parts: list[tuple[Tensor, Tensor]] = []
-    for rows, others in (map(byte_rows, each) for each in pairs):
+    for rows, compared in (map(byte_rows, pair) for pair in pairs):
         count = max(1, _COMPARED_BYTES // rows.shape[1])
-        parts += zip(torch.split(rows, count), torch.split(others, count), strict=True)
+        parts += zip(torch.split(rows, count), torch.split(compared, count), strict=True)
     rest = iter(parts)  # all threads share this iterator
 
-    def same() -> bool:
-        return all(
-            np.array_equal(rows.cpu().numpy(), others.cpu().numpy()) for rows, others in rest
-        )
-
     with threads(MOST_THREADS) as pool:
-        found = [pool.begin(same) for _ in range(MOST_THREADS)]
-        return all(pool.result(each) for each in found)
+        found = [pool.begin(_all_equal, rest) for _ in range(MOST_THREADS)]
+        return all(map(pool.result, found))
+
+
+def _all_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    return all(np.array_equal(rows.cpu().numpy(), other.cpu().numpy()) for rows, other in pairs)
 
 
 @dataclass(frozen=True)
-class SomeRows:
+class SelectedRows:
     """Rows of a field `[rows, ...]` by ids `[n]` on the CPU, gathered when they are written."""
 
     field: Tensor
@@ -90,7 +89,7 @@ class SomeRows:
         """Bytes of the selected rows."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def at(self, ids: Tensor) -> Tensor:
+    def gather(self, ids: Tensor) -> Tensor:
         """Copies rows by their ids to new memory on the CPU."""
         return self.field.index_select(0, ids.to(self.field.device)).cpu()
 
@@ -98,7 +97,7 @@ class SomeRows:
         """Returns the rows that have bytes `begin` to `begin + count`, and the offset in them."""
         row_bytes = self.nbytes // len(self.ids)
         first, end = begin // row_bytes, -(-(begin + count) // row_bytes)
-        return byte_rows(self.at(self.ids[first:end])), begin - first * row_bytes
+        return byte_rows(self.gather(self.ids[first:end])), begin - first * row_bytes
 
 
 def _gather(rows: Tensor, begin: int, to: _Bytes) -> None:
@@ -123,16 +122,16 @@ def _gather(rows: Tensor, begin: int, to: _Bytes) -> None:
 def write_blocks(
     write: Callable[[memoryview], object],
     header: bytes,
-    fields: Sequence[Tensor | SomeRows],
+    fields: Sequence[Tensor | SelectedRows],
     digests: list[int] | None = None,
-    told: Callable[[int], object] = lambda count: None,
+    on_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Writes a header, and then the bytes of fields that are contiguous within a row.
 
-    The digests of all chunks are appended to `digests`. `told` is called with each number of
+    The digests of all chunks are appended to `digests`. `on_bytes` is called with each number of
     written bytes.
     """
-    nbytes = len(header) + sum(each.nbytes for each in fields)
+    nbytes = len(header) + sum(field.nbytes for field in fields)
     if not nbytes:
         return
     count = min(_BLOCKS, -(-nbytes // _BLOCK_BYTES))
@@ -140,60 +139,61 @@ def write_blocks(
     prepared: deque[tuple[_Bytes, Future[list[int]]]] = deque()
 
     def write_next() -> None:
+        """Waits for the oldest block, writes it and frees its buffer."""
         block, found = prepared.popleft()
         numbers = pool.result(found)
         if digests is not None:
             digests.extend(numbers)
         write(block.data)
-        told(len(block))
+        on_bytes(len(block))
 
     begin = torch.tensor(list(header), dtype=torch.uint8, device="cpu")
     with threads(count) as pool:
-        for block, pieces in _blocks(chain([begin], _long_rows_apart(fields)), buffers):
-            prepared.append((block, pool.begin(_prepare, block, pieces, digests is not None)))
+        for block, copies in _blocks(chain([begin], _long_rows_apart(fields)), buffers):
+            prepared.append((block, pool.begin(_prepare, block, copies, digests is not None)))
             if len(prepared) == count:  # the next block reuses the first buffer
                 write_next()
         while prepared:
             write_next()
 
 
-def _long_rows_apart(fields: Iterable[Tensor | SomeRows]) -> Iterator[Tensor | SomeRows]:
-    """Splits SomeRows with long rows into single rows in place, which need no large copies."""
-    for each in fields:
-        if isinstance(each, SomeRows) and each.nbytes > len(each.ids) * _BLOCK_BYTES // 16:
-            yield from (each.field[row : row + 1] for row in each.ids.tolist())
+def _long_rows_apart(fields: Iterable[Tensor | SelectedRows]) -> Iterator[Tensor | SelectedRows]:
+    """Splits SelectedRows with long rows into single rows in place, which need no large copies."""
+    for field in fields:
+        if isinstance(field, SelectedRows) and field.nbytes > len(field.ids) * _BLOCK_BYTES // 16:
+            yield from (field.field[row : row + 1] for row in field.ids.tolist())
         else:
-            yield each
+            yield field
 
 
 def _blocks(
-    fields: Iterable[Tensor | SomeRows], buffers: Sequence[_Bytes]
-) -> Iterator[tuple[_Bytes, list[_Piece]]]:
-    """Yields blocks, each in the next buffer, with the pieces that threads must gather."""
-    pieces: list[_Piece] = []
+    fields: Iterable[Tensor | SelectedRows], buffers: Sequence[_Bytes]
+) -> Iterator[tuple[_Bytes, list[_Copy]]]:
+    """Yields blocks, each in the next buffer, with the copies that threads must make."""
+    copies: list[_Copy] = []
     number = filled = 0
     for field in fields:
-        rows = field if isinstance(field, SomeRows) else byte_rows(field)
+        rows = field if isinstance(field, SelectedRows) else byte_rows(field)
         begin = 0
         while begin < field.nbytes:
             buffer = buffers[number % len(buffers)]
             count = min(field.nbytes - begin, len(buffer) - filled)
-            part = rows.part(begin, count) if isinstance(rows, SomeRows) else (rows, begin)
-            piece = (*part, buffer[filled : filled + count])
+            part = rows.part(begin, count) if isinstance(rows, SelectedRows) else (rows, begin)
+            copy = (*part, buffer[filled : filled + count])
             if part[0].is_cpu:
-                pieces.append(piece)
-            else:  # here, so that the copy is on this thread's current stream
-                _gather(*piece)
+                copies.append(copy)
+            else:  # at once, so that the copy is on this thread's current stream
+                _gather(*copy)
             begin, filled = begin + count, filled + count
             if filled == len(buffer):
-                yield buffer, pieces
-                pieces, filled, number = [], 0, number + 1
+                yield buffer, copies
+                copies, filled, number = [], 0, number + 1
     if filled:
-        yield buffers[number % len(buffers)][:filled], pieces
+        yield buffers[number % len(buffers)][:filled], copies
 
 
-def _prepare(block: _Bytes, pieces: Sequence[_Piece], digested: bool) -> list[int]:
+def _prepare(block: _Bytes, copies: Sequence[_Copy], digested: bool) -> list[int]:
     """Gathers a block and returns the digests of its chunks, or an empty list."""
-    for each in pieces:
-        _gather(*each)
+    for copy in copies:
+        _gather(*copy)
     return crc32c_of_chunks(torch.from_numpy(block)) if digested else []

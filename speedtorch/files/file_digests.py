@@ -36,12 +36,12 @@ def digests_of(
     read: Read,
     nbytes: int,
     chunks: Iterable[int],
-    told: Callable[[int], object] = lambda count: None,
+    on_bytes: Callable[[int], object] = lambda count: None,
     digest_of: Callable[[memoryview], int] = crc32c,
 ) -> dict[int, int]:
     """Returns the digests of some chunks of a file of `nbytes` bytes, by chunk number.
 
-    After each chunk, `told` is called with the number of bytes read.
+    After each chunk, `on_bytes` is called with the number of bytes read.
     """
     found, buffer = {}, memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
     for number in chunks:
@@ -49,22 +49,22 @@ def digests_of(
         data = buffer[: nbytes - begin]
         read(data, begin)
         found[number] = digest_of(data)
-        told(len(data))
+        on_bytes(len(data))
     return found
 
 
 def all_digests(
     read: Read,
     nbytes: int,
-    told: Callable[[int], object],
+    on_bytes: Callable[[int], object],
     digest_of: Callable[[memoryview], int] = crc32c,
 ) -> list[int]:
-    """Returns the digests of all chunks of a file in order; `told` is called from threads."""
+    """Returns the digests of all chunks of a file in order; `on_bytes` is called from threads."""
     # The threads share one iterator, so that the disk reads the file in order.
     count = chunk_count(nbytes)
     numbers = iter(range(count))
     with threads(count) as pool:
-        work = read, nbytes, numbers, told, digest_of
+        work = read, nbytes, numbers, on_bytes, digest_of
         parts = [pool.begin(digests_of, *work) for _ in range(min(count, MOST_THREADS))]
         found = {number: digest for part in parts for number, digest in pool.result(part).items()}
     return [found[number] for number in range(count)]

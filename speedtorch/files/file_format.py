@@ -52,8 +52,8 @@ class FileFormat(Protocol):
 
 def listed(names: Collection[str]) -> str:
     """Formats at most 20 names for an error message."""
-    some = ", ".join(islice(names, 20))
-    return some if len(names) <= 20 else f"{some}, and {len(names) - 20:,} more"
+    shown = ", ".join(islice(names, 20))
+    return shown if len(names) <= 20 else f"{shown}, and {len(names) - 20:,} more"
 
 
 def are_sizes(value: Any) -> bool:

@@ -122,7 +122,7 @@ class NewFile:
 
 @contextmanager
 def replace_files(
-    paths: Sequence[str | os.PathLike[str]], together: str | os.PathLike[str] | None = None
+    paths: Sequence[str | os.PathLike[str]], group: str | os.PathLike[str] | None = None
 ) -> Iterator[list[NewFile]]:
     """Replaces or creates files together: all of them, complete and on disk, or none.
 
@@ -134,7 +134,7 @@ def replace_files(
     Args:
         paths: One file, or several files of one folder that are no symbolic links. A link to a
             single file remains, and its target is replaced.
-        together: The path that names the switch folder of several files (None: the first path). A
+        group: The path that names the switch folder of several files (None: the first path). A
             reader looks in that folder first, see switch_folder().
 
     Raises:
@@ -142,28 +142,29 @@ def replace_files(
         IsADirectoryError, PermissionError: A path is a folder, or a read-only file.
         OSError: A file call failed.
     """
-    whole = _absolute(paths[0] if together is None else together)
+    group_path = _absolute(paths[0] if group is None else group)
     several = len(paths) > 1
     targets = [_absolute(path) if several else os.path.realpath(path) for path in paths]
     folder = os.path.dirname(targets[0])
     for target in targets:
         if several and (os.path.islink(target) or os.path.dirname(target) != folder):
-            text = "several files that switch together share one folder and are no symbolic links"
-            raise ValueError(f"{target}: {text}; choose another name")
-    partial = _hidden(whole if several else targets[0], f"{new_token()}.partial")
-    _complete_earlier(whole)
-    names = "|".join(re.escape(_base(os.path.basename(each))) for each in [whole, *targets])
+            text = "files that are replaced together must be in one folder, without symbolic links"
+            raise ValueError(f"{target}: {text}. Choose another name.")
+    partial = _hidden(group_path if several else targets[0], f"{new_token()}.partial")
+    _complete_earlier(group_path)
+    names = "|".join(re.escape(_base(os.path.basename(path))) for path in [group_path, *targets])
     hidden = re.compile(rf"\.({names})\.{TOKEN}\.partial")
 
-    def switch(_: int) -> None:
-        while not rename_folder(partial, switch_folder(whole)):
-            _complete_earlier(whole)
-        _complete(whole)
+    def publish(_: int) -> None:
+        """Makes the new files visible, after those of an earlier save."""
+        while not rename_folder(partial, switch_folder(group_path)):
+            _complete_earlier(group_path)
+        _complete(group_path)
 
     with ExitStack() as stack:
         if several:
-            stack.callback(_complete, whole)  # also if Ctrl-C interrupts after the switch
-            inner = stack.enter_context(new_folder(folder, partial, hidden, switch))
+            stack.callback(_complete, group_path)  # also if Ctrl-C interrupts after the switch
+            inner = stack.enter_context(new_folder(folder, partial, hidden, publish))
             mode = stat.S_IMODE(os.fstat(inner).st_mode) | os.stat(folder).st_mode & 0o777
             with suppress(OSError):  # File systems without modes.
                 calls.chmod(inner, mode)
@@ -238,14 +239,14 @@ def rename_folder(source: str, target: str, *errors: int) -> bool:
     return True
 
 
-def _complete_earlier(whole: str) -> None:
-    with about(whole, "this was the end of an earlier save; nothing of this one is in place"):
-        _complete(whole)
+def _complete_earlier(group_path: str) -> None:
+    with about(group_path, "an earlier save cannot be completed. No file of this save is in place"):
+        _complete(group_path)
 
 
-def _complete(whole: str) -> None:
+def _complete(group_path: str) -> None:
     """Moves the files in the switch folder, of any process, to their own names."""
-    place, folder = switch_folder(whole), os.path.dirname(whole)
+    place, folder = switch_folder(group_path), os.path.dirname(group_path)
     with ExitStack() as stack:
         try:
             source = stack.enter_context(opened_folder(place))
@@ -254,8 +255,8 @@ def _complete(whole: str) -> None:
         target = stack.enter_context(opened_folder(folder))
         # Makes the switch durable first: no file may have its name after a power loss otherwise.
         sync_folder(folder, target)
-        text = f"the new files are whole, in {place}: loading and the next save find them there"
-        with about(whole, text), suppress(FileNotFoundError):  # Another process removed it.
+        text = f"the new files are complete in {place}. Loading and the next save find them there"
+        with about(group_path, text), suppress(FileNotFoundError):  # Another process removed it.
             for name in os.listdir(source):
                 # `source` is the opened folder, even if another folder has this name by now.
                 with suppress(FileNotFoundError):  # Another process has moved the file.

@@ -52,12 +52,12 @@ def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
     targets = _paths(path, fields)
     headers = [npy_header(field.shape, field.dtype) for field in fields.values()]
     if path not in targets.values():
-        others = [path] if os.path.lexists(path) else []
-        others += [_path(path, name) for name in _names(path) if name not in fields]
-        if others:
+        extra_files = [path] if os.path.lexists(path) else []
+        extra_files += [_path(path, name) for name in _names(path) if name not in fields]
+        if extra_files:
             raise ValueError(
-                f"{path}: {', '.join(others)} would be read as part of this table; remove it, or"
-                " save under another name or as .safetensors"
+                f"{path}: {', '.join(extra_files)} would be read as part of this table. Remove"
+                " these files, choose another name, or save as .safetensors."
             )
     contents = ([field] for field in fields.values())
     return list(zip(targets.values(), headers, contents, strict=True))
@@ -72,7 +72,7 @@ def files_to_read(path: str, names: Collection[str] | None) -> dict[str, list[st
     elif found := _names(path):
         targets = {name: _path(path, name) for name in found}
     else:
-        text = f"neither this nor {path.removesuffix('.npy')}.<field>.npy exists"
+        text = f"neither this file nor {path.removesuffix('.npy')}.<field>.npy exists"
         raise FileNotFoundError(errno.ENOENT, text, path)
     place = switch_folder(path)
     return {
@@ -86,7 +86,8 @@ def _paths(path: str, names: Collection[str]) -> dict[str, str]:
         return {"weight": path}
     for name in names:
         if "." in name:
-            raise ValueError(f"field {name!r}: no dots in .npy files' names; save as .safetensors")
+            text = "field names in .npy files must not have dots. Save as .safetensors."
+            raise ValueError(f"field {name!r}: {text}")
     return {name: _path(path, name) for name in names}
 
 
@@ -99,13 +100,13 @@ def _names(path: str) -> list[str]:
     folder, begin = os.path.split(path.removesuffix("npy"))
     found: set[str] = set()
     # In this order the search finds a file that another process moves to its name meanwhile.
-    for each in (switch_folder(path), folder or "."):
+    for searched in (switch_folder(path), folder or "."):
         with suppress(FileNotFoundError):
-            found.update(os.listdir(each))
+            found.update(os.listdir(searched))
     ours = (
-        each[len(begin) : -len(".npy")]
-        for each in found
-        if each.startswith(begin) and each.endswith(".npy") and len(each) > len(begin) + 3
+        entry[len(begin) : -len(".npy")]
+        for entry in found
+        if entry.startswith(begin) and entry.endswith(".npy") and len(entry) > len(begin) + 3
     )
     return sorted(name for name in ours if "." not in name)
 
@@ -121,7 +122,7 @@ def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
     """Returns all bytes of a .npy file before the elements."""
     names = {its_dtype: name for name, its_dtype in NPY_DTYPES.items()}
     if dtype not in names:
-        raise ValueError(f".npy files cannot hold {dtype}: save as .safetensors instead")
+        raise ValueError(f".npy files cannot hold {dtype}. Save as .safetensors instead.")
     header = io.BytesIO()
     content = {"descr": names[dtype], "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(header, content)
@@ -136,17 +137,19 @@ def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
     file = io.BytesIO(start)
     try:
         if (version := np.lib.format.read_magic(file)) not in _READERS:
-            raise ValueError(f"it has version {version}; known are {', '.join(map(str, _READERS))}")
+            known = ", ".join(map(str, _READERS))
+            raise ValueError(f"version {version} is not supported. Supported versions: {known}.")
         shape, fortran, dtype = _READERS[version](file)
     except _NO_HEADER as error:
-        raise ValueError(f"this is no .npy header: {error}") from error
+        raise ValueError(f"the .npy header is invalid: {error}") from error
     if dtype.str not in NPY_DTYPES or dtype.hasobject or dtype.names:
-        raise ValueError(f"arrays of dtype {dtype} are not read; known are {', '.join(NPY_DTYPES)}")
+        known = ", ".join(NPY_DTYPES)
+        raise ValueError(f"dtype {dtype} is not supported. Supported dtypes: {known}.")
     if fortran and len(shape) > 1:
-        raise ValueError("its columns lie first (Fortran order): save np.ascontiguousarray(array)")
+        raise ValueError("the array is in Fortran order. Save np.ascontiguousarray(array) instead.")
     if not are_sizes(list(shape)):
-        raise ValueError(f"it has the shape {shape}; expected sizes of 0 or more")
+        raise ValueError(f"the array has the shape {shape}; expected sizes of 0 or more")
     array = StoredArray(tuple(shape), NPY_DTYPES[dtype.str], file.tell())
     if (end := array.offset + array.nbytes) != file_bytes:
-        raise ValueError(f"its header describes a file of {end:,} bytes, it has {file_bytes:,}")
+        raise ValueError(f"the header describes {end:,} bytes, but the file has {file_bytes:,}")
     return array

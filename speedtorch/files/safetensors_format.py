@@ -55,11 +55,11 @@ def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
     length = bytearray(min(size, 8))
     read(memoryview(length), 0)
     if size < 8:
-        raise ValueError(f"a safetensors file has at least 8 bytes, this one {size}")
+        raise ValueError(f"a safetensors file has at least 8 bytes, got {size}")
     if (header_bytes := int.from_bytes(length, "little")) > min(LARGEST_READ_HEADER, size - 8):
         raise ValueError(
-            f"it announces a header of {header_bytes:,} bytes; the file has {size:,}, with the 8 "
-            f"before that, and the limit is {LARGEST_READ_HEADER:,}"
+            f"the header length is {header_bytes:,} bytes. The file has {size:,} bytes, of which 8 "
+            f"are before the header, and the limit is {LARGEST_READ_HEADER:,}."
         )
     header = bytearray(header_bytes)
     read(memoryview(header), 8)
@@ -91,8 +91,8 @@ def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
         raise ValueError(
-            f"the header takes {len(text):,} bytes, the limit is {LARGEST_HEADER:,}: use fewer "
-            "fields or shorter names"
+            f"the header needs {len(text):,} bytes, but the limit is {LARGEST_HEADER:,}. Use fewer "
+            "fields or shorter names."
         )
     return len(text).to_bytes(8, "little") + text
 
@@ -107,9 +107,9 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
     except RecursionError as error:
         raise ValueError("the header is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"the header is no valid JSON: {error}") from error
+        raise ValueError(f"the header is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError("the header is no JSON object")
+        raise ValueError("the header is not a JSON object")
     content.pop(RESERVED, None)
     arrays: dict[str, StoredArray] = {}
     spans: list[tuple[int, int, str]] = []
@@ -120,14 +120,15 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
     for start, stop, name in sorted(spans):
         if stop - start != (array := arrays[name]).nbytes:
             raise ValueError(
-                f"{name!r} takes {array.nbytes:,} bytes by its shape {array.shape} and "
-                f"{stop - start:,} by its offsets"
+                f"{name!r} has {array.nbytes:,} bytes according to its shape {array.shape}, but "
+                f"{stop - start:,} according to its offsets"
             )
         if start != end:
             raise ValueError(f"{name!r} starts at byte {start:,} of the data instead of {end:,}")
         end = stop
     if end != data_bytes:
-        raise ValueError(f"the header describes {end:,} bytes of data, the file has {data_bytes:,}")
+        text = f"{end:,} bytes of data, but the file has {data_bytes:,}"
+        raise ValueError(f"the header describes {text}")
     return arrays
 
 
@@ -144,7 +145,8 @@ def _array(name: str, entry: Any, begin: int) -> tuple[int, int, StoredArray]:
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise ValueError(
-            f"{name!r} has the dtype {str(entry['dtype'])[:40]!r}; known are " + ", ".join(DTYPES)
+            f"{name!r} has the unsupported dtype {str(entry['dtype'])[:40]!r}. Supported dtypes: "
+            f"{', '.join(DTYPES)}."
         )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not are_sizes(shape) or len(shape) > 64:

@@ -105,12 +105,12 @@ def about(path: str, more: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def where_supported(*others: int) -> Iterator[None]:
-    """Ignores errors of unsupported calls (NFS, CIFS, some FUSE); `others` are further errnos."""
+def where_supported(*errnos: int) -> Iterator[None]:
+    """Ignores errors of unsupported calls (NFS, CIFS, some FUSE); `errnos` are further ones."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, *others):
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, *errnos):
             raise
 
 
@@ -132,7 +132,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while len(rest):
         if (written := calls.write(descriptor, rest)) <= 0:
-            raise OSError(errno.EIO, "the disk takes no more bytes")
+            raise OSError(errno.EIO, "the disk accepts no more bytes")
         rest = rest[written:]
 
 
@@ -166,7 +166,7 @@ def share_lock(descriptor: int) -> None:
 
 def sync_folder(folder: str, descriptor: int) -> None:
     """Syncs the names in a folder to disk, if the file system supports that."""
-    text = "the new file is in place and whole, but a power loss may still undo it"
+    text = "the new file is complete and in place, but a power loss may still undo the replacement"
     with where_supported(), about(folder, text):
         calls.fsync(descriptor)
 
@@ -189,7 +189,7 @@ class OpenFile:
         with about(self.path):
             while len(view):
                 if (count := calls.read(self.descriptor, [view], offset)) == 0:
-                    raise ValueError(f"ends at byte {offset:,}; it was cut off")
+                    raise ValueError(f"the file ends at byte {offset:,}. It was cut off.")
                 view, offset = view[count:], offset + count
 
     def map(self, how: Callable[[int, int], mmap.mmap]) -> mmap.mmap:
@@ -224,7 +224,7 @@ def read_file(path: str | os.PathLike[str], limit: float) -> bytearray:
     """Reads all bytes of a regular file; ValueError if the file has more than `limit`."""
     with open_to_read(path) as file:
         if file.size > limit:
-            raise ValueError(f"it has {file.size:,} bytes, and the limit is {limit:,}")
+            raise ValueError(f"the file has {file.size:,} bytes, but the limit is {limit:,}")
         file.read(memoryview(data := bytearray(file.size)), 0)
     return data
 

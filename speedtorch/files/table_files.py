@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.files import npy_format, safetensors_format
-from speedtorch.files.field_blocks import SomeRows, byte_rows, write_blocks
+from speedtorch.files.field_blocks import SelectedRows, byte_rows, write_blocks
 from speedtorch.files.file_format import FileFormat, StoredArray, listed
 from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.system_calls import OpenFile, about, open_to_read
@@ -62,7 +62,9 @@ class StoredField(StoredArray):
             for column in range(0, row_bytes, _BLOCK_BYTES):
                 block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
                 buffer = whole[: block.numel()]
-                with about(self.file.path, "the table holds old and new rows now; load it again"):
+                with about(
+                    self.file.path, "the table has both old and new rows now. Load it again"
+                ):
                     self.file.read(buffer.numpy().data, offset)
                 block.copy_(buffer.view(block.shape))
                 offset += buffer.numel()
@@ -84,42 +86,42 @@ def save_fields(
     """
     name = os.fspath(path)
     with about(name):  # realpath() raises if the current folder was deleted
-        _refuse_own([name], mapped)
+        _check_not_mapped([name], mapped)
     files = _format_of(name).files_to_write(name, fields)
     targets = [target for target, _, _ in files]
-    _refuse_own(targets, mapped)
+    _check_not_mapped(targets, mapped)
     with replace_files(targets, name) as new_files:
         for file, (_, header, parts) in zip(new_files, files, strict=True):
             _write(file, header, parts)
 
 
-def _refuse_own(targets: Sequence[str], mapped: str | None) -> None:
+def _check_not_mapped(targets: Sequence[str], mapped: str | None) -> None:
     if own := [target for target in targets if os.path.realpath(target) == mapped]:
-        raise ValueError(f"{own[0]}: is the file that the rows are in; choose another")
+        raise ValueError(f"{own[0]}: the rows of the table are in this file. Choose another name.")
 
 
 def write_safetensors(
     file: NewFile,
-    fields: Mapping[str, Tensor | SomeRows],
+    fields: Mapping[str, Tensor | SelectedRows],
     digests: list[int] | None = None,
-    told: Callable[[int], object] = lambda count: None,
+    on_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Writes fields, or the tensors of a state dict, as safetensors; see write_blocks()."""
-    order = safetensors_format.in_file_order({name: each.dtype for name, each in fields.items()})
-    arrays = {name: (each.shape, each.dtype) for name, each in fields.items()}
+    order = safetensors_format.in_file_order({name: field.dtype for name, field in fields.items()})
+    arrays = {name: (field.shape, field.dtype) for name, field in fields.items()}
     header = safetensors_format.safetensors_header(arrays)
-    _write(file, header, [fields[name] for name in order], digests, told)
+    _write(file, header, [fields[name] for name in order], digests, on_bytes)
 
 
 def _write(
     file: NewFile,
     header: bytes,
-    parts: Sequence[Tensor | SomeRows],
+    parts: Sequence[Tensor | SelectedRows],
     digests: list[int] | None = None,
-    told: Callable[[int], object] = lambda count: None,
+    on_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
     file.reserve(len(header) + sum(part.nbytes for part in parts))
-    write_blocks(file.write, header, parts, digests, told)
+    write_blocks(file.write, header, parts, digests, on_bytes)
 
 
 @contextmanager
@@ -147,16 +149,16 @@ def open_fields(
                     stored[key] = StoredField(array.shape, array.dtype, array.offset, file)
         with about(name):
             if not stored:
-                raise ValueError("it holds no field")
+                raise ValueError("the file has no field")
             if field is not None:
                 if field not in stored:
                     names = listed([*map(repr, stored)])
-                    raise ValueError(f"it holds no field {field!r}; name one of {names}")
+                    raise ValueError(f"the file has no field {field!r}. Choose one of {names}.")
                 stored = {"weight": stored[field]}
-            counts = {each.shape[:1] for each in stored.values()}
+            counts = {array.shape[:1] for array in stored.values()}
             if len(counts) > 1 or () in counts:
-                found = {each: field.shape[:1] for each, field in islice(stored.items(), 20)}
-                raise ValueError(f"its fields need the same number of rows, they have {found}")
+                shapes = {key: array.shape for key, array in islice(stored.items(), 20)}
+                raise ValueError(f"all fields need the same number of rows, got shapes {shapes}")
         yield dict(sorted(stored.items(), key=lambda item: item[0] != "weight"))
 
 
@@ -167,7 +169,7 @@ def _open_files(
     for _ in range(_TRIES):
         with ExitStack() as tried:
             places = find()
-            files = {name: _open_first(each, tried) for name, each in places.items()}
+            files = {name: _open_first(paths, tried) for name, paths in places.items()}
             # Files that still exist now existed when the last one was opened, because no new file
             # gets the inode number of an open file.
             if find() == places and all(
@@ -176,7 +178,9 @@ def _open_files(
             ):
                 stack.push(tried.pop_all())
                 return files
-    raise OSError(errno.EBUSY, f"other saves have replaced it at each of {_TRIES:,} tries", path)
+    raise OSError(
+        errno.EBUSY, f"other saves replaced the file during each of {_TRIES:,} tries", path
+    )
 
 
 def _open_first(places: Sequence[str], stack: ExitStack) -> OpenFile:

@@ -29,7 +29,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
-        self._begun: list[_thread.LockType] = []
+        self._locks: list[_thread.LockType] = []
         """One lock for each started thread, which holds the lock until it ends."""
 
     def begin(self, function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
@@ -45,15 +45,15 @@ class Threads:
                 work = self._work.get_nowait()
             except Empty:  # another thread has taken it
                 break
-            self._done(work)
+            self._run_work(work)
         return done.result()
 
     def run(self) -> None:
         """Does queued work in a new thread until end()."""
         ended = _thread.allocate_lock()
         with ended:
-            self._begun.append(ended)
-            while self._done(self._work.get()):
+            self._locks.append(ended)
+            while self._run_work(self._work.get()):
                 pass
             self._work.put(None)  # ends the next thread
 
@@ -61,16 +61,16 @@ class Threads:
         """Does all work that no thread has started, and waits for the other threads."""
         self._work.put(None)
         try:
-            while self._done(self._work.get()):
+            while self._run_work(self._work.get()):
                 pass
             self._work.put(None)
         finally:
-            for each in self._begun:
-                with each:
+            for lock in self._locks:
+                with lock:
                     pass
 
     @staticmethod
-    def _done(work: _Work | None) -> bool:
+    def _run_work(work: _Work | None) -> bool:
         if work is None:
             return False
         done, function, arguments = work

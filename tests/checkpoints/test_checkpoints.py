@@ -430,7 +430,7 @@ def test_a_failing_sync_of_the_folder_says_that_the_generation_is_there(
 ) -> None:
     times = count_calls(monkeypatch, lambda: speedtorch.save(tmp_path, **values(0)))["fsync"]
     fail(monkeypatch, "fsync", times)
-    with pytest.raises(OSError, match="in place and whole, but a power loss may still undo it"):
+    with pytest.raises(OSError, match="complete and in place, but a power loss may still undo"):
         speedtorch.save(tmp_path, **values(1))
     check(tmp_path, (1,))
 

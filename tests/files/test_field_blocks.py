@@ -11,7 +11,7 @@ from file_faults import fail
 from torch import Tensor
 
 from speedtorch.files import field_blocks
-from speedtorch.files.field_blocks import SomeRows, have_same_bytes, write_blocks
+from speedtorch.files.field_blocks import SelectedRows, have_same_bytes, write_blocks
 from speedtorch.files.file_digests import CHUNK_BYTES
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.table_files import write_safetensors
@@ -23,13 +23,15 @@ def numbers(*shape: int, device: str = "cpu") -> Tensor:
     return (torch.arange(count, device=device) * 7919 % 65_521 - 32_768).to(torch.int16).view(shape)
 
 
-def content(field: Tensor | SomeRows) -> bytes:
+def content(field: Tensor | SelectedRows) -> bytes:
     """The bytes that a field is to have in a file."""
-    rows = field.field[field.ids.to(field.field.device)] if isinstance(field, SomeRows) else field
+    rows = (
+        field.field[field.ids.to(field.field.device)] if isinstance(field, SelectedRows) else field
+    )
     return rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def fields_of(device: str) -> list[Tensor | SomeRows]:
+def fields_of(device: str) -> list[Tensor | SelectedRows]:
     """Whole fields, strided ones, rows longer than a block, a number, none, and some rows."""
     records = numbers(9_000, 300, device=device)
     ids = torch.arange(0, 9_000, 7)
@@ -40,8 +42,8 @@ def fields_of(device: str) -> list[Tensor | SomeRows]:
         numbers(2, 700_000, device=device),
         numbers(1, device=device).view(()),
         torch.empty(0, 4, device=device),
-        SomeRows(records[:, 100:], ids),
-        SomeRows(numbers(4, 700_000, device=device), torch.tensor([3, 1])),
+        SelectedRows(records[:, 100:], ids),
+        SelectedRows(numbers(4, 700_000, device=device), torch.tensor([3, 1])),
         torch.nn.Parameter(torch.ones(3, device=device)),
         numbers(7, device=device),
     ]
@@ -67,7 +69,7 @@ def test_blocks_of_any_size_give_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(field_blocks, "_BLOCK_BYTES", block)
     records = numbers(50, 7)
-    some = SomeRows(records[:, 1:4], torch.tensor([49, 0, 7, 7]))
+    some = SelectedRows(records[:, 1:4], torch.tensor([49, 0, 7, 7]))
     fields = [records[:, :3], some, records[:, 6:]]
     with replace_files([tmp_path / "a"]) as (file,):
         write_blocks(file.write, b"head", fields)
@@ -79,15 +81,15 @@ def test_some_rows_are_copied_before_by_no_more_than_a_block_and_a_part(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(field_blocks, "_BLOCK_BYTES", 4_000)
-    copied, real = list[int](), SomeRows.at
+    copied, real = list[int](), SelectedRows.gather
 
-    def at(some: SomeRows, ids: Tensor) -> Tensor:
+    def gather(some: SelectedRows, ids: Tensor) -> Tensor:
         copied.append(some.field[0].nbytes * len(ids))
         return real(some, ids)
 
-    monkeypatch.setattr(SomeRows, "at", at)
+    monkeypatch.setattr(SelectedRows, "gather", gather)
     written: list[bytes] = []
-    some = SomeRows(numbers(60, width + 1)[:, :width], torch.tensor([59, 7, 7, 0]).repeat(20))
+    some = SelectedRows(numbers(60, width + 1)[:, :width], torch.tensor([59, 7, 7, 0]).repeat(20))
     write_blocks(lambda data: written.append(bytes(data)), b"head", [some, some])
     assert b"".join(written) == b"head" + 2 * content(some)
     assert max(copied, default=0) <= 4_500

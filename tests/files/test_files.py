@@ -37,7 +37,7 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123")
     with (
         system_calls.open_to_read(tmp_path / "a") as file,
-        pytest.raises(ValueError, match="a: ends at byte 4; it was cut off"),
+        pytest.raises(ValueError, match="a: the file ends at byte 4. It was cut off"),
     ):
         file.read(memoryview(bytearray(8)), 0)
 

@@ -83,7 +83,7 @@ def test_a_failing_sync_of_the_folder_says_that_the_new_file_is_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail(monkeypatch, "fsync", 2)
-    with pytest.raises(OSError, match="in place and whole, but a power loss may still undo it"):
+    with pytest.raises(OSError, match="complete and in place, but a power loss may still undo"):
         replace(folder, "a")
     assert snapshot(folder) == {"a": NEW["a"], "b": b"old b"}
 
@@ -125,11 +125,11 @@ def test_a_disk_that_moves_no_file_keeps_the_new_ones_in_the_switch_folder(
 
     with monkeypatch.context() as patch:
         patch.setattr(system_calls.calls, "move", move)
-        message = r"whole, in .*/\.a\.switch: loading and the next save find them there"
+        message = r"complete in .*/\.a\.switch. Loading and the next save find them there"
         with pytest.raises(OSError, match=message):
             replace(folder, "a", "b")
         assert snapshot(folder / ".a.switch") == NEW
-        with pytest.raises(OSError, match="end of an earlier save; nothing of this one is in pla"):
+        with pytest.raises(OSError, match="an earlier save cannot be completed. No file of this"):
             replace(folder, "a", "b")
     (folder / ".a.switch" / "b").write_bytes(b"of the earlier save")
     with pytest.raises(RuntimeError), replace_files([folder / "a", folder / "b"]):
@@ -239,7 +239,7 @@ def test_a_write_that_takes_nothing_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(system_calls.calls, "write", lambda file, data: 0)
-    with pytest.raises(OSError, match=r"takes no more bytes.*/a'"):
+    with pytest.raises(OSError, match=r"accepts no more bytes.*/a'"):
         replace(folder, "a")
 
 
@@ -317,7 +317,9 @@ def test_a_named_pipe_is_not_replaced(folder: Path, linked: bool, names: tuple[s
     if linked:
         (folder / "c").symlink_to("pipe")
     before = sorted(os.listdir(folder))
-    with pytest.raises(ValueError, match=r"is a named pipe, socket or device; name|no symbolic li"):
+    with pytest.raises(
+        ValueError, match=r"is a named pipe, socket or device; name|without symbolic"
+    ):
         replace(folder, *names)
     assert sorted(os.listdir(folder)) == before
     assert (folder / "a").read_bytes() == b"old a"
@@ -340,14 +342,16 @@ def test_a_file_that_is_read_only_is_not_replaced(folder: Path, names: tuple[str
 
 def test_a_link_among_several_files_is_refused(folder: Path) -> None:
     (folder / "link").symlink_to("a")
-    with pytest.raises(ValueError, match="/link: several files that switch .* no symbolic links"):
+    with pytest.raises(
+        ValueError, match="/link: files that are replaced .* without symbolic links"
+    ):
         replace(folder, "b", "link")
     assert (folder / "b").read_bytes() == b"old b"
 
 
 def test_several_files_of_several_folders_are_refused(folder: Path) -> None:
     (folder / "inner").mkdir()
-    with pytest.raises(ValueError, match="inner/a: several files that switch .* one folder"):
+    with pytest.raises(ValueError, match="inner/a: files that are replaced together .* one folder"):
         replace(folder, "a", "inner/a")
 
 

@@ -76,7 +76,7 @@ def test_a_dtype_that_no_format_knows_is_refused() -> None:
 
 
 def test_a_header_beyond_the_limit_is_not_written() -> None:
-    with pytest.raises(ValueError, match="use fewer fields or shorter names"):
+    with pytest.raises(ValueError, match="Use fewer fields or shorter names"):
         safetensors_header({"x" * LARGEST_HEADER: ((1,), torch.int8)})
 
 
@@ -86,17 +86,17 @@ def bytes_at(offsets: list[int]) -> dict[str, Any]:
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "no text": (b"\xff\xfe", "no valid JSON"),
-    "no JSON": (b"{", "no valid JSON"),
-    "no object": (b"[]", "no JSON object"),
+    "no text": (b"\xff\xfe", "not valid JSON"),
+    "no JSON": (b"{", "not valid JSON"),
+    "no object": (b"[]", "not a JSON object"),
     "nested without end": (b"[" * 500_000, "nested too deeply"),
-    "a number of many digits": (b'{"a":' + b"9" * 5000 + b"}", "no valid JSON"),
+    "a number of many digits": (b'{"a":' + b"9" * 5000 + b"}", "not valid JSON"),
     "a name twice": (b'{"a":{},"a":{}}', "a name occurs twice"),
     "an entry that is no object": ({"a": 3}, "needs exactly dtype, shape and data_offsets"),
     "a missing key": ({"a": {"dtype": "U8", "shape": [6]}}, "needs exactly"),
     "a key too many": ({"a": {**GOOD, "x": 1}}, "needs exactly"),
-    "an unknown dtype": ({"a": {**GOOD, "dtype": "U4"}}, "has the dtype 'U4'; known are BOOL"),
-    "a dtype that is a list": ({"a": {**GOOD, "dtype": ["U8"]}}, "has the dtype"),
+    "an unknown dtype": ({"a": {**GOOD, "dtype": "U4"}}, "dtype 'U4'. Supported dtypes: BOOL"),
+    "a dtype that is a list": ({"a": {**GOOD, "dtype": ["U8"]}}, "has the unsupported dtype"),
     "a negative size": ({"a": {**GOOD, "shape": [-2, -3]}}, "expected sizes of 0 or more"),
     "a size of true": ({"a": {**GOOD, "shape": [True, 6]}}, "expected sizes of 0 or more"),
     "a size of 6.0": ({"a": {**GOOD, "shape": [6.0]}}, "expected sizes of 0 or more"),
@@ -105,8 +105,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "too many dimensions": ({"a": {**GOOD, "shape": [1] * 65 + [6]}}, "expected sizes"),
     "three offsets": ({"a": {**GOOD, "data_offsets": [0, 6, 6]}}, "expected two sizes"),
     "a negative offset": ({"a": {**GOOD, "data_offsets": [-6, 0]}}, "expected two sizes"),
-    "offsets in reverse": ({"a": {**GOOD, "data_offsets": [6, 0]}}, "by its offsets"),
-    "a shape beyond its bytes": ({"a": {**GOOD, "shape": [2**62, 3]}}, "takes .* by its shape"),
+    "offsets in reverse": ({"a": {**GOOD, "data_offsets": [6, 0]}}, "according to its offsets"),
+    "a shape beyond its bytes": ({"a": {**GOOD, "shape": [2**62, 3]}}, "according to its shape"),
     "a hole": ({"a": {**GOOD, "data_offsets": [1, 7]}}, "starts at byte 1 of the data"),
     "an overlap": (
         {"a": bytes_at([0, 3]), "b": bytes_at([2, 6])},

@@ -83,7 +83,7 @@ def test_a_read_that_fails_half_way_says_so(
     save_fields(tmp_path / "t.npy", {"weight": torch.zeros(50)})
     fail(monkeypatch, "read", 2)
     with (
-        pytest.raises(OSError, match=r"old and new rows now; load it again: '.*t.npy'"),
+        pytest.raises(OSError, match=r"old and new rows now. Load it again: '.*t.npy'"),
         open_fields(tmp_path / "t.npy") as stored,
     ):
         stored["weight"].read_into(torch.zeros(50))
@@ -113,9 +113,9 @@ HEADERS = {
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("beyond the file", "announces a header of 9 bytes; the file has 16"),
-        ("beyond the limit", "announces a header of 1,099,511,627,776 bytes"),
-        ("without a field", "holds no field"),
+        ("beyond the file", "header length is 9 bytes. The file has 16 bytes"),
+        ("beyond the limit", "header length is 1,099,511,627,776 bytes"),
+        ("without a field", "has no field"),
         ("a number without rows", "need the same number of rows"),
     ],
 )
@@ -180,7 +180,7 @@ def test_other_names_than_those_of_the_table_are_refused(tmp_path: Path) -> None
 
 def test_missing_npy_files_are_named(tmp_path: Path) -> None:
     with (
-        pytest.raises(FileNotFoundError, match=r"neither this nor .*t.<field>.npy exists"),
+        pytest.raises(FileNotFoundError, match=r"neither this file nor .*t.<field>.npy exists"),
         open_fields(tmp_path / "t.npy"),
     ):
         pass

@@ -111,7 +111,9 @@ def test_a_table_that_is_replaced_at_each_try_is_an_error(
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(table_files, "_TRIES", 3)
     monkeypatch.setattr(os.path, "samestat", lambda *files: False)
-    with pytest.raises(OSError, match=r"other saves have replaced it at each of 3 tries: .*t.npy"):
+    with pytest.raises(
+        OSError, match=r"other saves replaced the file during each of 3 tries: .*t.npy"
+    ):
         table.step()
     assert set(os.listdir("/proc/self/fd")) <= set(before)
 

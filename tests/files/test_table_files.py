@@ -195,7 +195,7 @@ def test_a_hostile_file_takes_no_memory(tmp_path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     with (
         mock.patch.object(host_memory, "empty", side_effect=AssertionError),
-        pytest.raises(ValueError, match=r"describes 4,398,046,511,104 bytes of data, the file has"),
+        pytest.raises(ValueError, match=r"describes 4,398,046,511,104 bytes of data, but the"),
     ):
         HostTable.open(path, "plain")
 
@@ -265,14 +265,14 @@ def test_an_existing_file_is_not_laid_under_a_table(tmp_path: Path) -> None:
 
 def test_a_table_is_not_saved_over_its_own_rows(tmp_path: Path) -> None:
     table = small(memory="file", path=tmp_path / "rows.npy")
-    with pytest.raises(ValueError, match="is the file that the rows are in; choose another"):
+    with pytest.raises(ValueError, match="the rows of the table are in this file. Choose another"):
         table.save(tmp_path / "rows.npy")
 
 
 def test_a_table_is_not_saved_over_its_own_rows_as_one_field_of_it(tmp_path: Path) -> None:
     table = small(memory="file", path=tmp_path / "rows.weight.npy", state=("m",))
     table.fill_(3, "m")
-    with pytest.raises(ValueError, match="rows.weight.npy: is the file that the rows are in"):
+    with pytest.raises(ValueError, match="rows.weight.npy: the rows of the table are in this file"):
         table.save(tmp_path / "rows.npy")
     assert list(snapshot(tmp_path)) == ["rows.weight.npy"]
 
@@ -287,7 +287,7 @@ def test_an_error_of_a_file_tells_another_process_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{}\n"])
 def test_a_safetensors_file_of_a_few_bytes_is_told_its_size(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=f"has at least 8 bytes, this one {len(content)}"):
+    with pytest.raises(ValueError, match=f"has at least 8 bytes, got {len(content)}"):
         HostTable.open(tmp_path / "t.safetensors")
 
 
@@ -334,6 +334,6 @@ def test_every_file_call_goes_through_the_table_of_calls(
 def test_npy_files_that_open_would_mix_in_are_refused(tmp_path: Path, beside: str) -> None:
     np.save(tmp_path / beside, np.zeros((3, 2)))
     table = HostTable(3, 2, state=["m"], memory="plain")
-    with pytest.raises(ValueError, match=f"{beside} would be read as part of this table; remove"):
+    with pytest.raises(ValueError, match=f"{beside} would be read as part of this table. Remove"):
         table.save(tmp_path / "t.npy")
     assert sorted(os.listdir(tmp_path)) == [beside]
