@@ -160,8 +160,8 @@ MUTANTS = [
     Mutant(
         "rows that arrived ahead count as the table's",
         "step/counted_memory.py",
-        "transfer, leaving, copy = held.now.transfer, None, Copy.DIRTY",
-        "transfer, leaving, copy = held.now.transfer, None, Copy.CLEAN",
+        "transfer, outgoing, copy = held.now.transfer, None, Copy.DIRTY",
+        "transfer, outgoing, copy = held.now.transfer, None, Copy.CLEAN",
     ),
     Mutant(
         "rows that arrived ahead are dropped, not written",
@@ -192,26 +192,26 @@ MUTANTS = [
     Mutant(
         "rows that are owed to the table are not written",
         "step/counted_memory.py",
-        "held.store.exchange(held.fields, leaving, arriving)",
-        "held.store.exchange(held.fields, None, arriving)",
+        "held.store.exchange(held.fields, outgoing, incoming)",
+        "held.store.exchange(held.fields, None, incoming)",
     ),
     Mutant(
         "rows that wait for rows to join are not written",
         "step/counted_memory.py",
-        "held.store.exchange(held.fields, leaving, Block(rows, load, places))",
+        "held.store.exchange(held.fields, outgoing, Block(rows, load, places))",
         "held.store.exchange(held.fields, None, Block(rows, load, places))",
         "tests/step/test_rows_on_their_way.py::test_rows_leave_with_those_that_join_the_next_step",
     ),
     Mutant(
         "rows that are owed are written from the first places",
         "step/counted_memory.py",
-        "Block(old, *batch.leaving)",
-        "Block(old, batch.leaving[0])",
+        "Block(old, *batch.outgoing)",
+        "Block(old, batch.outgoing[0])",
     ),
     Mutant(
         "a planned batch is taken for lookups of other ids",
         "step/exchange.py",
-        "            if asked.held != batch.held or asked.brings:\n",
+        "            if asked.held != batch.held or asked.new_row_count:\n",
         "            if False:\n",
     ),
     # ---- exchange.py: announcements and gradients

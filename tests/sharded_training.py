@@ -178,7 +178,7 @@ def train(
 def own_gradient(module: RowModule) -> Tensor | None:
     """The gradient of the step's rows that this rank has, as its optimizer is given it."""
     rows = module.trained_rows
-    with rows.turn:
+    with rows.lock:
         return rows.own_gradient()
 
 

@@ -86,7 +86,7 @@ def _collected(
                 f" {names}: give it the same model, with the same optimizers attached, on all ranks"
             )
     for number, (module, lookups) in enumerate(modules):
-        with module.trained_rows.turn:
+        with module.trained_rows.lock:
             for name in names[number]:
                 lookups.collect(name, full[number][name] if full else None)
     return [(module, each) for (module, _), each in zip(modules, full, strict=False)]

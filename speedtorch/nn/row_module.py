@@ -613,7 +613,7 @@ class RowModule(nn.Module):
             >>> embedding.step_ids
             tensor([2, 7])
         """
-        with as_plain(), self.trained_rows.turn:
+        with as_plain(), self.trained_rows.lock:
             return self.trained_rows.step_ids()
 
     def numpy(self) -> npt.NDArray[Any]:
@@ -746,7 +746,7 @@ class RowModule(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with as_plain():
             super()._save_to_state_dict(destination, prefix, keep_vars)
-        with self.trained_rows.turn:  # no other thread may step the rows during the copy
+        with self.trained_rows.lock:  # no other thread may step the rows during the copy
             self.flush()
             destination[f"{prefix}weight"] = self.trained_rows.fields.saved("weight")
 

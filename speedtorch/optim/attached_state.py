@@ -350,7 +350,7 @@ class SavedState:
         """
         for state in self.states:
             rows = state.table_rows
-            with rows.turn:
+            with rows.lock:
                 rows.exchange.stepping.await_step()
                 rows.exchange.held.complete(ahead=False)
 

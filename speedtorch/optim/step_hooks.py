@@ -27,11 +27,11 @@ from speedtorch.optim.optimizer_copy import OptimizerCopy, own_steps, settings_o
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.disagreement import DisagreementError
+from speedtorch.step.row_lock import RowLocks
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.stepping import places_of_weights, stepping
 from speedtorch.step.timeline import in_timeline
 from speedtorch.step.trained_rows import TrainedRows, rows_held_by
-from speedtorch.step.turn import Turns
 from speedtorch.torch_internals import (
     FOUND_INF,
     as_plain,
@@ -170,8 +170,8 @@ class OptimizerStep:
         """
         optimizer = self.optimizer
         were_checked = not looks_up and self._agree()
-        # Locks all tables together: a thread that has one table's turn may wait for this call.
-        with as_plain(), Turns(*[rows.turn for rows in self._rows]):
+        # Locks all tables together: a thread that has one table's lock may wait for this call.
+        with as_plain(), RowLocks(*[rows.lock for rows in self._rows]):
             for rows in self._rows:
                 rows.exchange.stepping.check_threads()
             if not were_checked:
@@ -193,7 +193,7 @@ class OptimizerStep:
                 held[place] = rows.parameter
 
     def _check(self, *, looks_up: bool) -> None:
-        """Raises an error if the optimizer cannot step the rows. The caller has their turns."""
+        """Raises an error if the optimizer cannot step the rows. The caller has their locks."""
         groups = self.optimizer.param_groups
         for (rows, weight, _), number in zip(self._each(), self._groups, strict=True):
             _check(self.optimizer, rows, weight, groups[number], self._stateless)
@@ -205,13 +205,13 @@ class OptimizerStep:
         """Agrees with the other ranks to step, before a rank changes a row.
 
         Returns whether ranks share rows. Raises this rank's own error after the report to the other
-        ranks. This rank holds no turn while it waits for other ranks.
+        ranks. This rank holds no lock while it waits for other ranks.
         """
         if not (agree := [a for each in self._rows if (a := each.exchange.steps.agree_on_step)]):
             return False
         met: set[object] = set()
         try:
-            with as_plain(), Turns(*[rows.turn for rows in self._rows]):
+            with as_plain(), RowLocks(*[rows.lock for rows in self._rows]):
                 for rows in self._rows:
                     rows.exchange.stepping.check_threads()
                 self._check(looks_up=False)
@@ -244,7 +244,7 @@ class OptimizerStep:
         self.stop()
         with as_plain():
             for rows in stepped:
-                with rows.turn:
+                with rows.lock:
                     rows.exchange.stepping.after()
                 if isinstance(state := rows.state, AttachedState):
                     state.after_step()

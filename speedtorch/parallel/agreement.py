@@ -72,7 +72,7 @@ class Agreement:
 
     def stop(self, fault: Tensor) -> None:
         """As FixedMemory.stop."""
-        with self._memory.turn:
+        with self._memory.lock:
             self._memory.stop(fault)
 
     def expect(self, faults: list[Tensor]) -> None:

@@ -66,7 +66,7 @@ def clip_grad_norm_(
         if rows is None or ranks is None:
             gradient = parameter.grad
         else:
-            with rows.turn:
+            with rows.lock:
                 gradient = rows.own_gradient()
             if gradient is not None and gradient.is_sparse:  # sums the entries of duplicate rows
                 gradient = rows.parameter.grad = gradient.coalesce()

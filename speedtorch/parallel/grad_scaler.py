@@ -44,7 +44,7 @@ class GradScaler(HostGradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         own: dict[int, Tensor] = {}
         for rows in held:
-            with rows.turn:
+            with rows.lock:
                 rows.own_gradient()
             own[id(rows.weight)] = rows.parameter
         groups = [

@@ -165,7 +165,7 @@ class Ranks:
 
     def read(self, name: str, numbers: HostCopy) -> list[int]:
         """Waits for numbers from other ranks; RuntimeError if a rank is too late."""
-        if not numbers.have_come(self.patience):
+        if not numbers.is_complete(self.patience):
             raise self._lose(name, f"nothing for {self.patience:.0f} s")
         return numbers.read()
 

@@ -325,7 +325,7 @@ class Requests:
             self._faults = self._ranks.faults
             self._told, self._expected = [], None
             self._maker.restart()
-            with self._exchange.turn:
+            with self._exchange.lock:
                 self._exchange.held.announced.give_up()
 
     def _before_lookup(self) -> None:

@@ -32,16 +32,16 @@ def too_many(name: str, named: int, capacity: int, so: str) -> RuntimeError:
 
 
 class Changes(NamedTuple):
-    """Arriving, staying and leaving rows; only the first entries of each list are valid."""
+    """Incoming, kept and outgoing rows; only the first entries of each list are valid."""
 
-    arriving: Tensor
-    arriving_places: Tensor
-    stay_places: Tensor
-    stay_from: Tensor
-    leaving: Tensor
-    leaving_places: Tensor
+    incoming: Tensor
+    incoming_places: Tensor
+    kept_places: Tensor
+    kept_from: Tensor
+    outgoing: Tensor
+    outgoing_places: Tensor
     counts: Tensor
-    """The numbers of named, staying, arriving and leaving rows."""
+    """The numbers of named, kept, incoming and outgoing rows."""
 
 
 class FixedSizeBatch:

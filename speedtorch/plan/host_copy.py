@@ -34,7 +34,7 @@ class HostCopy:
         if self._handle is not None:
             drop_numbers(self._handle)
 
-    def have_come(self, seconds: float) -> bool:
+    def is_complete(self, seconds: float) -> bool:
         """Waits for the copy for at most `seconds` and returns whether the copy is complete."""
         begin = time.monotonic()
         while self._handle is not None and not numbers_have_come(self._handle):

@@ -53,7 +53,7 @@ class JointBatch:
 
     take_apart() returns one batch per table. `following()` is the joint batch that was planned
     after this one. If count() returns True, `bounds` is the range of each table in the list of all
-    rows. The lists of rows that arrive, stay and leave relative to `after` are then also valid.
+    rows. The lists of incoming, kept and outgoing rows relative to `after` are then also valid.
 
     Args:
         parts: The unplanned ids of each table.
@@ -144,17 +144,17 @@ class JointBatch:
         self._batches = []
 
     @property
-    def arriving(self) -> tuple[Tensor, Tensor]:
+    def incoming(self) -> tuple[Tensor, Tensor]:
         """Ascending numbers and positions of the rows that the batch before did not hold."""
         return self._listed(0, 2)
 
     @property
-    def staying(self) -> tuple[Tensor, Tensor]:
+    def kept(self) -> tuple[Tensor, Tensor]:
         """New and old positions of the rows that the batch before held as well."""
         return self._listed(2, 1)
 
     @property
-    def leaving(self) -> tuple[Tensor, Tensor]:
+    def outgoing(self) -> tuple[Tensor, Tensor]:
         """Ascending numbers and old positions of the rows that this batch does not name."""
         return self._listed(4, 3)
 

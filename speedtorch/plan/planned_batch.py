@@ -32,7 +32,7 @@ __all__ = [
 _Made = TypeVar("_Made")
 
 # Positions in the counts. The fields of the plan's status come first.
-_DISTINCT, _STATUS_FIELDS, _ARRIVING, _LEAVING = 3, 8, 10, 11
+_DISTINCT, _STATUS_FIELDS, _INCOMING, _OUTGOING = 3, 8, 10, 11
 
 _KEY_IDS = 256  # the maximum number of ids in a key
 
@@ -337,7 +337,7 @@ class PlannedBatch:
         after: The batch of the step before, or the ascending ids of that step's rows.
         name: The name of the module in errors.
         joint: The joint batch in which `parts` are planned with other tables' ids. Only it lists
-            arriving, staying and leaving rows. The caller must first check its ids with count().
+            incoming, kept and outgoing rows. The caller must first check its ids with count().
         number: The index of the table in `joint`.
 
     Raises:
@@ -389,7 +389,7 @@ class PlannedBatch:
             if bad:
                 raise self.parts.error(bad, position, bad_id)
             if len(counts) > _STATUS_FIELDS:
-                self._arriving, self._leaving = counts[_ARRIVING], counts[_LEAVING]
+                self._incoming, self._outgoing = counts[_INCOMING], counts[_OUTGOING]
         unique = self.parts.plan[0]
         self.ids = self.loaded = unique[: self.held]
         if self._padding is not None:
@@ -397,29 +397,29 @@ class PlannedBatch:
         self._is_counted = True
 
     @property
-    def brings(self) -> int:
+    def new_row_count(self) -> int:
         """The number of rows that the batch before did not hold, without the padding's."""
         self.count()
-        return self._arriving - (self._padding is not None)
+        return self._incoming - (self._padding is not None)
 
     @property
-    def arriving(self) -> tuple[Tensor, Tensor]:
+    def incoming(self) -> tuple[Tensor, Tensor]:
         """Ids and positions of rows that the batch before did not hold, then the padding's."""
         return self._listed(0)
 
     @property
-    def staying(self) -> tuple[Tensor, Tensor]:
+    def kept(self) -> tuple[Tensor, Tensor]:
         """New and old positions of the rows that the batch before held as well."""
         return self._listed(1)
 
     @property
-    def leaving(self) -> tuple[Tensor, Tensor]:
+    def outgoing(self) -> tuple[Tensor, Tensor]:
         """Ids and old positions of the rows that this batch does not name."""
         return self._listed(2)
 
     def _listed(self, change: int) -> tuple[Tensor, Tensor]:
         self.count()
-        count = (self._arriving, self.held - self.brings, self._leaving)[change]
+        count = (self._incoming, self.held - self.new_row_count, self._outgoing)[change]
         ids, places = self._changes[2 * change : 2 * change + 2]
         return ids[:count], places[:count]
 

@@ -30,7 +30,7 @@ class BlockMemory(RowMemory):
 
     def __init__(self, held: HeldRows, capacity: int) -> None:
         super().__init__(held)
-        self.turn, self._most = held.turn, capacity
+        self.lock, self._most = held.lock, capacity
         self.capacity = min(capacity, held.store.whole_rows)
         self._blocks = FixedBlocks(held.name, held.store, self.capacity, held.padding)
         raises_later(weakref.WeakMethod(self.raise_faults))
@@ -104,7 +104,7 @@ class BlockMemory(RowMemory):
     def stop(self, fault: Tensor) -> None:
         """If `fault`, `[1]` on the device, is not 0: writes rows back, then steps no row.
 
-        The caller holds `turn`. After the caller raises the error, it calls resume().
+        The caller holds `lock`. After the caller raises the error, it calls resume().
         """
         if self.held.now.batches:
             self._blocks.stop(fault)

@@ -45,24 +45,26 @@ class CachedStore(RowStore):
         self._hot: HotRows | None = None
         self._made_for: tuple[tuple[str, ...], int, torch.device] | None = None
 
-    def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
+    def exchange(
+        self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
+    ) -> None:
         """As RowStore.exchange, after an update of the cached rows if one is due."""
-        lists = exchanged(leaving, arriving)
+        lists = exchanged(outgoing, incoming)
         hot = self._ready(names, lists[1].device, leaves=lists[1].shape[0] > 0)
-        homes = self.fields(names)
-        with self._writing(leaving):
-            exchange_cached(homes, hot.fields, hot.map, *lists)
+        host_fields = self.fields(names)
+        with self._writing(outgoing):
+            exchange_cached(host_fields, hot.fields, hot.map, *lists)
 
-    def load(self, names: Iterable[str], leaving: Block, ids: Tensor) -> list[Tensor]:
+    def load(self, names: Iterable[str], outgoing: Block, ids: Tensor) -> list[Tensor]:
         """As RowStore.load."""
-        rows = [each.new_empty((ids.shape[0], *each.shape[1:])) for each in leaving.rows]
-        self.exchange(names, leaving, Block(rows, ids))
+        rows = [each.new_empty((ids.shape[0], *each.shape[1:])) for each in outgoing.rows]
+        self.exchange(names, outgoing, Block(rows, ids))
         return rows
 
     def load_batch(
         self,
         names: Iterable[str],
-        leaving: Block,
+        outgoing: Block,
         ids: Tensor,
         rows: int,
         padding: int,
@@ -71,31 +73,31 @@ class CachedStore(RowStore):
     ) -> list[Tensor]:
         """As RowStore.load_batch; `evicts` must be true."""
         assert evicts
-        made = count_batch(ids, leaving.ids, rows, padding)
-        return [*made[:7], *self.load(names, leaving, made[6]), *made[7:]]
+        made = count_batch(ids, outgoing.ids, rows, padding)
+        return [*made[:7], *self.load(names, outgoing, made[6]), *made[7:]]
 
-    def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
+    def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
         """As RowStore.exchange_counted, after an update of the cached rows if one is due."""
-        hot = self._ready(names, leaving.ids.device, leaves=not leaving.are_none)
-        lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
-        numbers = (leaving.number, arriving.number)
-        homes = self.fields(names)
-        with self._writing(leaving):
-            exchange_cached(homes, hot.fields, hot.map, leaving.rows, *lists, *numbers)
+        hot = self._ready(names, outgoing.ids.device, leaves=not outgoing.are_none)
+        lists = (outgoing.ids, outgoing.places, incoming.rows, incoming.ids, incoming.places)
+        numbers = (outgoing.number, incoming.number)
+        host_fields = self.fields(names)
+        with self._writing(outgoing):
+            exchange_cached(host_fields, hot.fields, hot.map, outgoing.rows, *lists, *numbers)
 
     def before_replay(self) -> None:
         """Updates the cached rows, if due, before the replay of a CUDA graph with exchanges."""
         if (hot := self._hot) is not None:
-            homes = self.fields(hot.names)
+            host_fields = self.fields(hot.names)
             with self._writing():
-                hot.before_exchange(homes)
+                hot.before_exchange(host_fields)
 
-    def bring_home(self) -> None:
+    def write_back(self) -> None:
         """Writes cached rows to the table, which may then change; an exchange reloads them."""
-        if (hot := self._hot) is not None and not hot.are_away:  # else the table may be closed
-            homes = self.fields(hot.names)
+        if (hot := self._hot) is not None and not hot.needs_reload:  # else the table may be closed
+            host_fields = self.fields(hot.names)
             with self._writing():
-                hot.bring_home(homes)
+                hot.write_back(host_fields)
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """As RowStore.read."""
@@ -105,7 +107,7 @@ class CachedStore(RowStore):
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """As RowStore.write; first writes all cached rows to the table."""
-        self.bring_home()
+        self.write_back()
         super().write(ids, rows)
 
     def can_join(self, device: torch.device) -> bool:
@@ -139,14 +141,14 @@ class CachedStore(RowStore):
                     " two as the graph will before it is captured"
                 )
             if self._made_for is not None and made_for[1] == self._made_for[1]:
-                self.bring_home()
+                self.write_back()
             self.let_go()
             self._hot, self._made_for = self._made(made_for[0], device), made_for
         hot = self._hot
         if leaves and not captures:
-            homes = self.fields(names)
+            host_fields = self.fields(names)
             with self._writing():
-                hot.before_exchange(homes)
+                hot.before_exchange(host_fields)
         return hot
 
     def _made(self, names: tuple[str, ...], device: torch.device) -> HotRows:

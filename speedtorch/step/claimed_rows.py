@@ -11,9 +11,9 @@ import torch
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.parameter_view import OptimizerState, ParameterView
 from speedtorch.step.rounding import Rounding
+from speedtorch.step.row_lock import serialized
 from speedtorch.step.row_store import RowStore
 from speedtorch.step.row_weight import RowWeight
-from speedtorch.step.turn import alone
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.whole_fields import WholeFields
 from speedtorch.torch_internals import TensorWeakRef, as_plain, version_of
@@ -45,7 +45,7 @@ class ClaimedRows:
         self._padding = None if padding == table.rows else padding
         self.exchange = Exchange(name, store, view, padding, capacity)
         self.steps = self.exchange.steps
-        self.turn = self.exchange.turn
+        self.lock = self.exchange.lock
         """The lock of a thread that uses the rows; see HeldRows."""
         self._weight: Callable[[], RowWeight | None] = lambda: None
         self.untraceable = (
@@ -103,7 +103,7 @@ class ClaimedRows:
         """Makes a tensor like the weight on a device, as its replacement."""
         return RowWeight.of(self, None, device=device)
 
-    def moment(self) -> tuple[int, int]:
+    def rows_version(self) -> tuple[int, int]:
         """A pair that differs after the step's rows may have changed or another step began."""
         return self.exchange.held.now.number, version_of(self.parameter)
 
@@ -138,7 +138,7 @@ class ClaimedRows:
             " would miss the changes of the other; use that one in both places"
         )
 
-    @alone
+    @serialized
     def write_back(self) -> None:
         """As RowHolder.write_back; waits until the CPU can read the rows."""
         if self.exchange.held.is_inherited:  # transfers on a GPU belong to the parent process
@@ -162,16 +162,16 @@ class ClaimedRows:
         """See RowHolder."""
         self.exchange.memory.refuse_if_captured(what)
 
-    @alone
+    @serialized
     def let_go(self) -> None:
         """Called when the module is deleted: writes its rows to the table.
 
         A weight that an optimizer or a caller still references keeps the table alive and usable.
         """
         self.is_left = True
-        self._come_home()
+        self._write_back_at_end()
 
-    def _come_home(self) -> None:
+    def _write_back_at_end(self) -> None:
         """Writes the rows back at the end of their use; does nothing in a forked child.
 
         A forked child cannot read rows on a GPU.
@@ -183,7 +183,7 @@ class ClaimedRows:
         if sys.is_finalizing() or "exchange" not in vars(self):
             return
         try:
-            self._come_home()
+            self._write_back_at_end()
         finally:
             self.exchange.end()
             self.table.claim.drop(self)

@@ -62,32 +62,32 @@ class CountedMemory(RowMemory):
             )
 
     def begun(
-        self, batch: Batch, seen: set[tuple[int, int]], *, is_told: bool, prefetches: bool
+        self, batch: Batch, seen: set[tuple[int, int]], *, is_planned: bool, prefetches: bool
     ) -> Step:
         """As RowMemory.begun."""
         assert isinstance(batch, PlannedBatch)
         held = self.held
-        transfer, leaving, copy = held.now.transfer, None, Copy.DIRTY
+        transfer, outgoing, copy = held.now.transfer, None, Copy.DIRTY
         if isinstance(transfer, Prefetched) and transfer.batch is batch:
             rows = transfer.rows
-            leaving = self._joined(batch, rows)
+            outgoing = self._joined(batch, rows)
         else:
-            copy, left = self._all_leaving()
+            copy, left = self._all_outgoing()
             rows = held.store.load(held.fields, left, batch.loaded)
         return held.now.after(
             batch,
             batch.ids,
             rows,
             seen,
-            is_told=is_told,
+            is_planned=is_planned,
             copy=copy,
-            leaving=leaving,
+            outgoing=outgoing,
             prefetches=prefetches,
         )
 
     def begun_alone(self, ids: Tensor) -> Step:
         """As RowMemory.begun_alone."""
-        held, (copy, left) = self.held, self._all_leaving()
+        held, (copy, left) = self.held, self._all_outgoing()
         # If rows joined the last step, rows will probably join this step. The write-back then
         # shares a transfer with the joining rows, and the lookup that counts these rows does not
         # wait for it.
@@ -100,13 +100,13 @@ class CountedMemory(RowMemory):
             batch.ids,
             batch.brought,
             set(),
-            is_told=False,
+            is_planned=False,
             copy=copy,
-            leaving=left if waits else None,
+            outgoing=left if waits else None,
             waits=waits,
         )
 
-    def _all_leaving(self) -> tuple[Copy, Block]:
+    def _all_outgoing(self) -> tuple[Copy, Block]:
         """Returns the rows to write back before another step, and the copy state of that step.
 
         Rows of both steps are not written to the table, so the next step is DIRTY if this one is.
@@ -124,13 +124,13 @@ class CountedMemory(RowMemory):
         held = self.held
         held.travel.join()
         old = held.view.rows_of(held.now)
-        places, taken_from = batch.staying
+        places, taken_from = batch.kept
         carry_rows(rows, places, old, taken_from)
         if self._has_new_padding:  # the prefetched padding row is older than the table's
             held.store.read(torch.tensor([held.padding]), rows[0][-1:])
             self._has_new_padding = False
-        leaving = Block(old, *batch.leaving)
-        return leaving if held.now.copy is Copy.DIRTY and len(leaving.ids) > 0 else None
+        outgoing = Block(old, *batch.outgoing)
+        return outgoing if held.now.copy is Copy.DIRTY and len(outgoing.ids) > 0 else None
 
     def note_padding(self) -> None:
         """As RowMemory.note_padding."""
@@ -140,15 +140,15 @@ class CountedMemory(RowMemory):
         """As RowMemory.extended."""
         held = self.held
         batch = self.planned(parts, held.now.ids)
-        if batch.brings == 0:
+        if batch.new_row_count == 0:
             return held.now.with_batch(batch, is_planned=is_planned)
         held.drop_prefetched()
-        now, load, leaving = held.now, batch.arriving[0][: batch.brings], None
+        now, load, outgoing = held.now, batch.incoming[0][: batch.new_row_count], None
         if isinstance(now.transfer, PendingTransfer):
-            leaving = now.transfer.leaving
-        assert leaving is None or isinstance(leaving, Block)
+            outgoing = now.transfer.outgoing
+        assert outgoing is None or isinstance(outgoing, Block)
         ids, before, places, *rows = merge_rows(held.view.rows_of(now), now.ids, load)
-        held.store.exchange(held.fields, leaving, Block(rows, load, places))
+        held.store.exchange(held.fields, outgoing, Block(rows, load, places))
         gradient = held.view.parameter.grad if held.view.has_gradient() else None
         return now.with_batch(batch, is_planned=is_planned)._replace(
             ids=ids,
@@ -163,30 +163,30 @@ class CountedMemory(RowMemory):
         """As RowMemory.sent."""
         assert following is None or isinstance(following, PlannedBatch)
         held = self.held
-        leaving, arriving, prefetched = pending.leaving, None, None
-        assert leaving is None or isinstance(leaving, Block)
+        outgoing, incoming, prefetched = pending.outgoing, None, None
+        assert outgoing is None or isinstance(outgoing, Block)
         if following is not None:
             try:
-                load = following.arriving
+                load = following.incoming
             except IndexError:
                 following = None  # the lookup of these ids raises the error
-        if following is not None or leaving is not None:
-            if leaving is not None:
-                held.travel.uses(leaving.tensors)
+        if following is not None or outgoing is not None:
+            if outgoing is not None:
+                held.travel.uses(outgoing.tensors)
             with held.travel.after_current(held.device):
                 if following is not None:  # allocated on the stream that writes to it
                     count = following.held + (held.padding is not None)
                     prefetched = Prefetched(following, self._memory(count))
-                    arriving = Block(prefetched.rows, *load)
-                held.store.exchange(held.fields, leaving, arriving)
+                    incoming = Block(prefetched.rows, *load)
+                held.store.exchange(held.fields, outgoing, incoming)
         return prefetched
 
     def put_back(self, prefetched: Prefetched) -> None:
         """As RowMemory.put_back."""
         batch = prefetched.batch
         assert isinstance(batch, PlannedBatch)
-        brings = batch.brings  # excludes the padding row, which is never written back
-        arrived = Block(prefetched.rows, *(each[:brings] for each in batch.arriving))
+        new_row_count = batch.new_row_count  # excludes the padding row, which is never written back
+        arrived = Block(prefetched.rows, *(each[:new_row_count] for each in batch.incoming))
         self.held.store.exchange(self.held.fields, arrived, None)
 
     def written_back(self, *, changes: bool) -> Step:

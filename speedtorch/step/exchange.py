@@ -20,11 +20,11 @@ from speedtorch.step.fixed_memory import FixedMemory
 from speedtorch.step.held_rows import HeldRows, Joint
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.planned_steps import PlannedSteps
+from speedtorch.step.row_lock import serialized
 from speedtorch.step.row_store import RowStore
 from speedtorch.step.step import Batch, Copy, LookupPlaces
 from speedtorch.step.stepped_rows import OptimizerCall, SteppedRows
 from speedtorch.step.timeline import in_timeline
-from speedtorch.step.turn import alone
 from speedtorch.torch_internals import current_backward, forget_failed_backward
 
 __all__ = ["Exchange"]
@@ -52,11 +52,11 @@ class Exchange:
     ) -> None:
         memory = CountedMemory if capacity is None else partial(FixedMemory, capacity=capacity)
         self.held = held = HeldRows(name, store, view, padding, memory)
-        self.name, self.turn, self.memory = name, held.turn, held.memory
+        self.name, self.lock, self.memory = name, held.lock, held.memory
         self.stepping, self.steps = SteppedRows(held), PlannedSteps(held, self)
         held.settle_by(self.stepping)
 
-    @alone
+    @serialized
     def moving(self, move: Callable[[], object]) -> None:
         """Writes all rows back and holds none, before and after `move` moves the parameter."""
         self.memory.refuse_if_captured("moving it")
@@ -66,7 +66,7 @@ class Exchange:
             step()
             self.hold_none()
 
-    @alone
+    @serialized
     def end_for_resize(self) -> None:
         """Writes all rows back and holds no row, so that the table can be resized.
 
@@ -210,7 +210,7 @@ class Exchange:
         else:
             seen = {(0, 0)} if is_part and len(told.parts) == 1 else set()
             told.count()  # bad ids raise here, before anything changes
-            held.take(memory.begun(told, seen, is_told=True, prefetches=batch is not None))
+            held.take(memory.begun(told, seen, is_planned=True, prefetches=batch is not None))
         held.complete(looks_up=True)
         return told, announced
 
@@ -243,7 +243,7 @@ class Exchange:
                 return None
             asked = self.memory.planned(parts, batch.ids)
             asked.count()
-            if asked.held != batch.held or asked.brings:
+            if asked.held != batch.held or asked.new_row_count:
                 return None  # a step has exactly the rows that its lookups name
         return batch
 
@@ -322,7 +322,7 @@ class Exchange:
         held.complete()
 
     def before_optimizer(self, call: OptimizerCall) -> None:
-        """Called with `turn` held, before an optimizer steps the rows."""
+        """Called with `lock` held, before an optimizer steps the rows."""
         self.held.complete()
         self.note_gradient_asked()
         self.stepping.before(call)

@@ -171,17 +171,17 @@ class FixedBlocks:
         if self.left_some:
             self.send(None)
         changes = batch.compared(self.ids, self._status, self._halt, self._fault)
-        lists = (changes.arriving, changes.arriving_places)
+        lists = (changes.incoming, changes.incoming_places)
         if not come:
-            leaving, number = self._nowhere(self.rows), changes.counts[2:3]
+            outgoing, number = self._nowhere(self.rows), changes.counts[2:3]
             if come is None:
                 number = self._not_foreseen(changes)
             else:
-                left = (changes.leaving, changes.leaving_places, changes.counts[3:4])
-                leaving = Counted(self.rows, *left)
+                left = (changes.outgoing, changes.outgoing_places, changes.counts[3:4])
+                outgoing = Counted(self.rows, *left)
                 self._forget_foreseen()
             self.store.exchange_counted(
-                self._fields, leaving, Counted(self._coming, *lists, number)
+                self._fields, outgoing, Counted(self._coming, *lists, number)
             )
         put_aside = come is not False
         self.left_some, self.hold_some = put_aside, True
@@ -189,10 +189,10 @@ class FixedBlocks:
             self._trained,
             self._coming,
             self._left if put_aside else [],
-            changes.stay_places,
-            changes.stay_from,
-            changes.leaving,
-            changes.leaving_places,
+            changes.kept_places,
+            changes.kept_from,
+            changes.outgoing,
+            changes.outgoing_places,
             changes.counts,
             batch.named,
             self.ids,
@@ -206,7 +206,7 @@ class FixedBlocks:
     def _not_foreseen(self, changes: Changes) -> Tensor:
         """The number of rows still to load, `[1]`: 0 if the graph prefetched exactly these rows."""
         number, size = changes.counts[2:3], self.capacity
-        differ = torch.cat([changes.arriving, changes.arriving_places]) != self._came[:-1]
+        differ = torch.cat([changes.incoming, changes.incoming_places]) != self._came[:-1]
         differ = (differ.view(2, size) & (self._every < number)).any()
         return number * (differ | (self._came[-1:] != number))
 
@@ -227,19 +227,19 @@ class FixedBlocks:
 
         `foreseen`: A CUDA graph is captured, whose next replay checks whether its batch matches.
         """
-        arriving = self._nowhere(self._coming)
+        incoming = self._nowhere(self._coming)
         if following is not None:
             # Errors of this batch are reported when the batch begins.
             halt, untold = self._halt.clone(), torch.empty_like(self._status)
             changes = following.compared(self.ids, self._status, halt, untold)
-            lists = (changes.arriving, changes.arriving_places, changes.counts[2:3])
-            arriving = Counted(self._coming, *lists)
+            lists = (changes.incoming, changes.incoming_places, changes.counts[2:3])
+            incoming = Counted(self._coming, *lists)
             if foreseen:
                 torch.cat(lists, out=self._came)
                 self._foresees = True
         if not foreseen:
             self._forget_foreseen()
-        self.store.exchange_counted(self._fields, self.put_aside, arriving)
+        self.store.exchange_counted(self._fields, self.put_aside, incoming)
         self._left_count.zero_()
         self.left_some = False
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from speedtorch.plan.fixed_size_batch import FixedSizeBatch, raises_at_once
 from speedtorch.step.block_memory import BlockMemory
 from speedtorch.step.fixed_blocks import REFUSED, of_ranks
+from speedtorch.step.row_lock import serialized
 from speedtorch.step.step import Batch, Copy, PendingTransfer, Prefetched, Step
-from speedtorch.step.turn import alone
 
 __all__ = ["FaultAllReduce", "FixedMemory"]
 
@@ -73,7 +73,7 @@ class FixedMemory(BlockMemory):
             )
 
     def begun(
-        self, batch: Batch, seen: set[tuple[int, int]], *, is_told: bool, prefetches: bool
+        self, batch: Batch, seen: set[tuple[int, int]], *, is_planned: bool, prefetches: bool
     ) -> Step:
         """As RowMemory.begun."""
         assert isinstance(batch, FixedSizeBatch)
@@ -103,15 +103,15 @@ class FixedMemory(BlockMemory):
         elif now.batches and self._take():
             held.view.put_back(now)  # else an interrupt below would repeat the copy
         blocks.begin(batch, come=come)
-        leaving = None if come is False else blocks.put_aside
+        outgoing = None if come is False else blocks.put_aside
         return now.after(
             batch,
             blocks.ids,
             list(blocks.rows),
             seen,
-            is_told=is_told,
+            is_planned=is_planned,
             copy=Copy.DIRTY,
-            leaving=leaving,
+            outgoing=outgoing,
             prefetches=prefetches,
             captured=captured,
         )
@@ -126,7 +126,7 @@ class FixedMemory(BlockMemory):
         if held.captures():
             raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot look what it names")
         batch = self.planned(parts, held.now.batches[0])
-        if more := batch.brings:
+        if more := batch.new_row_count:
             raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
         return held.now.with_batch(batch, is_planned=is_planned)
 
@@ -168,7 +168,7 @@ class FixedMemory(BlockMemory):
 
     # ---- faults of a batch, found on the device
 
-    @alone
+    @serialized
     def raise_faults(self) -> None:
         """As RowMemory.raise_faults; gives up the step and raises IndexError or RuntimeError."""
         try:
@@ -179,7 +179,7 @@ class FixedMemory(BlockMemory):
         if self._ranks is not None:
             self._ranks.check()
 
-    @alone
+    @serialized
     def resume(self) -> None:
         """Ends stop(): rows move again, and the next lookup begins a step."""
         self._blocks.go_on()
@@ -232,7 +232,7 @@ class FixedMemory(BlockMemory):
 
     # ---- CUDA graphs
 
-    @alone
+    @serialized
     def stand_still(self) -> None:
         """Moves no row until move_again(): lookups return zeros, and no row is trained."""
         held = self.held
@@ -242,7 +242,7 @@ class FixedMemory(BlockMemory):
             self._blocks.make(held.device, held.fields)
         self._blocks.is_halted.fill_(1)
 
-    @alone
+    @serialized
     def move_again(self) -> None:
         """Ends stand_still()."""
         held = self.held
@@ -267,7 +267,7 @@ class FixedMemory(BlockMemory):
             finally:
                 self.held.travel.forget()  # its last event belongs to the graph
 
-    @alone
+    @serialized
     def before_replay(self) -> None:
         """Called before the replay of a CUDA graph that contains a whole step of the rows."""
         held = self.held

@@ -21,6 +21,7 @@ from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.announcements import Announcements
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.pending_backward import PendingBackwards
+from speedtorch.step.row_lock import RowLock, serialized
 from speedtorch.step.row_store import Fields, RowStore
 from speedtorch.step.step import (
     Batch,
@@ -32,7 +33,6 @@ from speedtorch.step.step import (
     Step,
     due,
 )
-from speedtorch.step.turn import Turn, alone
 from speedtorch.torch_internals import version_of
 
 __all__ = ["HeldRows", "Joint", "RowMemory"]
@@ -89,18 +89,18 @@ class RowMemory(ABC):
 
     @abstractmethod
     def begun(
-        self, batch: Batch, seen: set[tuple[int, int]], *, is_told: bool, prefetches: bool
+        self, batch: Batch, seen: set[tuple[int, int]], *, is_planned: bool, prefetches: bool
     ) -> Step:
         """Begins the step of a batch after the current step.
 
-        `is_told`: the batch was announced or planned by a loop. `prefetches`: see PendingTransfer.
+        `is_planned`: Announced, or planned by a loop. `prefetches`: see PendingTransfer.
         """
 
     def begun_alone(self, ids: Tensor) -> Step:
         """Begins the step of one lookup's ids; ids out of range raise before any change."""
         batch = self.plan([ids])
         batch.count()
-        return self.begun(batch, set(), is_told=False, prefetches=False)
+        return self.begun(batch, set(), is_planned=False, prefetches=False)
 
     @abstractmethod
     def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
@@ -159,8 +159,8 @@ class RowMemory(ABC):
         yield from (now.ids, *now.rows, *now.places.values())
         if isinstance(now.transfer, Prefetched):
             yield from (*now.transfer.rows, *now.transfer.batch.tensors())
-        elif now.transfer is not None and now.transfer.leaving is not None:
-            yield from (*now.transfer.leaving.rows, now.transfer.leaving.ids)
+        elif now.transfer is not None and now.transfer.outgoing is not None:
+            yield from (*now.transfer.outgoing.rows, now.transfer.outgoing.ids)
         for batch in () if now.captured else now.batches:  # a graph owns its memory
             yield from batch.tensors()
 
@@ -200,7 +200,7 @@ class HeldRows:
     """The rows of the current step, on the device, and their transfers to and from the table.
 
     Each method first completes the work that an exception interrupted. One thread at a time runs a
-    method: the method or its caller holds `turn`. An optimizer's step() does not hold `turn`,
+    method: the method or its caller holds `lock`. An optimizer's step() does not hold `lock`,
     because user hooks run within the step; other threads wait for the step in complete().
 
     Args:
@@ -233,7 +233,7 @@ class HeldRows:
         memory: Callable[[HeldRows], RowMemory],
     ) -> None:
         self.name, self.store, self.view, self.padding = name, store, view, padding
-        self.turn = Turn()
+        self.lock = RowLock()
         self.backwards = PendingBackwards()
         self.announced = Announcements()
         self.travel = SideStream("exchange")
@@ -266,7 +266,7 @@ class HeldRows:
         """Makes a step the current one."""
         self.now = step
 
-    @alone
+    @serialized
     def use(self, store: RowStore) -> None:
         """Writes the rows back and sets another store of the same table."""
         self.memory.refuse_if_captured("changing its cache")
@@ -353,7 +353,7 @@ class HeldRows:
         if self.now.copy is Copy.STALE:
             self.show_anew()
 
-    @alone
+    @serialized
     def change(self) -> None:
         """Marks the step's rows as newer than the table, before the caller writes to them."""
         self.complete()
@@ -361,7 +361,7 @@ class HeldRows:
         if self.now.copy is not Copy.DIRTY:
             self.now = self.now._replace(copy=Copy.DIRTY)
 
-    @alone
+    @serialized
     def write_back(self, *, changes: bool = True) -> None:
         """Writes the step's newer rows to the table; the rows remain on the device.
 
@@ -374,7 +374,7 @@ class HeldRows:
         self.drop_prefetched()
         self.now = self.memory.written_back(changes=changes)
         if changes:
-            self.store.bring_home()
+            self.store.write_back()
 
     # ---- the state of the step
 

@@ -33,16 +33,16 @@ _SURE = 2.0  # standard deviations
 
 
 class Refresh(NamedTuple):
-    """Thresholds of use that select the rows to enter and to leave the slots."""
+    """Thresholds of use that select the rows to admit to the cache and to evict from it."""
 
-    entering: int
-    """The number of rows to enter, the most used rows without a slot."""
-    enter_above: int
-    """All rows with more uses than this enter, and some rows with exactly as many."""
-    leaving: int
-    """The number of rows to leave, the least used rows with a slot."""
-    leave_below: int
-    """All rows with fewer uses than this leave, and some rows with exactly as many."""
+    admitted: int
+    """The number of rows to admit, the most used rows without a slot."""
+    admit_above: int
+    """All rows with more uses than this are admitted, and some rows with exactly as many."""
+    evicted: int
+    """The number of rows to evict, the least used rows with a slot."""
+    evict_below: int
+    """All rows with fewer uses than this are evicted, and some rows with exactly as many."""
 
 
 def surely_above(uses: int) -> int:
@@ -65,21 +65,21 @@ def planned_refresh(outside: Sequence[int], inside: Sequence[int], free: int) ->
         free: The number of empty slots, which any used row may enter.
     """
     above = [*accumulate(reversed(outside))][::-1]  # by uses: rows with at least as many
-    entering = leaving = 0
+    admitted = evicted = 0
     room = free
     for least in range(-1, len(inside)):
         room += inside[least] if least >= 0 else 0
         needed = surely_above(least) if least >= 0 else 1
         if needed >= len(outside):
             break
-        if (some := min(room, above[needed])) > entering:
-            entering, leaving = some, max(0, some - free)
-    enter_above = next((uses for uses in range(len(above)) if above[uses] <= entering), len(above))
+        if (some := min(room, above[needed])) > admitted:
+            admitted, evicted = some, max(0, some - free)
+    admit_above = next((uses for uses in range(len(above)) if above[uses] <= admitted), len(above))
     below = [0, *accumulate(inside)]
-    leave_below = 0
-    if leaving:
-        leave_below = max(uses for uses in range(len(below)) if below[uses] <= leaving)
-    return Refresh(entering, enter_above - 1, leaving, leave_below)
+    evict_below = 0
+    if evicted:
+        evict_below = max(uses for uses in range(len(below)) if below[uses] <= evicted)
+    return Refresh(admitted, admit_above - 1, evicted, evict_below)
 
 
 def _uses_of(counted: Sequence[int]) -> int:
@@ -163,7 +163,7 @@ class HotRows:
         self.names = tuple(fields)
         self.device, self.slots = device, slots
         self._is_fixed = members is not None
-        self.are_away = members is not None
+        self.needs_reload = members is not None
         """Whether the rows of `_ids` are in the table, for the next exchange to reload."""
         self._exchanges = self._refreshes = self._failed = self._moved = 0
         self._histogram: list[int] | None = None
@@ -185,7 +185,7 @@ class HotRows:
         self._exchanges += 1
         is_due = self._exchanges in FIRST or self._exchanges % EVERY == 0
         try:
-            if self.are_away:
+            if self.needs_reload:
                 self._take_slots_again(fields)
             if is_due and not self._is_fixed:
                 self.refresh(fields)
@@ -199,24 +199,24 @@ class HotRows:
         """
         begin = self._now()
         slot_of, used = self._slot_of, self._uses.clamp(max=_MOST)
-        has_slot = slot_of >= 0
+        is_cached = slot_of >= 0
         size = _MOST + 1
-        counted = torch.bincount(used + size * has_slot, minlength=2 * size).tolist()
+        counted = torch.bincount(used + size * is_cached, minlength=2 * size).tolist()
         outside, inside = counted[:size], counted[size:]
         of_slots = self._slots_with_rows()
         free = self.slots - sum(inside)
         plan = planned_refresh(outside, inside, free)
-        if plan.entering:
-            enter = self._some(~has_slot, used, plan.entering, plan.enter_above, most=True)
+        if plan.admitted:
+            ids = self._some(~is_cached, used, plan.admitted, plan.admit_above, most=True)
             uses_of_slots = torch.where(of_slots, used[self._ids.clamp(min=0)], _MOST + 1)
-            leave = self._some(of_slots, uses_of_slots, plan.leaving, plan.leave_below, most=False)
+            slots = self._some(of_slots, uses_of_slots, plan.evicted, plan.evict_below, most=False)
             (unused,) = torch.where(~of_slots)
-            self._move(fields, enter, leave, unused[: max(0, plan.entering - plan.leaving)])
+            self._move(fields, ids, slots, unused[: max(0, plan.admitted - plan.evicted)])
         self._histogram = [a + b for a, b in zip(outside, inside, strict=True)]
         loaded = _uses_of(self._histogram)
         self._hits = _uses_of(inside) / loaded if loaded else None
         self._refreshes += 1
-        self._moved += plan.entering + plan.leaving
+        self._moved += plan.admitted + plan.evicted
         if self._exchanges >= EVERY:  # old uses count half
             self._uses.bitwise_right_shift_(1)
         self._note_time(begin)
@@ -229,25 +229,27 @@ class HotRows:
         some = torch.cat([beyond[:number], at[: max(0, number - beyond.shape[0])]])
         return some.sort().values
 
-    def _move(self, fields: Sequence[Tensor], enter: Tensor, leave: Tensor, free: Tensor) -> None:
-        """Writes back the rows of slots `leave`; loads rows `enter` into these and free slots."""
+    def _move(self, fields: Sequence[Tensor], ids: Tensor, evicted: Tensor, free: Tensor) -> None:
+        """Writes back rows of `evicted` slots; loads rows of ids into these and `free` slots."""
         rows = max(1, CHUNK_BYTES // (self._nbytes // self.slots))
-        leave_ids, order = self._ids[leave].sort()
-        leave = leave[order]
-        slots = torch.cat([leave, free])
-        for first in range(0, enter.shape[0], rows):
-            some, to = enter[first : first + rows], slots[first : first + rows]
-            going, left = leave_ids[first : first + rows], leave[first : first + rows]
-            come = [each.new_empty((some.shape[0], *each.shape[1:])) for each in self.fields]
-            places = torch.arange(some.shape[0], device=self.device)
-            exchange_rows(fields, self.fields, going, left, come, some, places)
+        evicted_ids, order = self._ids[evicted].sort()
+        evicted = evicted[order]
+        slots = torch.cat([evicted, free])
+        for first in range(0, ids.shape[0], rows):
+            chunk = slice(first, first + rows)
+            new_ids, new_slots = ids[chunk], slots[chunk]
+            old_ids, old_slots = evicted_ids[chunk], evicted[chunk]
+            count = new_ids.shape[0]
+            loaded = [field.new_empty((count, *field.shape[1:])) for field in self.fields]
+            places = torch.arange(count, device=self.device)
+            exchange_rows(fields, self.fields, old_ids, old_slots, loaded, new_ids, places)
             # From here on these rows are current in the table, and their slots are empty.
-            self._slot_of[going] = -1
-            self._ids[left] = -1
-            for own, arrived in zip(self.fields, come, strict=True):
-                own[to] = arrived
-            self._ids[to] = some
-            self._slot_of[some] = to.int()
+            self._slot_of[old_ids] = -1
+            self._ids[old_slots] = -1
+            for field, rows_of_field in zip(self.fields, loaded, strict=True):
+                field[new_slots] = rows_of_field
+            self._ids[new_slots] = new_ids
+            self._slot_of[new_ids] = new_slots.int()
 
     def _slots_with_rows(self) -> Tensor:
         """Mask `[slots]` of slots with a row: the map names the slot for its id."""
@@ -256,17 +258,17 @@ class HotRows:
 
     # ---- empty slots
 
-    def bring_home(self, fields: Sequence[Tensor]) -> None:
+    def write_back(self, fields: Sequence[Tensor]) -> None:
         """Writes rows of slots to the table, which may then change; an exchange reloads them."""
         has_row = self._slots_with_rows()
         (slots,) = torch.where(has_row)
         ids, order = self._ids[slots].sort()
         nothing, none = [each[:0] for each in self.fields], ids[:0]
         exchange_rows(fields, self.fields, ids, slots[order], nothing, none, none)
-        if not self._is_fixed:  # drop ids whose rows have left their slots
+        if not self._is_fixed:  # drop ids of rows without a slot
             self._ids.masked_fill_(~has_row, -1)
         self._slot_of.fill_(-1)
-        self.are_away = True
+        self.needs_reload = True
 
     def _take_slots_again(self, fields: Sequence[Tensor]) -> None:
         (slots,) = torch.where(self._ids >= 0)
@@ -274,7 +276,7 @@ class HotRows:
         slots = slots[order]
         nothing, none = [each[:0] for each in self.fields], ids[:0]
         exchange_rows(fields, nothing, none, none, self.fields, ids, slots)
-        self.are_away = False  # first: the map makes slots newer than the table
+        self.needs_reload = False  # first: the map makes slots newer than the table
         self._slot_of[ids] = slots.int()
 
     # ---- single rows
@@ -298,7 +300,7 @@ class HotRows:
         half, double = (self._expected(slots) for slots in (self.slots // 2, self.slots * 2))
         return CacheReport(
             self.slots,
-            0 if self.are_away else int(self._slots_with_rows().sum()),
+            0 if self.needs_reload else int(self._slots_with_rows().sum()),
             self._nbytes + self.slots * BYTES_OF_SLOT,
             self.map.nbytes,
             self._hits,
@@ -315,10 +317,10 @@ class HotRows:
         counted = self._histogram
         if counted is None or self._hits is None:
             return None
-        hits, left = 0, slots
+        hits, free = 0, slots
         for uses in reversed(range(len(counted))):
-            some = min(left, counted[uses])
-            hits, left = hits + some * uses, left - some
+            some = min(free, counted[uses])
+            hits, free = hits + some * uses, free - some
         return hits / _uses_of(counted)
 
     def _now(self) -> torch.cuda.Event | float:

@@ -22,9 +22,9 @@ from speedtorch.plan.planned_batch import BatchIds
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.held_rows import HeldRows
 from speedtorch.step.joint_table import JointTable
+from speedtorch.step.row_lock import RowLocks, merge_locks
 from speedtorch.step.row_store import Block, exchanged
 from speedtorch.step.step import Copy, PendingTransfer, Step, due
-from speedtorch.step.turn import Turns, unite
 from speedtorch.torch_internals import split_apart
 
 __all__ = ["JointExchange", "joined"]
@@ -117,8 +117,8 @@ class JointExchange:
             yield from now.batch.tensors()
         if isinstance(transfer, Prefetched):
             yield from (*transfer.rows, *transfer.batch.tensors())
-        elif transfer is not None and transfer.leaving is not None:
-            yield from (*transfer.leaving.rows, transfer.leaving.ids)
+        elif transfer is not None and transfer.outgoing is not None:
+            yield from (*transfer.outgoing.rows, transfer.outgoing.ids)
 
     def begin(self, batch: JointBatch, asker: HeldRows) -> bool:
         """Begins a step in all tables; returns False if the tables must exchange separately."""
@@ -135,14 +135,14 @@ class JointExchange:
             self.drop_prefetched()
             batch.let_go()
             return False
-        now, came, leaving = self._now, self._now.transfer, None
+        now, came, outgoing = self._now, self._now.transfer, None
         if isinstance(came, Prefetched) and came.batch is batch and self._hold_all(now):
             rows = came.rows
             self._travel.join()
             before = self._rows_now(now)
-            places, taken_from = batch.staying
+            places, taken_from = batch.kept
             carry_rows(rows, places, before, taken_from)
-            leaving = Block(before, *batch.leaving)
+            outgoing = Block(before, *batch.outgoing)
         else:  # load all rows from the tables
             self.drop_prefetched()
             for each in self._tables:
@@ -153,12 +153,12 @@ class JointExchange:
         # Own version counters: a write to one table's rows must not count as a change of others.
         held = [end - first for first, end in pairwise(batch.bounds)]
         apart = zip(*(split_apart(field, held) for field in rows), strict=True)
-        copy = Copy.CLEAN if leaving is None else Copy.DIRTY
+        copy = Copy.CLEAN if outgoing is None else Copy.DIRTY
         steps = tuple(
             each.begun(part, list(own), self._nothing, asked=each.held is asker, copy=copy)
             for (each, part, _), own in zip(pairs, apart, strict=True)
         )
-        transfer = PendingTransfer(leaving, prefetches=batch.following() is not None)
+        transfer = PendingTransfer(outgoing, prefetches=batch.following() is not None)
         self._now = Moves(batch, rows, steps, taken=False, transfer=transfer)
         batch.let_go()
         self.complete()
@@ -185,8 +185,8 @@ class JointExchange:
 
     def _send(self, now: Moves, pending: PendingTransfer, ahead: bool) -> None:
         """Writes back the last step's rows and prefetches the next batch's on a side stream."""
-        leaving, arriving, following = pending.leaving, None, None
-        assert leaving is None or isinstance(leaving, Block)
+        outgoing, incoming, following = pending.outgoing, None, None
+        assert outgoing is None or isinstance(outgoing, Block)
         if ahead and pending.prefetches and now.batch is not None:
             following = now.batch.following()
         if following is not None and not following.count():
@@ -194,27 +194,27 @@ class JointExchange:
         transfer: PendingTransfer | Prefetched | None = None
         if pending.prefetches and not ahead:
             transfer = PendingTransfer(None, prefetches=True)
-        if following is not None or leaving is not None:
-            if leaving is not None:
-                self._travel.uses(leaving.tensors)
+        if following is not None or outgoing is not None:
+            if outgoing is not None:
+                self._travel.uses(outgoing.tensors)
             if following is not None:
                 following.join()
             with self._travel.after_current(self._device):
                 if following is not None:  # memory allocated here is reused by this stream only
                     memory = self._memory(following.bounds[-1])
-                    transfer = Prefetched(following, memory, passed=leaving is not None)
-                    arriving = Block(memory, *following.arriving)
-                self._exchange(leaving, arriving)
+                    transfer = Prefetched(following, memory, passed=outgoing is not None)
+                    incoming = Block(memory, *following.incoming)
+                self._exchange(outgoing, incoming)
         self._now = now._replace(transfer=transfer)
 
-    def _exchange(self, leaving: Block | None, arriving: Block | None) -> None:
-        lists = exchanged(leaving, arriving)
-        homes = [
+    def _exchange(self, outgoing: Block | None, incoming: Block | None) -> None:
+        lists = exchanged(outgoing, incoming)
+        host_fields = [
             field
             for each, fields in zip(self._tables, self._fields, strict=True)
             for field in each.reach(fields)
         ]
-        exchange_rows(homes, *lists, len(self._tables))
+        exchange_rows(host_fields, *lists, len(self._tables))
 
     def drop_prefetched(self) -> None:
         """Writes prefetched rows back if some have no current copy in the tables."""
@@ -222,7 +222,7 @@ class JointExchange:
         self._travel.join()
         now, transfer = self._now, self._now.transfer
         if isinstance(transfer, Prefetched) and transfer.passed:
-            self._exchange(Block(transfer.rows, *transfer.batch.arriving), None)
+            self._exchange(Block(transfer.rows, *transfer.batch.incoming), None)
         if transfer is not None:
             self._now = now._replace(transfer=None)
 
@@ -239,9 +239,9 @@ def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointEx
         if len(of_keys) == 1:
             continue
         group = list(of_keys.values())
-        turns = [each.held.turn for each in group]
-        with Turns(*turns):
+        locks = [each.held.lock for each in group]
+        with RowLocks(*locks):
             if all(each.layout() == layout for each in group):
-                unite(turns)  # a step of one table changes the rows of the others
+                merge_locks(locks)  # a step of one table changes the rows of the others
                 made.append((list(of_keys), JointExchange(group)))
     return made

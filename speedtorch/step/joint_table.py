@@ -69,7 +69,7 @@ class JointTable:
         if not asked:
             before = now._replace(rows=nothing, gradient=self.held.view.parameter.grad)
         seen = {(0, 0)} if len(batch.parts) == 1 else set()
-        return now.after(batch, batch.ids, rows, seen, is_told=True, copy=copy, before=before)
+        return now.after(batch, batch.ids, rows, seen, is_planned=True, copy=copy, before=before)
 
     def take(self, step: Step) -> None:
         """Makes a Step that has begun in all tables the current step of this table."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from speedtorch.memory.side_stream import SideStream
 from speedtorch.step.announcements import Announced, refuse_partial_step
 from speedtorch.step.held_rows import HeldRows
+from speedtorch.step.row_lock import serialized
 from speedtorch.step.step import Batch
-from speedtorch.step.turn import alone
 
 __all__ = ["AgreeOnStep", "PlannedSteps"]
 
@@ -49,7 +49,7 @@ class PlannedSteps:
     """Announced ids, and batches that a loop plans before their first lookups.
 
     Attributes:
-        turn: The lock that a thread holds while it uses the rows.
+        lock: The lock that a thread holds while it uses the rows.
         expected: The loop's batch that the next step may use.
         is_idle: Whether other tables began this table's last step, which then had no lookup here.
     """
@@ -59,7 +59,7 @@ class PlannedSteps:
 
     def __init__(self, held: HeldRows, lookups: Lookups) -> None:
         self._held, self._lookups = held, lookups
-        self.turn = held.turn
+        self.lock = held.lock
         self.expected: Batch | None = None
         self.is_idle = False
         self._planning = SideStream("planning")
@@ -74,7 +74,7 @@ class PlannedSteps:
         """The number of times that a batch has ended or may have been abandoned."""
         return self._held.announced.batches_over
 
-    @alone
+    @serialized
     def plan_announced(self, parts: Sequence[Tensor]) -> Announced | None:
         """Plans ids for announce(); returns None if the current step holds their rows.
 
@@ -104,7 +104,7 @@ class PlannedSteps:
     def announce(self, announced: Announced | None) -> None:
         """Makes the first lookup of announced ids load the rows of all; see Announcements."""
         if announced is not None:
-            with self.turn:
+            with self.lock:
                 self._held.announced.add(announced)
 
     def announced_around(self, ids: Tensor) -> Announced | None:
@@ -118,9 +118,9 @@ class PlannedSteps:
         if announced is None or held.captures():
             return None
         asked = held.memory.planned([ids], announced.batch)
-        return announced if asked.brings == 0 < asked.held else None
+        return announced if asked.new_row_count == 0 < asked.held else None
 
-    @alone
+    @serialized
     def give_up(self) -> None:
         """Discards announced ids, and the step's lookups unless they have a gradient."""
         self._held.announced.give_up()
@@ -145,7 +145,7 @@ class PlannedSteps:
     def check_lookups(self) -> None:
         """Raises RuntimeError if an optimizer would change announced rows without a lookup.
 
-        See refuse_partial_step(). A step without a gradient changes no rows. Called within a turn.
+        See refuse_partial_step(). Rows without a gradient do not change. The caller holds `lock`.
         """
         held = self._held
         now = held.now
@@ -156,7 +156,7 @@ class PlannedSteps:
 
     # ---- batches of a loop
 
-    @alone
+    @serialized
     def plan_ahead(self, parts: Sequence[Tensor], after: Batch | None) -> Batch:
         """Plans a loop's batch from its ids, of any shape, and the batch before it."""
         with self._planning.after_current(self._held.device):
@@ -164,7 +164,7 @@ class PlannedSteps:
         batch.parts.planned_until(self._planning.end)
         return batch
 
-    @alone
+    @serialized
     def start_loop(self, loop: object) -> bool:
         """Registers a loop, by weak reference; returns False if another loop has not ended."""
         self._lookups.be_own()
@@ -188,7 +188,7 @@ class PlannedSteps:
                 if least < 0 or most >= held.named_rows:
                     held.memory.planned(parts)  # raises an error that names the invalid ids
 
-    @alone
+    @serialized
     def end_loop(self, loop: object) -> None:
         """Ends a loop: discards its planned batch and writes prefetched rows back."""
         held = self._held
@@ -200,7 +200,7 @@ class PlannedSteps:
         held.drop_prefetched()
         held.join(None)
 
-    @alone
+    @serialized
     def expect(self, batch: Batch | None) -> None:
         """Sets the planned batch that the next step may use."""
         self.expected, held = batch, self._held

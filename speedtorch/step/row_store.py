@@ -77,7 +77,7 @@ class RowStore:
       back. A repeated call with the same rows has the same result, so that an interrupted call can
       be repeated. A call that raises has changed nothing.
     - `read` and `write` see earlier writes of `exchange` on the current stream, and vice versa.
-    - `bring_home` writes cached rows to the table, whose copies are valid from then on. `settle`
+    - `write_back` writes cached rows to the table, whose copies are valid from then on. `settle`
       waits until the CPU sees all writes.
 
     Args:
@@ -102,7 +102,7 @@ class RowStore:
         self._table = table
         self._reached: tuple[Iterable[str], int, list[Tensor]] | None = None
         """Names, table version and tensors of the last exchange, while they are valid."""
-        self._homes: Sequence[HostTable] = ()
+        self._host_tables: Sequence[HostTable] = ()
         """Host tables of these fields: a second table if the first had no space for the state."""
 
     @property
@@ -115,27 +115,29 @@ class RowStore:
         """The number of rows of the table on all ranks that share it."""
         return self._table.whole_rows
 
-    def exchange(self, names: Iterable[str], leaving: Block | None, arriving: Block | None) -> None:
+    def exchange(
+        self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
+    ) -> None:
         """Writes rows to the table while it loads others, all fields of a row at once."""
-        lists = exchanged(leaving, arriving)
-        homes = self.fields(names)
-        with self._writing(leaving):
-            exchange_rows(homes, *lists)
+        lists = exchanged(outgoing, incoming)
+        host_fields = self.fields(names)
+        with self._writing(outgoing):
+            exchange_rows(host_fields, *lists)
 
-    def load(self, names: Iterable[str], leaving: Block, ids: Tensor) -> list[Tensor]:
-        """Loads the rows of ascending ids into new memory while the rows of `leaving` are written.
+    def load(self, names: Iterable[str], outgoing: Block, ids: Tensor) -> list[Tensor]:
+        """Loads the rows of ascending ids into new memory while the rows of `outgoing` are written.
 
-        `leaving` contains the first rows of a block, in the order of their ids. The new memory has
+        `outgoing` contains the first rows of a block, in the order of their ids. The new memory has
         the block's device, shapes and dtypes.
         """
-        homes = self.fields(names)
-        with self._writing(leaving):
-            return load_rows(homes, leaving.rows, leaving.ids, ids)
+        host_fields = self.fields(names)
+        with self._writing(outgoing):
+            return load_rows(host_fields, outgoing.rows, outgoing.ids, ids)
 
     def load_batch(
         self,
         names: Iterable[str],
-        leaving: Block,
+        outgoing: Block,
         ids: Tensor,
         rows: int,
         padding: int,
@@ -144,35 +146,35 @@ class RowStore:
     ) -> list[Tensor]:
         """Plans ids `[n]` and loads their rows as `load` does; returns the result of the op.
 
-        If `evicts` is false, the caller writes the rows of `leaving` to the table later.
+        If `evicts` is false, the caller writes the rows of `outgoing` to the table later.
         """
-        homes = self.fields(names)
-        with self._writing(leaving if evicts else None):
-            return load_batch(homes, leaving.rows, leaving.ids, ids, rows, padding, evicts)
+        host_fields = self.fields(names)
+        with self._writing(outgoing if evicts else None):
+            return load_batch(host_fields, outgoing.rows, outgoing.ids, ids, rows, padding, evicts)
 
-    def exchange_counted(self, names: Iterable[str], leaving: Counted, arriving: Counted) -> None:
+    def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
         """Exchanges rows whose numbers are on the device.
 
         A row in both lists is also written to the table, because the loaded copy may be discarded.
         """
-        lists = (leaving.ids, leaving.places, arriving.rows, arriving.ids, arriving.places)
-        numbers = (leaving.number, arriving.number)
-        homes = self.fields(names)
-        with self._writing(leaving):
-            exchange_rows(homes, leaving.rows, *lists, 1, *numbers)
+        lists = (outgoing.ids, outgoing.places, incoming.rows, incoming.ids, incoming.places)
+        numbers = (outgoing.number, incoming.number)
+        host_fields = self.fields(names)
+        with self._writing(outgoing):
+            exchange_rows(host_fields, outgoing.rows, *lists, 1, *numbers)
 
-    def _writing(self, leaving: Block | Counted | None = None) -> AbstractContextManager[None]:
+    def _writing(self, outgoing: Block | Counted | None = None) -> AbstractContextManager[None]:
         """Records the ids of rows that the block writes, in host tables that record changes.
 
         The caller calls fields() first, which sets the host tables.
         """
-        noted = [home.changes for home in self._homes if home.changes is not None]
+        noted = [home.changes for home in self._host_tables if home.changes is not None]
         if not noted:
             return _UNNOTED
-        if leaving is None or (isinstance(leaving, Counted) and leaving.are_none):
+        if outgoing is None or (isinstance(outgoing, Counted) and outgoing.are_none):
             return _all_of([each.moving() for each in noted])
-        number = getattr(leaving, "number", None)
-        return _all_of([each.writing(leaving.ids, number) for each in noted])
+        number = getattr(outgoing, "number", None)
+        return _all_of([each.writing(outgoing.ids, number) for each in noted])
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Reads rows of a field by id into `out`, `[*ids.shape, ...]`, on the CPU or a GPU."""
@@ -206,7 +208,7 @@ class RowStore:
         """Whether a forked child process shares the table's memory instead of a copy."""
         return self._table.is_common
 
-    def bring_home(self) -> None:
+    def write_back(self) -> None:
         """Writes cached rows to the table, so that the caller may then change the table."""
 
     def before_replay(self) -> None:
@@ -240,7 +242,9 @@ class RowStore:
         reached, version = self._reached, self._table.version
         if reached is None or reached[0] is not names or reached[1] != version:
             found = [self._table.field(name) for name in names]
-            self._homes = list({self._table.home_of(name): None for name in ("weight", *names)})
+            self._host_tables = list(
+                {self._table.home_of(name): None for name in ("weight", *names)}
+            )
             reached = (names, self._table.version, found)
             # A table whose holder has none of its rows sends no notice when it closes.
             if self._table.claim.is_held_here:
@@ -258,15 +262,15 @@ def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
 
 
 def exchanged(
-    leaving: Block | None, arriving: Block | None
+    outgoing: Block | None, incoming: Block | None
 ) -> tuple[Sequence[Tensor], Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor | None]:
     """The arguments of exchange_rows for two blocks, of which one may be None."""
-    if leaving is None or arriving is None:
-        some = leaving or arriving
+    if outgoing is None or incoming is None:
+        some = outgoing or incoming
         assert some is not None
         nothing = Block([each[:0] for each in some.rows], some.ids[:0])
-        leaving, arriving = leaving or nothing, arriving or nothing
+        outgoing, incoming = outgoing or nothing, incoming or nothing
     return (
-        *(leaving.rows, leaving.ids, leaving.places),
-        *(arriving.rows, arriving.ids, arriving.places),
+        *(outgoing.rows, outgoing.ids, outgoing.places),
+        *(incoming.rows, incoming.ids, incoming.places),
     )

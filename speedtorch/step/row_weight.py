@@ -234,7 +234,7 @@ class _LookedUp(Tensor):
     _again: Callable[[], Tensor]
     """Looks the rows up again."""
     _when: tuple[int, int]
-    """The value of `_rows.moment()` at the lookup."""
+    """The value of `_rows.rows_version()` at the lookup."""
 
     @classmethod
     def __torch_function__(
@@ -261,13 +261,13 @@ class _LookedUp(Tensor):
         """Wraps looked-up rows as a view of the weight."""
         with as_plain():
             made = rows.as_subclass(_LookedUp)
-        vars(made).update(_of=view, _again=again, _when=view._rows.moment())
+        vars(made).update(_of=view, _again=again, _when=view._rows.rows_version())
         return made
 
     @classmethod
     def _with_gradient(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         def of_now(leaf: Any) -> Any:
-            is_old = isinstance(leaf, cls) and leaf._when != leaf._of._rows.moment()
+            is_old = isinstance(leaf, cls) and leaf._when != leaf._of._rows.rows_version()
             return leaf._again() if is_old else leaf
 
         own_args, own_kwargs = tree_map(of_now, args), tree_map(of_now, kwargs)

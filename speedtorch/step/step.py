@@ -44,7 +44,7 @@ class Copy(Enum):
 class PendingTransfer(NamedTuple):
     """A transfer to queue so that it overlaps with the device's next computation."""
 
-    leaving: Block | Counted | None
+    outgoing: Block | Counted | None
     """Rows of the step before that are not yet written to the table."""
     prefetches: bool
     """Whether the transfer loads the rows of the next planned batch."""
@@ -60,7 +60,7 @@ def due(transfer: object, *, ahead: bool, looks_up: bool = False) -> PendingTran
     """
     if not isinstance(transfer, PendingTransfer) or (looks_up and transfer.waits):
         return None
-    return transfer if ahead or transfer.leaving is not None else None
+    return transfer if ahead or transfer.outgoing is not None else None
 
 
 class Prefetched(NamedTuple):
@@ -147,9 +147,9 @@ class Step(NamedTuple):
         rows: Rows,
         seen: set[tuple[int, int]],
         *,
-        is_told: bool,
+        is_planned: bool,
         copy: Copy,
-        leaving: Block | Counted | None = None,
+        outgoing: Block | Counted | None = None,
         prefetches: bool = False,
         waits: bool = False,
         before: Step | None = None,
@@ -157,12 +157,12 @@ class Step(NamedTuple):
     ) -> Step:
         """The step after this one, with a batch and its rows.
 
-        `is_told`: Whether the batch was announced or planned by a loop. `leaving`, `prefetches`
+        `is_planned`: Whether the batch was announced or planned by a loop. `outgoing`, `prefetches`
         and `waits` are the fields of PendingTransfer.
         """
         transfer = None
-        if leaving is not None or prefetches:
-            transfer = PendingTransfer(leaving, prefetches, waits)
+        if outgoing is not None or prefetches:
+            transfer = PendingTransfer(outgoing, prefetches, waits)
         return Step(
             self.number + 1,
             ids,
@@ -171,8 +171,8 @@ class Step(NamedTuple):
             seen,
             KnownParts(),
             (batch,),
-            planned=(0,) if is_told else (),
-            planned_parts=len(batch.parts) if is_told else 0,
+            planned=(0,) if is_planned else (),
+            planned_parts=len(batch.parts) if is_planned else 0,
             since=self.number + 1 if self.stepped else self.since,
             before=before,
             copy=copy,
@@ -225,7 +225,7 @@ class Step(NamedTuple):
     def without_prefetch(self) -> Step:
         """The step without prefetched rows and without a prefetch in its pending transfer."""
         kept = None
-        if isinstance(self.transfer, PendingTransfer) and self.transfer.leaving is not None:
+        if isinstance(self.transfer, PendingTransfer) and self.transfer.outgoing is not None:
             kept = self.transfer._replace(prefetches=False)
         return self if kept is self.transfer else self._replace(transfer=kept)
 

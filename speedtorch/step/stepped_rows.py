@@ -52,7 +52,7 @@ class SteppedRows:
         """Copies of the rows before a step of learning rate 0, while the table has equal rows."""
 
     def before(self, call: OptimizerCall) -> None:
-        """Called within a turn before an optimizer steps the rows, which are complete."""
+        """Called with `lock` held before an optimizer steps the rows, which are complete."""
         held = self._held
         view, as_in_table = held.view, None
         if held.now.copy is Copy.STALE:
@@ -77,7 +77,7 @@ class SteppedRows:
         self.call = (call, held.now.number, gradient is not None)
 
     def after(self) -> None:
-        """Called after an optimizer's step. The caller holds `turn`."""
+        """Called after an optimizer's step. The caller holds `lock`."""
         if self.settle():
             # A backward through an earlier use of the rows would compute with changed rows.
             torch.autograd.graph.increment_version(self._held.now.rows[0])
@@ -164,7 +164,7 @@ class SteppedRows:
         """Raises RuntimeError if an optimizer's step would conflict with another thread.
 
         The other thread runs step() on the same rows, or has a lookup without its backward, whose
-        rows this step would change before their gradient is complete. The caller holds `turn`.
+        rows this step would change before their gradient is complete. The caller holds `lock`.
         """
         self.await_step()
         held = self._held

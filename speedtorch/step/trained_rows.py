@@ -13,11 +13,11 @@ from speedtorch.step.cache_budget import CacheBudget, Need
 from speedtorch.step.cached_store import CachedStore
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.parameter_view import OptimizerState
+from speedtorch.step.row_lock import serialized
 from speedtorch.step.row_store import Fields, RowStore
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.step import Batch, LookupPlaces
 from speedtorch.step.stepping import places_of_weights
-from speedtorch.step.turn import alone
 from speedtorch.step.whole_weight import WholeWeight
 from speedtorch.torch_internals import (
     apply_of,
@@ -112,7 +112,7 @@ class TrainedRows(WholeWeight):
         """The shapes and dtypes with which the table stores these fields."""
         return fields if self.rounding is None else self.rounding.stored_fields(fields)
 
-    @alone
+    @serialized
     def cache_report(self) -> CacheReport:
         """Reports rows and hits of the cache; ValueError without a cache or before any load."""
         if not self.shape[0]:
@@ -135,7 +135,7 @@ class TrainedRows(WholeWeight):
         IndexError, and the step's rows do not change.
         """
         self._check_max_norm(max_norm)
-        with self.turn:
+        with self.lock:
             self.claim()
             found = self.exchange.hold(ids)
             if found.has_moved and current_backward() != -1 and top_saved_tensors_hooks(True):
@@ -169,14 +169,14 @@ class TrainedRows(WholeWeight):
 
         With `bags` the result is the sums of the bags: `[samples * features, ...]`.
         """
-        with self.turn:
+        with self.lock:
             if self.table.claim.holder is not self:  # claim() tests this, too; most steps skip it
                 self.claim()
             found = self.exchange.hold(ids)
             looked_up: Tensor = _summed_lookup(self._weight(), found, bags, self)
             return looked_up
 
-    @alone
+    @serialized
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ class TrainedRows(WholeWeight):
         state = self.state
         return asked or (state is not None and state.sparse and self.adds_in_order())
 
-    @alone
+    @serialized
     def attach(self, state: OptimizerState, fields: Fields) -> bool:
         """Adds optimizer state columns, name to (row shape, dtype), to the rows.
 
@@ -242,7 +242,7 @@ class TrainedRows(WholeWeight):
         self.exchange.held.show_anew()
         return has_values
 
-    @alone
+    @serialized
     def detach(self, *, was_read: bool = False) -> None:
         """Detaches the optimizer state. Its columns remain unused, and the step keeps its rows.
 
@@ -275,7 +275,7 @@ class _RowsOfStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         check_once(gradient)
-        with ctx.asker.turn:  # else another thread could see no pending gradient before the sum
+        with ctx.asker.lock:  # else another thread could see no pending gradient before the sum
             ctx.pending = None
             ctx.asker.add_gradient(gradient, ctx.ids, ctx.number, lambda: ctx.places[0])
         return None, None, None, None
@@ -304,7 +304,7 @@ class _SummedLookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         check_once(gradient)
         asker, batch, part = ctx.asker, ctx.batch, ctx.part
-        with asker.turn:  # else another thread could see no pending gradient before the sum
+        with asker.lock:  # else another thread could see no pending gradient before the sum
             ctx.pending = None
             if ctx.number != asker.exchange.held.now.number:
                 if batch.parts.shape(part).numel() == 0:  # empty bags have no gradient

@@ -13,10 +13,10 @@ from speedtorch.step.claimed_rows import ClaimedRows
 from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.rounding import Rounding
+from speedtorch.step.row_lock import serialized
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.sparse_rows import RowContent, SparseRows
 from speedtorch.step.stepping import Entered, places_of_weights, stepping
-from speedtorch.step.turn import alone
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit
 from speedtorch.table.lazy_table import LazyTable
@@ -42,7 +42,7 @@ class WholeWeight(ClaimedRows):
         view = ParameterView(name, parameter, WeakMethod(self.set_gradient))
         super().__init__(name, table, view, padding, capacity, rounding)
 
-    @alone
+    @serialized
     def read(self, ids: Tensor) -> Tensor:
         """Reads rows by id without starting a step. Rows on the device are written back first."""
         self._check_claim()
@@ -54,7 +54,7 @@ class WholeWeight(ClaimedRows):
         self._store.read(ids.detach(), out)
         return out
 
-    @alone
+    @serialized
     def memory(self, field: str = "weight") -> Tensor:
         """All current rows of a field in host memory; the caller may write to them.
 
@@ -66,21 +66,21 @@ class WholeWeight(ClaimedRows):
             rows = self.table.field(field)[:]  # a new tensor object for the caller
             return rows.to(self.exchange.held.fields[field][1])
 
-    @alone
+    @serialized
     def copied(self, rows: slice) -> Tensor:
         """Copies a range of current rows `[n, ...]` to the CPU."""
         with as_plain():
             some = self.memory()[rows]
             return some.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-    @alone
+    @serialized
     def store(self, field: str, rows: Tensor) -> None:
         """Stores all rows of a field, unless `rows` is the table's own memory."""
         with as_plain():
             if self.table.field(field).data_ptr() != rows.data_ptr():
                 self.fields.load(field, rows)
 
-    @alone
+    @serialized
     def load(self, values: Tensor, field: str = "weight") -> None:
         """Copies values `[rows, ...]` to all rows of a field."""
         if tuple(values.shape) != (shape := self.fields_shape(field)[0]):
@@ -91,19 +91,19 @@ class WholeWeight(ClaimedRows):
         with as_plain():
             self.fields.load(field, values)
 
-    @alone
+    @serialized
     def load_some(self, values: Tensor, first: int) -> None:
         """Copies values `[n, ...]` to rows `first` to `first + n`."""
         with as_plain():
             self.fields.load("weight", values, first)
 
-    @alone
+    @serialized
     def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
         """Changes all rows by `function`, lazily if no row was used yet; see LazyInit."""
         with as_plain():
             self.table.draw(LazyInit((function,), random_seed(), None), anew=anew)
 
-    @alone
+    @serialized
     def insert(
         self,
         first: int,
@@ -148,7 +148,7 @@ class WholeWeight(ClaimedRows):
             self.state.follow_table()
         follow()
 
-    @alone
+    @serialized
     def add_rows(self, content: RowContent, method: str, options: Mapping[str, Any]) -> None:
         """Changes rows by id with `method`, "add_" or "sub_"; other rows do not change."""
         with as_plain(), torch.no_grad():
@@ -169,7 +169,7 @@ class WholeWeight(ClaimedRows):
         """Adds the gradient of the rows `ids` of step `number` to the parameter's gradient.
 
         The padding row is the last. `places` returns the lookup's positions in `ids`. The caller
-        holds `turn`. Raises RuntimeError if the rows are written back and cannot rejoin the step.
+        holds `lock`. Raises RuntimeError if the rows are written back and cannot rejoin the step.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -213,7 +213,7 @@ class WholeWeight(ClaimedRows):
         return ids if (portion := self.table.portion) is None else portion.numbers(ids)
 
     def own_gradient(self) -> Tensor | None:
-        """The gradient of the step's rows for the optimizer. The caller holds `turn`."""
+        """The gradient of the step's rows for the optimizer. The caller holds `lock`."""
         self.exchange.stepping.await_step()
         self.parameter_view.show(self.exchange.held.now)
         self.parameter_view.collect()
@@ -224,7 +224,7 @@ class WholeWeight(ClaimedRows):
         """The weight's gradient: the gradient of the step's rows, and zeros for other rows."""
         if (now := stepping.now) is not None:
             self._check_entered(*now)
-        with self.turn:
+        with self.lock:
             gradient, view = self.own_gradient(), self.parameter_view
             step = self.exchange.held.now
             if step.before is not None and step.before.gradient is not None:
@@ -278,7 +278,7 @@ class WholeWeight(ClaimedRows):
 
     def _note_zeroed(self) -> None:
         """Called after the gradient was filled with zeros, as in zero_grad(set_to_none=False)."""
-        with self.turn:
+        with self.lock:
             self.parameter_view.collect()
             before = self.exchange.held.now.before
             gradient = None if before is None else before.gradient
@@ -291,7 +291,7 @@ class WholeWeight(ClaimedRows):
         Rows with a gradient that are not on the device join the step. Raises RuntimeError for
         another shape or dtype, and NotImplementedError if rows cannot join because of a capacity.
         """
-        with self.turn:
+        with self.lock:
             self.exchange.stepping.await_step()
             view = self.parameter_view
             view.show(self.exchange.held.now)

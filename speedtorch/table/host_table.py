@@ -82,7 +82,7 @@ class RowHolder(Protocol):
     """An object with newer copies of a table's rows, such as the parameter of a step."""
 
     @property
-    def turn(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """A lock that a thread enters while it uses the rows. Threads that train them wait."""
 
     def write_back(self) -> None:
@@ -96,16 +96,16 @@ class RowHolder(Protocol):
         """Raises RuntimeError if a CUDA graph uses the rows. `what` names the refused call."""
 
 
-def _in_turn(method: _Method) -> _Method:
+def _serialized(method: _Method) -> _Method:
     """Makes a table method hold the lock of the table's RowHolder while it runs."""
 
     @wraps(method)
-    def in_turn(self: HostTable, *args: Any, **kwargs: Any) -> Any:
+    def call_locked(self: HostTable, *args: Any, **kwargs: Any) -> Any:
         holder = None if self.holder is None else self.holder()
-        with nullcontext() if holder is None else holder.turn:
+        with nullcontext() if holder is None else holder.lock:
             return method(self, *args, **kwargs)
 
-    return cast(_Method, in_turn)
+    return cast(_Method, call_locked)
 
 
 class HostTable:
@@ -490,7 +490,7 @@ class HostTable:
             )
         return self._record[:]
 
-    @_in_turn
+    @_serialized
     def gather(
         self,
         index: Tensor,
@@ -517,7 +517,7 @@ class HostTable:
             rows = self.rows_to_read(field)
         return pinned_gather(rows, index, out=out, plan=plan)
 
-    @_in_turn
+    @_serialized
     def scatter(
         self,
         index: Tensor,
@@ -562,7 +562,7 @@ class HostTable:
         holder = None if self.holder is None else self.holder()
         return holder is not None and holder.is_captured
 
-    @_in_turn
+    @_serialized
     def track_changes(self) -> int:
         """Starts to record which rows are written, and returns a number for changed().
 
@@ -604,7 +604,7 @@ class HostTable:
         if self.changes is not None:
             self.changes.follow(self._versions())
 
-    @_in_turn
+    @_serialized
     def changed(self, since: int) -> Tensor:
         """Returns ascending ids of rows written since track_changes(), int64 `[n]` on the CPU.
 
@@ -648,7 +648,7 @@ class HostTable:
         self.settle()
         return rows.numpy()
 
-    @_in_turn
+    @_serialized
     def zeros_(self: _Self, field: str = "weight", *, progress: bool | None = None) -> _Self:
         """Sets all elements of a field to zero; see the class for `progress`.
 
@@ -658,7 +658,7 @@ class HostTable:
         """
         return self.fill_(False, field, progress=progress)
 
-    @_in_turn
+    @_serialized
     def uniform_(
         self: _Self,
         low: float = 0.0,
@@ -683,7 +683,7 @@ class HostTable:
         function = torch.nn.init.uniform_
         return self.init_(function, low, high, field=field, seed=seed, progress=progress)
 
-    @_in_turn
+    @_serialized
     def normal_(
         self: _Self,
         mean: float = 0.0,
@@ -708,7 +708,7 @@ class HostTable:
         function = torch.nn.init.normal_
         return self.init_(function, mean, std, field=field, seed=seed, progress=progress)
 
-    @_in_turn
+    @_serialized
     def init_(
         self: _Self,
         function: Callable[..., object],
@@ -745,7 +745,7 @@ class HostTable:
         self.settle()
         return self
 
-    @_in_turn
+    @_serialized
     def fill_(
         self: _Self, value: Any, field: str = "weight", *, progress: bool | None = None
     ) -> _Self:
@@ -803,7 +803,7 @@ class HostTable:
         for field in fields:
             self._placed().note_given(numbers[field])
 
-    @_in_turn
+    @_serialized
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
         """Saves all fields. An earlier table at `path` is kept until the new files are on disk.
 
@@ -849,7 +849,7 @@ class HostTable:
         """Records whether rows were read from a file, rather than initialized."""
         self.was_read = was_read
 
-    @_in_turn
+    @_serialized
     def load(self, path: _Path, *, rows: slice = slice(None), stored: slice = slice(None)) -> None:
         """Reads all fields from the files of save(), or from files of the same format.
 

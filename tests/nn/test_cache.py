@@ -509,7 +509,7 @@ def test_a_row_takes_anothers_slot_only_where_the_gain_is_certain() -> None:
     for uses in range(needed + 2):
         outside = [0] * uses + [1] + [0] * 20
         moved = planned_refresh(outside, [1] + [0] * 20, 0)
-        assert moved.entering == moved.leaving == (uses >= needed)
+        assert moved.admitted == moved.evicted == (uses >= needed)
 
 
 @pytest.mark.parametrize("uses", range(100))

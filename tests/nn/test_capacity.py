@@ -74,7 +74,7 @@ def rows_of(training: Training) -> Tensor:
 def gradient_of_block(training: Training) -> Tensor:
     """The gradient of the block, as the optimizer is given it."""
     rows = training.emb.trained_rows
-    with rows.turn:
+    with rows.lock:
         gradient = rows.own_gradient()
     assert isinstance(gradient, Tensor)
     return gradient

@@ -55,7 +55,7 @@ def test_the_batch_of_each_table_is_that_of_its_own_ids(device: str, given: str)
             assert torch.equal(*summed)
         counts.append(counts[-1] + alone.held)
     assert made.bounds == counts
-    assert len(made.arriving[0]) == counts[-1] and not len(made.leaving[0])
+    assert len(made.incoming[0]) == counts[-1] and not len(made.outgoing[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -66,12 +66,12 @@ def test_rows_arrive_stay_and_leave_after_those_of_the_batch_before(device: str)
     assert first.count() and second.count()
     before, now = (each.numbers[: each.bounds[-1]].tolist() for each in (first, second))
     stay = sorted(set(before) & set(now))
-    assert second.arriving[0].tolist() == sorted(set(now) - set(before))
-    assert [now[place] for place in second.arriving[1]] == second.arriving[0].tolist()
-    assert second.leaving[0].tolist() == sorted(set(before) - set(now))
-    assert [before[place] for place in second.leaving[1]] == second.leaving[0].tolist()
-    assert [now[place] for place in second.staying[0]] == stay
-    assert [before[place] for place in second.staying[1]] == stay
+    assert second.incoming[0].tolist() == sorted(set(now) - set(before))
+    assert [now[place] for place in second.incoming[1]] == second.incoming[0].tolist()
+    assert second.outgoing[0].tolist() == sorted(set(before) - set(now))
+    assert [before[place] for place in second.outgoing[1]] == second.outgoing[0].tolist()
+    assert [now[place] for place in second.kept[0]] == stay
+    assert [before[place] for place in second.kept[1]] == stay
 
 
 @NEEDS_GPU

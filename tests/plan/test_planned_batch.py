@@ -81,14 +81,14 @@ def test_rows_that_arrive_stay_and_leave_are_found(
         made = batch(device, now, padding=padding, after=after)
         assert made.ids.tolist() == new
         loaded = {id: new.index(id) for id in new if id not in old}
-        assert made.brings == len(loaded)
+        assert made.new_row_count == len(loaded)
         if padding is not None:  # its row comes with every batch
             loaded[padding] = len(new)
-        assert pairs(made.arriving) == loaded
-        assert pairs(made.leaving) == {id: old.index(id) for id in old if id not in new}
+        assert pairs(made.incoming) == loaded
+        assert pairs(made.outgoing) == {id: old.index(id) for id in old if id not in new}
         both = {new.index(id): old.index(id) for id in new if id in old}
-        assert pairs(made.staying) == both
-        brought = made.arriving[0][: made.brings].tolist()
+        assert pairs(made.kept) == both
+        brought = made.incoming[0][: made.new_row_count].tolist()
         assert brought == sorted(brought)
 
 
@@ -100,9 +100,9 @@ def test_many_rows_are_compared(device: str) -> None:
     first = PlannedBatch([lists[0].to(place)], 20_000, place)
     second = PlannedBatch([lists[1].to(place)], 20_000, place, after=first)
     old, new = (each.unique() for each in lists)
-    assert torch.equal(second.arriving[0].cpu(), new[~torch.isin(new, old)])
-    assert torch.equal(second.leaving[0].cpu(), old[~torch.isin(old, new)])
-    assert torch.equal(new[second.staying[0].cpu()], old[second.staying[1].cpu()])
+    assert torch.equal(second.incoming[0].cpu(), new[~torch.isin(new, old)])
+    assert torch.equal(second.outgoing[0].cpu(), old[~torch.isin(old, new)])
+    assert torch.equal(new[second.kept[0].cpu()], old[second.kept[1].cpu()])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -170,10 +170,10 @@ def test_numbers_are_read_once_and_dropped_with_their_object(copies: PretendedCo
 
 def test_a_wait_for_numbers_ends_with_its_time(copies: PretendedCopies) -> None:
     copy = HostCopy(of_a_gpu(1))
-    assert not copy.have_come(0) and not copy.have_come(2e-3) and not copies.reads
+    assert not copy.is_complete(0) and not copy.is_complete(2e-3) and not copies.reads
     copies.complete.update(copies.made)
-    assert copy.have_come(0)
-    assert HostCopy(torch.tensor([1])).have_come(0)
+    assert copy.is_complete(0)
+    assert HostCopy(torch.tensor([1])).is_complete(0)
 
 
 def test_an_interrupt_behind_a_copy_leaves_none(

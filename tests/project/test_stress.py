@@ -52,13 +52,13 @@ def lost_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exchange loses the last of the rows that it writes back, if that is row 3, 8, 13 ..."""
     exchange = RowStore.exchange
 
-    def lossy(self: RowStore, names: Any, leaving: Any, arriving: Any) -> None:
-        if leaving is None or not len(leaving.ids) or int(leaving.ids[-1]) % 5 != 3:
-            exchange(self, names, leaving, arriving)
+    def lossy(self: RowStore, names: Any, outgoing: Any, incoming: Any) -> None:
+        if outgoing is None or not len(outgoing.ids) or int(outgoing.ids[-1]) % 5 != 3:
+            exchange(self, names, outgoing, incoming)
             return
-        fields, last = self.fields(names), int(leaving.ids[-1])
+        fields, last = self.fields(names), int(outgoing.ids[-1])
         before = [each[last].clone() for each in fields]
-        exchange(self, names, leaving, arriving)
+        exchange(self, names, outgoing, incoming)
         for field, row in zip(fields, before, strict=True):
             field[last] = row
 

@@ -138,13 +138,13 @@ class Ours:
         if close is not None:
             close()
 
-    def check_turns(self) -> None:
+    def check_locks(self) -> None:
         """Another thread can take each table, as a GPU's backward does."""
-        turns = [each.trained_rows.turn for each in self.model]
+        locks = [each.trained_rows.lock for each in self.model]
 
         def take() -> None:
-            for turn in turns:
-                with turn:
+            for lock in locks:
+                with lock:
                     pass
 
         other = threading.Thread(target=take, daemon=True)
@@ -570,7 +570,7 @@ class Interrupted:
             at_once: look at the tables before the training goes on.
         """
         ours.drop()
-        ours.check_turns()
+        ours.check_locks()
         batch = self.calls[ours.at].batch
         states = [ours.at, ours.at + 1]
         if at_once:

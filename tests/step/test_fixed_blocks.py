@@ -107,9 +107,9 @@ def test_rows_that_were_foreseen_are_not_read_again(
     read: list[int] = []
     exchange = RowStore.exchange_counted
 
-    def counted(self: RowStore, names: Any, leaving: Any, arriving: Any) -> None:
-        read.append(int(arriving.number))
-        exchange(self, names, leaving, arriving)
+    def counted(self: RowStore, names: Any, outgoing: Any, incoming: Any) -> None:
+        read.append(int(incoming.number))
+        exchange(self, names, outgoing, incoming)
 
     monkeypatch.setattr(RowStore, "exchange_counted", counted)
     ours.step(some_ids(5), some_ids(6))

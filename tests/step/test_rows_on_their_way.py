@@ -63,10 +63,12 @@ class Crossings:
             crossings.seen.append((held.ids.tolist() if evicts else [], ids.unique().tolist()))
             return load_batch(self, names, held, ids, *given, evicts=evicts)
 
-        def move(self: RowStore, names: Any, leaving: Block | None, arriving: Block | None) -> None:
-            both = ([] if each is None else each.ids.tolist() for each in (leaving, arriving))
+        def move(
+            self: RowStore, names: Any, outgoing: Block | None, incoming: Block | None
+        ) -> None:
+            both = ([] if each is None else each.ids.tolist() for each in (outgoing, incoming))
             crossings.seen.append((next(both), next(both)))
-            exchange(self, names, leaving, arriving)
+            exchange(self, names, outgoing, incoming)
 
         crossings = self
         monkeypatch.setattr(RowStore, "load_batch", load)

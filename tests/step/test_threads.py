@@ -26,7 +26,7 @@ from warm_python import warm_python
 
 import speedtorch
 from speedtorch.step import stepped_rows
-from speedtorch.step.turn import Turn, Turns, unite
+from speedtorch.step.row_lock import RowLock, RowLocks, merge_locks
 
 ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(10)))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
@@ -409,19 +409,19 @@ def test_gradients_of_lookups_in_several_threads_add_up() -> None:
     assert model.state_dict()["weight"][:, 0].tolist() == [1, 1, 1, 1 - 0.5 * 5, 1 - 0.5 * 4, 1]
 
 
-def test_a_thread_that_waits_for_its_turn_gets_it() -> None:
-    turn, taken = Turn(), count()
+def test_a_thread_that_waits_for_its_lock_gets_it() -> None:
+    lock, taken = RowLock(), count()
     is_over = threading.Event()
 
     def again_and_again() -> None:
         while not is_over.is_set():
-            with turn:
+            with lock:
                 next(taken)
 
     def a_few_times() -> None:
         try:
             for _ in range(20):
-                with turn:
+                with lock:
                     pass
         finally:
             is_over.set()
@@ -429,34 +429,34 @@ def test_a_thread_that_waits_for_its_turn_gets_it() -> None:
     assert run_in_threads(again_and_again, a_few_times) == []
 
 
-def test_a_turn_goes_to_threads_in_the_order_in_which_they_ask() -> None:
-    turn, order = Turn(), []
+def test_a_lock_goes_to_threads_in_the_order_in_which_they_ask() -> None:
+    lock, order = RowLock(), []
     has_asked = [threading.Event() for _ in range(4)]
 
     def ask(number: int) -> None:
         has_asked[number].set()
-        with turn:
+        with lock:
             order.append(number)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    with turn:
+    with lock:
         for thread, event in zip(threads, has_asked, strict=True):
             thread.start()
             assert event.wait(10)
             time.sleep(0.02)  # until it waits
-    with turn:
+    with lock:
         order.append(4)
     for thread in threads:
         thread.join(10)
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_ctrl_c_ends_the_wait_for_a_turn_and_takes_none() -> None:
-    turn = Turn()
+def test_ctrl_c_ends_the_wait_for_a_lock_and_takes_none() -> None:
+    lock = RowLock()
     is_held, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turn:
+        with lock:
             is_held.set()
             assert is_over.wait(10)
 
@@ -467,79 +467,79 @@ def test_ctrl_c_ends_the_wait_for_a_turn_and_takes_none() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sender.start()
-        with pytest.raises(KeyboardInterrupt), turn:
-            raise AssertionError("has the turn of another thread")
+        with pytest.raises(KeyboardInterrupt), lock:
+            raise AssertionError("has the lock of another thread")
     finally:
         sender.join()
         signal.signal(signal.SIGINT, before)
         is_over.set()
         holder.join(10)
-    with turn:
+    with lock:
         pass
-    assert run_in_threads(lambda: turn.__enter__()) == []
+    assert run_in_threads(lambda: lock.__enter__()) == []
 
 
-def test_turns_that_are_one_wait_for_each_other() -> None:
-    turns, order = [Turn() for _ in range(3)], []
+def test_locks_that_are_one_wait_for_each_other() -> None:
+    locks, order = [RowLock() for _ in range(3)], []
     has_asked = threading.Event()
 
     def ask() -> None:
         has_asked.set()
-        with turns[2]:
+        with locks[2]:
             order.append("the other thread")
 
     thread = threading.Thread(target=ask)
-    with turns[2]:
+    with locks[2]:
         thread.start()
         assert has_asked.wait(10)
         time.sleep(0.05)  # until it waits
-        with turns[0], turns[1]:
-            unite(turns)
-        with turns[0]:
+        with locks[0], locks[1]:
+            merge_locks(locks)
+        with locks[0]:
             order.append("this thread")
-    with turns[1]:
+    with locks[1]:
         order.append("this thread again")
     thread.join(10)
     assert order == ["this thread", "the other thread", "this thread again"]
-    with turns[0], pytest.raises(RuntimeError, match="does not have the turn"):
-        turns[0].unite(Turn())
-    with turns[0], pytest.raises(TypeError, match="takes a Turn"):
-        turns[0].unite(threading.Lock())  # type: ignore[arg-type]
+    with locks[0], pytest.raises(RuntimeError, match="does not have the turn"):
+        locks[0].unite(RowLock())
+    with locks[0], pytest.raises(TypeError, match="takes a Turn"):
+        locks[0].unite(threading.Lock())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3000])
-def test_several_turns_are_taken_by_threads_in_any_order(count: int) -> None:
-    turns, seen = [Turn() for _ in range(count)], []
+def test_several_locks_are_taken_by_threads_in_any_order(count: int) -> None:
+    locks, seen = [RowLock() for _ in range(count)], []
 
-    def take(turns: list[Turn]) -> None:
+    def take(locks: list[RowLock]) -> None:
         for _ in range(50):
-            with Turns(*turns):
+            with RowLocks(*locks):
                 seen.append(len(seen))
 
     def take_each() -> None:
         for _ in range(50):
-            for turn in (*turns[:2], *turns[-2:]):
-                with turn:
+            for lock in (*locks[:2], *locks[-2:]):
+                with lock:
                     seen.append(len(seen))
 
-    works = [lambda: take(turns), lambda: take(turns[::-1]), take_each]
+    works = [lambda: take(locks), lambda: take(locks[::-1]), take_each]
     assert run_in_threads(*works) == []
-    assert len(seen) == 100 + 50 * len([*turns[:2], *turns[-2:]])
-    with Turns(*turns), Turns(*turns, *turns):
-        unite(turns[:5])
+    assert len(seen) == 100 + 50 * len([*locks[:2], *locks[-2:]])
+    with RowLocks(*locks), RowLocks(*locks, *locks):
+        merge_locks(locks[:5])
     seen.clear()
-    assert run_in_threads(lambda: take(turns), take_each) == []
+    assert run_in_threads(lambda: take(locks), take_each) == []
     with pytest.raises(TypeError, match="takes Turns alone"):
-        Turns(Turn(), threading.Lock())  # type: ignore[arg-type]
+        RowLocks(RowLock(), threading.Lock())  # type: ignore[arg-type]
 
 
-def test_a_thread_that_waits_for_several_turns_has_none_of_them() -> None:
-    first, second, order = Turn(), Turn(), []
+def test_a_thread_that_waits_for_several_locks_has_none_of_them() -> None:
+    first, second, order = RowLock(), RowLock(), []
     has_asked = threading.Event()
 
     def take_both() -> None:
         has_asked.set()
-        with Turns(first, second):
+        with RowLocks(first, second):
             order.append("both")
 
     thread = threading.Thread(target=take_both)
@@ -553,35 +553,35 @@ def test_a_thread_that_waits_for_several_turns_has_none_of_them() -> None:
     assert order == ["first", "both"]
 
 
-def test_a_turn_is_given_back_by_the_thread_that_has_it_alone() -> None:
-    turn = Turn()
+def test_a_lock_is_given_back_by_the_thread_that_has_it_alone() -> None:
+    lock = RowLock()
     with pytest.raises(RuntimeError, match="this thread does not have the turn"):
-        turn.__exit__(None, None, None)
-    with turn:
-        (error,) = run_in_threads(lambda: turn.__exit__(None, None, None))
+        lock.__exit__(None, None, None)
+    with lock:
+        (error,) = run_in_threads(lambda: lock.__exit__(None, None, None))
         assert isinstance(error, RuntimeError)
 
 
-def test_a_turn_may_be_taken_again_by_its_thread() -> None:
-    turn = Turn()
-    with turn, turn:
+def test_a_lock_may_be_taken_again_by_its_thread() -> None:
+    lock = RowLock()
+    with lock, lock:
         pass
-    assert run_in_threads(lambda: turn.__enter__()) == []
+    assert run_in_threads(lambda: lock.__enter__()) == []
 
 
 @pytest.mark.slow
-def test_python_ends_though_a_thread_that_it_leaves_behind_has_a_turn() -> None:
+def test_python_ends_though_a_thread_that_it_leaves_behind_has_a_lock() -> None:
     program = """
 import os, sys, threading, time
-from speedtorch.step.turn import Turn
+from speedtorch.step.row_lock import RowLock
 
 class Last:
-    def __del__(self, turn=Turn(), write=os.write, is_ending=sys.is_finalizing):
-        with turn:
+    def __del__(self, lock=RowLock(), write=os.write, is_ending=sys.is_finalizing):
+        with lock:
             write(1, b"ending: %d" % is_ending())
 
-def keep(turn):
-    with turn:
+def keep(lock):
+    with lock:
         has_it.set()
         time.sleep(1000)
 
