@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.expected_rows import Batches, expected_rows
 from benchmarks.marked_text import replaced
-from speedtorch.parallel.board import WORDS
+from speedtorch.parallel.shared_memory_barrier import WORDS
 
 PAGE = Path(__file__).parent.parent / "docs" / "several_gpus.md"
 SENT, END_SENT = "<!-- sent -->", "<!-- /sent -->"

@@ -29,7 +29,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
-from speedtorch.parallel import agreement, fixed_requests
+from speedtorch.parallel import fault_consensus, fixed_requests
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.fair_shares import fair_share
 from speedtorch.parallel.shard import shard
@@ -325,7 +325,7 @@ def check_dropped_lookups() -> None:
 def raised_late() -> Iterator[None]:
     """The CPU raises what is wrong with a batch as late as a GPU does."""
     with ExitStack() as stack:
-        for each in (fixed_size_batch, fixed_memory, agreement, fixed_requests):
+        for each in (fixed_size_batch, fixed_memory, fault_consensus, fixed_requests):
             stack.enter_context(patch.object(each, "raises_at_once", lambda device: False))
         yield
 

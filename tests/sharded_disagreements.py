@@ -353,7 +353,7 @@ def check_other_calls(capacity: int | None, part: slice) -> None:
 
 def check_other_calls_on_machines(capacity: int | None, part: slice) -> None:
     """The same of ranks that share no memory."""
-    with patch.object(Ranks.of(), "_board", None):
+    with patch.object(Ranks.of(), "_barrier", None):
         check_each_other_call(capacity, part)
 
 
@@ -468,7 +468,7 @@ def raise_if(fails: bool) -> None:
 def check_own_errors(where: str, on_machine: bool, timeout: float) -> None:
     """After ranks have waited in vain all of them raise, with the remedy."""
     ranks = Ranks.of()
-    with nullcontext() if on_machine else patch.object(ranks, "_board", None):
+    with nullcontext() if on_machine else patch.object(ranks, "_barrier", None):
         pair = Pair()
         own_error(pair, where, 1.5 * timeout)
         for _ in range(3):
@@ -509,7 +509,7 @@ def check_flagged_errors() -> None:
 
 def check_late_calls() -> None:
     """Rows of a capacity that are stepped before the error is known are as before the step."""
-    with raised_late(), patch.object(Ranks.of(), "_board", None):
+    with raised_late(), patch.object(Ranks.of(), "_barrier", None):
         for flushes in (False, True):
             pair = Pair(ROWS)
             backwards_in_another_order(pair)

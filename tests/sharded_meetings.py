@@ -20,8 +20,8 @@ from sharded_checkpoints import STEPS, Run, assert_same, saved
 import speedtorch
 from speedtorch.checkpoints.meeting import Meeting
 from speedtorch.files import system_calls
+from speedtorch.parallel.collectives import run_on_all, run_on_first
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.together import agreed, by_first
 
 
 def met(folder: str, patience: float = 60) -> Meeting:
@@ -49,10 +49,10 @@ def check_values(folder: str) -> None:
         assert meeting.look_for_locks(Ranks.of())
         for turn in range(3):
             time.sleep(0.02 * ((rank + turn) % size))
-            assert meeting.every([rank, turn]) == [[each, turn] for each in range(size)]
-            assert meeting.agreed(rank + 7) == 7
-        assert agreed(meeting, lambda: rank) == list(range(size))
-        assert by_first(meeting, lambda: "first") == "first"
+            assert meeting.all_gather([rank, turn]) == [[each, turn] for each in range(size)]
+            assert meeting.broadcast(rank + 7) == 7
+        assert run_on_all(meeting, lambda: rank) == list(range(size))
+        assert run_on_first(meeting, lambda: "first") == "first"
     removed(meeting, folder)
 
 
@@ -61,10 +61,10 @@ def check_gone(folder: str) -> None:
     meeting = met(folder)
     with meeting:
         dist.barrier()
-        assert meeting.every(1) == [1] * meeting.size
+        assert meeting.all_gather(1) == [1] * meeting.size
         if meeting.rank < meeting.size - 1:
             with pytest.raises(RuntimeError, match=f"rank {meeting.size - 1} has ended, or given"):
-                meeting.every(2)
+                meeting.all_gather(2)
     removed(meeting, folder)
 
 
@@ -78,11 +78,11 @@ def check_patience(folder: str) -> None:
     with mock.patch.object(system_calls.calls, "own", own), meeting:
         assert not meeting.look_for_locks(Ranks.of())
         dist.barrier()
-        assert meeting.every(meeting.rank) == list(range(meeting.size))
+        assert meeting.all_gather(meeting.rank) == list(range(meeting.size))
         if meeting.rank == 0:
             begin = time.monotonic()
             with pytest.raises(RuntimeError, match="rank 1 has ended, or given up"):
-                meeting.every(None)
+                meeting.all_gather(None)
             assert 0.3 < time.monotonic() - begin < 30
         dist.barrier()
     dist.barrier()

@@ -80,7 +80,7 @@ def check_whose_pace() -> None:
     assert prefetch_pace.pace_of([module]) is AT_ONCE
     with patch.object(module.trained_rows.exchange.held, "device", torch.device("cuda")):
         assert isinstance(prefetch_pace.pace_of([module]), MeasuredPace)
-        with patch.object(Ranks.of(), "_board", None):
+        with patch.object(Ranks.of(), "_barrier", None):
             assert prefetch_pace.pace_of([shared_like(module)]) is AHEAD
 
 

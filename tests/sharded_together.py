@@ -33,10 +33,10 @@ from sharded_training import (
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.parallel.board import Board
 from speedtorch.parallel.counted_requests import CountedRound
 from speedtorch.parallel.ranks import LOOKUPS, Ranks
 from speedtorch.parallel.shard import shard
+from speedtorch.parallel.shared_memory_barrier import SharedMemoryBarrier
 
 STEPS = 6
 Batch = dict[str, list[Tensor]]
@@ -44,7 +44,7 @@ Batch = dict[str, list[Tensor]]
 
 def of_machines(on_machine: bool) -> Any:
     """Ranks of one machine, or of several, which share no memory."""
-    return nullcontext() if on_machine else patch.object(Ranks.of(), "_board", None)
+    return nullcontext() if on_machine else patch.object(Ranks.of(), "_barrier", None)
 
 
 @contextmanager
@@ -73,7 +73,9 @@ def counted() -> Iterator[Counter[str]]:
         return noted
 
     with (
-        patch.object(Board, "exchange", noting("waits", Board.exchange)),
+        patch.object(
+            SharedMemoryBarrier, "exchange", noting("waits", SharedMemoryBarrier.exchange)
+        ),
         patch.object(dist, "all_to_all_single", noting("collectives", dist.all_to_all_single)),
         patch.object(dist, "all_reduce", noting("collectives", dist.all_reduce)),
     ):

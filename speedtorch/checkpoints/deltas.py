@@ -15,7 +15,7 @@ from speedtorch.checkpoints.noted_rows import Changed, changed_rows
 from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.files.field_blocks import SelectedRows
-from speedtorch.parallel.together import Together, agreed
+from speedtorch.parallel.collectives import Collectives, run_on_all
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["Change", "change_since"]
@@ -40,7 +40,9 @@ class Change(NamedTuple):
         return None if self.against is None else self.against.number
 
 
-def change_since(ranks: Together, folder: str, base: int | None, tensors: SavedTensors) -> Change:
+def change_since(
+    ranks: Collectives, folder: str, base: int | None, tensors: SavedTensors
+) -> Change:
     """Finds the changes since `base` that all ranks know; all tensors if its chain is too long."""
 
     def whole() -> Change:
@@ -60,7 +62,7 @@ def change_since(ranks: Together, folder: str, base: int | None, tensors: SavedT
         counts = {key: (each.group, each.ids.shape[0]) for key, each in changed.items()}
         return counts, [key for key in tensors.by_key if key.startswith(_IDS)]
 
-    every = [each for each in agreed(ranks, look) if each is not None]
+    every = [each for each in run_on_all(ranks, look) if each is not None]
     if len(every) < ranks.size:
         return whole()
     of_ranks, (names, *_) = zip(*every, strict=True)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from speedtorch.memory import host_memory
 from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.attached_state import state_of
+from speedtorch.parallel.collectives import run_on_all
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_rows import ShardedRows
-from speedtorch.parallel.together import agreed
 
 __all__ = ["full_state_dict"]
 
@@ -79,7 +79,7 @@ def _collected(
     def error_of(text: str) -> Exception:
         return (MemoryError if "raises MemoryError:" in text else RuntimeError)(text)
 
-    for rank, of_rank in enumerate(agreed(ranks, prepare, "full_state_dict", error_of)):
+    for rank, of_rank in enumerate(run_on_all(ranks, prepare, "full_state_dict", error_of)):
         if of_rank != names:
             raise RuntimeError(
                 f"full_state_dict: rank {rank} has the fields {of_rank}, and rank {ranks.rank} has"

@@ -27,7 +27,7 @@ from speedtorch.files import safetensors_format
 from speedtorch.files.field_blocks import SelectedRows
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.table_files import write_safetensors
-from speedtorch.parallel.together import Together, agreed, by_first
+from speedtorch.parallel.collectives import Collectives, run_on_all, run_on_first
 from speedtorch.table.progress import progress_bar
 
 __all__ = ["GenerationWriter"]
@@ -45,7 +45,7 @@ class GenerationWriter:
     error.
     """
 
-    _ranks: Together
+    _ranks: Collectives
     _folder: str
     change: Change
     _values: Mapping[str, Any]
@@ -81,7 +81,7 @@ class GenerationWriter:
             return made
 
         # Only the first rank's object gets the final number, when it switches.
-        self._generation = by_first(self._ranks, make)
+        self._generation = run_on_first(self._ranks, make)
 
     def begin(self, tensors: SavedTensors, later: int, progress: bool | None) -> None:
         """Writes all jobs except for the last `later` ones, whose tensors are copied."""
@@ -95,7 +95,7 @@ class GenerationWriter:
                 self._write(now, 0, bar.update)
             self._copies = copies(self.jobs[first:])
 
-        agreed(self._ranks, begin)
+        run_on_all(self._ranks, begin)
 
     def go_beside(self, patience: float) -> None:
         """Replaces the collectives of the next stages by a Meeting, while training continues."""
@@ -109,8 +109,8 @@ class GenerationWriter:
         def enter() -> None:
             self._stack.enter_context(meeting)
 
-        by_first(ranks, make)
-        agreed(ranks, enter)
+        run_on_first(ranks, make)
+        run_on_all(ranks, enter)
         meeting.look_for_locks(ranks)
         self._ranks = meeting
 
@@ -124,14 +124,14 @@ class GenerationWriter:
             finally:
                 self._copies.clear()
 
-        agreed(ranks, write)
-        of_ranks = agreed(
+        run_on_all(ranks, write)
+        of_ranks = run_on_all(
             ranks, lambda: [e.own_digests(self._generation.folder, ranks) for e in self._files]
         )
         for at, each in enumerate(self._files):
             digests = [digest for of_rank in of_ranks for digest in of_rank[at]]
             self._entries.append({"name": each.name, "bytes": each.nbytes, "crc32c": digests})
-        number, nbytes, digest = by_first(ranks, self._switch)
+        number, nbytes, digest = run_on_first(ranks, self._switch)
         remember(digest, self._moments)
         return number, nbytes
 

@@ -19,7 +19,7 @@ from speedtorch.files.file_digests import chunk_count, digests_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
 from speedtorch.files.system_calls import about, calls, open_to_read, opened, write_all
-from speedtorch.parallel.together import Together
+from speedtorch.parallel.collectives import Collectives
 from speedtorch.table.shared_rows import SharedRows
 
 __all__ = ["JoinedFile", "JoinedRows"]
@@ -95,7 +95,7 @@ class JoinedFile:
             write_blocks(_writer_of_runs(descriptor, runs), b"", [*own.values()])
             calls.fsync(descriptor)
 
-    def own_digests(self, folder: str, ranks: Together) -> list[int]:
+    def own_digests(self, folder: str, ranks: Collectives) -> list[int]:
         """Reads this rank's part of the file's chunks and returns their digests."""
         count = chunk_count(self.nbytes)
         first, end = (at * count // ranks.size for at in (ranks.rank, ranks.rank + 1))

@@ -26,8 +26,8 @@ from speedtorch.checkpoints.noted_rows import (
 from speedtorch.checkpoints.saved_generation import DamagedError, SavedGeneration
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.checkpoints.sharded_tensors import fill_shards
+from speedtorch.parallel.collectives import Collectives, SingleProcess, run_on_all
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.together import Alone, Together, agreed
 from speedtorch.table.host_table import any_notes_changes
 from speedtorch.table.whole_fields import given_in_place
 from speedtorch.torch_internals import as_plain
@@ -95,7 +95,7 @@ def load(
         and dist.is_initialized()
         and any(shares_rows(each) for part in parts.values() for each in _objects(part))
     )
-    ranks: Together = LoadRanks(Ranks.of()) if is_shared else Alone()
+    ranks: Collectives = LoadRanks(Ranks.of()) if is_shared else SingleProcess()
     ready: list[Callable[[], dict[str, Any]]] = []
     damaged: dict[int, str] = {}
 
@@ -133,7 +133,7 @@ def load(
 
     for _ in range(_TRIES):
         ready.clear()
-        digests, found = zip(*agreed(ranks, prepare, "load"), strict=True)
+        digests, found = zip(*run_on_all(ranks, prepare, "load"), strict=True)
         for each in found:
             damaged.update(each)
         if None not in digests and len(set(digests)) == 1:

@@ -10,8 +10,8 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+from speedtorch.parallel.collectives import Collectives
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.together import Together
 from speedtorch.torch_internals import prefix_store
 
 __all__ = ["LoadRanks"]
@@ -20,15 +20,15 @@ _counts: weakref.WeakKeyDictionary[Ranks, int] = weakref.WeakKeyDictionary()
 """The number of all-gathers so far, the same on all ranks."""
 
 
-class LoadRanks(Together):
-    """The processes that load one checkpoint; see Together."""
+class LoadRanks(Collectives):
+    """The processes that load one checkpoint; see Collectives."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
         self._store = prefix_store(f"speedtorch load {ranks.name}")
 
-    def every(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """All-gathers values of lists, numbers, strings and None.
 
         Raises RuntimeError if a rank does not call load() in time.

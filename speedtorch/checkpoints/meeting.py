@@ -25,7 +25,7 @@ from speedtorch.files.system_calls import (
     where_supported,
     write_all,
 )
-from speedtorch.parallel.together import Together
+from speedtorch.parallel.collectives import Collectives
 
 __all__ = ["Meeting"]
 
@@ -33,7 +33,7 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-3, 0.25  # seconds
 
 
 class Meeting:
-    """Ranks that write one checkpoint while training continues; see Together.
+    """Ranks that write one checkpoint while training continues; see Collectives.
 
     The first rank calls make() before any rank enters, leaves last, and calls remove(). If locks
     do not show whether a process lives, a rank waits `patience` seconds for another rank's line.
@@ -81,15 +81,15 @@ class Meeting:
                         pass
             self._in_use = False
 
-    def look_for_locks(self, ranks: Together) -> bool:
+    def look_for_locks(self, ranks: Collectives) -> bool:
         """Whether all ranks, which have entered, see all locks; locks then show who has ended."""
         sees_all = False
         with suppress(OSError):  # no locks on this file system
             sees_all = not any(map(self._is_free, self._others()))
-        self._sees_locks = all(ranks.every(sees_all))
+        self._sees_locks = all(ranks.all_gather(sees_all))
         return self._sees_locks
 
-    def every(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """All-gathers values of lists, numbers, strings and None.
 
         Raises RuntimeError if another rank has ended or left.
@@ -97,8 +97,8 @@ class Meeting:
         self._say(value)
         return [value if rank == self.rank else self._said(rank) for rank in range(self.size)]
 
-    def agreed(self, value: Any) -> Any:
-        """Broadcasts the first rank's value; see every()."""
+    def broadcast(self, value: Any) -> Any:
+        """Broadcasts the first rank's value; see all_gather()."""
         if self.rank:
             return self._said(0)
         self._say(value)

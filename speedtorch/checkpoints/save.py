@@ -19,9 +19,9 @@ from speedtorch.checkpoints.generation_writer import GenerationWriter
 from speedtorch.checkpoints.generations import check_number, path_of
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.memory.byte_count import bytes_of, text_of
+from speedtorch.parallel.collectives import Collectives, SingleProcess
 from speedtorch.parallel.machine import this_machine
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.together import Alone, Together
 from speedtorch.table.shared_rows import SharedRows
 from speedtorch.table.whole_fields import given_in_place
 from speedtorch.torch_internals import as_plain
@@ -213,7 +213,7 @@ def _begun(
     with as_plain(), torch.no_grad(), given_in_place(), ExitStack() as stack:
         tensors = SavedTensors()
         values = {name: tensors.described(name, each) for name, each in parts.items()}
-        ranks: Together = Ranks.of() if tensors.shared else Alone()
+        ranks: Collectives = Ranks.of() if tensors.shared else SingleProcess()
         _check_same(ranks, tensors.shared, {"base": base, "async": beside})
         if ranks.rank:
             tensors.by_key.clear()  # the first rank writes them
@@ -222,8 +222,8 @@ def _begun(
         writing = GenerationWriter(ranks, folder, change, values, stack)
         later = 0
         if beside:
-            here = this_machine()
-            later = background_saves.fitting(writing.jobs, max_bytes, ranks.every(here).count(here))
+            hosts = ranks.all_gather(this_machine())
+            later = background_saves.fitting(writing.jobs, max_bytes, hosts.count(this_machine()))
         writing.make(keep)
         writing.begin(tensors, later, progress)
         if beside and isinstance(ranks, Ranks):
@@ -240,10 +240,12 @@ def _begun(
     return finish, rest
 
 
-def _check_same(ranks: Together, shared: Mapping[str, SharedRows], how: Mapping[str, Any]) -> None:
+def _check_same(
+    ranks: Collectives, shared: Mapping[str, SharedRows], how: Mapping[str, Any]
+) -> None:
     """Raises ValueError on all ranks unless all save the same tables with the same options."""
     mine = [(key, tuple(each.shape), str(each.dtype)) for key, each in shared.items()], how
-    for rank, theirs in enumerate(ranks.every(mine)):
+    for rank, theirs in enumerate(ranks.all_gather(mine)):
         if theirs != mine:
             (tables, way), (own, _) = theirs, mine
             raise ValueError(

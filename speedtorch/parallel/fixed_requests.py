@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import _ops
-from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.calls import Kind
 from speedtorch.parallel.fair_shares import FairShares
+from speedtorch.parallel.fault_consensus import FaultConsensus
 from speedtorch.parallel.lookup_request import Lookup, LookupRequest, LookupRound
 from speedtorch.parallel.ranks import LOOKUPS, Asked
 from speedtorch.plan.fixed_size_batch import BAD_IDS, raises_at_once
@@ -33,7 +33,7 @@ class FixedRound(LookupRound["FixedRequest"]):
 
     def _exchange(self, requests: Sequence[FixedRequest]) -> None:
         first, sent = requests[0], [request.ids.sent for request in requests]
-        differs = first.agreement.meet([request.call for request in requests])
+        differs = first.consensus.meet([request.call for request in requests])
         if len(sent) == 1:
             told = [self._ranks.exchanged(first.name, sent[0])]
         else:
@@ -50,21 +50,23 @@ class FixedRequest(LookupRequest):
         lookup: The lookup, whose ShardedIds have a share.
         shares: The sizes of the blocks.
         none: The id that stands for no row in a block: a row of each rank that is never trained.
-        agreement: The agreement of the ranks that own the rows.
+        consensus: The consensus of the ranks that own the rows.
     """
 
     kind, round_type = Kind.BLOCKS, FixedRound
     fault: Tensor
     """The fault code of all ranks, `[1]`, on the device; 0 if there is no fault."""
 
-    def __init__(self, lookup: Lookup, shares: FairShares, none: int, agreement: Agreement) -> None:
+    def __init__(
+        self, lookup: Lookup, shares: FairShares, none: int, consensus: FaultConsensus
+    ) -> None:
         super().__init__(lookup)
-        self.agreement, self._shares, self._none = agreement, shares, none
+        self.consensus, self._shares, self._none = consensus, shares, none
 
     @property
     def most_at_once(self) -> int:
         """1 unless ranks compare first: blocks of different sizes need a comparison before."""
-        return LOOKUPS if self.agreement.compares_at_once else 1
+        return LOOKUPS if self.consensus.compares_at_once else 1
 
     def take(self, told: Tensor, differs: Tensor | None) -> None:
         """Sets the received blocks of all ranks.

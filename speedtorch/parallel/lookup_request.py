@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from speedtorch.parallel.calls import Call, Kind
-from speedtorch.parallel.lookup_turn import LookupTurn
+from speedtorch.parallel.planned_lookup import PlannedLookup
 from speedtorch.parallel.ranks import LOOKUPS, Asked, Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.step.trained_rows import Bags
@@ -24,7 +24,7 @@ class Lookup(NamedTuple):
     """The module's name in errors."""
     table: int
     """The number of the table."""
-    turn: LookupTurn
+    planned: PlannedLookup
     ids: ShardedIds
     number: int
     """The lookup's number among the table's lookups."""
@@ -39,7 +39,7 @@ class LookupRequest(ABC):
     asked: Asked
 
     def __init__(self, lookup: Lookup) -> None:
-        self.name, table, self.turn, self.ids, self.lookup = lookup
+        self.name, table, self.planned, self.ids, self.lookup = lookup
         self.call = Call(self.kind, table)
 
     def join(self, to: LookupRound[Any]) -> None:
@@ -58,7 +58,7 @@ class LookupRequest(ABC):
 
     def own_error(self) -> Exception | None:
         """The error of this rank's ids; None if the ids are valid."""
-        return self.turn.error or self.ids.out_of_range(self.name, self.turn.ids)
+        return self.planned.error or self.ids.out_of_range(self.name, self.planned.ids)
 
     def bad_ids(self, ranks: list[int]) -> Exception:
         """The error about ids of these ranks."""

@@ -44,7 +44,7 @@ def refuse_if_short(ranks: Ranks, needed: int) -> None:
     """
     available = host_memory.available_bytes() if host_memory.is_checked() else None
     machines: dict[tuple[str, str], list[_Need]] = {}
-    for each in ranks.every(_Need(this_machine(), needed, available)):
+    for each in ranks.all_gather(_Need(this_machine(), needed, available)):
         machines.setdefault(each.machine, []).append(each)
     for (host, _), needs in machines.items():
         total = sum(each.needed for each in needs)

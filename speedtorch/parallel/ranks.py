@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.parallel.board import WORDS, Board
 from speedtorch.parallel.calls import END, Call, are_counts, differing
+from speedtorch.parallel.shared_memory_barrier import WORDS, SharedMemoryBarrier
 from speedtorch.plan.host_copy import HostCopy
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.torch_internals import group_like, timeout_of
@@ -63,7 +63,7 @@ class Ranks:
         self._meeting = SideStream("meeting")
         self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
         self.members = frozenset(dist.get_process_group_ranks(group))
-        self._board = Board.of_machine(self.rank, self.size, self.agreed, self.every)
+        self._barrier = SharedMemoryBarrier.of_ranks(self)
         # At the full timeout NCCL ends the process without naming the missing ranks.
         self.patience = 0.9 * timeout_of(group).total_seconds()
 
@@ -82,7 +82,7 @@ class Ranks:
     @property
     def meets_beside_the_device(self) -> bool:
         """Whether meet() waits for the other ranks only, and not for the device."""
-        return self._board is not None
+        return self._barrier is not None
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ class Ranks:
 
         Raises DisagreementError on all ranks if the calls differ.
         """
-        if self._board is not None:
+        if self._barrier is not None:
             words = [[*(call.code for call in calls), END]] * self.size
             if (found := self.met(name, words)) != words:
                 raise self.differing(name, found)
@@ -127,10 +127,10 @@ class Ranks:
         return told
 
     def met(self, name: str, words: list[list[int]]) -> list[list[int]]:
-        """As Board.exchange; raises RuntimeError if a rank is missing."""
-        assert self._board is not None
+        """As SharedMemoryBarrier.exchange; raises RuntimeError if a rank is missing."""
+        assert self._barrier is not None
         self._refuse_if_lost(name)
-        if (found := self._board.exchange(words, self.patience)) is None:
+        if (found := self._barrier.exchange(words, self.patience)) is None:
             raise self._lose(name, "they have ended, stay away, or have lost others")
         return found
 
@@ -186,13 +186,13 @@ class Ranks:
         given = [len(rows)] + [0] * (self.size - 1)
         return self.exchanged(name, rows, counts, given, group=self._giving)
 
-    def agreed(self, value: _Value) -> _Value:
+    def broadcast(self, value: _Value) -> _Value:
         """Broadcasts the first rank's value."""
         values = [value]
         dist.broadcast_object_list(values, group=self._asking, group_src=0)
         return values[0]
 
-    def every(self, value: _Value) -> list[_Value]:
+    def all_gather(self, value: _Value) -> list[_Value]:
         """All-gathers a value."""
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self._asking)
@@ -274,8 +274,8 @@ class Ranks:
             f" of all or of none: {what}"
         )
         self._lost = str(error)
-        if self._board is not None:
-            self._board.leave()
+        if self._barrier is not None:
+            self._barrier.abort()
         return error
 
     def _refuse_if_lost(self, name: str) -> None:

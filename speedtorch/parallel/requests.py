@@ -18,14 +18,14 @@ from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
 from speedtorch.nn.shared_lookups import Ids
-from speedtorch.parallel.agreement import Agreement
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.counted_requests import Request
 from speedtorch.parallel.fair_shares import FairShares
+from speedtorch.parallel.fault_consensus import FaultConsensus
 from speedtorch.parallel.fixed_requests import FixedRequest
 from speedtorch.parallel.lookup_request import Lookup, LookupRequest, in_rounds
-from speedtorch.parallel.lookup_turn import LookupTurn
+from speedtorch.parallel.planned_lookup import PlannedLookup
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS
@@ -115,7 +115,7 @@ class RequestMaker:
         dealt: BlockCyclic,
         ranks: Ranks,
         number: int,
-        fixed: tuple[FairShares, int, Agreement] | None,
+        fixed: tuple[FairShares, int, FaultConsensus] | None,
     ) -> None:
         self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
         self._number, self._fixed = number, fixed
@@ -156,11 +156,11 @@ class RequestMaker:
         share, distances = -1 if fixed is None else fixed[0].rows, self.distances()
         made: list[LookupRequest] = []
         for ids in parts:
-            turn = LookupTurn(ids, device)
-            there = turn.ids.to(device, non_blocking=True)
-            sharded = ShardedIds(there, self._dealt, distances, share)
+            planned = PlannedLookup(ids, device)
+            on_device = planned.ids.to(device, non_blocking=True)
+            sharded = ShardedIds(on_device, self._dealt, distances, share)
             number, name = next(self._lookups), self._exchange.name
-            lookup = Lookup(name, self._number, turn, sharded, number)
+            lookup = Lookup(name, self._number, planned, sharded, number)
             made.append(Request(lookup) if fixed is None else FixedRequest(lookup, *fixed))
         return made
 
@@ -216,13 +216,13 @@ class Requests:
         """The batch of the latest lookup."""
         exchange.steps.leave_lookups_unchecked()
         exchange.steps.agree_on_steps(WeakMethod(self.before_step))
-        self._agreement: Agreement | None = None
+        self._consensus: FaultConsensus | None = None
         fixed = None
         if isinstance(memory := exchange.memory, FixedMemory):
             assert none is not None
-            self._agreement = Agreement(memory, ranks)
-            memory.agree_with(self._agreement)
-            fixed = FairShares.of(memory.capacity, dealt, padded=padded), none, self._agreement
+            self._consensus = FaultConsensus(memory, ranks)
+            memory.agree_with(self._consensus)
+            fixed = FairShares.of(memory.capacity, dealt, padded=padded), none, self._consensus
         self._maker = RequestMaker(exchange, dealt, ranks, number, fixed)
 
     def of(self, ids: Ids) -> LookupRequest:
@@ -240,7 +240,7 @@ class Requests:
             found = PlannedRequests([request], None), request
         planned, request = found
         self._ask(planned)
-        request.turn.come()
+        request.planned.mark_used()
         self._latest = planned
         self._expect([*self._told, planned], fault)
         return request
@@ -253,9 +253,9 @@ class Requests:
         found, is_next, some_wait = None, False, False
         for batches in (self._told, [] if self._expected is None else [self._expected]):
             every = [(batch, each) for batch in batches for each in batch.requests]
-            waiting = [(batch, each) for batch, each in every if not each.turn.has_come]
+            waiting = [(batch, each) for batch, each in every if not each.planned.is_used]
             some_wait = some_wait or bool(waiting)
-            places = [n for n, (_, each) in enumerate(waiting) if each.turn.is_of(ids)]
+            places = [n for n, (_, each) in enumerate(waiting) if each.planned.matches(ids)]
             if places:
                 found, is_next = waiting[places[0]], places[0] == 0
                 break
@@ -268,7 +268,7 @@ class Requests:
             if not planned.is_asked:
                 self._ask_all(planned)
                 self._exchange.steps.announce(planned.announced)
-        if found is not None and not is_next and self._agreement is not None:
+        if found is not None and not is_next and self._consensus is not None:
             self._ask(found[0])
             raise RuntimeError(
                 f"{self._exchange.name}: with a capacity ranks take lookups for those that come"
@@ -282,16 +282,16 @@ class Requests:
         If errors of rows with a capacity are raised later, returns whether the ranks differ, `[1]`.
         """
         calls = [Call(kind, self._number, lookup)]
-        if self._agreement is not None:
-            return self._agreement.meet(calls)
+        if self._consensus is not None:
+            return self._consensus.meet(calls)
         self._ranks.meet(self._exchange.name, calls, self._exchange.held.device)
         return None
 
     def before_gradients(self, lookup: int) -> None:
         """Compares the ranks as meet() does, before a lookup's gradients are sent to the owners."""
         fault = self.meet(Kind.GRADIENTS, lookup)
-        if fault is not None and self._agreement is not None:
-            self._agreement.stop(fault)
+        if fault is not None and self._consensus is not None:
+            self._consensus.stop(fault)
 
     def before_step(self, met: set[object], *, fails: bool) -> None:
         """Raises DisagreementError on all ranks unless all are about to step.
@@ -309,7 +309,7 @@ class Requests:
 
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
-        if self._agreement is None:
+        if self._consensus is None:
             return self.of(ids)
         self._before_lookup()
         (request,) = self._maker.requests([ids], trains=False)
@@ -337,14 +337,14 @@ class Requests:
             )
         self._forget_after_faults()
         latest, self._latest = self._latest, None
-        if self._agreement is None:
+        if self._consensus is None:
             return
-        self._agreement.settle_calls()
-        if not (fault := self._agreement.last()):
+        self._consensus.settle_calls()
+        if not (fault := self._consensus.last()):
             return
         self._told = []
         try:
-            self._agreement.settle(fault)
+            self._consensus.settle(fault)
         except (IndexError, RuntimeError):
             if fault in (BAD_IDS, OVER_SHARE):
                 for each in [] if latest is None else latest.requests:
@@ -353,11 +353,11 @@ class Requests:
             raise
 
     def _expect(self, plans: Sequence[PlannedRequests], fault: Tensor | None = None) -> None:
-        """Passes the fault codes of the planned batches to the Agreement, if there is one."""
-        if self._agreement is not None:
+        """Passes the fault codes of the planned batches to the FaultConsensus, if there is one."""
+        if self._consensus is not None:
             faults = [fault for planned in plans for fault in planned.faults]
             faults += [] if fault is None else [fault * OTHER_MODULE]
-            self._agreement.expect(faults)
+            self._consensus.expect(faults)
 
     def plan_announced(self, parts: Sequence[Ids]) -> PlannedRequests:
         """As PlannedSteps.plan_announced; discards batches announced before the latest lookup."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from speedtorch.nn.row_module import RowModule
+from speedtorch.parallel.collectives import run_on_all
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.parallel.together import agreed
 
 __all__ = ["same_modules"]
 
@@ -35,7 +35,7 @@ def same_modules(ranks: Ranks, model: nn.Module, *, average: bool) -> dict[str, 
     def error_of(text: str) -> Exception:
         return ValueError(f"{text}; nothing has changed on any rank")
 
-    every = agreed(ranks, settings, "shard", error_of)
+    every = run_on_all(ranks, settings, "shard", error_of)
     for rank, modules in enumerate(every):
         _refuse_if_differing(every[0], modules, rank)
     return named

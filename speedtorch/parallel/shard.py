@@ -99,7 +99,7 @@ def shard(
         unit = rows_of_a_block((module.embedding_dim,))
         deals.append(BlockCyclic.of(module.num_embeddings, ranks.size, unit))
         blocks = list(deals[-1].blocks(ranks.rank))
-        portions.append(Portion(module.num_embeddings, blocks, ranks.agreed))
+        portions.append(Portion(module.num_embeddings, blocks, ranks.broadcast))
         needed += module.trained_rows.table.new.bytes_of(portions[-1].size)
     machine.refuse_if_short(ranks, needed)
     own = row_parameters(model)

@@ -323,7 +323,7 @@ def test_every_file_call_goes_through_the_table_of_calls(
     meeting = Meeting(str(tmp_path / "ranks"), 0, 1, 1.0)
     meeting.make()
     with meeting:
-        assert meeting.every(1) == [1]
+        assert meeting.all_gather(1) == [1]
     with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]) as (file,):
         file.write(bytes(16 << 20))
         raise RuntimeError

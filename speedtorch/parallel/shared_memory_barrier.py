@@ -1,6 +1,6 @@
-"""Board: shared memory in which the ranks of one machine compare their next calls.
+"""SharedMemoryBarrier: the ranks of one machine exchange numbers in shared memory.
 
-A rank waits there for the other ranks only, and not for its GPU.
+A rank waits for the other ranks only, and not for its GPU.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ import mmap
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
-__all__ = ["WORDS", "Board"]
+from speedtorch.parallel.collectives import Collectives
+
+__all__ = ["WORDS", "SharedMemoryBarrier"]
 
 WORDS = 32
 """The maximum count of numbers that a rank passes to another rank in one exchange()."""
 
 _TOKEN = 16
 _NUMBER = 8
-_LEFT = -1  # replaces the numbers of a rank that has left
+_ABORTED = -1  # replaces the numbers of a rank that has called abort()
 _SPIN = 5e-4
 _NAP = 5e-5
 _ALIVE = 0.5
 """Seconds: _SPIN of waiting without sleep, then _NAP per sleep; _ALIVE between process checks."""
 
 
-class Board:
+class SharedMemoryBarrier:
     """Shared memory with up to WORDS numbers from each rank to each rank.
 
-    Each word contains a number and the number of its exchange() call, modulo 4. A rank writes whole
+    Each word contains a number and the index of its exchange() call, modulo 4. A rank writes whole
     rows of numbers, alternately to one row for even calls and one for odd calls. So no rank
     overwrites a number that another rank may still read, or reads a number of an earlier call. An
     aligned word is written and read whole. Each rank locks one byte of the file, and so the lock
-    shows whether its process lives. The file is closed with the board.
+    shows whether its process lives. The file is closed when the barrier is deleted.
     """
 
     def __init__(self, file: BinaryIO, rank: int, size: int) -> None:
@@ -49,30 +51,25 @@ class Board:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @classmethod
-    def of_machine(
-        cls, rank: int, size: int, agreed: Callable[[Any], Any], every: Callable[[Any], list[Any]]
-    ) -> Board | None:
-        """The board of all ranks; None if the ranks cannot map the same file. All ranks call this.
-
-        `agreed` and `every` are methods of a Together.
-        """
+    def of_ranks(cls, ranks: Collectives) -> SharedMemoryBarrier | None:
+        """Maps one file on all ranks, which all call this; None if a rank cannot map the file."""
         token, path, memory = secrets.token_bytes(_TOKEN), "", Path("/dev/shm")
         with ExitStack() as undone:
-            if rank == 0:
+            if ranks.rank == 0:
                 with suppress(OSError):  # no file can be created
                     parent = memory if memory.is_dir() else None
-                    made_folder = TemporaryDirectory(prefix="speedtorch-", dir=parent)
-                    file = Path(undone.enter_context(made_folder), "board")
+                    folder = TemporaryDirectory(prefix="speedtorch-", dir=parent)
+                    file = Path(undone.enter_context(folder), "barrier")
                     # Only this user can open the file. The write allocates all its memory. The file
                     # is closed before a rank opens it: closing releases this process's locks.
-                    file.write_bytes(token + bytes(_bytes_for(size)))
+                    file.write_bytes(token + bytes(_bytes_for(ranks.size)))
                     path = str(file)
-            path, token = agreed((path, token))
-            made = cls._opened(path, token, rank, size)
-            return made if all(every(made is not None)) else None
+            path, token = ranks.broadcast((path, token))
+            barrier = cls._opened(path, token, ranks.rank, ranks.size)
+            return barrier if all(ranks.all_gather(barrier is not None)) else None
 
     @classmethod
-    def _opened(cls, path: str, token: bytes, rank: int, size: int) -> Board | None:
+    def _opened(cls, path: str, token: bytes, rank: int, size: int) -> SharedMemoryBarrier | None:
         """Opens the file; None on another machine, where it is missing or its token differs."""
         with suppress(OSError, ValueError):  # no such file, a wrong size, or no locks
             file = cast(BinaryIO, open(path, "r+b", buffering=0))  # noqa: SIM115
@@ -80,46 +77,46 @@ class Board:
                 return cls(file, rank, size)
         return None
 
-    def exchange(self, given: Sequence[Sequence[int]], seconds: float) -> list[list[int]] | None:
-        """Passes numbers to each rank and waits for as many from each rank, this one included.
+    def exchange(self, sent: Sequence[Sequence[int]], seconds: float) -> list[list[int]] | None:
+        """Sends numbers to each rank and waits for as many from each rank, this one included.
 
-        Each rank passes the same count to all ranks: at most WORDS, from 0 to 2 ** 61 - 1. Zeros
-        follow the numbers of a rank that passes fewer. Returns None if a rank writes nothing for
-        `seconds`, has left, or its process has ended.
+        Each rank sends the same count to all ranks: at most WORDS, from 0 to 2 ** 61 - 1. Zeros
+        follow the numbers of a rank that sends fewer. Returns None if a rank writes nothing for
+        `seconds`, has called abort(), or its process has ended.
         """
         words, size = self._words, self._size
         even, odd = (words[place] & 3 for place in self._own)
-        turn = (even + 1 + (odd == (even + 1) % 4)) % 4  # one more than at this rank's last call
-        own = self._own[turn % 2]
+        call = (even + 1 + (odd == (even + 1) % 4)) % 4  # one more than at this rank's last call
+        own = self._own[call % 2]
         for rank in reversed(range(size)):  # the row's first word is last: `even`, `odd` read it
-            row = array("q", [turn]) * WORDS
-            for place, number in enumerate(given[rank]):
-                row[place] = number << 2 | turn
+            row = array("q", [call]) * WORDS
+            for place, number in enumerate(sent[rank]):
+                row[place] = number << 2 | call
             begin = own + rank * WORDS
             words[begin : begin + WORDS] = row
         start = looked = time.monotonic()
-        taken, count = [], len(given[self._rank])
+        received, count = [], len(sent[self._rank])
         for rank in range(size):
-            begin = ((turn % 2 * size + rank) * size + self._rank) * WORDS
+            begin = ((call % 2 * size + rank) * size + self._rank) * WORDS
             for place in range(begin, begin + count):
-                while words[place] & 3 != turn:
+                while words[place] & 3 != call:
                     now = time.monotonic()
                     if now - start > seconds:
                         return None
                     if now - looked > _ALIVE:
                         looked = now
                         # The rank may have written its word and ended since the last look.
-                        if not self._lives(rank) and words[place] & 3 != turn:
+                        if not self._lives(rank) and words[place] & 3 != call:
                             return None
                     time.sleep(0 if now - start < _SPIN else _NAP)
-            taken.append([each >> 2 for each in words[begin : begin + count].tolist()])
-        return None if any(_LEFT in each for each in taken) else taken
+            received.append([word >> 2 for word in words[begin : begin + count].tolist()])
+        return None if any(_ABORTED in numbers for numbers in received) else received
 
-    def leave(self) -> None:
-        """Makes exchange() of the other ranks return None, as soon as they read, from now on."""
+    def abort(self) -> None:
+        """Makes the current and each later exchange() of the other ranks return None."""
         for own in self._own:
             for place in range(own, own + self._size * WORDS):
-                self._words[place] = _LEFT << 2 | self._words[place] & 3
+                self._words[place] = _ABORTED << 2 | self._words[place] & 3
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._rank)
 
     def _lives(self, rank: int) -> bool:

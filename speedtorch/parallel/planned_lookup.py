@@ -1,4 +1,4 @@
-"""LookupTurn: recognizes a planned lookup by its tensor of ids."""
+"""PlannedLookup: recognizes a planned lookup by its tensor of ids."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from speedtorch.nn.shared_lookups import Ids, NoIds
 from speedtorch.plan.planned_batch import SeenIds
 
-__all__ = ["LookupTurn"]
+__all__ = ["PlannedLookup"]
 
 
-class LookupTurn:
+class PlannedLookup:
     """One planned lookup, recognized by its tensor and the tensor's version.
 
     Args:
@@ -19,7 +19,8 @@ class LookupTurn:
         device: The device of a step's rows.
     """
 
-    has_come = False
+    is_used = False
+    """Whether a step has looked up these ids."""
 
     def __init__(self, ids: Ids, device: torch.device) -> None:
         self.error: Exception | None = None
@@ -30,10 +31,10 @@ class LookupTurn:
         self._seen = [SeenIds(ids, device, unread=True), copied]
         self.ids = copied.values
 
-    def come(self) -> None:
-        """Marks the lookup as made."""
-        self.has_come = True
+    def mark_used(self) -> None:
+        """Sets `is_used`."""
+        self.is_used = True
 
-    def is_of(self, ids: Ids) -> bool:
+    def matches(self, ids: Ids) -> bool:
         """Whether `ids` is the same tensor object, unchanged since."""
-        return isinstance(ids, Tensor) and all(each.are(ids) for each in self._seen)
+        return isinstance(ids, Tensor) and all(seen.are(ids) for seen in self._seen)

@@ -1,4 +1,4 @@
-"""Agreement: a step of rows with a capacity begins on all ranks or on none.
+"""FaultConsensus: a step of rows with a capacity begins on all ranks or on none.
 
 Only the owner of the rows finds that a step has too many rows. On the CPU all ranks raise at once.
 On a GPU no rank waits: a fault on one rank moves no row on any rank. All ranks raise at the next
@@ -20,10 +20,10 @@ from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.fixed_blocks import of_ranks
 from speedtorch.step.fixed_memory import FixedMemory
 
-__all__ = ["Agreement"]
+__all__ = ["FaultConsensus"]
 
 
-class Agreement:
+class FaultConsensus:
     """The fault codes of all ranks at their last lookups.
 
     Args:
