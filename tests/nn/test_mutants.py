@@ -36,6 +36,7 @@ def test_every_mutants_text_is_in_the_source() -> None:
         except (LookupError, SyntaxError) as error:
             wrong.append(str(error))
     assert not wrong, "\n".join(wrong)
+    assert [mutant.name for mutant in MUTANTS if "#" in mutant.old] == []  # comments change
 
 
 @pytest.mark.nightly
