@@ -17,7 +17,7 @@ from rank_processes import own_device
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from speedtorch.layers import Swapper, pack
+from speedtorch.layers import Swapper, tensor_group
 
 UNITS, WIDTH = 4, 16
 
@@ -38,7 +38,7 @@ def batch(step: int) -> Tensor:
 @contextmanager
 def nodes_are_lost() -> Iterator[None]:
     """Lets each move of a unit do what one to another device does: torch makes other nodes."""
-    moves = pack.set_versions
+    moves = tensor_group.set_versions
 
     def move(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
         for each in tensors:
@@ -47,7 +47,7 @@ def nodes_are_lost() -> Iterator[None]:
             each.data = home
         moves(tensors, versions)
 
-    with patch.object(pack, "set_versions", move):
+    with patch.object(tensor_group, "set_versions", move):
         yield
 
 

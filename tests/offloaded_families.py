@@ -180,8 +180,8 @@ class _TwoDevices(TorchDispatchMode):
         self._units = swapper._units.values()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        slabs = [unit._own.slab for unit in self._units]
-        on_host = {each._cdata for slab in slabs for each in slab._host_storages}
+        buffers = [unit._own.buffer for unit in self._units]
+        on_host = {each._cdata for buffer in buffers for each in buffer._host_storages}
         are_there = {
             each.untyped_storage()._cdata in on_host
             for each in tree_leaves((args, kwargs))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from speedtorch.layers import host_slab, offloaded_module, residency, slab
+from speedtorch.layers import flat_buffer, host_buffer, offloaded_module, residency
 from speedtorch.memory import side_stream
 from speedtorch.memory.side_stream import SideStream
 
@@ -92,7 +92,7 @@ class RecordedStreams:
         self.host: set[str] = set()
         self.on: dict[str, str] = {}
         self.current = self.stream("main")
-        for module in (side_stream, slab, residency, offloaded_module):
+        for module in (side_stream, flat_buffer, residency, offloaded_module):
             patch.setattr(module, "current_stream", lambda _: self.current)
         patch.setattr(side_stream, "_stream", self._side)
         patch.setattr(torch.cuda, "Event", lambda **_: RecordedEvent(self))
@@ -109,7 +109,7 @@ class RecordedStreams:
         patch = self._patch.setattr
         patch(SideStream, "after", lambda side, _, *ends: after(side, DEVICE, *ends))
         patch(SideStream, "after_current", lambda side, _: after_current(side, DEVICE))
-        for module in (host_slab, residency):
+        for module in (host_buffer, residency):
             self._patch.setattr(module, "end_of_current", lambda _: end_of_current(DEVICE))
 
     def stream(self, name: str) -> RecordedStream:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from speedtorch.layers.host_slab import aligned
-from speedtorch.layers.slot import ALIGNMENT, Slot
+from speedtorch.layers.host_buffer import aligned
+from speedtorch.layers.offloaded_storage import ALIGNMENT, OffloadedStorage
 from speedtorch.memory.address_range import AddressRange
 from speedtorch.torch_internals import storage_id, storage_of, storage_reference
 
@@ -33,16 +33,16 @@ class DeviceMemory:
         # Only torch's own allocator is known to place neighbours in one CUDA allocation.
         self._is_known = device.type == "cpu" or torch.cuda.get_allocator_backend() == "native"
 
-    def is_here(self, slot: Slot) -> bool:
+    def is_here(self, slot: OffloadedStorage) -> bool:
         """Whether a storage has memory."""
         return slot.storage.nbytes() > 0
 
-    def leave(self, slots: Sequence[Slot]) -> None:
+    def leave(self, slots: Sequence[OffloadedStorage]) -> None:
         """Frees the memory of storages, whose values are lost; call again after an error."""
         for slot in slots:
             slot.storage.resize_(0)
 
-    def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+    def come(self, slots: Sequence[OffloadedStorage]) -> Iterator[Sequence[OffloadedStorage]]:
         """Allocates memory for storages, and yields groups of storages that have memory.
 
         Raises torch.OutOfMemoryError if the device has too little memory.
@@ -61,11 +61,11 @@ class DeviceMemory:
         """Whether one copy may include the bytes before and after an address."""
         return self._is_known and address % _SEGMENT != 0
 
-    def place(self, slot: Slot) -> int:
+    def place(self, slot: OffloadedStorage) -> int:
         """The sort key of a storage for a sleep."""
         return 0
 
-    def others(self, slots: Sequence[Slot]) -> list[Slot]:
+    def others(self, slots: Sequence[OffloadedStorage]) -> list[OffloadedStorage]:
         """Other storages that lose their memory together with these."""
         return []
 
@@ -75,7 +75,7 @@ class DeviceMemory:
         return 0
 
 
-def _fill(slots: Sequence[Slot], device: torch.device) -> None:
+def _fill(slots: Sequence[OffloadedStorage], device: torch.device) -> None:
     """Allocates neighbouring memory of torch's allocator for empty storages."""
     # Torch's allocator caches this block, and splits it for the storages.
     torch.empty(
@@ -98,18 +98,18 @@ class KeptAddresses(DeviceMemory):
         super().__init__(device)
         self._ranges: dict[AddressRange, list[Any]] = {}
 
-    def is_here(self, slot: Slot) -> bool:
+    def is_here(self, slot: OffloadedStorage) -> bool:
         """Whether memory is mapped at a storage's addresses."""
         of = self._range_at(slot.storage.data_ptr())
         return super().is_here(slot) if of is None else of.is_mapped
 
-    def leave(self, slots: Sequence[Slot]) -> None:
+    def leave(self, slots: Sequence[OffloadedStorage]) -> None:
         """Moves new storages to a range, and unmaps the memory of all their ranges."""
         self._move(slots)
         for each in self._ranges_of(slots):
             each.unmap()
 
-    def come(self, slots: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+    def come(self, slots: Sequence[OffloadedStorage]) -> Iterator[Sequence[OffloadedStorage]]:
         """Maps memory for their ranges, in less than a millisecond."""
         self._move([each for each in slots if each.storage.nbytes() == 0])
         for each in self._ranges_of(slots):
@@ -124,12 +124,12 @@ class KeptAddresses(DeviceMemory):
         of = self._range_at(address)
         return super().goes_on(address) if of is None else address != of.base
 
-    def place(self, slot: Slot) -> int:
+    def place(self, slot: OffloadedStorage) -> int:
         """The address, so that few copies suffice; storages outside a range are last."""
         address = slot.storage.data_ptr()
         return sys.maxsize if self._range_at(address) is None else address
 
-    def others(self, slots: Sequence[Slot]) -> list[Slot]:
+    def others(self, slots: Sequence[OffloadedStorage]) -> list[OffloadedStorage]:
         """Storages in the ranges that other objects own, but no longer the training state."""
         known = {storage_id(each.storage) for each in slots}
         for empty in [each for each in self._ranges if each.nbytes == 0]:
@@ -138,7 +138,7 @@ class KeptAddresses(DeviceMemory):
             (each, ref) for each, refs in self._ranges.items() if each.is_mapped for ref in refs
         ]
         return [
-            Slot(each, each.nbytes(), is_kept=True, is_frozen=False)
+            OffloadedStorage(each, each.nbytes(), is_kept=True, is_frozen=False)
             for of, ref in here
             if (each := storage_of(ref)) is not None
             and storage_id(each) not in known
@@ -150,14 +150,14 @@ class KeptAddresses(DeviceMemory):
         """Bytes of unmapped ranges."""
         return sum(each.nbytes for each in self._ranges if not each.is_mapped)
 
-    def _ranges_of(self, slots: Sequence[Slot]) -> set[AddressRange]:
+    def _ranges_of(self, slots: Sequence[OffloadedStorage]) -> set[AddressRange]:
         found = {self._range_at(each.storage.data_ptr()) for each in slots}
         return {each for each in found if each is not None}
 
     def _range_at(self, address: int) -> AddressRange | None:
         return next((each for each in self._ranges if each.base <= address < each.end), None)
 
-    def _move(self, slots: Sequence[Slot]) -> None:
+    def _move(self, slots: Sequence[OffloadedStorage]) -> None:
         """Moves storages outside any range to unmapped addresses in a new one; values are lost."""
         moving = [each for each in slots if self._range_at(each.storage.data_ptr()) is None]
         if not moving:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.module_hook import ModuleHook
-from speedtorch.layers.slot import Slot
+from speedtorch.layers.offloaded_storage import OffloadedStorage
 from speedtorch.torch_internals import as_plain, version_of
 
 __all__ = ["BLANK", "Discarded"]
@@ -60,7 +60,7 @@ class Discarded:
 
     def add(
         self,
-        slots: Iterable[Slot],
+        slots: Iterable[OffloadedStorage],
         names: Mapping[int, str],
         users: Iterable[nn.Module | Optimizer],
     ) -> None:

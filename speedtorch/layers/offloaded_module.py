@@ -1,7 +1,7 @@
 """OffloadedModule: a module with its parameters, buffers, gradients and optimizer state.
 
-A unit has three packs: parameters and buffers, gradients, and optimizer state. A forward therefore
-loads no state, and a unit loads no gradients after they were dropped.
+A unit has three tensor groups: parameters and buffers, gradients, and optimizer state. A forward
+therefore loads no state, and a unit loads no gradients after they were dropped.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.access_tracker import AccessTracker, is_plain_tensor
 from speedtorch.layers.data_parallel import Averaging
+from speedtorch.layers.flat_buffer import Memory
 from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.offloaded_parameters import follow_inner
-from speedtorch.layers.pack import Members, Pack
-from speedtorch.layers.slab import Memory
 from speedtorch.layers.state_tensors import TensorIndex, stays_on_cpu, within_frozen, wrappers_in
+from speedtorch.layers.tensor_group import Members, TensorGroup
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.optim.wrappers import optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
@@ -45,7 +45,7 @@ from speedtorch.torch_internals import (
 
 __all__ = ["Caller", "OffloadedModule", "exact_device", "host_copy", "is_offloaded"]
 
-_Part: TypeAlias = tuple[Pack, Members]
+_Part: TypeAlias = tuple[TensorGroup, Members]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -164,8 +164,8 @@ class OffloadedModule:
         self._stepped: set[str] = set()
         """Names of parameters that a step may have changed."""
         self._copied_versions: list[int] = []
-        self._own, self._gradients, self._state = (Pack(self.device, traffic) for _ in range(3))
-        self._packs = self._own, self._gradients, self._state
+        self._groups = tuple(TensorGroup(self.device, traffic) for _ in range(3))
+        self._own, self._gradients, self._state = self._groups
         self._begun: list[int] = []
         """Autograd's next node number at the begin of each running forward."""
         self.averaging = Averaging(name, module, self.device)
@@ -195,12 +195,12 @@ class OffloadedModule:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory, which are also the device bytes of a loaded unit."""
-        return sum(pack.slab.nbytes for pack in self._packs)
+        return sum(group.buffer.nbytes for group in self._groups)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory now, without tensors created there since the load."""
-        return sum([pack.slab.device_bytes for pack in self._packs])
+        return sum([group.buffer.device_bytes for group in self._groups])
 
     @property
     def memory(self) -> Memory | None:
@@ -209,11 +209,11 @@ class OffloadedModule:
 
     def is_home(self, *, state_alone: bool) -> bool:
         """Whether copies of write_back() are done, so evict() or evict_state() need not wait."""
-        packs = self._packs[2:] if state_alone else self._packs
-        return all(pack.slab.leaving.is_done for pack in packs)
+        groups = self._groups[2:] if state_alone else self._groups
+        return all(group.buffer.leaving.is_done for group in groups)
 
     def _parts(self) -> tuple[_Part, _Part, _Part]:
-        """The packs with their current members: parameters and buffers, gradients, state."""
+        """The groups with their current members: parameters and buffers, gradients, state."""
         found = self._found
         # Torch's batch norm changes its statistics without a new version.
         buffers = found.buffers if self._is_used else ()
@@ -233,7 +233,7 @@ class OffloadedModule:
         The tensors remain on the host until load(), which copies later changes again.
         """
         try:
-            self._come(Pack.bring, state=state)
+            self._come(TensorGroup.bring, state=state)
         finally:
             self.track()
 
@@ -243,9 +243,9 @@ class OffloadedModule:
         Later work on the current stream waits for the copy. A forward and a backward do not need
         the optimizer state.
         """
-        self._come(Pack.load, state=state)
-        for pack in self._packs if state else self._packs[:2]:
-            pack.slab.coming.join()
+        self._come(TensorGroup.load, state=state)
+        for group in self._groups if state else self._groups[:2]:
+            group.buffer.coming.join()
 
     @_untracked
     def _come(self, call: Callable[..., None], *, state: bool) -> None:
@@ -254,24 +254,24 @@ class OffloadedModule:
         if not self.device_bytes:  # the load copies all tensors, so host and device are equal
             self.was_stepped = self._is_state_new = False
             self._note_copied()
-        empty = [pack for pack in self._packs if not pack.slab.device_bytes]
+        empty = [group for group in self._groups if not group.buffer.device_bytes]
         called: list[_Part] = []
         try:
             # The copy starts before the check whether the index is current, to overlap both.
             is_begun = self._index is not None and self._own.begin(self._index.own)
             parts = self._parts()
-            for pack, members in parts if state else parts[:2]:
-                called.append((pack, members))
-                call(pack, members, begun=is_begun and pack is self._own)
+            for group, members in parts if state else parts[:2]:
+                called.append((group, members))
+                call(group, members, begun=is_begun and group is self._own)
             self._follow_inner()
         except BaseException as error:
-            for pack in self._packs:  # some packs may be on the device already
-                pack.slab.coming.join()
-            for pack, members in called if isinstance(error, RuntimeError) else ():
-                if pack in empty:
-                    pack.evict(members)
+            for group in self._groups:  # some groups may be on the device already
+                group.buffer.coming.join()
+            for group, members in called if isinstance(error, RuntimeError) else ():
+                if group in empty:
+                    group.evict(members)
             if self._own in empty and self._own.memory is Memory.HOST:
-                self._own.slab.empty()
+                self._own.buffer.empty()
             self.track()
             raise
 
@@ -300,24 +300,24 @@ class OffloadedModule:
         """Copies changes to the host, frees the device memory, and returns the freed bytes.
 
         The result is 0 if the unit was on the host. Views keep their memory; see held_by(). `after`
-        is the same as in write_back(). `search` is the same as in Pack.evict, for parameters and
-        buffers.
+        is the same as in write_back(). `search` is the same as in TensorGroup.evict, for parameters
+        and buffers.
         """
         self._tracker.stop()
         self.averaging.note()
         self._join_streams(after)
         freed, parts = 0, self._parts()[::-1]
         # All copies are queued before the host waits for the first.
-        copied = [pack.begin_back(members) for pack, members in parts]
-        for (pack, members), names in zip(parts, copied, strict=True):
+        copied = [group.begin_back(members) for group, members in parts]
+        for (group, members), names in zip(parts, copied, strict=True):
             # Autograd graphs hold views only of parameters and buffers.
-            is_searched = search or pack is not self._own
-            freed += pack.evict(members, after, search=is_searched, copied=names)
+            is_searched = search or group is not self._own
+            freed += group.evict(members, after, search=is_searched, copied=names)
         self._follow_inner()
         self._is_state_new = self.has_views = False
         self.made_state_bytes = 0
         self._note_copied()
-        self.has_graph = self.has_graph and any(pack.slab.is_held for pack in self._packs)
+        self.has_graph = self.has_graph and any(group.buffer.is_held for group in self._groups)
         self.track()
         return freed
 
@@ -343,52 +343,52 @@ class OffloadedModule:
     @_untracked
     def free_gradients(self, after: torch.cuda.Event | None = None) -> None:
         """Frees the device memory of gradients if the program has dropped them all."""
-        if self._gradients.slab.device_bytes and not self._found.gradients:
+        if self._gradients.buffer.device_bytes and not self._found.gradients:
             self._join_streams(after)
             self._gradients.evict(Members({}, ()), after)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of device memory of the optimizer state, without made_state_bytes."""
-        return self._state.slab.device_bytes
+        return self._state.buffer.device_bytes
 
     @property
     @_untracked
     def has_new_tensors(self) -> bool:
         """Whether parameters or buffers were added or renamed since the last eviction.
 
-        Autograd must not save them before an eviction, because they are not in the slab yet.
+        Autograd must not save them before an eviction, because they are not in the buffer yet.
         """
         return not self._own.has_all(self._found.own)
 
     def held_by(self) -> list[str]:
         """Descriptions of views that the program holds, which keep device memory allocated."""
-        return [each for pack in self._packs for each in pack.held_by()]
+        return [each for group in self._groups for each in group.held_by()]
 
     @_untracked
     def missing_bytes(self, *, state: bool) -> int:
         """Bytes of device memory that load() would allocate."""
         count = 3 if state else 2
-        if not any(pack.slab.missing_bytes for pack in self._packs[:count]):
+        if not any(group.buffer.missing_bytes for group in self._groups[:count]):
             return 0
-        return sum(pack.missing_bytes(members) for pack, members in self._parts()[:count])
+        return sum(group.missing_bytes(members) for group, members in self._parts()[:count])
 
     @property
     @_untracked
     def needed_bytes(self) -> int:
         """Device bytes of all current tensors of the unit."""
-        return sum(pack.needed_bytes(members) for pack, members in self._parts())
+        return sum(group.needed_bytes(members) for group, members in self._parts())
 
     @_untracked
     def new_bytes(self) -> int:
         """Bytes on the device that evict() would copy now."""
-        return sum(pack.new_bytes(members) for pack, members in self._parts())
+        return sum(group.new_bytes(members) for group, members in self._parts())
 
     @_untracked
     def other_bytes(self) -> int:
         """Bytes of tensors created on the device since the load, such as gradients and state."""
         own, gradients, self.made_state_bytes = (
-            pack.other_bytes(members) for pack, members in self._parts()
+            group.other_bytes(members) for group, members in self._parts()
         )
         return own + gradients + self.made_state_bytes
 
@@ -591,7 +591,7 @@ class OffloadedModule:
 
     def is_view(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with parameters or buffers on the device."""
-        return any(map(self._own.slab.has, within_frozen({"": tensor}).values()))
+        return any(map(self._own.buffer.has, within_frozen({"": tensor}).values()))
 
     def _is_trained_view(self, each: object) -> bool:
         return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
@@ -607,8 +607,8 @@ class OffloadedModule:
 
     def wait(self) -> None:
         """Waits for the copies that write_back() has started."""
-        for pack in self._packs:
-            pack.slab.leaving.finish()
+        for group in self._groups:
+            group.buffer.leaving.finish()
 
     @property
     @_untracked
@@ -622,11 +622,11 @@ class OffloadedModule:
 
         Writes changes back first, and waits for the copies.
         """
-        pack, members = self._parts()[2 if state else 0]
-        if pack.slab.device_bytes:
+        group, members = self._parts()[2 if state else 0]
+        if group.buffer.device_bytes:
             self.write_back()
             self.wait()
-        return pack.on_host(members)
+        return group.on_host(members)
 
     @_untracked
     def note_step(self, *_: object) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.data_parallel import averaged_parameters
-from speedtorch.layers.slab import extent
+from speedtorch.layers.flat_buffer import extent
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
@@ -44,7 +44,7 @@ class _Copied(NamedTuple):
 class OffloadedParameters:
     """Copies of parameters and gradients, which are on the device from load() to leave().
 
-    On a GPU the copies run on side streams, like copies of a slab.
+    On a GPU the copies run on side streams, like copies of a flat buffer.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats) -> None:

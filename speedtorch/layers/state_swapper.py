@@ -28,9 +28,9 @@ from speedtorch.layers.offloaded_parameters import (
     offloaded_bytes,
 )
 from speedtorch.layers.optimizer_trials import FirstState, check_when_given
-from speedtorch.layers.pack import Members, Pack
 from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
+from speedtorch.layers.tensor_group import Members, TensorGroup
 from speedtorch.layers.transfer_stats import StateReport, TransferStats
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
@@ -66,7 +66,7 @@ class _Piece:
         self._parameters = [weakref.ref(each) for each in parameters]
         self._names: list[dict[Any, str]] = [{} for _ in parameters]
         """Names of each parameter's state by key, cached because a step needs thousands."""
-        self.pack = Pack(device, traffic)
+        self.pack = TensorGroup(device, traffic)
         self.offloaded = OffloadedParameters(device, traffic)
         """The parameters, if they are in host memory and are copied to the device for a step."""
 
@@ -90,14 +90,14 @@ class _Piece:
         if self._brings:
             self.offloaded.bring(self.parameters)
         # State from an interrupted step is copied again: its host copy may have changed since.
-        is_old = self.pack.slab.is_filled
+        is_old = self.pack.buffer.is_filled
         self.pack.bring(members)
         return members if is_old else Members(members.tensors, ())
 
     def load(self, members: Members) -> None:
         """Moves state and parameters to the device; the current stream waits for the copies."""
         self.pack.load(members)
-        self.pack.slab.coming.join()
+        self.pack.buffer.coming.join()
         self.offloaded.load()
         for each in self.parameters if self._brings else ():
             for value in tree_leaves(self._optimizer.state.get(each)):
@@ -116,7 +116,7 @@ class _Piece:
         left out. A shared tensor that is on another device is copied to the piece's device.
         """
         found: dict[str, Tensor] = {}
-        device, state = self.pack.slab.device, self._optimizer.state
+        device, state = self.pack.buffer.device, self._optimizer.state
         groups = self._optimizer.param_groups
         may_stay = not all(group.get("capturable") or group.get("fused") for group in groups)
         for number, of in enumerate(self._parameters):
@@ -275,7 +275,7 @@ class StateSwapper:
                             bring_to_host(optimizer.state.get(each))
                     else:
                         piece.pack.load(members)
-                        piece.pack.slab.coming.join()
+                        piece.pack.buffer.coming.join()
                 self._pieces[optimizer] = []
 
     def report(self) -> StateReport:
@@ -283,8 +283,8 @@ class StateSwapper:
         packs = [piece.pack for pieces in self._pieces.values() for piece in pieces]
         return StateReport(
             pieces=len(packs),
-            host_bytes=sum(pack.slab.nbytes for pack in packs),
-            device_bytes=sum(pack.slab.device_bytes for pack in packs),
+            host_bytes=sum(pack.buffer.nbytes for pack in packs),
+            device_bytes=sum(pack.buffer.device_bytes for pack in packs),
             budget_bytes=self.budget,
             **self._traffic.figures(),
         )
@@ -299,7 +299,7 @@ class StateSwapper:
                 check_offloaded(each for piece in pieces for each in piece.parameters)
             staying = self._staying(optimizer, pieces)
             for other, its in self._pieces.items():  # these no longer fit into the budget
-                going = [e for e in its if e.pack.slab.device_bytes and e not in staying]
+                going = [e for e in its if e.pack.buffer.device_bytes and e not in staying]
                 _evicted(other, going)
                 for each in going:
                     each.offloaded.leave()
@@ -345,11 +345,11 @@ class StateSwapper:
     def _staying(self, optimizer: Optimizer, stepped: Iterable[_Piece]) -> set[_Piece]:
         """The first pieces whose state fits into the budget beside the pieces in transfer."""
         of = self._first[optimizer].nbytes
-        new = [each.parameters for each in stepped if not each.pack.slab.nbytes]
+        new = [each.parameters for each in stepped if not each.pack.buffer.nbytes]
         first_bytes = [sum(of(each) for each in some if each.grad is not None) for some in new]
         pieces = [each for some in self._pieces.values() for each in some]
-        sizes = [each.pack.slab.nbytes for each in pieces]
-        every = [*(e.pack.slab.nbytes + e.offloaded_bytes for e in pieces), *first_bytes]
+        sizes = [each.pack.buffer.nbytes for each in pieces]
+        every = [*(e.pack.buffer.nbytes + e.offloaded_bytes for e in pieces), *first_bytes]
         room = self.budget
         if sum(every) > room:
             room -= _AT_ONCE * max(every)
@@ -366,8 +366,8 @@ class StateSwapper:
         torch.save raises for a storage with several dtypes. On the host each tensor has its own.
         """
         with as_plain(), torch.no_grad():
-            there = [each for each in self._pieces[optimizer] if each.pack.slab.device_bytes]
-            dtypes = [{place.dtype for place in e.pack.slab.places.values()} for e in there]
+            there = [each for each in self._pieces[optimizer] if each.pack.buffer.device_bytes]
+            dtypes = [{place.dtype for place in e.pack.buffer.places.values()} for e in there]
             _evicted(optimizer, [e for e, its in zip(there, dtypes, strict=True) if len(its) > 1])
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.discarded import Discarded
 from speedtorch.layers.offloaded_module import exact_device, is_offloaded
-from speedtorch.layers.sleeping_storages import SleepingStorages
-from speedtorch.layers.slot import Slot
+from speedtorch.layers.offloaded_storage import OffloadedStorage
 from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, state_tensors
+from speedtorch.layers.storage_offloader import StorageOffloader
 from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.torch_internals import as_plain, fully_sharded, storage_id
@@ -168,7 +168,7 @@ class TrainingState:
             _check_can_keep(self.device)
         self._turn = RLock()
         self._parts = {
-            part: SleepingStorages(self.device, keep_addresses=keep_addresses) for part in PARTS
+            part: StorageOffloader(self.device, keep_addresses=keep_addresses) for part in PARTS
         }
         self._discarded = {part: Discarded(self.device, _REMEDIES[part]) for part in PARTS}
 
@@ -292,7 +292,7 @@ class TrainingState:
 
     def _slots(
         self, found: StateTensors, wanted: Collection[StatePart], lost: Collection[StatePart]
-    ) -> tuple[dict[StatePart, list[Slot]], list[str]]:
+    ) -> tuple[dict[StatePart, list[OffloadedStorage]], list[str]]:
         """Returns the storages to offload by part, and the names of tensors that remain.
 
         A storage that two parts share belongs to the first part. The storage remains on the device
@@ -305,8 +305,8 @@ class TrainingState:
             for each in rest
             if self._is_awake(each, sleeping) and (storage := _storage_of(each)) is not None
         }
-        by_storage: dict[int, Slot] = {}
-        slots: dict[StatePart, list[Slot]] = {part: [] for part in wanted}
+        by_storage: dict[int, OffloadedStorage] = {}
+        slots: dict[StatePart, list[OffloadedStorage]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
             is_lost, is_asleep = part in lost, self._parts[part].is_asleep
@@ -324,7 +324,7 @@ class TrainingState:
                     stay.add(key)
                     continue
                 if (slot := by_storage.get(key)) is None:
-                    slot = by_storage[key] = Slot(storage, nbytes)
+                    slot = by_storage[key] = OffloadedStorage(storage, nbytes)
                     slots[part].append(slot)
                 is_kept = not is_lost or name in found.unsaved
                 slot.add(each, is_kept=is_kept, is_frozen=name in found.frozen)

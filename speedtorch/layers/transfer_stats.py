@@ -20,7 +20,7 @@ Begun: TypeAlias = float | torch.cuda.Event
 
 
 class Memory(Enum):
-    """Host or device memory of a slab; a copy is named by its destination."""
+    """Host or device memory of a flat buffer; a copy is named by its destination."""
 
     HOST = "host"
     DEVICE = "device"

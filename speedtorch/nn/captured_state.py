@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.layers.sleeping_storages import times_moved
 from speedtorch.layers.state_tensors import state_tensors
+from speedtorch.layers.storage_offloader import times_moved
 from speedtorch.optim.attached_state import AttachedState
 from speedtorch.optim.optimizer_copy import snapshot
 from speedtorch.optim.probe import learn_state

@@ -150,8 +150,8 @@ def test_weights_that_were_replaced_in_a_use_count() -> None:
         for weight in each.module.parameters()
         for tensor in (weight, weight.grad)
         if tensor is not None
-        and not each._own.slab.has(tensor)
-        and not each._gradients.slab.has(tensor)
+        and not each._own.buffer.has(tensor)
+        and not each._gradients.buffer.has(tensor)
     ]
     assert sum(each.device_bytes for each in there) + sum(others) <= 4.5 * UNIT
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 from speedtorch.layers import TrainingState, device_memory, training_state
 from speedtorch.layers.device_memory import KeptAddresses
-from speedtorch.layers.slot import Slot, bytes_at
+from speedtorch.layers.offloaded_storage import OffloadedStorage, bytes_at
 from speedtorch.nn.graphed import graphed
 from speedtorch.torch_internals import storage_of, storage_reference
 
@@ -311,7 +311,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a state of the CPU keep its addresses in pretended ranges."""
     fill = device_memory._fill
 
-    def filled(slots: Sequence[Slot], device: torch.device) -> None:
+    def filled(slots: Sequence[OffloadedStorage], device: torch.device) -> None:
         try:
             fill(slots, device)
         finally:

@@ -14,33 +14,33 @@ from speedtorch.layers import (
     StateSwapper,
     Swapper,
     TrainingState,
-    slab,
-    sleeping_storages,
+    flat_buffer,
     state_swapper,
+    storage_offloader,
 )
-from speedtorch.layers.host_slab import Stage
+from speedtorch.layers.flat_buffer import FlatBuffer, Memory
+from speedtorch.layers.host_buffer import Stage
 from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.layers.offloaded_parameters import OffloadedParameters
 from speedtorch.layers.residency import Residency
-from speedtorch.layers.slab import Memory, Slab
-from speedtorch.layers.sleeping_storages import SleepingStorages
+from speedtorch.layers.storage_offloader import StorageOffloader
 from speedtorch.layers.transfer_stats import TransferStats
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def made(streams: RecordedStreams) -> Slab:
-    """A slab whose copies are recorded as "copy 1" and so on."""
+def made(streams: RecordedStreams) -> FlatBuffer:
+    """A flat buffer whose copies are recorded as "copy 1" and so on."""
     streams.pretend_on_cpu()
-    streams.works(slab, "copy_spans", "copy")
-    found = Slab({"weight": torch.ones(4), "bias": torch.ones(4)}, CPU)
+    streams.works(flat_buffer, "copy_spans", "copy")
+    found = FlatBuffer({"weight": torch.ones(4), "bias": torch.ones(4)}, CPU)
     streams.work("earlier")
     return found
 
 
-def loaded(made: Slab, streams: RecordedStreams) -> Slab:
-    """The slab on the device, where "use" has used it."""
+def loaded(made: FlatBuffer, streams: RecordedStreams) -> FlatBuffer:
+    """The flat buffer on the device, where "use" has used it."""
     made.copy_to(Memory.DEVICE, [], [])
     made.coming.join()
     streams.work("use")
@@ -48,20 +48,22 @@ def loaded(made: Slab, streams: RecordedStreams) -> Slab:
 
 
 def test_a_first_copy_waits_for_nothing_and_its_use_for_it(
-    made: Slab, streams: RecordedStreams
+    made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
     assert streams.before("copy 1") == set()
     assert streams.before("use") == {"earlier", "copy 1"}
 
 
-def test_a_copy_over_what_is_there_waits_for_its_use(made: Slab, streams: RecordedStreams) -> None:
+def test_a_copy_over_what_is_there_waits_for_its_use(
+    made: FlatBuffer, streams: RecordedStreams
+) -> None:
     loaded(made, streams).copy_to(Memory.DEVICE, ["weight"], [])
     assert "use" in streams.before("copy 2")
 
 
 def test_a_copy_to_the_host_waits_for_the_use_and_the_host_for_it(
-    made: Slab, streams: RecordedStreams
+    made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams).copy_to(Memory.HOST, ["weight"], [])
     streams.work("later")
@@ -73,7 +75,7 @@ def test_a_copy_to_the_host_waits_for_the_use_and_the_host_for_it(
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_copy_to_the_host_waits_for_one_to_the_device(
-    is_told: bool, made: Slab, streams: RecordedStreams
+    is_told: bool, made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     after: Any = streams.current.record_event() if is_told else None
     made.copy_to(Memory.DEVICE, [], [])
@@ -85,7 +87,7 @@ def test_a_copy_to_the_host_waits_for_one_to_the_device(
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_what_comes_again_waits_for_the_last_use_of_the_memory(
-    is_told: bool, made: Slab, streams: RecordedStreams
+    is_told: bool, made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
     after: Any = streams.current.record_event() if is_told else None
@@ -96,26 +98,26 @@ def test_what_comes_again_waits_for_the_last_use_of_the_memory(
     assert ("later" in streams.before("copy 2")) == (not is_told)
 
 
-def test_a_slab_around_another_is_made_behind_its_copies_to_the_host(
-    made: Slab, streams: RecordedStreams
+def test_a_larger_buffer_is_made_behind_copies_of_the_former_to_the_host(
+    made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams).copy_to(Memory.HOST, ["weight"], [])
-    Slab({"weight": torch.ones(4), "another": torch.ones(4)}, CPU, made)
+    FlatBuffer({"weight": torch.ones(4), "another": torch.ones(4)}, CPU, made)
     assert "copy 2" in streams.host
 
 
 @pytest.mark.parametrize("is_fork", [False, True])
-def test_what_comes_after_a_dropped_slab_waits_for_its_last_use(
-    is_fork: bool, made: Slab, streams: RecordedStreams
+def test_what_comes_after_a_dropped_buffer_waits_for_its_last_use(
+    is_fork: bool, made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
-    slab._gone(made.coming, DEVICE, os.getpid() + is_fork)
-    Slab({"weight": torch.ones(4)}, CPU).copy_to(Memory.DEVICE, [], [])
+    flat_buffer._gone(made.coming, DEVICE, os.getpid() + is_fork)
+    FlatBuffer({"weight": torch.ones(4)}, CPU).copy_to(Memory.DEVICE, [], [])
     assert ("use" in streams.before("copy 2")) == (not is_fork)
 
 
 def test_memory_that_is_left_to_views_is_kept_for_the_current_stream(
-    made: Slab, streams: RecordedStreams
+    made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
     whole = RecordedTensor()
@@ -165,7 +167,7 @@ class Timeline:
         self.uses: dict[float, str] = {}
         self.evicted: set[str] = set()
         self.returned = 0
-        copy, empty = slab.copy_spans, Slab.empty
+        copy, empty = flat_buffer.copy_spans, FlatBuffer.empty
 
         def copied(host: Tensor, *args: Any, to: Memory, **options: Any) -> None:
             copy(host, *args, to=to, **options)
@@ -179,14 +181,14 @@ class Timeline:
                 assert self.uses[number] in streams.before(name)
                 self.returned += 1
 
-        def emptied(one: Slab, after: Any = None) -> int:
+        def emptied(one: FlatBuffer, after: Any = None) -> int:
             freed = empty(one, after)
             if freed and self._number(one.host) in self.uses:
                 self.evicted.add(self.uses[self._number(one.host)])
             return freed
 
-        patch.setattr(slab, "copy_spans", copied)
-        patch.setattr(Slab, "empty", emptied)
+        patch.setattr(flat_buffer, "copy_spans", copied)
+        patch.setattr(FlatBuffer, "empty", emptied)
 
     @staticmethod
     def _number(host: Tensor) -> float:
@@ -277,8 +279,8 @@ def test_fingerprints_of_what_has_woken_are_taken_behind_the_copies(
     model = nn.Linear(8, 8).requires_grad_(False)
     state = TrainingState(model)
     state.sleep()
-    streams.works(sleeping_storages, "bytes_at", "bytes")
-    streams.works(sleeping_storages, "fingerprint", "fingerprint")
+    streams.works(storage_offloader, "bytes_at", "bytes")
+    streams.works(storage_offloader, "fingerprint", "fingerprint")
     state.wake()
     copies = {name for name, on in streams.on.items() if on == "training state"}
     assert copies and copies <= streams.before("fingerprint 1")
@@ -289,14 +291,14 @@ def test_tensors_are_moved_when_the_host_has_waited_for_the_copies(
 ) -> None:
     """Memory of the device goes then, and other threads read host memory without a wait."""
 
-    def synchronize(_: SleepingStorages) -> None:
+    def synchronize(_: StorageOffloader) -> None:
         streams.host |= streams.on.keys()
 
     streams.pretend_on_cpu()
-    monkeypatch.setattr(SleepingStorages, "_wait", synchronize)
-    streams.works(sleeping_storages, "bytes_at", "bytes")
-    streams.works(sleeping_storages, "fall_asleep", "asleep")
-    streams.works(sleeping_storages, "wake_up", "awake")
+    monkeypatch.setattr(StorageOffloader, "_wait", synchronize)
+    streams.works(storage_offloader, "bytes_at", "bytes")
+    streams.works(storage_offloader, "fall_asleep", "asleep")
+    streams.works(storage_offloader, "wake_up", "awake")
     state = TrainingState(nn.Linear(8, 8))
     state.sleep()
     left = {name for name, on in streams.on.items() if on == "training state"}

@@ -17,7 +17,7 @@ from conftest import NEEDS_GPU
 from interrupts import EVERY, PACKAGE, Lines
 from torch import Tensor, nn, optim
 
-from speedtorch.layers import Swapper, residency, slab
+from speedtorch.layers import Swapper, flat_buffer, residency
 
 WIDTH = 16
 NBYTES = 4 * WIDTH * WIDTH
@@ -56,7 +56,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> Marks:
         return nullcontext()
 
     monkeypatch.setattr(residency, "end_of_current", lambda _: Mark(found.work))
-    monkeypatch.setattr(slab.Slab, "_beside", beside)
+    monkeypatch.setattr(flat_buffer.FlatBuffer, "_beside", beside)
     return found
 
 

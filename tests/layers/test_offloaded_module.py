@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import speedtorch
-from speedtorch.layers import Memory, OffloadedModule, slab
+from speedtorch.layers import Memory, OffloadedModule, flat_buffer
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import version_of
 
@@ -141,21 +141,21 @@ def test_calls_of_the_driver_do_not_depend_on_the_number_of_tensors() -> None:
     few, many = calls_of_cuda(1), calls_of_cuda(20)
     if not few:
         pytest.skip("the profiler sees no calls of CUDA on this machine")
-    assert few["cudaMemcpyAsync"] == 4  # two packs, there and back
+    assert few["cudaMemcpyAsync"] == 4  # two groups, there and back
     assert few == many
 
 
 def written_back(unit: OffloadedModule) -> list[int]:
     """Bytes of each piece that an eviction copies."""
     copied: list[int] = []
-    copy_spans = slab.copy_spans
+    copy_spans = flat_buffer.copy_spans
 
     def counted(host: Tensor, other: Tensor, spans: Any, **rest: Any) -> None:
         copied.extend(end - begin for begin, end in spans)
         copy_spans(host, other, spans, **rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slab, "copy_spans", counted)
+        patch.setattr(flat_buffer, "copy_spans", counted)
         unit.evict()
     return copied
 
@@ -185,7 +185,7 @@ def test_copies_begin_before_each_tensor_is_looked_at(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    copy_spans, where = slab.copy_spans, slab.Slab.where
+    copy_spans, where = flat_buffer.copy_spans, flat_buffer.FlatBuffer.where
 
     def copied(*args: Any, **rest: Any) -> None:
         calls.append("copy")
@@ -196,8 +196,8 @@ def test_copies_begin_before_each_tensor_is_looked_at(
         return where(*args)
 
     unit = OffloadedModule(nn.Linear(4, 4), device=device)
-    monkeypatch.setattr(slab, "copy_spans", copied)
-    monkeypatch.setattr(slab.Slab, "where", looked)
+    monkeypatch.setattr(flat_buffer, "copy_spans", copied)
+    monkeypatch.setattr(flat_buffer.FlatBuffer, "where", looked)
     for move in (unit.load, unit.write_back, unit.evict, unit.bring):
         unit.touch()
         calls.clear()
@@ -234,7 +234,7 @@ def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     late: list[Callable[[], None]] = []
-    copy_spans = slab.copy_spans
+    copy_spans = flat_buffer.copy_spans
 
     def copy_late(host: Tensor, other: Tensor, spans: Any, *, to: Memory, **rest: Any) -> None:
         source = other if to is Memory.DEVICE else other.clone()
@@ -246,7 +246,7 @@ def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
         while late:
             late.pop(0)()
 
-    monkeypatch.setattr(slab, "copy_spans", copy_late)
+    monkeypatch.setattr(flat_buffer, "copy_spans", copy_late)
     monkeypatch.setattr(SharedSideStream, "finish", finish)
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     unit = OffloadedModule(module, device="cpu")
@@ -408,9 +408,9 @@ def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) 
     optimizer.param_groups[0]["fused"] = False  # a new step would stay on the CPU
     layer.zero_grad()  # the unit looks for its tensors again
     unit.load()
-    assert unit._state.slab.has(step)
+    assert unit._state.buffer.has(step)
     unit.evict()
-    assert not unit._state.slab.has(step) and step.item() == 1
+    assert not unit._state.buffer.has(step) and step.item() == 1
 
 
 def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
@@ -423,10 +423,10 @@ def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
     unit.load()
     optimizer.load_state_dict(saved)
     kept = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
-    assert kept and all(unit._state.slab.has(each) for each in kept) is False
+    assert kept and all(unit._state.buffer.has(each) for each in kept) is False
     unit.evict()
     unit.load()
-    assert all(unit._state.slab.has(each) for each in kept)
+    assert all(unit._state.buffer.has(each) for each in kept)
 
 
 def test_tensors_tied_within_a_loaded_unit_stay_tied(device: str) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
 from speedtorch.layers.offloaded_module import OffloadedModule
-from speedtorch.layers.pack import Pack
+from speedtorch.layers.tensor_group import TensorGroup
 
 
 @pytest.fixture(autouse=True)
@@ -623,15 +623,15 @@ def test_a_unit_that_finds_no_memory_for_its_state_is_on_the_host(
     train(made, optimizer, swapper)
     whole.load_state_dict(made.state_dict())
     swapper.evict()
-    loads, load = [], Pack.load
+    loads, load = [], TensorGroup.load
 
-    def load_first(pack: Pack, *args: Any, **kwargs: Any) -> None:
-        loads.append(pack)
+    def load_first(group: TensorGroup, *args: Any, **kwargs: Any) -> None:
+        loads.append(group)
         if len(loads) == 2:
             raise torch.OutOfMemoryError("pretended")
-        load(pack, *args, **kwargs)
+        load(group, *args, **kwargs)
 
-    monkeypatch.setattr(Pack, "load", load_first)
+    monkeypatch.setattr(TensorGroup, "load", load_first)
     with pytest.raises(torch.OutOfMemoryError, match="pretended"):
         swapper.use(made[0]).__enter__()
     assert not swapper.report().resident and made[0].weight.is_cpu

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from speedtorch.layers import Memory, Swapper, host_slab, module_steps, residency, slab
+from speedtorch.layers import Memory, Swapper, flat_buffer, host_buffer, module_steps, residency
 
 BLOCKS, ELEMENTS = 16, 2048
 BLOCK_BYTES = 4 * ELEMENTS
@@ -99,7 +99,11 @@ def side_stream(clocks: Clocks) -> type:
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     """Those of a GPU beside which layers come and go."""
     found = Clocks()
-    copy, taken, step = host_slab.copy_spans, slab.Slab.take, module_steps.ModuleSteps._step
+    copy, taken, step = (
+        host_buffer.copy_spans,
+        flat_buffer.FlatBuffer.take,
+        module_steps.ModuleSteps._step,
+    )
 
     def copy_spans(*args: Any, to: Memory, **kwargs: Any) -> None:
         duration = sum(end - begin for begin, end in args[2]) / BLOCK_BYTES * COPY
@@ -107,7 +111,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
             each[COMING if to is Memory.DEVICE else LEAVING] += duration
         copy(*args, to=to, **kwargs)
 
-    def take(target: slab.Slab, name: str, tensor: Tensor) -> None:
+    def take(target: flat_buffer.FlatBuffer, name: str, tensor: Tensor) -> None:
         found.host = found.wait() + tensor.nbytes / BLOCK_BYTES * COPY
         taken(target, name, tensor)
 
@@ -115,9 +119,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
         step(*args)
         found.work(1.0)
 
-    monkeypatch.setattr(slab, "SharedSideStream", side_stream(found))
-    monkeypatch.setattr(slab, "copy_spans", copy_spans)
-    monkeypatch.setattr(slab.Slab, "take", take)
+    monkeypatch.setattr(flat_buffer, "SharedSideStream", side_stream(found))
+    monkeypatch.setattr(flat_buffer, "copy_spans", copy_spans)
+    monkeypatch.setattr(flat_buffer.FlatBuffer, "take", take)
     monkeypatch.setattr(residency, "end_of_current", lambda _: Event(found, found.compute))
     monkeypatch.setattr(module_steps.ModuleSteps, "_step", stepped)
     return found

@@ -23,9 +23,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import speedtorch
-from speedtorch.layers import TrainingState, device_memory, sleeping_storages
-from speedtorch.layers.sleeping_storages import fingerprint
+from speedtorch.layers import TrainingState, device_memory, storage_offloader
 from speedtorch.layers.state_tensors import PARTS, StatePart
+from speedtorch.layers.storage_offloader import fingerprint
 from speedtorch.nn.graphed import graphed
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -351,7 +351,7 @@ def test_weights_that_have_not_changed_are_not_copied_again(
     together: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not together:
-        monkeypatch.setattr(sleeping_storages, "_GROUP", 64 * 64 * 4)
+        monkeypatch.setattr(storage_offloader, "_GROUP", 64 * 64 * 4)
     model = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(3)))
     model[:2].requires_grad_(False)
     state, nbytes = TrainingState(model), 64 * 65 * 4
@@ -388,7 +388,7 @@ def test_what_an_interrupted_sleep_has_overwritten_is_copied_again(
     state.wake()
     freeze(1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sleeping_storages.SleepingStorages, "_unchanged", interrupt)
+        patch.setattr(storage_offloader.StorageOffloader, "_unchanged", interrupt)
         state.sleep()
     freeze(0)
     state.sleep()
@@ -402,7 +402,7 @@ def test_of_many_pieces_only_what_has_changed_is_copied(
     model = nn.ParameterList(torch.zeros(256, 256, device=device) for _ in range(40))
     state, nbytes = TrainingState(model), 1 << 18
     monkeypatch.setattr(device_memory, "_PIECE", 3 * nbytes)
-    monkeypatch.setattr(sleeping_storages, "_GROUP", 5 * nbytes)
+    monkeypatch.setattr(storage_offloader, "_GROUP", 5 * nbytes)
     for each in model[:30]:
         each.requires_grad_(False)
     for _ in range(2):

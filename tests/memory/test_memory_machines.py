@@ -26,7 +26,7 @@ import speedtorch
 from speedtorch import empty, memory_kind, memory_stats, pin_memory_, unpin_memory_
 from speedtorch.info import info
 from speedtorch.layers import Memory
-from speedtorch.layers.host_slab import copy_spans
+from speedtorch.layers.host_buffer import copy_spans
 from speedtorch.memory.host_memory import registration_seams, release
 from speedtorch.ops.functions import _ops
 from speedtorch.torch_internals import storage_at

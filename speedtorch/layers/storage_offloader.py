@@ -1,4 +1,4 @@
-"""SleepingStorages: storages whose memory is on the device, or in host memory while offloaded.
+"""StorageOffloader: storages whose memory is on the device, or in host memory while offloaded.
 
 A storage loses its memory and receives memory again, at new or at the same addresses (see
 device_memory.py), but remains the same object. All its views therefore have the same values again:
@@ -23,15 +23,21 @@ from torch import Tensor
 
 from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses
 from speedtorch.layers.discarded import BLANK
-from speedtorch.layers.host_slab import copy_spans
-from speedtorch.layers.slot import Slot, bytes_at, fall_asleep, wake_up, waking
+from speedtorch.layers.host_buffer import copy_spans
+from speedtorch.layers.offloaded_storage import (
+    OffloadedStorage,
+    bytes_at,
+    fall_asleep,
+    wake_up,
+    waking,
+)
 from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import storage_at
 
-__all__ = ["SleepingStorages", "fingerprint", "times_moved"]
+__all__ = ["StorageOffloader", "fingerprint", "times_moved"]
 
 # Bytes of storages that are fingerprinted together: singly, small ones take longer than a copy.
 _GROUP = 1 << 25
@@ -61,7 +67,7 @@ class _Known:
     """For each storage, one tensor that uses it, and its byte count."""
     fingerprint: Tensor
 
-    def is_of(self, group: Sequence[Slot]) -> bool:
+    def is_of(self, group: Sequence[OffloadedStorage]) -> bool:
         """Whether the group consists of the same storages."""
         return len(group) == len(self.owners) and all(
             owner() is slot.members[0].ref() and nbytes == slot.nbytes
@@ -69,9 +75,9 @@ class _Known:
         )
 
 
-def _groups(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
+def _groups(slots: Iterable[OffloadedStorage]) -> Iterator[list[OffloadedStorage]]:
     """Groups consecutive storages, up to _GROUP bytes if there are several."""
-    group: list[Slot] = []
+    group: list[OffloadedStorage] = []
     nbytes = 0
     for slot in slots:
         if group and nbytes + slot.nbytes > _GROUP:
@@ -83,7 +89,7 @@ def _groups(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
         yield group
 
 
-class SleepingStorages:
+class StorageOffloader:
     """The storages of one part of a training state on one device.
 
     Host memory is allocated once and reused. With device "cpu", a second host memory is the device.
@@ -94,9 +100,9 @@ class SleepingStorages:
         self.memory = (KeptAddresses if keep_addresses else DeviceMemory)(device)
         self._host = self._host_bytes(0)
         self._copies = SharedSideStream("training state")
-        self._slots: list[Slot] = []
+        self._slots: list[OffloadedStorage] = []
         """Offloaded storages, and partly offloaded ones after an exception."""
-        self._filling: list[Slot] = []
+        self._filling: list[OffloadedStorage] = []
         """Storages that have device memory again, but not yet their values."""
         self._known: dict[int, _Known] = {}
         """Owners and fingerprints of host bytes, by host offset."""
@@ -128,7 +134,7 @@ class SleepingStorages:
         """Whether an exception has left some storages on the device."""
         return any(map(self.memory.is_here, self._slots))
 
-    def sleep(self, slots: Sequence[Slot]) -> int:
+    def sleep(self, slots: Sequence[OffloadedStorage]) -> int:
         """Copies storages to host memory and frees their memory; returns the copied bytes.
 
         Nothing of this part may be offloaded before. Raises MemoryError if the host has too little
@@ -181,7 +187,7 @@ class SleepingStorages:
         is_here, unfilled = self.memory.is_here, {id(each) for each in self._filling}
         without = [each for each in self._slots if id(each) in unfilled or not is_here(each)]
         empty = [each for each in without if each.is_needed]
-        seldom_written: list[Slot] = []
+        seldom_written: list[OffloadedStorage] = []
         try:
             self._filling = empty  # remains set if an exception interrupts the undo below
             for some in self.memory.come(empty):
@@ -225,7 +231,7 @@ class SleepingStorages:
         memory: HostMemoryKind = "registered" if self._device.type == "cuda" else "plain"
         return host_memory.empty(count, dtype=torch.uint8, memory=memory)
 
-    def _asleep(self, slot: Slot) -> tuple[tuple[object, ...], Sequence[Tensor]]:
+    def _asleep(self, slot: OffloadedStorage) -> tuple[tuple[object, ...], Sequence[Tensor]]:
         layout, shown = slot.layout(), self._shown.get(slot.begin)
         if shown is not None and shown[0] == layout:
             return shown
@@ -234,7 +240,7 @@ class SleepingStorages:
         vars(storage)["host"] = self._host  # keeps host memory alive as long as the storage
         return layout, slot.asleep(storage)
 
-    def _known_of(self, group: Sequence[Slot]) -> _Known:
+    def _known_of(self, group: Sequence[OffloadedStorage]) -> _Known:
         parts = [bytes_at(address, count, self._device) for address, _, count in self._runs(group)]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
         return _Known([(each.members[0].ref, each.nbytes) for each in group], fingerprint(values))
@@ -243,7 +249,7 @@ class SleepingStorages:
         """Drops all fingerprints except those at these host offsets."""
         self._known = {begin: each for begin, each in self._known.items() if begin in begins}
 
-    def _unchanged(self, groups: Sequence[Sequence[Slot]]) -> set[int]:
+    def _unchanged(self, groups: Sequence[Sequence[OffloadedStorage]]) -> set[int]:
         """Host offsets of groups whose bytes equal the host's bytes, by fingerprint."""
         if not groups:
             return set()
@@ -252,7 +258,7 @@ class SleepingStorages:
         same = (before == now).tolist()
         return {each[0].begin for each, is_same in zip(groups, same, strict=True) if is_same}
 
-    def _copy(self, slots: Sequence[Slot], to: Memory) -> None:
+    def _copy(self, slots: Sequence[OffloadedStorage], to: Memory) -> None:
         """Starts copies of storages between device and host on a side stream.
 
         The caller must have waited for all earlier work that reads or writes the storages.
@@ -267,7 +273,7 @@ class SleepingStorages:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _runs(self, slots: Sequence[Slot]) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, slots: Sequence[OffloadedStorage]) -> Iterator[tuple[int, int, int]]:
         """Yields (device address, host offset, bytes) of runs that one copy can move."""
         on_gpu = self._device.type == "cuda"
         address = begin = count = 0

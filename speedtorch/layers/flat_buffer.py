@@ -1,8 +1,8 @@
-"""Slab: tensors packed into one flat buffer, on the host and on a device.
+"""FlatBuffer: tensors packed into one flat buffer, on the host and on a device.
 
-A slab is a layout with two memories. The host slab always exists. The device slab's storage is
-emptied and filled again, but remains the same object. Views that autograd has saved are therefore
-valid again once the storage is filled.
+A flat buffer is a layout with two memories. The host buffer always exists. The device buffer's
+storage is emptied and filled again, but remains the same object. Views that autograd has saved are
+therefore valid again once the storage is filled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.layers.access_tracker import is_plain_tensor
-from speedtorch.layers.host_slab import aligned, copy_spans, elements, host_bytes
+from speedtorch.layers.host_buffer import aligned, copy_spans, elements, host_bytes
 from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import (
@@ -30,7 +30,7 @@ from speedtorch.torch_internals import (
     unwrapped,
 )
 
-__all__ = ["Memory", "Slab", "check_packable", "extent"]
+__all__ = ["FlatBuffer", "Memory", "check_packable", "extent"]
 
 # Between the alignments of torch's allocators (CUDA: 512, CPU: 64). Enough for the widest loads,
 # cuBLAS and TMA descriptors, and small compared with a parameter's kilobytes.
@@ -43,7 +43,7 @@ _SHAPE, _STRIDE = attrgetter("shape"), methodcaller("stride")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a tensor in a slab: its slot, and its byte offset from the begin of the slab."""
+    """Place of a tensor in a buffer: its slot, and its byte offset from the begin of the buffer."""
 
     begin: int
     nbytes: int
@@ -131,25 +131,25 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]
 
 
 def _gone(coming: SharedSideStream, device: torch.device, process: int) -> None:
-    """Orders copies into the memory of a dropped slab behind the slab's last use."""
+    """Orders copies into the memory of a dropped buffer behind the buffer's last use."""
     if os.getpid() == process:  # CUDA calls fail in a forked child
         with coming.after_current(device):
             pass
 
 
-class Slab:
+class FlatBuffer:
     """A layout of named tensors, its host memory, and its device memory while loaded.
 
     Tensors keep their dtype, shape and strides. Memory that several tensors share is stored once.
     The constructor does not copy the tensors' bytes; `take` does.
 
-    On a GPU, copies run on side streams, one for each direction. The device slab's memory belongs
-    to the stream of `coming`. Call `coming.join()` before using the device slab, and
-    `leaving.finish()` before reading the host slab. `empty` frees memory after its last use.
+    On a GPU, copies run on side streams, one for each direction. The device buffer's memory belongs
+    to the stream of `coming`. Call `coming.join()` before using the device buffer, and
+    `leaving.finish()` before reading the host buffer. `empty` frees memory after its last use.
 
-    The tensors are packed in their order. On the device "cpu", the device slab is a second host
-    memory. Tensors of the slab `before`, which must fit, keep their places and host bytes, and new
-    tensors follow them. The new slab uses the device storage of `before`, and is not filled.
+    The tensors are packed in their order. On the device "cpu", the device buffer is a second host
+    memory. Tensors of the buffer `before`, which must fit, keep their places and host bytes, and
+    new tensors follow them. The new buffer uses the device storage of `before`, and is not filled.
     The constructor raises like check_packable, and MemoryError if the host has too little memory.
     """
 
@@ -157,14 +157,14 @@ class Slab:
         self,
         tensors: Mapping[str, Tensor],
         device: torch.device,
-        before: Slab | None = None,
+        before: FlatBuffer | None = None,
         traffic: TransferStats | None = None,
     ) -> None:
         self.traffic = traffic or TransferStats()
         self.coming = SharedSideStream("layers coming", is_timed=True)
-        """Side stream for copies to the device slab."""
+        """Side stream for copies to the device buffer."""
         self.leaving = SharedSideStream("layers leaving", is_timed=True)
-        """Side stream for copies to the host slab."""
+        """Side stream for copies to the host buffer."""
         self.places: dict[str, _Place] = {} if before is None else dict(before.places)
         """Places of all tensors in the layout, by name."""
         self._slots: list[tuple[int, int]] = [] if before is None else list(before._slots)
@@ -210,22 +210,22 @@ class Slab:
             _no_bytes(device) if before is None else before._storage
         )
         self.is_filled = False
-        """Whether the bytes of the device slab are copied, or their copy is queued."""
+        """Whether the bytes of the device buffer are copied, or their copy is queued."""
         if device.type == "cuda":
             gone = weakref.finalize(self, _gone, self.coming, device, os.getpid())
             gone.atexit = False
         self._views: dict[Memory, dict[str, Tensor]] = {memory: {} for memory in Memory}
         self._whole: Tensor | None = None
-        """The bytes of the device slab."""
+        """The bytes of the device buffer."""
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device slab now: all or none."""
+        """Bytes of the device buffer now: all or none."""
         return self._storage.nbytes()
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that the device slab needs before it can be filled: all or none."""
+        """Bytes that the device buffer needs before it can be filled: all or none."""
         return 0 if self.device_bytes else self.nbytes
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
@@ -241,7 +241,7 @@ class Slab:
         ):
             return dict.fromkeys(tensors, memory)
         host, device = self.host.data_ptr(), self._storage.data_ptr()
-        filled = self.device_bytes  # less than nbytes if a larger slab replaced a loaded one
+        filled = self.device_bytes  # less than nbytes if a larger buffer replaced a loaded one
         found: dict[str, Memory | None] = {}
         for name, tensor in tensors.items():
             memory, place = None, self.places.get(name)
@@ -299,7 +299,7 @@ class Slab:
         return True
 
     def view(self, name: str, memory: Memory) -> Tensor:
-        """The named tensor in one of the memories; the device slab must have memory."""
+        """The named tensor in one of the memories; the device buffer must have memory."""
         made = self._views[memory]
         if name not in made:
             place = self.places[name]
@@ -311,7 +311,7 @@ class Slab:
         return made[name]
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Copies a tensor outside the slab, which matches the named place, to the host slab."""
+        """Copies a tensor outside the buffer, which matches the named place, to the host buffer."""
         if tensor.numel() == 0:
             return
         place, begin = self.places[name], int(tensor.storage_offset()) * tensor.itemsize
@@ -328,8 +328,8 @@ class Slab:
         """Starts copying `changed` tensors from the other memory to `memory` in the fewest spans.
 
         Unchanged tensors between them are copied too. `settled` tensors are current only in
-        `memory` and are not overwritten. A device slab without memory is allocated and copied
-        whole. The device slab is read `after` an event; None: after all work that the current
+        `memory` and are not overwritten. A device buffer without memory is allocated and copied
+        whole. The device buffer is read `after` an event; None: after all work that the current
         stream has queued.
         """
         comes = memory is Memory.DEVICE
@@ -363,7 +363,7 @@ class Slab:
         self.is_filled = self.is_filled or comes
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:
-        """Frees the device slab's memory, and returns its bytes.
+        """Frees the device buffer's memory, and returns its bytes.
 
         New contents of that memory are written `after` an event, as in copy_to.
         """
@@ -375,7 +375,7 @@ class Slab:
         return freed
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the device slab's storage."""
+        """Whether a tensor has the device buffer's storage."""
         while is_wrapped(tensor):
             tensor = unwrapped(tensor)
         is_dense = is_plain_tensor(tensor) and tensor.layout == torch.strided
@@ -383,12 +383,12 @@ class Slab:
 
     @property
     def is_held(self) -> bool:
-        """Whether an autograd graph or the program holds a view of the device slab."""
+        """Whether an autograd graph or the program holds a view of the device buffer."""
         own = len(self._views[Memory.DEVICE]) + (self._whole is not None)
         return storage_uses(self._storage) > own + 1
 
     def held_by(self, members: Sequence[Tensor]) -> dict[weakref.ref[Tensor], str]:
-        """Describes Python tensors, except `members`, that are views of the device slab.
+        """Describes Python tensors, except `members`, that are views of the device buffer.
 
         The search scans all objects of the garbage collector.
         """

@@ -1,4 +1,4 @@
-"""Slot: a storage that can be offloaded, and the known tensors that use it."""
+"""OffloadedStorage: a storage that can be offloaded, and the known tensors that use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from speedtorch.layers.host_slab import aligned, elements
+from speedtorch.layers.host_buffer import aligned, elements
 from speedtorch.torch_internals import (
     set_versions,
     storage_at,
@@ -18,7 +18,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["ALIGNMENT", "Slot", "bytes_at", "fall_asleep", "wake_up", "waking"]
+__all__ = ["ALIGNMENT", "OffloadedStorage", "bytes_at", "fall_asleep", "wake_up", "waking"]
 
 # The alignment of torch's CUDA allocator: neighbours on the device are neighbours on the host.
 ALIGNMENT = 512
@@ -57,7 +57,7 @@ class _Member:
 
 
 @dataclass(slots=True)
-class Slot:
+class OffloadedStorage:
     """A device storage, and the known tensors that use it.
 
     Attributes:
@@ -123,8 +123,8 @@ class Slot:
         return member.shown == tensor.data_ptr() and (self.is_kept or not tensor.numel())
 
 
-def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> None:
-    """Points the tensors of storages to the aliases that Slot.asleep() has made."""
+def fall_asleep(slots: Iterable[OffloadedStorage], views: Iterable[Sequence[Tensor]]) -> None:
+    """Points the tensors of storages to the aliases that OffloadedStorage.asleep() has made."""
     falling = [
         (member, tensor, view)
         for slot, its_views in zip(slots, views, strict=True)
@@ -139,7 +139,7 @@ def fall_asleep(slots: Iterable[Slot], views: Iterable[Sequence[Tensor]]) -> Non
         tensor.data = view
 
 
-def waking(slots: Iterable[Slot]) -> list[tuple[Tensor, int, Tensor | None]]:
+def waking(slots: Iterable[OffloadedStorage]) -> list[tuple[Tensor, int, Tensor | None]]:
     """The tensors to wake, each with its new version and its alias on the device.
 
     Tensors are included if they are offloaded or have an offloaded version. An alias of None means

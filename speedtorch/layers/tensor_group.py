@@ -1,11 +1,11 @@
-"""Named tensors that move together between the host memory and the device memory of a slab.
+"""Named tensors that move together between host memory and device memory of a flat buffer.
 
-**Location.** The tensors are views of one slab, either of its host memory or of its device memory.
-A tensor in neither (a gradient, state of the first step) joins the slab at the next move. Tensor
-objects do not change: a move assigns their `data`.
+**Location.** The tensors are views of one flat buffer, either of its host memory or of its device
+memory. A tensor in neither (a gradient, state of the first step) joins the buffer at the next move.
+Tensor objects do not change: a move assigns their `data`.
 
-**Saved tensors.** Autograd keeps views of the device slab. These views have no memory after
-eviction, and are valid again after the slab is filled with the same bytes. Torch compares a
+**Saved tensors.** Autograd keeps views of the device buffer. These views have no memory after
+eviction, and are valid again after the buffer is filled with the same bytes. Torch compares a
 tensor's version with its version when it was saved. Each memory therefore has its own version
 count. A moved tensor gets its last version in the target memory, plus one if its elements have
 changed since. A backward through evicted tensors therefore raises, and works after `load()`. If
@@ -25,18 +25,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedtorch.layers.slab import Memory, Slab, check_packable
+from speedtorch.layers.flat_buffer import FlatBuffer, Memory, check_packable
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import set_versions, version_of
 
-__all__ = ["Members", "Pack"]
+__all__ = ["Members", "TensorGroup"]
 
 # Versions have 32 bits. Host versions use the upper half, so that no version is in both memories.
 _HOST_VERSIONS = 1 << 31
 
 
 class Members(NamedTuple):
-    """The tensors of a pack by names that do not change.
+    """The tensors of a group by names that do not change.
 
     `written`: names of tensors that may have changed since their copy without a new version.
     """
@@ -56,7 +56,7 @@ def _plain_tensors() -> AbstractContextManager[None]:
     return _no_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
-class Pack:
+class TensorGroup:
     """Tensors in host memory, or on the device; in host memory at first.
 
     The caller passes the current tensors to each move, by names that do not change. The device
@@ -67,7 +67,7 @@ class Pack:
         self.memory: Memory | None = Memory.HOST
         """Where the tensors are; None after an interrupted move, until another completes it."""
         self._held: dict[weakref.ref[Tensor], str] = {}
-        """Views that keep a device slab alive after evict(), with their descriptions."""
+        """Views that keep a device buffer alive after evict(), with their descriptions."""
         self._placed: dict[str, weakref.ref[Tensor]] = {}
         """The tensor in the place of each name."""
         self._counted: dict[str, int] = {}
@@ -77,12 +77,12 @@ class Pack:
         self._device_versions: dict[str, int] = {}
         """The last version of each tensor on the device; `_host_versions`: on the host."""
         with _plain_tensors():
-            self.slab = Slab({}, device, traffic=traffic)
-        """The current slab; replaced if a joining tensor does not fit."""
+            self.buffer = FlatBuffer({}, device, traffic=traffic)
+        """The current buffer; replaced if a joining tensor does not fit."""
 
     def has_place(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor lies in the place of a name, in either memory."""
-        return self.slab.where({name: tensor})[name] is not None
+        return self.buffer.where({name: tensor})[name] is not None
 
     def has_all(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether each tensor has moved under its name before."""
@@ -98,21 +98,21 @@ class Pack:
         """Host views of the tensors on the device, by device address; see write_back()."""
         tensors = members.tensors
         return {
-            tensors[name].data_ptr(): self.slab.view(name, Memory.HOST)
-            for name, memory in self.slab.where(tensors).items()
+            tensors[name].data_ptr(): self.buffer.view(name, Memory.HOST)
+            for name, memory in self.buffer.where(tensors).items()
             if memory is Memory.DEVICE
         }
 
     def begin(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Starts a copy of the host slab to the device if it seems to contain all these tensors.
+        """Starts a copy of the host buffer to the device if it seems to contain all these tensors.
 
         A check of thousands of tensors is slow, so the copy starts before the check in bring() or
         load(), which must be called next with the result as `begun`. No tensor changes.
         """
-        if self.slab.is_filled or self.slab.memory_at(tensors) is not Memory.HOST:
+        if self.buffer.is_filled or self.buffer.memory_at(tensors) is not Memory.HOST:
             return False
         with _plain_tensors():
-            self.slab.copy_to(Memory.DEVICE, tensors, ())
+            self.buffer.copy_to(Memory.DEVICE, tensors, ())
         return True
 
     def bring(self, members: Members, *, begun: bool = False) -> None:
@@ -121,18 +121,18 @@ class Pack:
         The tensors remain on the host until load(), which copies later changes again. Raises like
         load(); nothing has changed then.
         """
-        if begun or not self.slab.is_filled:
+        if begun or not self.buffer.is_filled:
             self._filled(members, begun=begun)
 
     def load(self, members: Members, *, begun: bool = False) -> None:
         """Loads all tensors to the device on a side stream.
 
-        The current stream must join `slab.coming` before it uses them. Tensors assigned on the
+        The current stream must join `buffer.coming` before it uses them. Tensors assigned on the
         device keep their memory. Raises torch.OutOfMemoryError, and for new tensors on the host the
         errors of evict(). After an error all tensors are where they were.
         """
         copied: Collection[str] = ()
-        if begun or not self.slab.is_filled:
+        if begun or not self.buffer.is_filled:
             at, copied = self._filled(members, begun=begun), members.tensors
         else:
             at = self._packed(members)
@@ -142,64 +142,64 @@ class Pack:
         self.memory = Memory.DEVICE
 
     def _filled(self, members: Members, *, begun: bool) -> dict[str, Memory | None]:
-        """Like _packed(), and starts a copy of the whole host slab to the device slab."""
+        """Like _packed(), and starts a copy of the whole host buffer to the device buffer."""
         tensors = members.tensors
         try:
             if not begun:
                 self.begin(tensors)
             with _plain_tensors():
                 if at := self._packed(members, search=False):
-                    if not self.slab.is_filled:
-                        self.slab.copy_to(Memory.DEVICE, tensors, ())
+                    if not self.buffer.is_filled:
+                        self.buffer.copy_to(Memory.DEVICE, tensors, ())
                     self._count(self._changed(tensors), tensors, at)
         except BaseException:
-            self.slab.empty()  # no tensor is in the device slab
+            self.buffer.empty()  # no tensor is in the device buffer
             raise
         if not at:
-            self.slab.empty()
+            self.buffer.empty()
         return at
 
     def _packed(self, members: Members, *, search: bool = True) -> dict[str, Memory | None]:
-        """Adds all tensors to the slab, and returns where each is; empty if all are on the device.
+        """Adds all tensors to the buffer, and returns their places; empty if all are on the device.
 
         `search` is passed to evict().
         """
-        at = self.slab.where(members.tensors)
+        at = self.buffer.where(members.tensors)
         if self._is_there(members, at):
             self._count_given(members, at)
             return {}
         if None in at.values():
             self.evict(members, search=search)
-            at = self.slab.where(members.tensors)
+            at = self.buffer.where(members.tensors)
         return at
 
     def _is_there(self, members: Members, at: Mapping[str, Memory | None]) -> bool:
-        """Whether all tensors are on the device, in the slab or elsewhere."""
+        """Whether all tensors are on the device, in the buffer or elsewhere."""
         if Memory.HOST in at.values():
             return False
         others = [members.tensors[name] for name, memory in at.items() if memory is None]
-        return all(each.device == self.slab.device for each in others)
+        return all(each.device == self.buffer.device for each in others)
 
     def new_bytes(self, members: Members) -> int:
         """Bytes on the device that evict() would copy now."""
-        at = self.slab.where(members.tensors)
+        at = self.buffer.where(members.tensors)
         there = {n: each for n, each in members.tensors.items() if at[n] is not Memory.HOST}
         changed = self._changed(there).union(members.written)
         return sum(each.nbytes for name, each in there.items() if name in changed)
 
     def other_bytes(self, members: Members) -> int:
         """Bytes of tensors added on the device since load(); raises like evict() for them."""
-        at, count = self.slab.where(members.tensors), 0
+        at, count = self.buffer.where(members.tensors), 0
         for name, each in members.tensors.items():
-            if at[name] is None and each.device == self.slab.device:
+            if at[name] is None and each.device == self.buffer.device:
                 check_packable(name, each)
                 count += each.nbytes
         return count
 
     def missing_bytes(self, members: Members) -> int:
         """Bytes of device memory that load() would allocate."""
-        missing = self.slab.missing_bytes
-        if missing and self._is_there(members, self.slab.where(members.tensors)):
+        missing = self.buffer.missing_bytes
+        if missing and self._is_there(members, self.buffer.where(members.tensors)):
             return 0
         return missing
 
@@ -207,7 +207,7 @@ class Pack:
         """Bytes of device memory with all tensors on the device."""
         if not members.tensors:
             return 0
-        return self.other_bytes(members) + (self.slab.device_bytes or self.missing_bytes(members))
+        return self.other_bytes(members) + (self.buffer.device_bytes or self.missing_bytes(members))
 
     def begin_back(
         self, members: Members, after: torch.cuda.Event | None = None
@@ -218,11 +218,11 @@ class Pack:
         in host memory, because all tensors are on the device.
         """
         written = members.written
-        if not written or self.slab.memory_at(members.tensors) is not Memory.DEVICE:
+        if not written or self.buffer.memory_at(members.tensors) is not Memory.DEVICE:
             return ()
         written = members.tensors.keys() & written
         with _plain_tensors():
-            self.slab.copy_to(Memory.HOST, written, (), after)
+            self.buffer.copy_to(Memory.HOST, written, (), after)
         return written
 
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
@@ -231,17 +231,17 @@ class Pack:
         Tensors assigned since the load are not copied. The host copies count as current from here
         on: `written` of later calls must name later changes only.
         """
-        slab, tensors = self.slab, members.tensors
-        if not slab.device_bytes:
+        buffer, tensors = self.buffer, members.tensors
+        if not buffer.device_bytes:
             return
         with _plain_tensors():
             copied = self.begin_back(members, after)
-            at = slab.where(tensors)
+            at = buffer.where(tensors)
             there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
             new = self._changed(there)
             settled = [name for name, memory in at.items() if memory is Memory.HOST]
             changed = new.union(there.keys() & members.written).difference(copied)
-            slab.copy_to(Memory.HOST, changed, settled, after)
+            buffer.copy_to(Memory.HOST, changed, settled, after)
         self._count(new, there, at)
 
     def evict(
@@ -258,7 +258,7 @@ class Pack:
             members: the current tensors.
             after: the end of the last use. The device memory is reused after this event, or after
                 all queued work of the current stream. The copy always follows the current stream.
-            search: looks among all Python objects for views of the device slab. Such views keep
+            search: looks among all Python objects for views of the device buffer. Such views keep
                 its memory, and 0 is returned; see held_by(). Without it such views have no memory
                 afterwards, like tensors saved by autograd until the next load.
             copied: the names that begin_back() returned.
@@ -269,7 +269,7 @@ class Pack:
 
         After such an error all tensors are where they were.
         """
-        tensors, left = members.tensors, self.slab
+        tensors, left = members.tensors, self.buffer
         if not tensors and not left.device_bytes:
             self.memory = Memory.HOST
             return 0
@@ -277,25 +277,25 @@ class Pack:
             at = left.where(tensors)
             if None in at.values():
                 if not left.fits(tensors, at) or self._is_replaced(tensors, at):
-                    self.slab = Slab(tensors, left.device, traffic=left.traffic)
+                    self.buffer = FlatBuffer(tensors, left.device, traffic=left.traffic)
                     # Graphs may have saved the memory that each of the tensors leaves.
                     self._placed = {name: weakref.ref(each) for name, each in tensors.items()}
                     self._counted.clear()
                 elif not tensors.keys() <= left.places.keys():
                     self._grow(members, at)
-                at = self.slab.where(tensors)
+                at = self.buffer.where(tensors)
             self._move(members, at, Memory.HOST, copied)
         self.memory = Memory.HOST
-        # All tensors are on the host: they need no slab's device memory.
-        slabs = dict.fromkeys((left, self.slab))
+        # All tensors are on the host: they need no buffer's device memory.
+        buffers = dict.fromkeys((left, self.buffer))
         if search and left.device_bytes and left.is_held:
             held = left.held_by(list(tensors.values()))
             self._held |= held
             if held:
-                for slab in slabs:
-                    slab.leave()
+                for buffer in buffers:
+                    buffer.leave()
                 return 0
-        return sum([slab.empty(after) for slab in slabs])
+        return sum([buffer.empty(after) for buffer in buffers])
 
     def _is_replaced(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether a new tensor's place is still occupied by another living tensor."""
@@ -306,14 +306,14 @@ class Pack:
         )
 
     def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
-        """Moves tensors with a place to the host, and creates a larger slab with their memory."""
-        left, tensors = self.slab, members.tensors
+        """Moves tensors with a place to the host, and creates a larger buffer with their memory."""
+        left, tensors = self.buffer, members.tensors
         held = {name: each for name, each in tensors.items() if name in left.places}
         self._move(Members(held, members.written), at, Memory.HOST)
-        self.slab = Slab(tensors, left.device, left, left.traffic)
+        self.buffer = FlatBuffer(tensors, left.device, left, left.traffic)
         for name, tensor in held.items():
-            # The new slab keeps the old slab's elements, so versions do not change.
-            tensor.data = self.slab.view(name, Memory.HOST)
+            # The new buffer keeps the old buffer's elements, so versions do not change.
+            tensor.data = self.buffer.view(name, Memory.HOST)
 
     def _move(
         self,
@@ -326,7 +326,7 @@ class Pack:
 
         The tensors in `copied` are not copied again.
         """
-        slab = self.slab
+        buffer = self.buffer
         leaving, settled = members.tensors, [name for name in at if at[name] is memory]
         if settled:
             leaving = {name: each for name, each in leaving.items() if at[name] is not memory}
@@ -335,16 +335,16 @@ class Pack:
         elsewhere = [name for name in leaving if at[name] is None]
         new = self._changed(leaving).union(elsewhere)
         changed = new.union(members.written).intersection(leaving).difference(elsewhere, copied)
-        slab.copy_to(memory, changed, settled)
+        buffer.copy_to(memory, changed, settled)
         self._count(new, leaving, at)
         comes = memory is Memory.DEVICE
         of_memory = self._device_versions if comes else self._host_versions
         versions = tuple([of_memory[name] for name in leaving])
-        views = [slab.view(name, memory) for name in leaving]
+        views = [buffer.view(name, memory) for name in leaving]
         if not comes:
-            slab.leaving.finish()  # the copy may span places that take() fills below
+            buffer.leaving.finish()  # the copy may span places that take() fills below
         for name in elsewhere:
-            slab.take(name, leaving[name])
+            buffer.take(name, leaving[name])
         self.memory = None
         set_versions(tuple(leaving.values()), versions)
         for tensor, view in zip(leaving.values(), views, strict=True):
@@ -368,8 +368,8 @@ class Pack:
                 self._counted[name] = tensor.data_ptr()
 
     def _is_known(self, name: str, tensor: Tensor) -> bool:
-        """Whether graphs that saved a tensor outside the slab have saved its current elements."""
-        if tensor.device != self.slab.device or self.slab.has(tensor):
+        """Whether graphs that saved a tensor outside the buffer have saved its current elements."""
+        if tensor.device != self.buffer.device or self.buffer.has(tensor):
             return False
         placed = self._placed.get(name)
         is_other = placed is None or placed() is not tensor

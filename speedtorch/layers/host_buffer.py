@@ -1,4 +1,4 @@
-"""Allocation of a slab's host memory, and copies between this memory and a device.
+"""Allocation of a flat buffer's host memory, and copies between this memory and a device.
 
 If CUDA cannot pin the host memory, copies go through two small pinned buffers. The CPU fills or
 empties one buffer while the other is copied. Without these buffers torch copies pageable memory.

@@ -1,4 +1,4 @@
-"""Slab: layout, views of both memories, what is copied in which pieces, what is refused."""
+"""FlatBuffer: layout, views of both memories, what is copied in which pieces, what is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speedtorch.layers import slab as slab_module
-from speedtorch.layers.slab import ALIGNMENT, Memory, Slab
+from speedtorch.layers import flat_buffer
+from speedtorch.layers.flat_buffer import ALIGNMENT, FlatBuffer, Memory
 from speedtorch.memory.host_memory import memory_kind
 
 
@@ -33,24 +33,24 @@ def several() -> dict[str, Tensor]:
     }
 
 
-def filled(tensors: dict[str, Tensor], device: str) -> Slab:
-    slab = Slab(tensors, torch.device(device))
+def filled(tensors: dict[str, Tensor], device: str) -> FlatBuffer:
+    buffer = FlatBuffer(tensors, torch.device(device))
     for name, tensor in tensors.items():
-        slab.take(name, tensor)
-    return slab
+        buffer.take(name, tensor)
+    return buffer
 
 
-def pieces(slab: Slab, *arguments: Any) -> list[tuple[int, int]]:
+def pieces(buffer: FlatBuffer, *arguments: Any) -> list[tuple[int, int]]:
     """The ranges of bytes that copy_to() copies."""
     found: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slab_module, "copy_spans", lambda _, __, spans, **___: found.extend(spans))
-        slab.copy_to(*arguments)
+        patch.setattr(flat_buffer, "copy_spans", lambda _, __, spans, **___: found.extend(spans))
+        buffer.copy_to(*arguments)
     return found
 
 
-def fits(slab: Slab, tensors: dict[str, Tensor]) -> bool:
-    return slab.fits(tensors, slab.where(tensors))
+def fits(buffer: FlatBuffer, tensors: dict[str, Tensor]) -> bool:
+    return buffer.fits(tensors, buffer.where(tensors))
 
 
 @pytest.mark.parametrize("memory", Memory)
@@ -59,13 +59,13 @@ def test_one_that_is_no_such_view_is_found_among_all(
     without: tuple[str, ...], memory: Memory, device: str
 ) -> None:
     tensors = {name: each for name, each in several().items() if name not in without}
-    slab = filled(tensors, device)
-    slab.copy_to(Memory.DEVICE, [], [])
-    slab.coming.join()
-    views = {name: slab.view(name, memory) for name in tensors}
-    assert slab.where(views) == dict.fromkeys(tensors, memory)
-    assert slab.memory_at(views) is (memory if without else None)  # all are asked at once
-    assert slab.where(dict(reversed(views.items()))) == dict.fromkeys(tensors, memory)
+    buffer = filled(tensors, device)
+    buffer.copy_to(Memory.DEVICE, [], [])
+    buffer.coming.join()
+    views = {name: buffer.view(name, memory) for name in tensors}
+    assert buffer.where(views) == dict.fromkeys(tensors, memory)
+    assert buffer.memory_at(views) is (memory if without else None)  # all are asked at once
+    assert buffer.where(dict(reversed(views.items()))) == dict.fromkeys(tensors, memory)
     other = Memory.HOST if memory is Memory.DEVICE else Memory.DEVICE
     bits = views["matrix"].view(torch.int32)
     for name, changed, place in (
@@ -75,9 +75,9 @@ def test_one_that_is_no_such_view_is_found_among_all(
         ("matrix", views["matrix"].as_strided((5, 3), (1, 5)), None),
         ("matrix", views["matrix"].clone(), None),
         ("flags", views["flags"].to_sparse(), None),
-        ("base", slab.view("base", other), other),
+        ("base", buffer.view("base", other), other),
     ):
-        assert slab.where({**views, name: changed}) == {
+        assert buffer.where({**views, name: changed}) == {
             **dict.fromkeys(tensors, memory),
             name: place,
         }
@@ -85,112 +85,113 @@ def test_one_that_is_no_such_view_is_found_among_all(
 
 def test_views_of_both_memories_are_the_tensors(device: str) -> None:
     tensors = several()
-    slab = filled(tensors, device)
-    assert pieces(filled(tensors, device), Memory.DEVICE, [], []) == [(0, slab.nbytes)]
-    slab.copy_to(Memory.DEVICE, [], [])
-    slab.coming.join()
+    buffer = filled(tensors, device)
+    assert pieces(filled(tensors, device), Memory.DEVICE, [], []) == [(0, buffer.nbytes)]
+    buffer.copy_to(Memory.DEVICE, [], [])
+    buffer.coming.join()
     for memory in Memory:
         for name, tensor in tensors.items():
-            view = slab.view(name, memory)
+            view = buffer.view(name, memory)
             assert torch.equal(view.cpu(), tensor), name
             assert (view.stride(), view.dtype) == (tensor.stride(), tensor.dtype)
-            assert slab.where({name: view}) == {name: memory}
-            assert slab.where({name: tensor}) == {name: None}
+            assert buffer.where({name: view}) == {name: memory}
+            assert buffer.where({name: tensor}) == {name: None}
             assert name == "gaps" or view.storage_offset() * view.itemsize % ALIGNMENT == 0
 
 
 def test_memory_that_tensors_share_is_there_once() -> None:
     tensors = several()
-    slab = filled(tensors, "cpu")
-    slab.view("gaps", Memory.HOST).fill_(-1.0)
-    assert slab.view("base", Memory.HOST)[:6].tolist() == [0.0, 1.0, 2.0, -1.0, 4.0, -1.0]
-    assert slab.nbytes == (len(tensors) - 1) * ALIGNMENT
+    buffer = filled(tensors, "cpu")
+    buffer.view("gaps", Memory.HOST).fill_(-1.0)
+    assert buffer.view("base", Memory.HOST)[:6].tolist() == [0.0, 1.0, 2.0, -1.0, 4.0, -1.0]
+    assert buffer.nbytes == (len(tensors) - 1) * ALIGNMENT
 
 
 def test_neighbours_in_one_storage_are_apart() -> None:
     base = torch.arange(8.0)
-    slab = filled({"low": base[:4], "high": base[4:]}, "cpu")
-    assert slab.nbytes == 2 * ALIGNMENT
-    assert slab.view("high", Memory.HOST).tolist() == [4.0, 5.0, 6.0, 7.0]
+    buffer = filled({"low": base[:4], "high": base[4:]}, "cpu")
+    assert buffer.nbytes == 2 * ALIGNMENT
+    assert buffer.view("high", Memory.HOST).tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
 def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None:
-    slab = filled({"weight": torch.arange(6.0).view(2, 3)}, device)
-    slab.copy_to(Memory.DEVICE, [], [])
-    kept = slab.view("weight", Memory.DEVICE).t()
-    assert slab.empty() == slab.nbytes and slab.device_bytes == 0 and slab.empty() == 0
-    slab.view("weight", Memory.HOST).add_(1)
-    slab.copy_to(Memory.DEVICE, [], [])
-    slab.coming.join()
+    buffer = filled({"weight": torch.arange(6.0).view(2, 3)}, device)
+    buffer.copy_to(Memory.DEVICE, [], [])
+    kept = buffer.view("weight", Memory.DEVICE).t()
+    assert buffer.empty() == buffer.nbytes and buffer.device_bytes == 0 and buffer.empty() == 0
+    buffer.view("weight", Memory.HOST).add_(1)
+    buffer.copy_to(Memory.DEVICE, [], [])
+    buffer.coming.join()
     assert kept.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
 
 def test_what_changed_is_copied_in_one_piece_around_what_must_not_be() -> None:
     tensors = {name: torch.zeros(3) for name in "abcdef"}
-    slab = filled(tensors, "cpu")
-    slab.copy_to(Memory.DEVICE, [], [])
+    buffer = filled(tensors, "cpu")
+    buffer.copy_to(Memory.DEVICE, [], [])
     line = ALIGNMENT
     last = 3 * 4
-    assert pieces(slab, Memory.HOST, [], []) == []
-    assert pieces(slab, Memory.HOST, ["b", "e"], []) == [(line, 4 * line + last)]
-    assert pieces(slab, Memory.HOST, ["b", "e"], ["c"]) == [
+    assert pieces(buffer, Memory.HOST, [], []) == []
+    assert pieces(buffer, Memory.HOST, ["b", "e"], []) == [(line, 4 * line + last)]
+    assert pieces(buffer, Memory.HOST, ["b", "e"], ["c"]) == [
         (line, line + last),
         (4 * line, 4 * line + last),
     ]
 
 
 def test_a_file_of_a_view_has_its_bytes_alone() -> None:
-    slab = filled({"small": torch.ones(4), "large": torch.ones(1 << 16)}, "cpu")
+    buffer = filled({"small": torch.ones(4), "large": torch.ones(1 << 16)}, "cpu")
     file = io.BytesIO()
-    torch.save(slab.view("small", Memory.HOST), file)
+    torch.save(buffer.view("small", Memory.HOST), file)
     assert len(file.getvalue()) < 1 << 12
 
 
 def test_a_file_of_any_tensor_is_read_by_torch() -> None:
     tensors = several()
-    slab, file = filled(tensors, "cpu"), io.BytesIO()
-    torch.save({name: slab.view(name, Memory.HOST) for name in tensors}, file)
+    buffer, file = filled(tensors, "cpu"), io.BytesIO()
+    torch.save({name: buffer.view(name, Memory.HOST) for name in tensors}, file)
     file.seek(0)
     for name, each in torch.load(file).items():
         assert torch.equal(each, tensors[name]) and each.dtype == tensors[name].dtype, name
 
 
-def test_the_host_slab_is_reached_by_the_gpu(device: str) -> None:
-    slab = Slab({"weight": torch.ones(4)}, torch.device(device))
+def test_the_host_buffer_is_reached_by_the_gpu(device: str) -> None:
+    buffer = FlatBuffer({"weight": torch.ones(4)}, torch.device(device))
     kind = "registered" if device == "cuda" else "plain"
-    assert memory_kind(slab.host) == memory_kind(slab.view("weight", Memory.HOST)) == kind
+    assert memory_kind(buffer.host) == memory_kind(buffer.view("weight", Memory.HOST)) == kind
 
 
 def test_tensors_that_come_to_share_memory_need_another_layout() -> None:
     tensors = {"a": torch.ones(4), "b": torch.ones(4)}
-    slab = filled(tensors, "cpu")
-    tensors = {name: slab.view(name, Memory.HOST) for name in tensors}
-    assert fits(slab, tensors) and fits(slab, {"a": torch.zeros(4)})
-    assert not fits(slab, {**tensors, "b": tensors["a"]}) and not fits(slab, {"a": torch.ones(5)})
-    assert not fits(slab, {**tensors, "c": tensors["a"][2:]})
+    buffer = filled(tensors, "cpu")
+    tensors = {name: buffer.view(name, Memory.HOST) for name in tensors}
+    assert fits(buffer, tensors) and fits(buffer, {"a": torch.zeros(4)})
+    assert not fits(buffer, {"a": torch.ones(5)})
+    assert not fits(buffer, {**tensors, "b": tensors["a"]})
+    assert not fits(buffer, {**tensors, "c": tensors["a"][2:]})
 
 
-def test_what_lies_behind_a_loaded_slab_that_has_grown_is_no_part_of_it() -> None:
+def test_what_lies_behind_a_loaded_buffer_that_has_grown_is_no_part_of_it() -> None:
     cpu = torch.device("cpu")
-    first = Slab({"a": torch.ones(64)}, cpu)
+    first = FlatBuffer({"a": torch.ones(64)}, cpu)
     numbers = np.zeros(2 * first.nbytes, dtype=np.uint8)
     loaded, behind = (torch.from_numpy(each) for each in np.split(numbers, 2))
     first._storage = loaded.untyped_storage()
-    came = behind.view(torch.float32)  # as an allocator may give it: next to the slab's memory
-    grown = Slab({"a": torch.ones(64), "b": came}, cpu, first)
+    came = behind.view(torch.float32)  # as an allocator may give it: next to the buffer's memory
+    grown = FlatBuffer({"a": torch.ones(64), "b": came}, cpu, first)
     assert grown.where({"a": loaded.view(torch.float32), "b": came}) == {
         "a": Memory.DEVICE,
         "b": None,
     }
 
 
-def test_a_slab_grows_around_what_is_there() -> None:
-    slab = filled({"a": torch.ones(4)}, "cpu")
-    slab.copy_to(Memory.DEVICE, [], [])
-    kept = slab.view("a", Memory.DEVICE)
-    tensors = {"b": torch.zeros(3), "a": slab.view("a", Memory.HOST)}
-    assert fits(slab, tensors) and "b" not in slab.places
-    larger = Slab(tensors, torch.device("cpu"), slab)
+def test_a_flat_buffer_grows_around_what_is_there() -> None:
+    buffer = filled({"a": torch.ones(4)}, "cpu")
+    buffer.copy_to(Memory.DEVICE, [], [])
+    kept = buffer.view("a", Memory.DEVICE)
+    tensors = {"b": torch.zeros(3), "a": buffer.view("a", Memory.HOST)}
+    assert fits(buffer, tensors) and "b" not in buffer.places
+    larger = FlatBuffer(tensors, torch.device("cpu"), buffer)
     assert set(larger.places) == {"a", "b"} and larger.nbytes == 2 * ALIGNMENT
     assert larger.view("a", Memory.HOST).tolist() == [1.0] * 4
     larger.view("a", Memory.HOST).fill_(2)
@@ -223,4 +224,4 @@ def test_what_is_more_than_elements_is_refused(
     tensor: Tensor, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        Slab({"weight": tensor}, torch.device("cpu"))
+        FlatBuffer({"weight": tensor}, torch.device("cpu"))

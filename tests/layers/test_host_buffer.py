@@ -1,4 +1,4 @@
-"""Host slabs: pinned, through small buffers, or as torch copies; the bytes are the same."""
+"""Host buffers: pinned, through small buffers, or as torch copies; the bytes are the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from conftest import NEEDS_GPU
 from torch import nn, optim
 
-from speedtorch.layers import OffloadedModule, host_slab
-from speedtorch.layers.host_slab import Stage, host_bytes
+from speedtorch.layers import OffloadedModule, host_buffer
+from speedtorch.layers.host_buffer import Stage, host_bytes
 from speedtorch.memory import host_memory
 
 
@@ -35,7 +35,7 @@ def test_what_cannot_be_pinned_moves_all_the_same(
     made = []
 
     def empty(size: int, *, dtype: torch.dtype, memory: str) -> torch.Tensor:
-        """Pins as many buffers, and no slab."""
+        """Pins as many buffers, and no flat buffer."""
         if memory == "registered":
             made.append(size)
             if size != 1000 or made.count(1000) > pinned:
@@ -44,21 +44,21 @@ def test_what_cannot_be_pinned_moves_all_the_same(
 
     real = host_memory.empty
     monkeypatch.setattr(host_memory, "empty", empty)
-    monkeypatch.setattr(host_slab, "STAGE_BYTES", 1000)
-    for each in (host_slab._stage, host_slab._warn_once):
+    monkeypatch.setattr(host_buffer, "STAGE_BYTES", 1000)
+    for each in (host_buffer._stage, host_buffer._warn_once):
         each.cache_clear()
     with pytest.warns(UserWarning, match="not pinned, and come and go more slowly: no more pages"):
         layer = nn.Linear(30, 30)
         before = layer.weight.detach().clone()
         optimizer = optim.SGD(layer.parameters(), lr=1.0)
         unit = OffloadedModule(layer, optimizer, device="cuda")
-    assert (host_slab._stage(unit.device) is not None) == bool(pinned)
+    assert (host_buffer._stage(unit.device) is not None) == bool(pinned)
     unit.load()
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
     unit.evict()
     assert torch.equal(layer.weight.detach(), before - 1)
-    for each in (host_slab._stage, host_slab._warn_once):
+    for each in (host_buffer._stage, host_buffer._warn_once):
         each.cache_clear()
 
 
