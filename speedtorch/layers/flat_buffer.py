@@ -130,10 +130,10 @@ def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]
     return slots.values()
 
 
-def _gone(coming: SharedSideStream, device: torch.device, process: int) -> None:
+def _order_reuse(load_stream: SharedSideStream, device: torch.device, process: int) -> None:
     """Orders copies into the memory of a dropped buffer behind the buffer's last use."""
     if os.getpid() == process:  # CUDA calls fail in a forked child
-        with coming.after_current(device):
+        with load_stream.after_current(device):
             pass
 
 
@@ -141,11 +141,12 @@ class FlatBuffer:
     """A layout of named tensors, its host memory, and its device memory while loaded.
 
     Tensors keep their dtype, shape and strides. Memory that several tensors share is stored once.
-    The constructor does not copy the tensors' bytes; `take` does.
+    The constructor does not copy the tensors' bytes; `store` does.
 
     On a GPU, copies run on side streams, one for each direction. The device buffer's memory belongs
-    to the stream of `coming`. Call `coming.join()` before using the device buffer, and
-    `leaving.finish()` before reading the host buffer. `empty` frees memory after its last use.
+    to `load_stream`. Call `load_stream.join()` before using the device buffer, and
+    `write_back_stream.finish()` before reading the host buffer. `empty` frees memory after its last
+    use.
 
     The tensors are packed in their order. On the device "cpu", the device buffer is a second host
     memory. Tensors of the buffer `before`, which must fit, keep their places and host bytes, and
@@ -161,9 +162,9 @@ class FlatBuffer:
         traffic: TransferStats | None = None,
     ) -> None:
         self.traffic = traffic or TransferStats()
-        self.coming = SharedSideStream("layers coming", is_timed=True)
+        self.load_stream = SharedSideStream("layers load", is_timed=True)
         """Side stream for copies to the device buffer."""
-        self.leaving = SharedSideStream("layers leaving", is_timed=True)
+        self.write_back_stream = SharedSideStream("layers write back", is_timed=True)
         """Side stream for copies to the host buffer."""
         self.places: dict[str, _Place] = {} if before is None else dict(before.places)
         """Places of all tensors in the layout, by name."""
@@ -198,7 +199,7 @@ class FlatBuffer:
         self._sizes = [each.size for each in ordered]
         self._strides = [each.stride for each in ordered]
         if before is not None:
-            before.leaving.finish()
+            before.write_back_stream.finish()
             self.host[: before.nbytes].copy_(before.host)
         # One storage per slot, so that torch.save() of a view writes only the bytes of its slot.
         bytes_of_host = self.host.numpy()
@@ -212,8 +213,8 @@ class FlatBuffer:
         self.is_filled = False
         """Whether the bytes of the device buffer are copied, or their copy is queued."""
         if device.type == "cuda":
-            gone = weakref.finalize(self, _gone, self.coming, device, os.getpid())
-            gone.atexit = False
+            finalizer = weakref.finalize(self, _order_reuse, self.load_stream, device, os.getpid())
+            finalizer.atexit = False
         self._views: dict[Memory, dict[str, Tensor]] = {memory: {} for memory in Memory}
         self._whole: Tensor | None = None
         """The bytes of the device buffer."""
@@ -310,7 +311,7 @@ class FlatBuffer:
             made[name] = elements(storage, begin, place.size, place.stride, place.dtype)
         return made[name]
 
-    def take(self, name: str, tensor: Tensor) -> None:
+    def store(self, name: str, tensor: Tensor) -> None:
         """Copies a tensor outside the buffer, which matches the named place, to the host buffer."""
         if tensor.numel() == 0:
             return
@@ -332,8 +333,8 @@ class FlatBuffer:
         whole. The device buffer is read `after` an event; None: after all work that the current
         stream has queued.
         """
-        comes = memory is Memory.DEVICE
-        is_new = comes and not self.is_filled
+        is_load = memory is Memory.DEVICE
+        is_new = is_load and not self.is_filled
         must = self.places if is_new else changed
         if settled or len(must) < len(self.places):
             spans = self._spans(must, settled)
@@ -342,14 +343,14 @@ class FlatBuffer:
         if not spans or not self.nbytes:
             return
         if is_new:  # no stream has used it since it was emptied
-            turn = self.coming.after(self.device)
-        elif comes:
-            turn = self.coming.after_current(self.device)
+            context = self.load_stream.after(self.device)
+        elif is_load:
+            context = self.load_stream.after_current(self.device)
         else:
             if after is None:
-                self.coming.join()
-            turn = self._beside(self.leaving, after, self.coming.end)
-        with turn as stream:
+                self.load_stream.join()
+            context = self._beside(self.write_back_stream, after, self.load_stream.end)
+        with context as stream:
             if self.device_bytes != self.nbytes:
                 # Allocated on the same stream as before, so the stream's order makes reuse safe.
                 self._storage.resize_(self.nbytes)
@@ -358,9 +359,9 @@ class FlatBuffer:
             begun = self.traffic.begin(stream)
             copy_spans(self.host, self._whole, spans, to=memory)
         copied = sum([end - begin for begin, end in spans])
-        side = self.coming if comes else self.leaving
+        side = self.load_stream if is_load else self.write_back_stream
         self.traffic.end(begun, side.end, copied, memory)
-        self.is_filled = self.is_filled or comes
+        self.is_filled = self.is_filled or is_load
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:
         """Frees the device buffer's memory, and returns its bytes.
@@ -370,7 +371,7 @@ class FlatBuffer:
         self.is_filled = False
         freed = self.device_bytes
         if freed:
-            with self._beside(self.coming, after):
+            with self._beside(self.load_stream, after):
                 self._storage.resize_(0)
         return freed
 
@@ -405,7 +406,7 @@ class FlatBuffer:
         of = [n for n, p in self.places.items() if p.begin <= begin < p.begin + max(1, p.nbytes)]
         return f"a {list(tensor.shape)} {str(tensor.dtype)[6:]} view of {of[0] if of else 'it'}"
 
-    def leave(self) -> None:
+    def drop_device_storage(self) -> None:
         """Drops the device storage, which remaining views keep; the next load makes a new one."""
         if self._whole is not None and self._whole.is_cuda:
             # Views are used on the current stream: the allocator must wait for it before reuse.

@@ -25,7 +25,7 @@ from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.flat_buffer import Memory
 from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.offloaded_parameters import follow_inner
-from speedtorch.layers.state_tensors import TensorIndex, stays_on_cpu, within_frozen, wrappers_in
+from speedtorch.layers.state_tensors import TensorIndex, is_cpu_step, within_frozen, wrappers_in
 from speedtorch.layers.tensor_group import Members, TensorGroup
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.optim.wrappers import optimizers_within
@@ -210,7 +210,7 @@ class OffloadedModule:
     def is_home(self, *, state_alone: bool) -> bool:
         """Whether copies of write_back() are done, so evict() or evict_state() need not wait."""
         groups = self._groups[2:] if state_alone else self._groups
-        return all(group.buffer.leaving.is_done for group in groups)
+        return all(group.buffer.write_back_stream.is_done for group in groups)
 
     def _parts(self) -> tuple[_Part, _Part, _Part]:
         """The groups with their current members: parameters and buffers, gradients, state."""
@@ -233,7 +233,7 @@ class OffloadedModule:
         The tensors remain on the host until load(), which copies later changes again.
         """
         try:
-            self._come(TensorGroup.bring, state=state)
+            self._come(TensorGroup.prefetch, state=state)
         finally:
             self.track()
 
@@ -245,7 +245,7 @@ class OffloadedModule:
         """
         self._come(TensorGroup.load, state=state)
         for group in self._groups if state else self._groups[:2]:
-            group.buffer.coming.join()
+            group.buffer.load_stream.join()
 
     @_untracked
     def _come(self, call: Callable[..., None], *, state: bool) -> None:
@@ -258,7 +258,7 @@ class OffloadedModule:
         called: list[_Part] = []
         try:
             # The copy starts before the check whether the index is current, to overlap both.
-            is_begun = self._index is not None and self._own.begin(self._index.own)
+            is_begun = self._index is not None and self._own.begin_load(self._index.own)
             parts = self._parts()
             for group, members in parts if state else parts[:2]:
                 called.append((group, members))
@@ -266,7 +266,7 @@ class OffloadedModule:
             self._follow_inner()
         except BaseException as error:
             for group in self._groups:  # some groups may be on the device already
-                group.buffer.coming.join()
+                group.buffer.load_stream.join()
             for group, members in called if isinstance(error, RuntimeError) else ():
                 if group in empty:
                     group.evict(members)
@@ -308,7 +308,7 @@ class OffloadedModule:
         self._join_streams(after)
         freed, parts = 0, self._parts()[::-1]
         # All copies are queued before the host waits for the first.
-        copied = [group.begin_back(members) for group, members in parts]
+        copied = [group.begin_write_back(members) for group, members in parts]
         for (group, members), names in zip(parts, copied, strict=True):
             # Autograd graphs hold views only of parameters and buffers.
             is_searched = search or group is not self._own
@@ -608,7 +608,7 @@ class OffloadedModule:
     def wait(self) -> None:
         """Waits for the copies that write_back() has started."""
         for group in self._groups:
-            group.buffer.leaving.finish()
+            group.buffer.write_back_stream.finish()
 
     @property
     @_untracked
@@ -714,7 +714,7 @@ class OffloadedModule:
         """
         if isinstance(value, Tensor):
             placed = self._state.has_place(f"{key} of {name}", value)
-            return placed or not stays_on_cpu(optimizer, parameter, key, value)
+            return placed or not is_cpu_step(optimizer, parameter, key, value)
         if any(isinstance(each, Tensor) for each in tree_leaves(value)):
             raise TypeError(
                 f"unit {self.name!r}: {type(optimizer).__name__} keeps a"

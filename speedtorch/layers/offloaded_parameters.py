@@ -49,8 +49,8 @@ class OffloadedParameters:
 
     def __init__(self, device: torch.device, traffic: TransferStats) -> None:
         self._device, self._traffic = device, traffic
-        self._coming = SharedSideStream("layers coming", is_timed=True)
-        self._leaving = SharedSideStream("layers leaving", is_timed=True)
+        self._coming = SharedSideStream("layers load", is_timed=True)
+        self._leaving = SharedSideStream("layers write back", is_timed=True)
         self._copied: list[_Copied] = []
         self._is_seen = False
         """Whether any of the tensors are on the device."""

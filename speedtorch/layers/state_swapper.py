@@ -29,7 +29,7 @@ from speedtorch.layers.offloaded_parameters import (
 )
 from speedtorch.layers.optimizer_trials import FirstState, check_when_given
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.state_tensors import plain_tensors, stays_on_cpu
+from speedtorch.layers.state_tensors import is_cpu_step, plain_tensors
 from speedtorch.layers.tensor_group import Members, TensorGroup
 from speedtorch.layers.transfer_stats import StateReport, TransferStats
 from speedtorch.memory.byte_count import bytes_of, text_of
@@ -91,13 +91,13 @@ class _Piece:
             self.offloaded.bring(self.parameters)
         # State from an interrupted step is copied again: its host copy may have changed since.
         is_old = self.pack.buffer.is_filled
-        self.pack.bring(members)
+        self.pack.prefetch(members)
         return members if is_old else Members(members.tensors, ())
 
     def load(self, members: Members) -> None:
         """Moves state and parameters to the device; the current stream waits for the copies."""
         self.pack.load(members)
-        self.pack.buffer.coming.join()
+        self.pack.buffer.load_stream.join()
         self.offloaded.load()
         for each in self.parameters if self._brings else ():
             for value in tree_leaves(self._optimizer.state.get(each)):
@@ -127,7 +127,7 @@ class _Piece:
             for key, value in kept.items():
                 if (name := names.get(key)) is None:
                     name = names[key] = f"{key!r} of parameter {number}"
-                is_count = may_stay and stays_on_cpu(self._optimizer, parameter, key, value)
+                is_count = may_stay and is_cpu_step(self._optimizer, parameter, key, value)
                 if is_count and not self.pack.has_place(name, value):
                     continue
                 is_plain = type(value) is Tensor
@@ -275,7 +275,7 @@ class StateSwapper:
                             bring_to_host(optimizer.state.get(each))
                     else:
                         piece.pack.load(members)
-                        piece.pack.buffer.coming.join()
+                        piece.pack.buffer.load_stream.join()
                 self._pieces[optimizer] = []
 
     def report(self) -> StateReport:

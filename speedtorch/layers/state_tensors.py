@@ -28,9 +28,9 @@ __all__ = [
     "StatePart",
     "StateTensors",
     "TensorIndex",
+    "is_cpu_step",
     "plain_tensors",
     "state_tensors",
-    "stays_on_cpu",
     "within_frozen",
     "wrappers_in",
 ]
@@ -294,7 +294,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return True
 
 
-def stays_on_cpu(optimizer: Optimizer, parameter: Tensor, key: str, value: object) -> bool:
+def is_cpu_step(optimizer: Optimizer, parameter: Tensor, key: str, value: object) -> bool:
     """Whether a value is a step count that torch requires on the CPU, whatever device steps.
 
     This is false if the parameter's group is capturable or fused.

@@ -103,11 +103,11 @@ class TensorGroup:
             if memory is Memory.DEVICE
         }
 
-    def begin(self, tensors: Mapping[str, Tensor]) -> bool:
+    def begin_load(self, tensors: Mapping[str, Tensor]) -> bool:
         """Starts a copy of the host buffer to the device if it seems to contain all these tensors.
 
-        A check of thousands of tensors is slow, so the copy starts before the check in bring() or
-        load(), which must be called next with the result as `begun`. No tensor changes.
+        A check of thousands of tensors is slow, so the copy starts before the check in prefetch()
+        or load(), which must be called next with the result as `begun`. No tensor changes.
         """
         if self.buffer.is_filled or self.buffer.memory_at(tensors) is not Memory.HOST:
             return False
@@ -115,7 +115,7 @@ class TensorGroup:
             self.buffer.copy_to(Memory.DEVICE, tensors, ())
         return True
 
-    def bring(self, members: Members, *, begun: bool = False) -> None:
+    def prefetch(self, members: Members, *, begun: bool = False) -> None:
         """Starts a copy of all tensors to the device, for load().
 
         The tensors remain on the host until load(), which copies later changes again. Raises like
@@ -127,9 +127,9 @@ class TensorGroup:
     def load(self, members: Members, *, begun: bool = False) -> None:
         """Loads all tensors to the device on a side stream.
 
-        The current stream must join `buffer.coming` before it uses them. Tensors assigned on the
-        device keep their memory. Raises torch.OutOfMemoryError, and for new tensors on the host the
-        errors of evict(). After an error all tensors are where they were.
+        The current stream must join `buffer.load_stream` before it uses them. Tensors assigned on
+        the device keep their memory. Raises torch.OutOfMemoryError, and for new tensors on the host
+        the errors of evict(). After an error all tensors are where they were.
         """
         copied: Collection[str] = ()
         if begun or not self.buffer.is_filled:
@@ -146,7 +146,7 @@ class TensorGroup:
         tensors = members.tensors
         try:
             if not begun:
-                self.begin(tensors)
+                self.begin_load(tensors)
             with _plain_tensors():
                 if at := self._packed(members, search=False):
                     if not self.buffer.is_filled:
@@ -209,7 +209,7 @@ class TensorGroup:
             return 0
         return self.other_bytes(members) + (self.buffer.device_bytes or self.missing_bytes(members))
 
-    def begin_back(
+    def begin_write_back(
         self, members: Members, after: torch.cuda.Event | None = None
     ) -> Collection[str]:
         """Starts a copy of the `written` tensors to the host, before each tensor is checked.
@@ -235,7 +235,7 @@ class TensorGroup:
         if not buffer.device_bytes:
             return
         with _plain_tensors():
-            copied = self.begin_back(members, after)
+            copied = self.begin_write_back(members, after)
             at = buffer.where(tensors)
             there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
             new = self._changed(there)
@@ -261,7 +261,7 @@ class TensorGroup:
             search: looks among all Python objects for views of the device buffer. Such views keep
                 its memory, and 0 is returned; see held_by(). Without it such views have no memory
                 afterwards, like tensors saved by autograd until the next load.
-            copied: the names that begin_back() returned.
+            copied: the names that begin_write_back() returned.
 
         Raises:
             TypeError, ValueError: a new tensor cannot be packed.
@@ -293,7 +293,7 @@ class TensorGroup:
             self._held |= held
             if held:
                 for buffer in buffers:
-                    buffer.leave()
+                    buffer.drop_device_storage()
                 return 0
         return sum([buffer.empty(after) for buffer in buffers])
 
@@ -342,9 +342,9 @@ class TensorGroup:
         versions = tuple([of_memory[name] for name in leaving])
         views = [buffer.view(name, memory) for name in leaving]
         if not comes:
-            buffer.leaving.finish()  # the copy may span places that take() fills below
+            buffer.write_back_stream.finish()  # the copy may span places that store() fills below
         for name in elsewhere:
-            buffer.take(name, leaving[name])
+            buffer.store(name, leaving[name])
         self.memory = None
         set_versions(tuple(leaving.values()), versions)
         for tensor, view in zip(leaving.values(), views, strict=True):

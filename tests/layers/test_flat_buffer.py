@@ -36,7 +36,7 @@ def several() -> dict[str, Tensor]:
 def filled(tensors: dict[str, Tensor], device: str) -> FlatBuffer:
     buffer = FlatBuffer(tensors, torch.device(device))
     for name, tensor in tensors.items():
-        buffer.take(name, tensor)
+        buffer.store(name, tensor)
     return buffer
 
 
@@ -61,7 +61,7 @@ def test_one_that_is_no_such_view_is_found_among_all(
     tensors = {name: each for name, each in several().items() if name not in without}
     buffer = filled(tensors, device)
     buffer.copy_to(Memory.DEVICE, [], [])
-    buffer.coming.join()
+    buffer.load_stream.join()
     views = {name: buffer.view(name, memory) for name in tensors}
     assert buffer.where(views) == dict.fromkeys(tensors, memory)
     assert buffer.memory_at(views) is (memory if without else None)  # all are asked at once
@@ -88,7 +88,7 @@ def test_views_of_both_memories_are_the_tensors(device: str) -> None:
     buffer = filled(tensors, device)
     assert pieces(filled(tensors, device), Memory.DEVICE, [], []) == [(0, buffer.nbytes)]
     buffer.copy_to(Memory.DEVICE, [], [])
-    buffer.coming.join()
+    buffer.load_stream.join()
     for memory in Memory:
         for name, tensor in tensors.items():
             view = buffer.view(name, memory)
@@ -121,7 +121,7 @@ def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None
     assert buffer.empty() == buffer.nbytes and buffer.device_bytes == 0 and buffer.empty() == 0
     buffer.view("weight", Memory.HOST).add_(1)
     buffer.copy_to(Memory.DEVICE, [], [])
-    buffer.coming.join()
+    buffer.load_stream.join()
     assert kept.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
 

@@ -42,7 +42,7 @@ def made(streams: RecordedStreams) -> FlatBuffer:
 def loaded(made: FlatBuffer, streams: RecordedStreams) -> FlatBuffer:
     """The flat buffer on the device, where "use" has used it."""
     made.copy_to(Memory.DEVICE, [], [])
-    made.coming.join()
+    made.load_stream.join()
     streams.work("use")
     return made
 
@@ -69,7 +69,7 @@ def test_a_copy_to_the_host_waits_for_the_use_and_the_host_for_it(
     streams.work("later")
     assert "use" in streams.before("copy 2")
     assert "copy 2" not in streams.before("later") | streams.host
-    made.leaving.finish()
+    made.write_back_stream.finish()
     assert "copy 2" in streams.host
 
 
@@ -111,7 +111,7 @@ def test_what_comes_after_a_dropped_buffer_waits_for_its_last_use(
     is_fork: bool, made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
-    flat_buffer._gone(made.coming, DEVICE, os.getpid() + is_fork)
+    flat_buffer._order_reuse(made.load_stream, DEVICE, os.getpid() + is_fork)
     FlatBuffer({"weight": torch.ones(4)}, CPU).copy_to(Memory.DEVICE, [], [])
     assert ("use" in streams.before("copy 2")) == (not is_fork)
 
@@ -122,7 +122,7 @@ def test_memory_that_is_left_to_views_is_kept_for_the_current_stream(
     loaded(made, streams)
     whole = RecordedTensor()
     made._whole = whole  # type: ignore[assignment]
-    made.leave()
+    made.drop_device_storage()
     assert whole.streams == ["main"]
 
 

@@ -22,7 +22,7 @@ BLOCKS, ELEMENTS = 16, 2048
 BLOCK_BYTES = 4 * ELEMENTS
 STATE_BYTES = 2 * BLOCK_BYTES
 COPY = 8.0  # milliseconds for the weights of a block, either way
-COMING, LEAVING = "layers coming", "layers leaving"
+COMING, LEAVING = "layers load", "layers write back"
 
 
 @dataclass
@@ -99,11 +99,8 @@ def side_stream(clocks: Clocks) -> type:
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     """Those of a GPU beside which layers come and go."""
     found = Clocks()
-    copy, taken, step = (
-        host_buffer.copy_spans,
-        flat_buffer.FlatBuffer.take,
-        module_steps.ModuleSteps._step,
-    )
+    copy, step = host_buffer.copy_spans, module_steps.ModuleSteps._step
+    stored = flat_buffer.FlatBuffer.store
 
     def copy_spans(*args: Any, to: Memory, **kwargs: Any) -> None:
         duration = sum(end - begin for begin, end in args[2]) / BLOCK_BYTES * COPY
@@ -111,9 +108,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
             each[COMING if to is Memory.DEVICE else LEAVING] += duration
         copy(*args, to=to, **kwargs)
 
-    def take(target: flat_buffer.FlatBuffer, name: str, tensor: Tensor) -> None:
+    def store(target: flat_buffer.FlatBuffer, name: str, tensor: Tensor) -> None:
         found.host = found.wait() + tensor.nbytes / BLOCK_BYTES * COPY
-        taken(target, name, tensor)
+        stored(target, name, tensor)
 
     def stepped(*args: Any) -> None:
         step(*args)
@@ -121,7 +118,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
     monkeypatch.setattr(flat_buffer, "SharedSideStream", side_stream(found))
     monkeypatch.setattr(flat_buffer, "copy_spans", copy_spans)
-    monkeypatch.setattr(flat_buffer.FlatBuffer, "take", take)
+    monkeypatch.setattr(flat_buffer.FlatBuffer, "store", store)
     monkeypatch.setattr(residency, "end_of_current", lambda _: Event(found, found.compute))
     monkeypatch.setattr(module_steps.ModuleSteps, "_step", stepped)
     return found
