@@ -20,6 +20,7 @@ PICTURES = {
 }
 STEP_TIMES = "embedding"
 CACHES = "hot_rows"
+LOSSES = "recommender"
 # Ways to train, by the names of their figures, and how each is drawn.
 _WAYS: dict[str, dict[str, Any]] = {
     "FBGEMM, Adam, managed memory": {"color": "tab:red", "marker": "^"},
@@ -145,6 +146,24 @@ def _draw_caches(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def _draw_losses(result: dict[str, Any]) -> Figure:
+    """The loss of a training run in each way, by steps and by seconds."""
+    figure, axes = plt.subplots(1, 2, figsize=(15, 4.2), sharey=True)
+    for each in result["figures"]:
+        losses, chunk = result["extra"][each["name"]]["losses"], each["parameters"]["chunk"]
+        steps = [chunk * (number + 1) for number in range(len(losses))]
+        axes[0].plot(steps, losses, label=each["name"])
+        axes[1].plot([step * each["median_ms"] / 1e3 for step in steps], losses)
+    for ax, label in zip(axes, ("steps", "seconds of training"), strict=True):
+        ax.set_xlabel(label)
+        ax.set_xscale("log")
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("binary cross-entropy")
+    _legend_below(figure)
+    figure.suptitle(result["title"] + _machine(result), fontsize=9)
+    return figure
+
+
 def _legend_below(figure: Figure) -> None:
     """One legend below all axes, where it covers no curve."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -166,6 +185,8 @@ def draw(results: dict[str, Any], folder: Path | None = None) -> list[Path]:
         figures[STEP_TIMES] = _draw_steps(results[STEP_TIMES])
     if CACHES in results:
         figures[CACHES] = _draw_caches(results[CACHES])
+    if LOSSES in results:
+        figures[LOSSES] = _draw_losses(results[LOSSES])
     for stem, title in PICTURES.items():
         if stem in results:
             figures[stem] = _draw_curves(results[stem], title)

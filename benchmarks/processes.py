@@ -27,6 +27,7 @@ STEMS = (
     "word2vec",
     "small_steps",
     "many_tables",
+    "recommender",
     "ngram_tables",
     "ranks",
     "layers",

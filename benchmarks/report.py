@@ -20,12 +20,14 @@ NGRAM_TABLES = ROOT / "docs/ngram_tables.md"
 SLEEP = ROOT / "docs/sleep.md"
 LAYERS = ROOT / "docs/layers.md"
 CHECKPOINTS = ROOT / "docs/checkpoints.md"
+RECOMMENDER = ROOT / "docs/example_recommender.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
 _PICTURES = {
     plots.STEP_TIMES: "milliseconds of a step by Zipf's law, beside FBGEMM and torch",
     plots.CACHES: "milliseconds of a step by the share of rows that is cached, beside FBGEMM",
     plots.OVERLAP: "exchange beside compute",
+    plots.LOSSES: "loss of a DLRM by steps and by seconds, beside FBGEMM and torch",
 }
 
 
@@ -221,6 +223,28 @@ def checkpoints_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def recommender_table(results: dict[str, Any]) -> str:
+    """A training run in each way: speed, quality and memory, with the machine."""
+    if (result := results.get("recommender")) is None:
+        return not_measured("recommender")
+    lines = [
+        f"{result['title']}; {where(result)}:",
+        "",
+        "| way | ms a step | samples a second | steps | loss of the last steps | AUC |"
+        " host memory, GB | GPU memory, GB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for figure in result["figures"]:
+        facts = result["extra"][figure["name"]]
+        rate = figure["parameters"]["samples"] / figure["median_ms"] * 1e3
+        memory = (facts["host bytes"], facts["GPU bytes"] + facts["GPU bytes outside torch"])
+        cells = [f"{figure['median_ms']:.2f}", f"{rate:,.0f}", f"{facts['steps']:,}"]
+        cells += [f"{facts['losses'][-1]:.4f}", f"{facts['AUC']:.4f}"]
+        cells += [f"{nbytes / 1e9:.1f}" for nbytes in memory]
+        lines.append(f"| {figure['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def ngram_table(results: dict[str, Any]) -> str:
     """What tables of n-grams add to a step of a GPT, with the machine."""
     if (result := results.get("ngram_tables")) is None:
@@ -338,6 +362,7 @@ def write_documents() -> None:
         (LAYERS, BEGIN, END, state_table(results)),
         (CHECKPOINTS, BEGIN, END, checkpoints_table(results)),
         (OFFLOAD, BEGIN, END, sharded_table(results)),
+        (RECOMMENDER, BEGIN, END, recommender_table(results)),
     ):
         document.write_text(replaced(document.read_text(), begin, end, made))
 

@@ -52,6 +52,12 @@ class Sizes:
     """Tables of the models that are compared."""
     many_rows = _of(1.0, 0.3, 0.0002)
     """The share of Kaggle's rows that a model with many tables has."""
+    recommender_rows = _of(3.0, 0.3, 0.0002)
+    """The share of Kaggle's rows that the recommender has."""
+    recommender_samples = _of(16_384, 16_384, 64)
+    recommender_chunk = _of(50, 50, 2)
+    """Steps that are timed together."""
+    recommender_chunks = _of(40, 10, 3)
     headline_rows = _of((2_829_853, 14_886_544), (700_000, 3_700_000), (2_829, 14_886))
     headline_grows = _of(True, False, True)
     """Whether the headline's tables are widened to what fits."""

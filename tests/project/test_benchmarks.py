@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,25 @@ def test_the_table_of_ngram_tables_has_both_cases(
     assert lines[2].count("rows x 128 bfloat16") == 2
     assert "| bytes of a row with its state | 272 | 768 |" in lines
     assert len([line for line in lines if line.startswith("| what tables add")]) == 3
+
+
+@pytest.mark.examples
+def test_the_table_of_the_recommender_has_each_way(
+    results: tuple[Path, dict[str, Any], str],
+) -> None:
+    lines = report.recommender_table(results[1]).splitlines()
+    assert lines[0].startswith("training steps of a DLRM: 26 tables, 6,776 rows of 32 float32")
+    ways = [line.split(" | ")[0] for line in lines[4:]]
+    assert ways == ["| speedtorch, host memory, prefetch", "| torch, SparseAdam, on the CPU"]
+    losses = [each["losses"][:2] for each in results[1]["recommender"]["extra"].values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # they train the same batches
+
+
+def test_the_lines_of_each_way_are_counted() -> None:
+    page = report.RECOMMENDER.read_text()
+    blocks = re.findall(r"^### \w+: (\d+) lines$.*?^# begin\n(.*?)^```$", page, re.M | re.S)
+    assert len(blocks) == 3
+    assert [int(stated) for stated, _ in blocks] == [len(code.splitlines()) for _, code in blocks]
 
 
 @pytest.mark.examples

@@ -47,16 +47,20 @@ def test_a_block_of_python_runs_by_itself(block: Block, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def prose(document: Path) -> str:
+    """A document without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def anchors(document: Path) -> set[str]:
     """Of the headings of a document, as they stand in links."""
-    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
 @pytest.mark.parametrize("document", [README, *PAGES], ids=lambda document: document.stem)
 def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
-    for target in (inline or below for inline, below in LINK.findall(document.read_text())):
+    for target in (inline or below for inline, below in LINK.findall(prose(document))):
         if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")
