@@ -27,7 +27,7 @@ from speedtorch.memory import host_memory
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.calibration import measure_link
 from speedtorch.memory.host_memory import HostMemoryKind
-from speedtorch.memory.sysfs import names_in, told
+from speedtorch.memory.sysfs import names_in, sysfs_text
 from speedtorch.ops.functions import _ops, pinned_gather, pinned_scatter, wait_for_rows
 
 __all__ = ["Check", "Finding", "checks", "run_doctor"]
@@ -237,7 +237,8 @@ def _available_memory() -> Finding:
 
 
 def _iommu() -> Finding:
-    types = [told(f"bus/pci/devices/{gpu.pci_address}/iommu_group/type") for gpu in info().gpus]
+    folders = [f"bus/pci/devices/{gpu.pci_address}/iommu_group" for gpu in info().gpus]
+    types = [sysfs_text(f"{folder}/type") for folder in folders]
     return check_iommu(names_in("class/iommu"), len(names_in("kernel/iommu_groups")), types)
 
 
@@ -256,7 +257,7 @@ def checks(folder: str | None = None) -> list[Check]:
         *(Check(f"link of cuda:{at}", partial(_link, at), free) for at in range(gpus)),
         Check("available memory", _available_memory, _REPORT),
         Check("locked memory", partial(check_locked_memory, locked, gpus), _REPORT),
-        Check("huge pages", partial(check_huge_pages, told(_HUGE_PAGES)), _REPORT),
+        Check("huge pages", partial(check_huge_pages, sysfs_text(_HUGE_PAGES)), _REPORT),
         Check("kernel", partial(check_kernel, platform.release()), _REPORT),
         Check("iommu", _iommu, _REPORT),
     ]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from speedtorch.memory.byte_count import text_of
-from speedtorch.memory.calibration import kept_link_gbps
+from speedtorch.memory.calibration import saved_link_gbps
 from speedtorch.memory.host_memory import available_bytes, default_kind, memory_stats
-from speedtorch.memory.nvml import ask_driver
-from speedtorch.memory.sysfs import listed, pci_address, told
+from speedtorch.memory.nvml import query_driver
+from speedtorch.memory.sysfs import pci_address, sysfs_numbers, sysfs_text
 from speedtorch.ops.functions import _ops
 from speedtorch.version import __version__
 
@@ -162,8 +162,8 @@ def info() -> Info:
     with_gpu = torch.cuda.is_available()
     count = torch.cuda.device_count() if with_gpu else 0
     gpus: list[Any] = [torch.cuda.get_device_properties(index) for index in range(count)]
-    driver = ask_driver([str(gpu.uuid) for gpu in gpus])
-    gbps = {name: kept_link_gbps(name) for name in {gpu.name for gpu in gpus}}
+    driver = query_driver([str(gpu.uuid) for gpu in gpus])
+    gbps = {name: saved_link_gbps(name) for name in {gpu.name for gpu in gpus}}
     return Info(
         speedtorch=__version__,
         python=platform.python_version(),
@@ -206,12 +206,12 @@ def _gpu(index: int, gpu: Any, free_bytes: int | None, gbps: tuple[Any, Any]) ->
         torch_allocated_bytes=torch.cuda.memory_allocated(index),
         torch_reserved_bytes=torch.cuda.memory_reserved(index),
         pci_address=address,
-        numa_node=_number(told(f"{folder}/numa_node")),
+        numa_node=_number(sysfs_text(f"{folder}/numa_node")),
         link=Link(
-            _generation(told(f"{folder}/current_link_speed")),
-            _width(told(f"{folder}/current_link_width")),
-            _generation(told(f"{folder}/max_link_speed")),
-            _width(told(f"{folder}/max_link_width")),
+            _generation(sysfs_text(f"{folder}/current_link_speed")),
+            _width(sysfs_text(f"{folder}/current_link_width")),
+            _generation(sysfs_text(f"{folder}/max_link_speed")),
+            _width(sysfs_text(f"{folder}/max_link_width")),
             *gbps,
         ),
     )
@@ -223,7 +223,7 @@ def _host() -> Host:
     return Host(
         processors=os.cpu_count(),
         usable_processors=len(os.sched_getaffinity(0)),
-        numa_nodes=len(listed("devices/system/node/online")) or None,
+        numa_nodes=len(sysfs_numbers("devices/system/node/online")) or None,
         memory_bytes=memory_bytes,
         # A larger value means that neither the system nor a cgroup reports one.
         available_bytes=available if available <= memory_bytes else None,

@@ -75,9 +75,9 @@ def copy_spans(
     """
     is_direct = other.is_cpu or is_pinned(host)
     stage = None if is_direct else _stage(other.device)
-    if is_direct and (seams := host_memory.registration_seams(host)):
+    if is_direct and (boundaries := host_memory.registration_boundaries(host)):
         # A CUDA copy across the boundary of two registrations fails.
-        cuts = [[begin, *(e for e in seams if begin < e < end), end] for begin, end in spans]
+        cuts = [[begin, *(e for e in boundaries if begin < e < end), end] for begin, end in spans]
         spans = [part for each in cuts for part in pairwise(each)]
     for begin, end in spans:
         of_host, of_other = host, other

@@ -16,11 +16,12 @@ _UNITS = {
 def bytes_of(name: str, given: int | str) -> int:
     """Parses a positive number of bytes; raises TypeError or ValueError for anything else."""
     if isinstance(given, bool) or not isinstance(given, int | str):
-        raise TypeError(f"{name}: expected bytes or a text as '12GiB', got {type(given).__name__}")
+        kind = type(given).__name__
+        raise TypeError(f"{name}: expected bytes or a text such as '12GiB', got {kind}")
     if isinstance(given, str):
         parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)\s*", given.lower())
         if parts is None or parts[2] not in _UNITS:
-            raise ValueError(f"{name}: expected bytes as '12GiB' or '500MB', got {given!r}")
+            raise ValueError(f"{name}: expected a text such as '12GiB' or '500MB', got {given!r}")
         given = int(float(parts[1]) * _UNITS[parts[2]])
     if given <= 0:
         raise ValueError(f"{name}: expected more than 0 bytes, got {given}")

@@ -32,10 +32,10 @@ from speedtorch.torch_internals import call_with_first_gpu
 __all__ = [
     "calibrate",
     "calibrate_once",
-    "kept_link_gbps",
     "load_costs",
     "load_costs_with_first_gpu",
     "measure_link",
+    "saved_link_gbps",
 ]
 
 _log = logging.getLogger("speedtorch")
@@ -85,7 +85,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
         ...     figures = calibrate()
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("calibrate: there is no GPU to measure; paths matter only with one")
+        raise RuntimeError("calibrate: torch finds no GPU, and only GPUs need calibration")
     # Entries that this machine cannot measure, such as unsupported managed memory, do not change.
     before = _ops.costs()
     costs = before.clone()
@@ -94,7 +94,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
             step(costs)
         measured = _checked(costs.tolist())
     except ValueError as error:
-        raise RuntimeError(f"calibrate: {error}; measure again on an idle GPU") from error
+        raise RuntimeError(f"calibrate: {error}. Measure again on an idle GPU.") from error
     finally:
         _ops.set_costs(before)  # a step has changed the costs
     use_costs(measured, calibrated=True)
@@ -122,23 +122,23 @@ def calibrate_once(nbytes: int) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             calibrate(progress=False)
     except BlockingIOError:
-        _log.info("another process calibrates this machine")
+        _log.info("another process is calibrating this machine")
     except (OSError, RuntimeError, MemoryError) as error:
-        _log.warning("not calibrated (%s); speedtorch.calibrate() tries again", error)
+        _log.warning("calibration failed (%s). Call speedtorch.calibrate() to try again.", error)
 
 
 def _store(figures: dict[str, Any]) -> None:
     path = cache_file(figures["gpu"])
     try:
         if path is None:
-            raise OSError("there is no home folder; XDG_CACHE_HOME can name another")
+            raise OSError("there is no home folder; set XDG_CACHE_HOME to another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(figures) + "\n", encoding="utf-8")
         fresh.replace(path)
     except OSError as error:
         _log.warning(
-            "calibrate: %s cannot be written (%s); this process alone uses it", path, error
+            "calibrate: cannot write %s (%s). Only this process uses the results.", path, error
         )
 
 
@@ -149,18 +149,18 @@ def load_costs_with_first_gpu() -> None:
 
 def load_costs() -> bool:
     """Applies the saved results of this machine's GPU; returns whether any exist, never raises."""
-    if (costs := _kept_costs(_gpu())) is not None:
+    if (costs := _saved_costs(_gpu())) is not None:
         use_costs(costs, calibrated=True)
     return costs is not None
 
 
-def kept_link_gbps(gpu: str) -> tuple[float, float] | tuple[None, None]:
+def saved_link_gbps(gpu: str) -> tuple[float, float] | tuple[None, None]:
     """The measured GB/s to a GPU of this name and back, or None for both. Never raises."""
-    costs = _kept_costs(gpu)
+    costs = _saved_costs(gpu)
     return (None, None) if costs is None else (costs[-2], costs[-1])
 
 
-def _kept_costs(gpu: str) -> list[float] | None:
+def _saved_costs(gpu: str) -> list[float] | None:
     """The saved costs of a GPU, or None; an invalid file is logged and ignored."""
     if (path := cache_file(gpu)) is None:
         return None
@@ -169,12 +169,12 @@ def _kept_costs(gpu: str) -> list[float] | None:
         if figures["version"] != VERSION:
             return None
         if figures["gpu"] != gpu:
-            raise ValueError(f"it was measured on {figures['gpu']!r:.80}, this GPU is {gpu!r}")
+            raise ValueError(f"the costs are of {figures['gpu']!r:.80}, but this GPU is {gpu!r}")
         return _checked(figures["costs"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        _log.warning("%s is not used (%s); speedtorch.calibrate() writes it anew", path, error)
+        _log.warning("%s is ignored (%s). Call speedtorch.calibrate() to replace it.", path, error)
         return None
 
 
@@ -228,6 +228,7 @@ def _measure_planning(costs: Tensor) -> None:
     table = torch.zeros(many * 8, 1, dtype=torch.uint8, device="cuda")
 
     def time_of(path: str, count: int) -> float:
+        """Microseconds to gather `count` rows over one path."""
         with forced_path(path):
             return _microseconds(partial(pinned_gather, table), table.shape[0], count)
 

@@ -24,14 +24,14 @@ __all__ = ["Explanation", "explain", "forced_path", "get_num_sms", "set_num_sms"
 PATHS = ("direct", "distinct", "ordered", "staged", "cpu")
 _MEANINGS = {
     "direct": "one launch, rows in the order of the ids",
-    "distinct": "each distinct row once, in the order of the ids (repetitions found by hashing)",
-    "ordered": "each distinct row once, in address order (ids sorted)",
-    "staged": "the CPU moves the rows through pinned staging: the GPU cannot reach pageable memory;"
-    " speedtorch.pin_memory_(table) pins it",
-    "cpu": "CPU threads move the rows: nothing lies on a GPU",
-    "one sweep": "both lists in address order, rows leave and arrive in one sweep over the table",
+    "distinct": "each unique row once, in the order of the ids (repeated ids found by hashing)",
+    "ordered": "each unique row once, in address order (ids sorted)",
+    "staged": "the CPU copies the rows through pinned staging, because a GPU cannot access pageable"
+    " memory; speedtorch.pin_memory_(table) pins it",
+    "cpu": "CPU threads copy the rows: no tensor is on a GPU",
+    "one sweep": "one sweep over the table, in address order, evicts and loads rows",
     "consecutive": "consecutive rows in one launch",
-    "torch": "torch's own copy: nothing crosses the link by kernel",
+    "torch": "torch's own copy: no kernel accesses memory over the link",
 }
 _REACHES = ("managed memory", "mapped memory", "memory of the GPU", "pageable memory")
 
@@ -88,7 +88,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         'cpu'
     """
     if op not in _EXPLAINERS:
-        raise ValueError(f"explain: op={op!r}; it knows {', '.join(_EXPLAINERS)}")
+        raise ValueError(f"explain: op must be one of {', '.join(_EXPLAINERS)}, got {op!r}")
     bound = inspect.signature(getattr(functions, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     return _EXPLAINERS[op](op, **bound.arguments)
@@ -103,9 +103,9 @@ def _explain_move(
     src: Tensor | None = None,
     accumulate: bool = False,
 ) -> Explanation:
-    work = next(each for each in (out, src, index) if each is not None)
+    work = next(tensor for tensor in (out, src, index) if tensor is not None)
     if work.device.type == "cpu":
-        return Explanation(op, "cpu", "the rows go to and come from the CPU")
+        return Explanation(op, "cpu", "the rows are copied within the CPU's memory")
     count, row_bytes = index.numel(), math.prod(table.shape[1:]) * table.itemsize
     found = _ops.explain_move(table, count, int(src is not None), accumulate)
     number, *times, moving, link, reach = found.tolist()
@@ -118,7 +118,7 @@ def _explain_move(
     if plan is not None:
         why = f"{where}; the ids are planned already"
     elif reach == 2:
-        why = f"{where}: nothing crosses the link"
+        why = f"{where}: no row is copied over the link"
     else:
         estimates = ", ".join(f"{name} {us:,.0f} us" for name, us in possible.items())
         why = f"{where}; estimates: {estimates}"
@@ -143,10 +143,10 @@ def _explain_copy(op: str, dst: Tensor, src: Tensor) -> Explanation:
 
 
 def _explain_swap(
-    op: str, host: list[Tensor], evict: Tensor, arriving: list[Tensor], load: Tensor, **others: Any
+    op: str, host: list[Tensor], evict: Tensor, arriving: list[Tensor], load: Tensor, **options: Any
 ) -> Explanation:
     if arriving[0].device.type == "cpu":
-        return Explanation(op, "cpu", "the rows go to and come from the CPU")
+        return Explanation(op, "cpu", "the rows are copied within the CPU's memory")
     return _explain_whole(op, host, evict.numel() + load.numel(), "one sweep", "staged")
 
 
@@ -154,11 +154,11 @@ def _explain_whole(
     op: str, fields: list[Tensor], rows: int, in_place: str, pageable: str
 ) -> Explanation:
     """Explains an op with one path for memory that a GPU can access and one for pageable memory."""
-    reach = max(int(_ops.explain_move(each, rows, 0, False)[-1]) for each in fields)
+    reach = max(int(_ops.explain_move(field, rows, 0, False)[-1]) for field in fields)
     where = f"{rows:,} rows of {_REACHES[reach]}"
     if reach == 3:
         return Explanation(op, pageable, where)
-    return Explanation(op, in_place, f"{where}: the GPU reaches them in place")
+    return Explanation(op, in_place, f"{where}: the GPU accesses them in place")
 
 
 _EXPLAINERS: dict[str, Callable[..., Explanation]] = {
@@ -183,7 +183,7 @@ def use_costs(costs: Tensor | list[float], *, calibrated: bool) -> None:
 def forced_path(path: str) -> Iterator[None]:
     """Forces gathers and scatters to take one path or raise ValueError; for tests and timings."""
     if path not in PATHS[:3]:
-        raise ValueError(f"forced_path: path={path!r}; choose direct, distinct or ordered")
+        raise ValueError(f"forced_path: path must be direct, distinct or ordered, got {path!r}")
     _ops.force_path(PATHS.index(path))
     try:
         yield

@@ -38,7 +38,7 @@ __all__ = [
     "pin_if_possible",
     "pin_memory_",
     "pinned_tensors",
-    "registration_seams",
+    "registration_boundaries",
     "release",
     "unpin_memory_",
 ]
@@ -101,7 +101,7 @@ def empty(
     check_dtype("dtype", dtype)
     check_span("size", shape, dtype)
     if (nbytes := math.prod(shape) * dtype.itemsize) > torch.iinfo(torch.int64).max:
-        raise MemoryError(f"host memory: {nbytes} bytes asked for, more than can be addressed")
+        raise MemoryError(f"host memory: {nbytes} bytes requested, more than can be addressed")
     if memory not in HOST_KINDS:
         raise ValueError(
             f"memory must be 'auto', 'managed', 'registered' or 'plain', got {memory!r}"
@@ -114,9 +114,7 @@ def empty(
     except RuntimeError as error:
         if (memory, kind) != ("auto", "registered"):
             raise
-        warnings.warn(
-            f"this table is not pinned, so the GPU reaches it more slowly: {error}", stacklevel=2
-        )
+        warnings.warn(f"this table is not pinned, so GPU access is slower: {error}", stacklevel=2)
         made = _ops.host_empty(nbytes, KIND_NAMES.index("plain"), is_checked())
     return made.view(dtype).view(shape)
 
@@ -160,7 +158,7 @@ def pin_memory_(tensor: Tensor) -> Tensor:
     if not tensor.is_cpu:
         raise ValueError(f"pin_memory_: the tensor must be on the CPU, it is on {tensor.device}")
     if id(tensor) in _pinned:
-        raise ValueError("pin_memory_: the tensor is pinned already; unpin_memory_ it first")
+        raise ValueError("pin_memory_: the tensor is already pinned. Call unpin_memory_ first.")
     # The library keeps this alias, so that the memory is freed only after it is unpinned.
     pin = _ops.host_register(tensor.detach())
     finalizer = weakref.finalize(tensor, _tensor_died, id(tensor))
@@ -176,7 +174,7 @@ def pin_if_possible(tensor: Tensor) -> str:
     try:
         pin_memory_(tensor)
     except RuntimeError as error:
-        return f"not registered, so that a GPU gets its rows by staged copies: {error}"
+        return f"not registered, so that a GPU uses staged copies of its rows: {error}"
     return ""
 
 
@@ -242,7 +240,7 @@ def memory_stats() -> dict[str, int]:
     return dict(zip((*KIND_NAMES[:3], "captured"), _ops.memory_stats(), strict=True))
 
 
-def registration_seams(tensor: Tensor) -> list[int]:
+def registration_boundaries(tensor: Tensor) -> list[int]:
     """Ascending byte offsets in a tensor at which another CUDA registration begins.
 
     One CUDA copy must not cross these offsets. Only registered memory above 256 GiB has any.

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from speedtorch.memory.sysfs import listed, pci_address
+from speedtorch.memory.sysfs import pci_address, sysfs_numbers
 
 __all__ = ["near_gpu"]
 
@@ -28,14 +28,14 @@ def near_gpu() -> Iterator[None]:
     or if the system does not report which are near. Warns if the system refuses the change.
     """
     near = before = os.sched_getaffinity(0)
-    if len(listed("devices/system/node/has_cpu")) > 1 and torch.cuda.is_available():
+    if len(sysfs_numbers("devices/system/node/has_cpu")) > 1 and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        near = listed(f"bus/pci/devices/{pci_address(gpu)}/local_cpulist") & before or before
+        near = sysfs_numbers(f"bus/pci/devices/{pci_address(gpu)}/local_cpulist") & before or before
     with ExitStack() as stack:
         if near != before:
             try:
                 os.sched_setaffinity(0, near)
                 stack.callback(os.sched_setaffinity, 0, before)
             except OSError as error:
-                warnings.warn(f"this table may lie far from its GPU: {error}", stacklevel=4)
+                warnings.warn(f"table may be in memory far from its GPU: {error}", stacklevel=4)
         yield

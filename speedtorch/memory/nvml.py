@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ctypes import CDLL, Structure, byref, c_int, c_ulonglong, c_void_p, create_string_buffer
 from typing import NamedTuple
 
-__all__ = ["Driver", "ask_driver"]
+__all__ = ["Driver", "query_driver"]
 
 
 class Driver(NamedTuple):
@@ -25,15 +25,15 @@ class _Memory(Structure):
     _fields_ = [(name, c_ulonglong) for name in ("total", "free", "used")]
 
 
-def ask_driver(uuids: Sequence[str]) -> Driver:
+def query_driver(uuids: Sequence[str]) -> Driver:
     """Queries the driver and the GPUs with these UUIDs (torch's, without prefix); never raises."""
-    untold = Driver(free_bytes=[None] * len(uuids))
+    unknown = Driver(free_bytes=[None] * len(uuids))
     try:
         nvml = CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() != 0:
-            return untold
+            return unknown
     except (OSError, AttributeError):  # no driver, or one older than these calls
-        return untold
+        return unknown
     try:
         text, number = create_string_buffer(80), c_int()
         version = cuda = None
@@ -43,7 +43,7 @@ def ask_driver(uuids: Sequence[str]) -> Driver:
             cuda = f"{number.value // 1000}.{number.value % 1000 // 10}"
         return Driver(version, cuda, [_free_bytes(nvml, uuid) for uuid in uuids])
     except AttributeError:
-        return untold
+        return unknown
     finally:
         nvml.nvmlShutdown()
 

@@ -25,10 +25,10 @@ __all__ = [
     "NotMapped",
     "Placement",
     "SharedPlacement",
+    "allocates_host_memory",
     "check_kind",
     "check_size",
-    "made_placement",
-    "takes_host_memory",
+    "make_placement",
 ]
 
 _Device = str | int | torch.device | None
@@ -49,21 +49,22 @@ def check_kind(kind: MemoryKind, device: _Device = None, path: _Path = None) -> 
         raise ValueError(f"memory: expected one of {', '.join(_KINDS)}, got {kind!r}")
     if kind == "mapped":
         raise ValueError(
-            "memory='mapped' maps the file of a saved table: HostTable.open(path, 'mapped') makes"
-            " it, and Embedding.from_pretrained takes it; memory='file' makes a new file"
+            "memory='mapped' maps the file of a saved table. Open it with HostTable.open(path,"
+            " 'mapped') and pass the table to Embedding.from_pretrained. memory='file' creates a"
+            " new file."
         )
     if device is not None and kind != "cuda":
-        raise ValueError(f"device: goes with memory='cuda' only, not with {kind!r}")
+        raise ValueError(f"device: requires memory='cuda', got memory={kind!r}")
     if kind == "file" and path is None:
         raise ValueError(
-            "memory='file' needs a path: make a HostTable(..., memory='file', path=...), which"
-            " Embedding.from_pretrained takes"
+            "memory='file' needs a path. Create a HostTable(..., memory='file', path=...) and pass"
+            " it to Embedding.from_pretrained."
         )
     if kind != "file" and path is not None:
-        raise ValueError(f"path: goes with memory='file' only; memory is {kind!r}")
+        raise ValueError(f"path: requires memory='file', got memory={kind!r}")
 
 
-def takes_host_memory(kind: MemoryKind) -> bool:
+def allocates_host_memory(kind: MemoryKind) -> bool:
     """Whether a table of this kind allocates host memory at its creation."""
     return kind == "shared" or kind in host_memory.HOST_KINDS
 
@@ -108,18 +109,18 @@ class Placement:
         fill()
         return True
 
-    def note_given(self, field: int) -> None:
+    def mark_loaded(self, field: int) -> None:
         """Marks a field as loaded, so that begin() of another process does not overwrite it."""
         if self._shared is not None:
-            self._shared.note_given(field)
+            self._shared.mark_loaded(field)
 
     @property
     def shared(self) -> SharedMemory:
         """The memory that processes share. Raises ValueError for memory of one process."""
         if self._shared is None:
             raise ValueError(
-                f"this table's memory is {self.memory!r}, which one process alone can use: make the"
-                " table with memory='shared'"
+                f"this table's memory is {self.memory!r}, which only one process can use. Create"
+                " the table with memory='shared'."
             )
         return self._shared
 
@@ -151,7 +152,7 @@ class GpuPlacement(Placement):
 
     def __init__(self, count: int, device: _Device) -> None:
         if not torch.cuda.is_available():
-            raise RuntimeError("memory='cuda' needs a GPU, and torch finds none here")
+            raise RuntimeError("memory='cuda' needs a GPU, and torch finds none")
         place = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
         if torch.device(place).type != "cuda":
             raise ValueError(f"device: expected a GPU for memory='cuda', got {str(place)!r}")
@@ -232,21 +233,21 @@ class MappedPlacement(Placement):
         self.path = os.path.abspath(source)
         try:
             with open_fields(source, field=field) as stored:
-                for name, each in stored.items():
-                    if each.nbytes and each.offset % each.dtype.itemsize:
+                for name, entry in stored.items():
+                    if entry.nbytes and entry.offset % entry.dtype.itemsize:
                         raise NotMapped(
-                            f"field {name!r} begins at byte {each.offset:,} of"
-                            f" {each.file.path}, which is no multiple of the"
-                            f" {each.dtype.itemsize} bytes of {each.dtype}; save() the table once,"
-                            " and open that file"
+                            f"field {name!r} begins at byte {entry.offset:,} of"
+                            f" {entry.file.path}, which is not a multiple of the"
+                            f" {entry.dtype.itemsize} bytes of {entry.dtype}; save() the table"
+                            " and open the new file"
                         )
-                files = {each.file.path: each.file for each in stored.values()}
+                files = {entry.file.path: entry.file for entry in stored.values()}
                 map_to_read = system_calls.calls.map_to_read
                 self._files = {path: file.map(map_to_read) for path, file in files.items()}
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
-            raise NotMapped(f"the file system does not map it: {error.strerror}") from error
+            raise NotMapped(f"the file system cannot map it: {error.strerror}") from error
         with warnings.catch_warnings():
             # Tables expose such tensors only as ReadOnlyRows.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -254,15 +255,15 @@ class MappedPlacement(Placement):
                 path: torch.frombuffer(file, dtype=torch.uint8)
                 for path, file in self._files.items()
             }
-        reasons = [host_memory.pin_if_possible(each) for each in whole.values()]
+        reasons = [host_memory.pin_if_possible(data) for data in whole.values()]
         self.reason = next(filter(None, reasons), "")
-        kinds = {host_memory.memory_kind(each) for each in whole.values()}
+        kinds = {host_memory.memory_kind(data) for data in whole.values()}
         self.is_in_place = kinds == {"registered"}
         self.fields: dict[str, Tensor] = {}
-        for name, each in stored.items():
-            data = whole[each.file.path][each.offset : each.offset + each.nbytes]
-            rows = data.view(each.dtype).view(each.shape)
-            self.fields[name] = host_memory.keep_pinned(rows, whole[each.file.path])
+        for name, entry in stored.items():
+            data = whole[entry.file.path][entry.offset : entry.offset + entry.nbytes]
+            rows = data.view(entry.dtype).view(entry.shape)
+            self.fields[name] = host_memory.keep_pinned(rows, whole[entry.file.path])
 
     def check(self) -> None:
         """Raises ValueError if a file was truncated, because a read would end the process."""
@@ -281,13 +282,13 @@ def check_size(path: str, size: int, needed: int) -> None:
     """
     if size < needed:
         raise ValueError(
-            f"{path}: the file was cut to {size:,} bytes while a table is mapped to {needed:,} of"
-            " it: close the table, and open a whole file; write a new file beside one that is in"
-            " use, and rename it"
+            f"{path}: the file was truncated to {size:,} bytes, but a table maps {needed:,} bytes"
+            " of it. Close the table and open a complete file. To replace a file in use, write"
+            " another file and rename it."
         )
 
 
-def made_placement(
+def make_placement(
     count: int, fields: int, kind: MemoryKind, device: _Device, path: _Path
 ) -> Placement:
     """Allocates exactly `count` zeroed bytes of one kind of memory for `fields` fields.
@@ -296,12 +297,12 @@ def made_placement(
     """
     check_kind(kind, device, path)
     if count >= 2**63:
-        raise ValueError(f"rows: {count:,} bytes are more than any memory has (2^63 - 1)")
+        raise ValueError(f"rows: the table must be smaller than 2^63 bytes, got {count:,} bytes")
     if path is not None:
         return FilePlacement(count, path)
     if kind == "cuda":
         return GpuPlacement(count, device)
     if kind == "shared":
         calibrate_once(count)
-        return SharedPlacement(SharedMemory.made(count, fields))
+        return SharedPlacement(SharedMemory.create(count, fields))
     return HostPlacement(count, cast(host_memory.HostMemoryKind, kind))

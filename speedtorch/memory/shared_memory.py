@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 _NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL of Linux 6.3, which some systems require
 _RESERVED_AT_ONCE = 1 << 30  # Python handles signals between two calls
 _WORD_BYTES = 8
-_GIVEN = 1  # the word of a field whose values were loaded
+_LOADED = 1  # the word of a field whose values were loaded
 
 _FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 1e-5, 1e-3
 
@@ -102,18 +102,18 @@ class SharedMemoryHandle:
             return self.own.opened_again()
         if self.boot != _boot():
             raise ValueError(
-                "handle: the table is in the memory of another machine, or of this one before its"
-                " last start; save() it there, and HostTable.open() the file here"
+                "handle: the table is in the memory of another machine, or this machine has since"
+                " restarted. save() the table there and HostTable.open() the file here."
             )
         if self.namespace != _namespace():
             raise ValueError(
                 f"handle: the table is shared by a process of another container"
-                f" ({self.namespace}, here {_namespace()}); let both see the same processes, or"
-                " map one file in both: HostTable.open(path, 'mapped')"
+                f" ({self.namespace}, this process is in {_namespace()}). Run both containers in"
+                " one PID namespace, or map one file in both with HostTable.open(path, 'mapped')."
             )
         gone = (
-            f"process {self.process}, which shared the table, has closed it or has ended; call"
-            " share() in a process that has the table open"
+            f"process {self.process}, which shared the table, has closed it or has ended. Call"
+            " share() in a process that has the table open."
         )
         path = f"/proc/{self.process}/fd/{self.number}"
         is_there = _start_of(self.process) == self.started
@@ -126,7 +126,7 @@ class SharedMemoryHandle:
         except FileNotFoundError as error:
             raise ProcessLookupError(errno.ESRCH, gone) from error
         except PermissionError as error:
-            text = "the table belongs to another user; processes of one user can share it"
+            text = "the table belongs to another user. Only processes of one user can share it."
             raise PermissionError(errno.EACCES, text, path) from error
         raise ProcessLookupError(errno.ESRCH, gone)
 
@@ -161,7 +161,7 @@ class SharedMemory:
             raise
 
     @classmethod
-    def made(cls, count: int, fields: int) -> SharedMemory:
+    def create(cls, count: int, fields: int) -> SharedMemory:
         """Reserves new memory for a table with `fields` fields.
 
         Raises MemoryError if there is too little memory, RuntimeError without memfd_create.
@@ -169,9 +169,9 @@ class SharedMemory:
         size = _in_pages(_in_pages(count) + _WORD_BYTES * (1 + fields))
         if host_memory.is_checked() and size > (available := host_memory.available_bytes()):
             raise MemoryError(
-                f"shared memory: {size:,} bytes are needed and {available:,} are available: free"
-                " memory, use fewer or narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try all"
-                " the same"
+                f"shared memory: {size:,} bytes are needed and {available:,} are available. Free"
+                " memory, use fewer or narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try"
+                " anyway."
             )
         try:
             return cls(_new_file(), count, size)
@@ -179,7 +179,7 @@ class SharedMemory:
             if error.errno not in (errno.ENOMEM, errno.ENOSPC):
                 raise
             raise MemoryError(
-                f"shared memory: the system gave less than {size:,} bytes: {error}"
+                f"shared memory: the system could not reserve {size:,} bytes: {error}"
             ) from error
 
     def handle(self) -> SharedMemoryHandle:
@@ -212,11 +212,11 @@ class SharedMemory:
             if (mark := self._read_word(1 + field)) == 0:
                 fill()
                 self._write_word(descriptor, 1 + field, mark := _mark_of(value))
-        return mark in (_GIVEN, _mark_of(value))
+        return mark in (_LOADED, _mark_of(value))
 
-    def note_given(self, field: int) -> None:
+    def mark_loaded(self, field: int) -> None:
         """Marks a field as loaded, so that no process fills it."""
-        self._write_word(self._descriptor, 1 + field, _GIVEN)
+        self._write_word(self._descriptor, 1 + field, _LOADED)
 
     # ---- the version: a sequence lock
 
@@ -245,7 +245,7 @@ class SharedMemory:
         and readers raise the error about a writer that ended.
         """
         if self._is_mine():
-            raise RuntimeError("writing: this thread writes already; one block is enough")
+            raise RuntimeError("writing: this thread is already inside a writing() block")
         process = os.getpid()
         with self._locked(fcntl.LOCK_EX) as descriptor:
             _writers[self._this_thread()] = descriptor
@@ -301,13 +301,13 @@ class SharedMemory:
                     return result
             elif self._writer_ended(before):
                 raise RuntimeError(
-                    "read_consistently: a writer ended within `with table.writing()`, and its rows"
-                    " may be of both versions; write them again within such a block"
+                    "read_consistently: a writer ended within `with table.writing()`, and some of"
+                    " its rows may be old. Write the rows again within such a block."
                 )
             if time.monotonic() > until:
                 raise TimeoutError(
-                    f"read_consistently: writers left no {timeout_s:g} s in which the rows could be"
-                    " read: read fewer rows at once, write less often, or wait longer (timeout_s)"
+                    f"read_consistently: every read for {timeout_s:g} s overlapped with a write."
+                    " Read fewer rows at once, write less often, or increase timeout_s."
                 )
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
@@ -327,7 +327,7 @@ def _in_pages(count: int) -> int:
 
 
 def _mark_of(value: bytes) -> int:
-    """A word for a value, different from 0 and _GIVEN."""
+    """A word for a value, different from 0 and _LOADED."""
     digest = hashlib.blake2b(value, digest_size=_WORD_BYTES).digest()
     return int.from_bytes(digest, "little") | 2
 
@@ -335,7 +335,7 @@ def _mark_of(value: bytes) -> int:
 def _new_file() -> _Descriptor:
     """An empty anonymous file in memory that can be sealed."""
     if not hasattr(os, "memfd_create"):
-        raise RuntimeError("memory='shared' needs memfd_create, of Linux with glibc 2.27 or later")
+        raise RuntimeError("memory='shared' needs memfd_create from Linux with glibc 2.27 or later")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return _Descriptor(os.memfd_create("speedtorch", flags | _NOEXEC_SEAL), "r+")

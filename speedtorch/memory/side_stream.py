@@ -27,7 +27,7 @@ def _stream(device: int, purpose: str, beside: int | None) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(made, device)  # type: ignore[no-untyped-call]
 
 
-class _Turn:
+class _StreamContext:
     """A context manager that makes a side stream the current stream.
 
     A generator or torch.cuda.stream(), which queries the device three times, would take longer than
@@ -92,13 +92,13 @@ class SideStream:
         self, device: torch.device
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
         """Work that is queued inside begins after the work queued on the current stream so far."""
-        return nullcontext() if device.type != "cuda" else _Turn(self, device, None)
+        return nullcontext() if device.type != "cuda" else _StreamContext(self, device, None)
 
     def after(
         self, device: torch.device, *ends: torch.cuda.Event | None
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
         """Work that is queued inside begins after these events, not after the current stream."""
-        return nullcontext() if device.type != "cuda" else _Turn(self, device, ends)
+        return nullcontext() if device.type != "cuda" else _StreamContext(self, device, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The side stream of the current stream."""

@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["listed", "names_in", "pci_address", "told"]
+__all__ = ["names_in", "pci_address", "sysfs_numbers", "sysfs_text"]
 
 ROOT = Path("/sys")
 
 
-def told(name: str) -> str:
+def sysfs_text(name: str) -> str:
     """The text of a file, or an empty string if it is unreadable."""
     try:
         return (ROOT / name).read_text().strip()
@@ -22,10 +22,10 @@ def told(name: str) -> str:
         return ""
 
 
-def listed(name: str) -> set[int]:
+def sysfs_numbers(name: str) -> set[int]:
     """The numbers in a file such as "0-3,8", or an empty set if it is unreadable."""
-    spans = re.findall(r"(\d+)(?:-(\d+))?", told(name))
-    return {each for first, last in spans for each in range(int(first), int(last or first) + 1)}
+    spans = re.findall(r"(\d+)(?:-(\d+))?", sysfs_text(name))
+    return {number for first, last in spans for number in range(int(first), int(last or first) + 1)}
 
 
 def names_in(name: str) -> list[str]:

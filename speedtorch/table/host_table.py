@@ -22,7 +22,7 @@ from speedtorch.memory.placement import (
     NotMapped,
     Placement,
     SharedPlacement,
-    made_placement,
+    make_placement,
 )
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
 from speedtorch.ops.shapes import check_span, row_shape
@@ -320,7 +320,7 @@ class HostTable:
     ) -> None:
         layout = lay_out(fields)
         self._describe(rows, layout)
-        placement = made_placement(self.nbytes, len(self.fields), kind, device, path)
+        placement = make_placement(self.nbytes, len(self.fields), kind, device, path)
         self._lie_in(placement, *_laid_out(placement.data, self.rows, layout))
 
     def _describe(self, rows: int, layout: Record) -> None:
@@ -801,7 +801,7 @@ class HostTable:
         """
         numbers = {name: number for number, name in enumerate(self.fields)}
         for field in fields:
-            self._placed().note_given(numbers[field])
+            self._placed().mark_loaded(numbers[field])
 
     @_serialized
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from speedtorch.memory.placement import takes_host_memory
+from speedtorch.memory.placement import allocates_host_memory
 from speedtorch.table.claim import Claim
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, Portion
@@ -94,7 +94,7 @@ class LazyTable:
     def is_in_place(self) -> bool:
         """Whether a GPU reads the rows in place. Before allocation: whether the kind allows it."""
         if self._table is None:
-            return takes_host_memory(self.new.memory) and self.new.memory != "plain"
+            return allocates_host_memory(self.new.memory) and self.new.memory != "plain"
         return not self._table.closed and self._table.is_in_place
 
     @property

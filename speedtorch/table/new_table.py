@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory import host_memory
-from speedtorch.memory.placement import MemoryKind, check_kind, takes_host_memory
+from speedtorch.memory.placement import MemoryKind, allocates_host_memory, check_kind
 from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, Portion
@@ -46,7 +46,7 @@ class NewTable:
 
     def bytes_of(self, rows: int) -> int:
         """Returns the bytes of host memory for `rows` rows of the weight."""
-        return rows * lay_out(self.weight).record_bytes if takes_host_memory(self.memory) else 0
+        return rows * lay_out(self.weight).record_bytes if allocates_host_memory(self.memory) else 0
 
     def wait(self) -> None:
         """Registers this table as waiting. Without torch.distributed, raises if not all fit."""

@@ -770,7 +770,7 @@ def test_wrong_arguments_are_told(device: str) -> None:
     with pytest.raises(ValueError, match="Adam has differentiable=True"):
         StateSwapper(optim.Adam(layer.parameters(), differentiable=True), budget=100)
     adam = optim.Adam(layer.parameters())
-    with pytest.raises(ValueError, match="budget: expected bytes as '12GiB'"):
+    with pytest.raises(ValueError, match="budget: expected a text such as '12GiB'"):
         StateSwapper(adam, budget="much")
     with pytest.raises(ValueError, match="one of them is given twice"):
         StateSwapper([adam, adam], budget=100)

@@ -57,8 +57,8 @@ def assert_not_used(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="speedtorch"):
         assert not calibration.load_costs()
     (told,) = caplog.messages
-    assert told.startswith(f"{path} is not used (")
-    assert told.endswith("; speedtorch.calibrate() writes it anew")
+    assert told.startswith(f"{path} is ignored (")
+    assert told.endswith(". Call speedtorch.calibrate() to replace it.")
     assert torch.equal(_ops.costs(), before)
     assert not cost_model._calibrated
 
@@ -93,7 +93,7 @@ def test_without_a_home_nothing_is_kept_or_read(
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING, logger="speedtorch"):
         calibration._store({"gpu": "any"})
-    assert "there is no home folder; XDG_CACHE_HOME can name another" in caplog.text
+    assert "there is no home folder; set XDG_CACHE_HOME to another folder" in caplog.text
 
 
 def test_kept_costs_are_used() -> None:
@@ -113,9 +113,9 @@ def test_kept_costs_are_used_whatever_device_is_the_default() -> None:
 
 def test_the_kept_speed_of_the_link_is_told_and_nothing_is_used() -> None:
     gpu, before = calibration._gpu(), _ops.costs()
-    assert calibration.kept_link_gbps(gpu) == (None, None)
+    assert calibration.saved_link_gbps(gpu) == (None, None)
     written(figures([1.0] * 28 + [50.5, 40.0]))
-    assert calibration.kept_link_gbps(gpu) == (50.5, 40.0)
+    assert calibration.saved_link_gbps(gpu) == (50.5, 40.0)
     assert torch.equal(_ops.costs(), before)
     assert not cost_model._calibrated
 
@@ -183,7 +183,7 @@ def test_costs_that_no_machine_has_are_not_believed(
 def test_costs_of_another_gpu_are_not_believed(caplog: pytest.LogCaptureFixture) -> None:
     path = written(figures([1.0] * 30, gpu="another"))
     assert_not_used(path, caplog)
-    assert "measured on 'another', this GPU is" in caplog.text
+    assert "the costs are of 'another', but this GPU is" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder", "link to itself", "huge file"])
@@ -222,7 +222,7 @@ def test_figures_that_cannot_be_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_there_is_nothing_to_measure() -> None:
-    with pytest.raises(RuntimeError, match="calibrate: there is no GPU"):
+    with pytest.raises(RuntimeError, match="calibrate: torch finds no GPU"):
         speedtorch.calibrate()
     calibration.calibrate_once(1 << 40)  # says nothing: paths matter only with a GPU
     assert not cache_file().exists()
@@ -268,7 +268,7 @@ def test_costs_that_cannot_be_kept_are_used_and_told(
         monkeypatch.setattr(calibration, "cache_file", lambda _: None)
     with caplog.at_level(logging.WARNING, logger="speedtorch"):
         figures = speedtorch.calibrate(progress=False)
-    assert "cannot be written" in caplog.text
+    assert "cannot write" in caplog.text
     assert _ops.costs().tolist() == figures["costs"]
 
 
@@ -286,7 +286,7 @@ def test_the_first_large_table_calibrates_once(
         fcntl.flock(lock, fcntl.LOCK_EX)
         with caplog.at_level(logging.INFO, logger="speedtorch"):
             calibration.calibrate_once(calibration.WORTH_BYTES)
-    assert caplog.messages == ["another process calibrates this machine"]
+    assert caplog.messages == ["another process is calibrating this machine"]
     monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "0")
     calibration.calibrate_once(calibration.WORTH_BYTES)
     written("")
@@ -305,6 +305,6 @@ def test_a_table_is_made_although_its_machine_cannot_be_measured(
     monkeypatch.setattr(calibration, "_steps", lambda: iter([fail]))
     calibration.calibrate_once(calibration.WORTH_BYTES)
     assert caplog.messages == [
-        "not calibrated (pretended); speedtorch.calibrate() tries again",
+        "calibration failed (pretended). Call speedtorch.calibrate() to try again.",
     ]
     assert not cache_file().exists()

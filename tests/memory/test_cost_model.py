@@ -194,7 +194,7 @@ def test_explaining_runs_nothing(driver: PretendedDriver) -> None:
 
 
 def test_other_ops_and_arguments_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="op='gather'; it knows pinned_gather, pinned_scatter"):
+    with pytest.raises(ValueError, match="op must be one of pinned_gather, .*, got 'gather'"):
         speedtorch.explain("gather")
     with pytest.raises(TypeError, match="index"):
         speedtorch.explain("pinned_gather", torch.zeros(3, 1))

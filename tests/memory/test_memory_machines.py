@@ -27,7 +27,7 @@ from speedtorch import empty, memory_kind, memory_stats, pin_memory_, unpin_memo
 from speedtorch.info import info
 from speedtorch.layers import Memory
 from speedtorch.layers.host_buffer import copy_spans
-from speedtorch.memory.host_memory import registration_seams, release
+from speedtorch.memory.host_memory import registration_boundaries, release
 from speedtorch.ops.functions import _ops
 from speedtorch.torch_internals import storage_at
 
@@ -269,26 +269,26 @@ def huge() -> Tensor:
 def test_a_table_up_to_256_gib_is_one_registration(driver: PretendedDriver, huge: Tensor) -> None:
     table = pin_memory_(huge[: 256 * GIB])
     assert [count for count, _ in driver.registered.values()] == [256 * GIB]
-    assert registration_seams(table) == []
+    assert registration_boundaries(table) == []
     unpin_memory_(table)
 
 
-def test_seams_are_told_from_the_first_byte_of_a_tensor(
+def test_boundaries_are_offsets_from_the_first_byte_of_a_tensor(
     driver: PretendedDriver, huge: Tensor
 ) -> None:
     table = pin_memory_(huge)
     assert [count // GIB for count, _ in driver.registered.values()] == [256, 256, 88]
-    assert registration_seams(table) == [256 * GIB, 512 * GIB]
-    assert registration_seams(table[GIB : 300 * GIB]) == [255 * GIB]
-    assert registration_seams(table[256 * GIB : 512 * GIB]) == []
-    assert registration_seams(torch.zeros(3)) == registration_seams(torch.zeros(0)) == []
+    assert registration_boundaries(table) == [256 * GIB, 512 * GIB]
+    assert registration_boundaries(table[GIB : 300 * GIB]) == [255 * GIB]
+    assert registration_boundaries(table[256 * GIB : 512 * GIB]) == []
+    assert registration_boundaries(torch.zeros(3)) == registration_boundaries(torch.zeros(0)) == []
     unpin_memory_(table)
     assert driver.nothing_left()
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["comes", "goes"])
 @pytest.mark.parametrize("seam", [64 * GIB, 256 * GIB, 512 * GIB], ids="{}".format)
-def test_copies_of_units_are_cut_at_seams(
+def test_copies_of_units_end_at_registration_boundaries(
     driver: PretendedDriver, huge: Tensor, seam: int, comes: bool
 ) -> None:
     host = pin_memory_(huge)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from speedtorch.memory import nvml
-from speedtorch.memory.nvml import Driver, ask_driver
+from speedtorch.memory.nvml import Driver, query_driver
 
 
 class Pretended:
@@ -53,7 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *failing: str) -> Driver:
     """What such a library tells; all that was opened is closed."""
     library = Pretended(*failing)
     monkeypatch.setattr(nvml, "CDLL", {"libnvidia-ml.so.1": library}.__getitem__)
-    told = ask_driver(["whole", "part", "of another machine"])
+    told = query_driver(["whole", "part", "of another machine"])
     assert library.users == 0
     return told
 
@@ -83,8 +83,8 @@ def test_without_a_driver_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(nvml, "CDLL", missing)
-    assert ask_driver([]) == (None, None, [])
-    assert ask_driver(["whole"]) == (None, None, [None])
+    assert query_driver([]) == (None, None, [])
+    assert query_driver(["whole"]) == (None, None, [None])
 
 
 @pytest.mark.parametrize("missing", ["nvmlInit_v2", "nvmlSystemGetCudaDriverVersion_v2"])
@@ -99,5 +99,5 @@ def test_a_driver_from_before_a_call_tells_nothing(
 
     library = Older()
     monkeypatch.setattr(nvml, "CDLL", lambda name: library)
-    assert ask_driver(["whole"]) == Driver(free_bytes=[None])
+    assert query_driver(["whole"]) == Driver(free_bytes=[None])
     assert library.users == 0

@@ -13,8 +13,8 @@ from speedtorch.memory.shared_memory import SharedMemory
 
 
 def test_a_field_is_filled_once_and_never_after_values_were_given() -> None:
-    memory, filled = SharedMemory.made(8, fields=2), list[str]()
-    memory.note_given(1)
+    memory, filled = SharedMemory.create(8, fields=2), list[str]()
+    memory.mark_loaded(1)
     assert memory.begin(0, b"zeros", lambda: filled.append("first"))
     assert memory.begin(0, b"zeros", lambda: filled.append("again"))
     assert not memory.begin(0, b"ones", lambda: filled.append("otherwise"))
@@ -35,7 +35,7 @@ def test_memory_is_made_where_linux_knows_no_seal_of_execution(
         return make(name, flags)
 
     monkeypatch.setattr(os, "memfd_create", make_before_linux_6_3)
-    memory = SharedMemory.made(8, fields=1)
+    memory = SharedMemory.create(8, fields=1)
     assert len(tried) == 2 and memory.version == 0
     memory.close()
 
@@ -48,12 +48,12 @@ def test_a_process_without_free_descriptors_is_no_lack_of_memory(
 
     monkeypatch.setattr(os, "memfd_create", fail)
     with pytest.raises(OSError, match="pretended"):
-        SharedMemory.made(8, fields=1)
+        SharedMemory.create(8, fields=1)
 
 
 @pytest.mark.parametrize("fields", [1, 3])
 def test_words_of_fields_are_apart(fields: int) -> None:
-    memory = SharedMemory.made(8, fields)
+    memory = SharedMemory.create(8, fields)
     for field in range(fields):
         assert memory.begin(field, b"%d" % field, lambda: None)
     assert all(memory.begin(field, b"%d" % field, lambda: None) for field in range(fields))
@@ -63,7 +63,7 @@ def test_words_of_fields_are_apart(fields: int) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_writers_version_is_odd_until_its_rows_are_settled(fails: bool) -> None:
-    memory, versions = SharedMemory.made(8, fields=1), list[int]()
+    memory, versions = SharedMemory.create(8, fields=1), list[int]()
     for _ in range(2):
         with suppress(KeyError), memory.writing(lambda: versions.append(memory.version)):
             versions.append(memory.version)
@@ -75,7 +75,7 @@ def test_a_writers_version_is_odd_until_its_rows_are_settled(fails: bool) -> Non
 
 
 def test_a_forked_child_within_writing_neither_settles_nor_ends_the_block() -> None:
-    memory, (reads, writes) = SharedMemory.made(8, fields=1), os.pipe()
+    memory, (reads, writes) = SharedMemory.create(8, fields=1), os.pipe()
     child = -1
     try:
         with memory.writing(lambda: os.write(writes, b"settled")):

@@ -138,7 +138,7 @@ def test_a_path_that_is_not_possible_is_refused_by_name(mapped_place: Place) -> 
 
 def test_only_the_paths_of_the_gpu_can_be_forced() -> None:
     with (
-        pytest.raises(ValueError, match="path='staged'; choose direct, distinct or ordered"),
+        pytest.raises(ValueError, match="path must be direct, distinct or ordered, got 'staged'"),
         forced_path("staged"),
     ):
         pass

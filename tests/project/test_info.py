@@ -66,7 +66,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
         (tmp_path / "devices/system/node/online").write_text("0-1\n")
         monkeypatch.setattr(sysfs, "ROOT", tmp_path)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(module, "ask_driver", driver)
+        monkeypatch.setattr(module, "query_driver", driver)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties)

@@ -245,7 +245,9 @@ def test_a_file_that_was_cut_is_told_at_the_next_call(
     read(table)
     size = os.path.getsize(saved)
     os.truncate(saved, 100)
-    with pytest.raises(ValueError, match=f"was cut to 100 bytes while .* mapped to {size:,} of it"):
+    with pytest.raises(
+        ValueError, match=f"was truncated to 100 bytes, but a table maps {size:,} bytes"
+    ):
         read(table)
     table.close()
 
@@ -253,9 +255,9 @@ def test_a_file_that_was_cut_is_told_at_the_next_call(
 def test_a_file_that_holds_a_table_and_was_cut_is_told(tmp_path: Path) -> None:
     table = HostTable(10, 4, memory="file", path=tmp_path / "rows.bin")
     os.truncate(tmp_path / "rows.bin", 0)
-    with pytest.raises(ValueError, match=r"was cut to 0 bytes while a table is mapped to 160 of"):
+    with pytest.raises(ValueError, match=r"was truncated to 0 bytes, but a table maps 160 bytes"):
         table.gather(torch.tensor([1]))
-    with pytest.raises(ValueError, match="was cut to 0 bytes"):
+    with pytest.raises(ValueError, match="was truncated to 0 bytes"):
         table.close()
     assert table.closed
 
@@ -302,7 +304,7 @@ def test_fields_that_are_not_aligned_are_read_and_it_is_said(tmp_path: Path) -> 
     rows = unaligned(path := tmp_path / "t.safetensors")
     table = HostTable.open(path, "mapped")
     assert table.memory in ("plain", "managed", "registered")
-    assert "no multiple of the 4 bytes of torch.float32; save() the table" in table.memory_reason
+    assert "not a multiple of the 4 bytes of torch.float32; save() the table" in table.memory_reason
     assert "(loaded, not mapped: field 'weight' begins at byte" in repr(table)
     assert torch.equal(table.fill_(1)["weight"], torch.ones_like(rows))
     assert torch.equal(rows_in(path), rows)
@@ -313,7 +315,7 @@ def test_a_file_system_that_does_not_map_is_said(
 ) -> None:
     fail(monkeypatch, "map_to_read", code=errno.ENODEV)
     table = HostTable.open(saved, "mapped")
-    assert table.memory_reason.startswith("loaded, not mapped: the file system does not map it")
+    assert table.memory_reason.startswith("loaded, not mapped: the file system cannot map it")
     assert torch.equal(table["weight"], rows_in(saved))
 
 
@@ -341,7 +343,7 @@ def test_a_new_table_is_not_mapped(saved: Path) -> None:
             make(3, 2, memory="mapped")
     with pytest.raises(ValueError, match="memory='mapped' takes neither device nor path"):
         HostTable.open(saved, "mapped", path=saved)
-    with pytest.raises(ValueError, match="memory is 'mapped', which one process alone can use"):
+    with pytest.raises(ValueError, match="memory is 'mapped', which only one process can use"):
         HostTable.open(saved, "mapped").share()
 
 
@@ -382,7 +384,7 @@ def test_a_file_that_cuda_does_not_register_says_so(saved: Path, driver: Pretend
     driver.fail("host_register")
     table = HostTable.open(saved, "mapped")
     assert not table.is_in_place
-    assert "mapped (not registered, so that a GPU gets its rows by staged copies" in repr(table)
+    assert "mapped (not registered, so that a GPU uses staged copies of its rows" in repr(table)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -482,7 +484,7 @@ def test_a_gadget_maps_its_file(saved: Path) -> None:
         gadget.insertData(torch.ones(1, 4), [0])
     assert np.array_equal(gadget.getNumpyVersion(), rows_in(saved).numpy())
     os.truncate(saved, 90)
-    with pytest.raises(ValueError, match="was cut to 90 bytes"):
+    with pytest.raises(ValueError, match="was truncated to 90 bytes"):
         gadget.getData([3])
     with pytest.raises(TypeError, match="mapped=True maps a file"):
         speedtorch.DataGadget(np.zeros((3, 2)), mapped=True)

@@ -119,7 +119,7 @@ def test_memory_that_the_system_does_not_give_is_a_memory_error() -> None:
     refused = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with (
         mock.patch.object(shared_memory.calls, "reserve", refused),
-        pytest.raises(MemoryError, match="the system gave less than 8,192 bytes"),
+        pytest.raises(MemoryError, match="could not reserve 8,192 bytes"),
     ):
         small()
     assert len(os.listdir("/proc/self/fd")) == len(before)
@@ -167,17 +167,17 @@ def test_a_closed_table_is_not_shared_and_closing_twice_is_fine() -> None:
     table.close()
     with pytest.raises(ValueError, match="this table is closed"):
         table.share()
-    with pytest.raises(ProcessLookupError, match="has closed it or has ended; call share"):
+    with pytest.raises(ProcessLookupError, match=r"has closed it or has ended\. Call share"):
         HostTable.from_handle(handle)
 
 
 def test_a_table_of_one_process_is_not_shared() -> None:
     table = HostTable(2, 1, memory="plain")
     for use in (table.share, lambda: table.version, lambda: table.read_consistently(table.settle)):
-        with pytest.raises(ValueError, match="memory is 'plain', which one process alone can use"):
+        with pytest.raises(ValueError, match="memory is 'plain', which only one process can use"):
             use()
     assert not table.was_shared
-    with pytest.raises(ValueError, match="make the table with memory='shared'"), table.writing():
+    with pytest.raises(ValueError, match="Create the table with memory='shared'"), table.writing():
         pass
     with pytest.raises(TypeError, match="handle: expected what table.share"):
         HostTable.from_handle(table)  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_a_table_of_one_process_is_not_shared() -> None:
 @pytest.mark.parametrize(
     ("function", "says", "error"),
     [
-        ("_boot", "another machine, or of this one before its last start", ValueError),
+        ("_boot", "another machine, or this machine has since restarted", ValueError),
         ("_namespace", "a process of another container", ValueError),
         ("_Descriptor.file", "has closed it or has ended", ProcessLookupError),
         ("_start_of", "has closed it or has ended", ProcessLookupError),
@@ -337,7 +337,7 @@ def test_each_process_registers_the_memory_for_its_gpu(driver: PretendedDriver) 
 def test_memory_that_cuda_does_not_register_says_so(driver: PretendedDriver) -> None:
     driver.fail("host_register")
     table = small()
-    assert "shared (not registered, so that a GPU gets its rows by staged copies" in repr(table)
+    assert "shared (not registered, so that a GPU uses staged copies of its rows" in repr(table)
     assert not table.is_in_place
 
 
@@ -358,7 +358,7 @@ def test_the_version_is_odd_while_rows_are_written() -> None:
 
 
 def test_the_version_is_odd_until_the_last_write_is_done() -> None:
-    memory = shared_memory.SharedMemory.made(64, 1)
+    memory = shared_memory.SharedMemory.create(64, 1)
     seen: list[int] = []
     with memory.writing(lambda: seen.append(memory.version)):
         pass
@@ -369,7 +369,7 @@ def test_a_thread_that_writes_does_not_wait_for_itself() -> None:
     table = small()
     with (
         table.writing(),
-        pytest.raises(RuntimeError, match="this thread writes already"),
+        pytest.raises(RuntimeError, match="this thread is already inside a writing"),
         table.writing(),
     ):
         pass
@@ -405,7 +405,7 @@ def test_a_reader_waits_so_long() -> None:
     table = small()
     with ThreadPool(1) as reader, table.writing():
         read = partial(table.read_consistently, int, timeout_s=0.01)
-        with pytest.raises(TimeoutError, match=r"left no 0.01 s in which the rows could be read"):
+        with pytest.raises(TimeoutError, match=r"every read for 0.01 s overlapped with a write"):
             reader.apply(read)
 
 
