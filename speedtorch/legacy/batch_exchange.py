@@ -35,14 +35,14 @@ class BatchExchange(Switcher):
         """The trained parameter."""
 
     @abstractmethod
-    def _hold(self, rows: Rows) -> None:
+    def _set_rows(self, rows: Rows) -> None:
         """Installs these rows of every field for training; changes nothing after an exception."""
 
     @abstractmethod
-    def _held(self, name: str) -> tuple[Tensor, str]:
+    def _trained_rows(self, name: str) -> tuple[Tensor, str]:
         """The trained rows of a field, and a description of the object that has them."""
 
-    def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
+    def _rows_to_write(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
         """The rows to write back for the trained `rows`."""
         return rows
 
@@ -61,7 +61,7 @@ class BatchExchange(Switcher):
         device = self._parameter().device
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
         fields = self._rows().items()
-        self._hold({name: gathered(field, index, device, plan) for name, field in fields})
+        self._set_rows({name: gathered(field, index, device, plan) for name, field in fields})
 
     def afterOptimizerStep(
         self, retrievedPosIndexes: Indexes, retrievedNegIndexes: Indexes | None = None
@@ -85,19 +85,19 @@ class BatchExchange(Switcher):
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
         rows, fields = {}, self._rows()
         for name, field in fields.items():
-            held, holder = self._held(name)
-            _check_held(index, held, field, holder)
-            rows[name] = held.detach()
+            trained, owner = self._trained_rows(name)
+            _check_trained(index, trained, field, owner)
+            rows[name] = trained.detach()
         # A repeated write has the same result. Ids may share memory that the caller reuses for the
         # next batch, so they are cloned, unless a GPU uses the plan in their place. The next
         # exchange does not write to the rows' memory.
-        rows = self._to_put(fields, index, rows, plan)
-        rows = {name: each.contiguous() for name, each in rows.items()}
+        rows = self._rows_to_write(fields, index, rows, plan)
+        rows = {name: values.contiguous() for name, values in rows.items()}
         total = next((len(field) for field in fields.values()), 0)
         if plan is None and index.is_cpu and rows and not all_within(index, total):
             self._write(index, rows, plan)  # the op raises
         ids = index.clone() if plan is None or index.is_cpu else index
-        self._take(partial(self._write, ids, rows, plan))
+        self._commit(partial(self._write, ids, rows, plan))
 
     def _ids(
         self, positives: Indexes, negatives: Indexes | None, device: torch.device, step: int
@@ -113,27 +113,27 @@ class BatchExchange(Switcher):
 
     def _write(self, index: Tensor, rows: Rows, plan: Plan | None) -> None:
         fields = self._open_fields()
-        for name, each in rows.items():
-            pinned_scatter(fields[name], index, each, plan=plan)
+        for name, values in rows.items():
+            pinned_scatter(fields[name], index, values, plan=plan)
 
     def _check_table(self, table: HostTable) -> None:
         """Raises ValueError unless a table has the required rows and fields."""
         if len(table) != self.total_classes:
             raise ValueError(
-                f"table: it has {len(table):,} rows, total_classes is {self.total_classes:,}"
+                f"table must have total_classes={self.total_classes:,} rows, got {len(table):,}"
             )
         fields = self._row_fields()
         for name, (shape, dtype) in fields.items():
             if name not in table.fields:
                 raise ValueError(
-                    f"table: it has no field {name!r}, only {', '.join(table.fields)}; needed are"
-                    f" {', '.join(fields)} (HostTable(rows, dim, state=...))"
+                    f"table must have the fields {', '.join(fields)}, got"
+                    f" {', '.join(table.fields)}. Create it with HostTable(rows, dim, state=...)."
                 )
             has = table[name]
             if tuple(has.shape[1:]) != shape or has.dtype != dtype:
                 raise ValueError(
-                    f"table: its field {name!r} has rows {list(has.shape[1:])} of {has.dtype};"
-                    f" needed are rows {list(shape)} of {dtype}"
+                    f"table: the field {name!r} must have rows {list(shape)} of {dtype}, got rows"
+                    f" {list(has.shape[1:])} of {has.dtype}"
                 )
 
 
@@ -143,28 +143,28 @@ def check_rows(
     """Raises ValueError unless rows of this shape and dtype fit a parameter."""
     if parameter.dim() == 0 or tuple(parameter.shape[1:]) != shape:
         raise ValueError(
-            f"embed_dimension={shape[0] if len(shape) == 1 else shape}: the rows of {variable},"
-            f" {list(parameter.shape)}, have the shape {list(parameter.shape[1:])}; give that, or"
-            " build the model with rows of this size"
+            f"embed_dimension={shape[0] if len(shape) == 1 else shape} does not match the rows of"
+            f" {variable}, which have the shape {list(parameter.shape[1:])}. Pass that shape, or"
+            " build the model with rows of this size."
         )
     if parameter.dtype != dtype:
         raise ValueError(
-            f"{datatype}={str(dtype)[6:]!r}: {variable} is {str(parameter.dtype)[6:]!r}; give that,"
-            " or convert the model first"
+            f"{datatype}={str(dtype)[6:]!r} does not match {variable}, whose dtype is"
+            f" {str(parameter.dtype)[6:]!r}. Pass that dtype, or convert the model first."
         )
 
 
-def _check_held(index: Tensor, rows: Tensor, field: Tensor, holder: str) -> None:
-    """Raises ValueError unless the rows of a batch in `holder` fit a table's field."""
+def _check_trained(index: Tensor, rows: Tensor, field: Tensor, owner: str) -> None:
+    """Raises ValueError unless the rows of a batch in `owner` fit a table's field."""
     if rows.shape[:1] != index.shape:
         raise ValueError(
-            f"afterOptimizerStep got {index.numel()} ids, but {holder} holds"
-            f" {rows.shape[0] if rows.dim() else 0} rows: pass what beforeForwardPass got"
+            f"afterOptimizerStep: got {index.numel()} ids, but {owner} has"
+            f" {rows.shape[0] if rows.dim() else 0} rows. Pass the ids that beforeForwardPass got."
         )
     on_one_device = field.is_cpu or field.device == rows.device
     if (rows.shape[1:], rows.dtype) != (field.shape[1:], field.dtype) or not on_one_device:
         raise ValueError(
-            f"afterOptimizerStep: {holder} holds rows {list(rows.shape[1:])} of {rows.dtype} on"
-            f" {rows.device}, the table {list(field.shape[1:])} of {field.dtype} on {field.device}:"
-            " convert or move the model before the factories are made"
+            f"afterOptimizerStep: {owner} has rows {list(rows.shape[1:])} of {rows.dtype} on"
+            f" {rows.device}, but the table has {list(field.shape[1:])} of {field.dtype} on"
+            f" {field.device}. Convert or move the model before you create the factories."
         )

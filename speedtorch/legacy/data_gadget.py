@@ -54,7 +54,7 @@ class GadgetSwitcher(OneField):
         if isinstance(fileName, np.ndarray | Tensor):
             self._data = _as_tensor(fileName)
             if self._data.dim() == 0:
-                raise ValueError("fileName: the data has no dimensions; it needs at least one")
+                raise ValueError("fileName: the data must have at least one dimension")
         else:
             self.fileName = os.fspath(fileName)
             with open_fields(self.fileName) as stored:
@@ -155,14 +155,13 @@ class GadgetSwitcher(OneField):
             return
         shape = (*ids.shape, *field.shape[1:])
         try:
-            every = rows.expand(shape)
+            values = rows.expand(shape)
         except RuntimeError as error:
             raise ValueError(
-                f"insertData got {list(rows.shape)} for {ids.numel()} ids; rows here are"
-                f" {list(field.shape[1:])}"
+                f"insertData: the values must broadcast to {list(shape)}, got {list(rows.shape)}"
             ) from error
-        every = every.to(field.dtype).reshape(ids.numel(), *field.shape[1:])
-        pinned_scatter(field, ids.reshape(-1), every.contiguous())
+        values = values.to(field.dtype).reshape(ids.numel(), *field.shape[1:])
+        pinned_scatter(field, ids.reshape(-1), values.contiguous())
 
 
 def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
@@ -182,7 +181,7 @@ def _choose(stored: Mapping[str, _Field], field: str | None) -> _Field:
     if field is None and len(stored) == 1:
         return next(iter(stored.values()))
     if field is None or field not in stored:
-        raise ValueError(f"field={field!r}: the file holds {listed(stored)}; choose one of them")
+        raise ValueError(f"field must be one of the file's {listed(stored)}, got {field!r}")
     return stored[field]
 
 
@@ -212,7 +211,7 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
         content = read_tensors(loadFileName)
         if set(content) != {"weight"}:
             raise ValueError(
-                f"{os.fspath(loadFileName)} holds {sorted(content)}; expected a tensor"
+                f"{os.fspath(loadFileName)} must contain one tensor, got {sorted(content)}"
             )
         self._copy_in(content["weight"])
 
@@ -245,7 +244,7 @@ class DataGadget(_CupyGadget, place=families.host_or_variable):
 
     def _start(self, fileName: Source, *, field: str | None = None, mapped: bool = False) -> None:
         if mapped and isinstance(fileName, np.ndarray | Tensor):
-            raise TypeError("mapped=True maps a file; the rows of an array or tensor are copied")
+            raise TypeError(f"mapped=True requires a file name, got {type(fileName).__name__}")
         self._is_mapped = mapped
         super()._start(fileName, field=field)
 
@@ -304,12 +303,12 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
         """
         own, target = self.fileName, file_name(saveFileName)
         if own is not None and os.path.exists(target) and os.path.samefile(own, target):
-            raise ValueError(f"{target} is the file that this gadget maps: it is saved already")
+            raise ValueError(f"{target} is the file that this gadget maps, with every insert")
         super().saveCupy(saveFileName)
 
     def _start(self, fileName: Source, *, field: str | None = None) -> None:
         if isinstance(fileName, np.ndarray | Tensor):
-            raise TypeError("fileName: DataGadgetMM maps a file; DataGadget takes arrays")
+            raise TypeError("fileName: DataGadgetMM requires a file; use DataGadget for arrays")
         super()._start(fileName, field=field)
 
     @property
@@ -319,7 +318,7 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
         Raises:
             RuntimeError: Always.
         """
-        raise RuntimeError("DataGadgetMM maps its file and has no HostTable: see getCupyMM()")
+        raise RuntimeError("DataGadgetMM has no HostTable. getCupyMM() returns the mapped rows.")
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:

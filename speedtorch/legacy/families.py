@@ -64,29 +64,32 @@ def constructor(
     of_self, *own = inspect.signature(start).parameters.values()
     of_place = inspect.signature(place).parameters
 
-    def order(each: inspect.Parameter) -> int:
-        if each.name in of_place:
-            return 1 if each.name == "diskname" else 3
-        return 4 if each.kind is each.KEYWORD_ONLY else 0 if each.default is each.empty else 2
+    def order(param: inspect.Parameter) -> int:
+        """The position of the parameter's group in the signature."""
+        if param.name in of_place:
+            return 1 if param.name == "diskname" else 3
+        return 4 if param.kind is param.KEYWORD_ONLY else 0 if param.default is param.empty else 2
 
-    every = [
-        each.replace(default=defaults.get(each.name, each.default))
-        for each in sorted((*own, *of_place.values()), key=order)
+    params = [
+        param.replace(default=defaults.get(param.name, param.default))
+        for param in sorted((*own, *of_place.values()), key=order)
     ]
-    signature = inspect.Signature(every)
+    signature = inspect.Signature(params)
 
     def __init__(self: Any, *args: Any, **settings: Any) -> None:
         """See the class."""
         try:
-            given = signature.bind(*args, **settings)
+            bound = signature.bind(*args, **settings)
         except TypeError as error:
-            raise TypeError(f"{type(self).__name__}: {error}; it takes {signature}") from None
-        given.apply_defaults()
-        self._place = place(**{name: given.arguments.pop(name) for name in of_place})
-        start(self, **given.arguments)
+            raise TypeError(
+                f"{type(self).__name__}: {error}. The signature is {signature}."
+            ) from None
+        bound.apply_defaults()
+        self._place = place(**{name: bound.arguments.pop(name) for name in of_place})
+        start(self, **bound.arguments)
 
     of_self = of_self.replace(kind=of_self.POSITIONAL_ONLY)
-    vars(__init__)["__signature__"] = signature.replace(parameters=[of_self, *every])
+    vars(__init__)["__signature__"] = signature.replace(parameters=[of_self, *params])
     return __init__
 
 
@@ -109,8 +112,8 @@ def in_file(diskname: str = "", CPUPinn: bool = False) -> TablePlace:
     """A memory-mapped file; warns if CPUPinn is set, because its pages cannot be pinned."""
     if CPUPinn:
         warnings.warn(
-            "CPUPinn=True has no effect on a memory-mapped file: its pages cannot be pinned while"
-            " they are writable, so rows take a staged copy; the families without MM can pin",
+            "CPUPinn=True has no effect on a memory-mapped file, because writable pages of files"
+            " cannot be pinned. A GPU uses staged copies. Classes without MM pin their rows.",
             stacklevel=3,
         )
     return TablePlace("file", diskname)
@@ -124,8 +127,8 @@ def of_kind(deviceType: str | torch.device = "cuda", pinType: bool = False) -> T
     if kind == "cuda" and not pinType:
         return TablePlace("variable")
     raise ValueError(
-        f"deviceType={str(deviceType)!r}, pinType={pinType!r}: choose ('cuda', False),"
-        " ('cpu', True) or ('cpu', False)"
+        "(deviceType, pinType) must be ('cuda', False), ('cpu', True) or ('cpu', False), got"
+        f" {(str(deviceType), pinType)}"
     )
 
 
@@ -150,6 +153,6 @@ def as_dtype(datatype: object, argument: str) -> torch.dtype:
         return torch.from_numpy(np.empty(0, np.dtype(datatype))).dtype  # type: ignore[call-overload]
     except TypeError as error:
         raise ValueError(
-            f"{argument}={datatype!r} is no dtype of torch's: give one such as torch.float32, or a"
-            " name such as 'float32', 'float16', 'bfloat16', 'int32' or 'uint32'"
+            f"{argument} must be a torch dtype, such as torch.float32, or a name, such as"
+            f" 'float32', 'float16', 'bfloat16', 'int32' or 'uint32', got {datatype!r}"
         ) from error

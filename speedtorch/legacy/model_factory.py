@@ -74,31 +74,31 @@ class ModelSwitcher(BatchExchange, OneField):
             )
         return parameter
 
-    def _started(self) -> HostTable:
+    def _ensure_table(self) -> HostTable:
         self._finish()
         if self._stored is None:
             self._stored = self._make(self._place, self._parameter().device)
         return self.table
 
     def _to_load(self) -> dict[str, Tensor]:
-        self._started()
+        self._ensure_table()
         return super()._to_load()
 
     def zerosInit(self) -> None:
         """Sets all rows to zero."""
-        self._started().zeros_("weight")
+        self._ensure_table().zeros_("weight")
 
     def uniformDistributionInit(self, low: float, high: float) -> None:
         """Draws all rows from [low, high). torch.manual_seed makes the result reproducible."""
-        self._started().uniform_(low, high, field="weight")
+        self._ensure_table().uniform_(low, high, field="weight")
 
     def normalDistributionInit(self, mean: float, stdDev: float) -> None:
         """Draws all rows from a normal distribution. torch.manual_seed makes it reproducible."""
-        self._started().normal_(mean, stdDev, field="weight")
+        self._ensure_table().normal_(mean, stdDev, field="weight")
 
     def customInit(self, initFunction: Callable[..., object], *args: Any) -> None:
         """Calls `initFunction(rows, *args)`, such as a function of torch.nn.init, on all rows."""
-        self._started().init_(initFunction, *args, field="weight")
+        self._ensure_table().init_(initFunction, *args, field="weight")
 
     def variableTransformer(
         self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None
@@ -121,18 +121,18 @@ class ModelSwitcher(BatchExchange, OneField):
         negatives = np.arange(end, end + batchSize * negPerBatch)
         return positives, negatives.reshape(batchSize, negPerBatch)
 
-    def _hold(self, rows: Rows) -> None:
+    def _set_rows(self, rows: Rows) -> None:
         before = rows["weight"].clone() if self.sumDuplicates else None
-        self._take(partial(self._show, self._parameter(), rows["weight"], before))
+        self._commit(partial(self._install, self._parameter(), rows["weight"], before))
 
-    def _show(self, parameter: Tensor, rows: Tensor, before: Tensor | None) -> None:
+    def _install(self, parameter: Tensor, rows: Tensor, before: Tensor | None) -> None:
         replace_rows(parameter, rows)
         self._before = before
 
-    def _held(self, name: str) -> tuple[Tensor, str]:
+    def _trained_rows(self, name: str) -> tuple[Tensor, str]:
         return self._parameter(), "the variable"
 
-    def _to_put(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
+    def _rows_to_write(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
         if not self.sumDuplicates:
             return rows
         # The row of each id after all of its changes, at the id's last place. Writing these rows
@@ -140,8 +140,8 @@ class ModelSwitcher(BatchExchange, OneField):
         weight = rows["weight"]
         if self._before is None or self._before.shape != weight.shape:
             raise RuntimeError(
-                "afterOptimizerStep with sumDuplicates needs a beforeForwardPass with the same ids"
-                " just before the step"
+                "afterOptimizerStep: sumDuplicates=True requires beforeForwardPass with the same"
+                " ids just before the step"
             )
         result = gathered(fields["weight"], index, weight.device, plan)
         _, inverse, order, offsets, _ = plan or plan_rows(index, self.total_classes)

@@ -42,7 +42,7 @@ def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
         mask = torch.from_numpy(array.copy())
     if mask is not None and mask.dtype == torch.bool:
         if mask.dim() == 1 and len(mask) != rows:
-            raise IndexError(f"indexes: the mask has {len(mask)} entries for {rows} rows")
+            raise IndexError(f"indexes: the mask must have {rows} entries, got {len(mask)}")
         return mask.nonzero().flatten() if mask.dim() == 1 else None
     shape = index.shape if isinstance(index, Tensor) else np.shape(index)
     ids = flat_index(index, None, device)
@@ -63,13 +63,13 @@ def parts_of(data: Tensor, index: Index) -> Tensor:
 
 def put_parts(data: Tensor, index: Index, values: Tensor) -> None:
     """Writes `data[index] = values`; both have the same dtype."""
-    index, held = _for_numpy(index), _array(values.cpu())
+    index, array = _for_numpy(index), _array(values.cpu())
     if not data.is_cuda:
-        _array(data)[index] = held
+        _array(data)[index] = array
         return
     rows, index = rows_around(data, index)
     changed = pinned_gather(data, rows).cpu()
-    _array(changed)[index] = held
+    _array(changed)[index] = array
     pinned_scatter(data, rows, changed.to(data.device))
 
 

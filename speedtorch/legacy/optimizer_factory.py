@@ -61,10 +61,10 @@ class OptimizerSwitcher(BatchExchange):
         parameters = dict(model.named_parameters(remove_duplicate=False))
         found = [n for n in (f"{variable_name}.weight", variable_name) if n in parameters]
         if not found:
-            valid = ", ".join(sorted(each.removesuffix(".weight") for each in parameters))
+            valid = ", ".join(sorted(param.removesuffix(".weight") for param in parameters))
             raise ValueError(
-                f"variable_name={variable_name!r} is no variable of {type(model).__name__}; it has:"
-                f" {valid}"
+                f"variable_name must be a variable of {type(model).__name__} ({valid}), got"
+                f" {variable_name!r}"
             )
         self._found: Tensor = parameters[found[0]]
         shape = row_shape(embed_dimension, "embed_dimension")
@@ -90,14 +90,14 @@ class OptimizerSwitcher(BatchExchange):
         state: dict[str, Any] = self.given_optimizer.state.get(self._found, {})
         return state
 
-    def _hold(self, entries: Mapping[str, Any]) -> None:
+    def _set_rows(self, entries: Mapping[str, Any]) -> None:
         """Sets entries of the variable's optimizer state, and missing scalars, in one update."""
-        held = self._state()
+        state = self._state()
         scalars = self._probe.scalar_state.items()
-        missing = {name: snapshot(value) for name, value in scalars if name not in held}
+        missing = {name: snapshot(value) for name, value in scalars if name not in state}
         self.given_optimizer.state.setdefault(self._found, {}).update({**missing, **entries})
 
-    def _started(self) -> Stored:
+    def _stored_or_new(self) -> Stored:
         """The current storage of the rows, or the storage to use for them."""
         self._finish()
         if self._stored is not None:
@@ -111,7 +111,7 @@ class OptimizerSwitcher(BatchExchange):
     def _rows(self) -> dict[str, Tensor]:
         # State from a file needs no optInit, which would overwrite it with initial values.
         if self._given_table is not None and self._given_table.was_read:
-            self._stored = self._started()
+            self._stored = self._stored_or_new()
         return super()._rows()
 
     def optInit(self) -> None:
@@ -119,22 +119,22 @@ class OptimizerSwitcher(BatchExchange):
 
         The step count, which the optimizer keeps once for the whole variable, does not restart.
         """
-        self._take(partial(self._begin, self._started()))
+        self._commit(partial(self._initialize, self._stored_or_new()))
 
-    def _begin(self, stored: Stored) -> None:
+    def _initialize(self, stored: Stored) -> None:
         if stored.table is not None:
             for name, row in self._probe.row_state.items():
                 stored.table.fill_(row.cpu(), name)
         self._stored = stored
 
-    def _held(self, name: str) -> tuple[Tensor, str]:
-        held = self._state().get(name)
-        if not isinstance(held, Tensor):
+    def _trained_rows(self, name: str) -> tuple[Tensor, str]:
+        trained = self._state().get(name)
+        if not isinstance(trained, Tensor):
             raise RuntimeError(
-                f"the optimizer has no state {name!r} of {self.variable_name!r}: call"
-                " beforeForwardPass before its step"
+                f"afterOptimizerStep: the optimizer has no state {name!r} of"
+                f" {self.variable_name!r}. Call beforeForwardPass before the optimizer's step."
             )
-        return held, f"the optimizer's {name!r}"
+        return trained, f"the optimizer's {name!r}"
 
     def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
         """A copy of the state of all rows as NumPy arrays by name."""
@@ -150,14 +150,14 @@ class OptimizerSwitcher(BatchExchange):
         known = {name: state.get(name, value) for name, value in self._probe.scalar_state.items()}
         if not known and not self._probe.row_state:
             raise ValueError(
-                f"{type(self.given_optimizer).__name__} with these settings keeps no state: there"
-                " is nothing to save or load"
+                f"{type(self.given_optimizer).__name__} with these settings keeps no state, so"
+                " there is nothing to save or load"
             )
         for name, value in known.items():
             if not isinstance(value, Tensor | int | float):
                 raise ValueError(
                     f"the optimizer's state {name!r} is a {type(value).__name__}, which files of"
-                    " rows cannot hold: save optimizer.state_dict() beside the table"
+                    " rows cannot contain. Save optimizer.state_dict() beside the table."
                 )
         return {name: torch.as_tensor(value).detach().cpu() for name, value in known.items()}
 
@@ -172,7 +172,7 @@ class OptimizerSwitcher(BatchExchange):
         return {**super()._layout(), **scalars}
 
     def _to_load(self) -> dict[str, Tensor]:
-        self._stored = self._started()
+        self._stored = self._stored_or_new()
         scalars = self._scalars().items()
         empty = {name: v.new_empty((self.total_classes, *v.shape)) for name, v in scalars}
         return self._rows() | empty
@@ -184,7 +184,7 @@ class OptimizerSwitcher(BatchExchange):
                 first = content[name][0]
                 is_tensor = isinstance(value, Tensor)
                 scalars[name] = first.to(value.device, copy=True) if is_tensor else first.item()
-        self._hold(scalars)
+        self._set_rows(scalars)
 
 
 class OptimizerFactory(

@@ -62,10 +62,11 @@ class _Batch:
     plan: Plan
     steps: dict[Hashable, int]
 
-    def is_of(self, place: tuple[torch.device, int | None, bool], ids: list[Any]) -> bool:
+    def matches(self, place: tuple[torch.device, int | None, bool], ids: list[Any]) -> bool:
         """Whether this batch has these ids at this place."""
-        alike = place == self.place and len(ids) == len(self.seen)
-        return alike and all(seen.are(each) for seen, each in zip(self.seen, ids, strict=True))
+        if place != self.place or len(ids) != len(self.seen):
+            return False
+        return all(seen.are(part) for seen, part in zip(self.seen, ids, strict=True))
 
 
 class PlanMemo:
@@ -87,7 +88,7 @@ class PlanMemo:
         positives: Indexes,
         negatives: Indexes | None,
         device: torch.device,
-        asker: Hashable = None,
+        caller: Hashable = None,
         step: int = 0,
     ) -> tuple[Tensor, Plan | None]:
         """Returns the flat ids of a batch and their plan, which is computed if unknown.
@@ -96,7 +97,7 @@ class PlanMemo:
         the same tensors with the same version. Bad ids on the CPU have no plan, so that the next op
         raises. For bad ids on a GPU, the plan makes the next op raise.
 
-        `device` is the device of the work on the rows; `step` is 0 for an asker's first use of a
+        `device` is the device of the work on the rows; `step` is 0 for a caller's first use of a
         batch.
         """
         if self._memory is None or not self.wanted(self._memory, device):
@@ -105,29 +106,28 @@ class PlanMemo:
         unread = all(map(batch_ids.on_gpu, parts))
         given: Any = parts if unread else [flat_index(positives, negatives, device)]
         place = (device, _stream(device), unread)
-        known = [each for each in self._batches if each.is_of(place, given)]
-        for batch in known:
-            if not unread or step > batch.steps.get(asker, -1):
-                batch.steps[asker] = step
+        matching = [batch for batch in self._batches if batch.matches(place, given)]
+        for batch in matching:
+            if not unread or step > batch.steps.get(caller, -1):
+                batch.steps[caller] = step
                 return batch.index, batch.plan
         index = flat_index(positives, negatives, device) if unread else given[0]
         if not self._can_plan(index):
             return index, None
         # An inference tensor has no version counter, and concatenated GPU ids cannot be recognised.
-        known_again = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
-        if not known_again:
+        is_cached = not any(ids.is_inference() for ids in given) if unread else index.is_cpu
+        if not is_cached:
             return index, plan_rows(index, self._rows)
         seen = [SeenIds(ids, device, unread=unread) for ids in given]
         if not unread:
             index = seen[0].values.to(device, non_blocking=device.type == "cuda")
-        made = _Batch(place, seen, index, plan_rows(index, self._rows), {asker: step})
-        others = [each for each in self._batches if each not in known]
-        self._batches = (made, *others)[:_BATCHES]
-        return index, made.plan
+        new = _Batch(place, seen, index, plan_rows(index, self._rows), {caller: step})
+        self._batches = (new, *(b for b in self._batches if b not in matching))[:_BATCHES]
+        return index, new.plan
 
     def _can_plan(self, index: Tensor) -> bool:
-        known_good = all_within(index, self._rows) if index.is_cpu else index.is_cuda
-        return index.numel() > 0 and known_good
+        in_range = all_within(index, self._rows) if index.is_cpu else index.is_cuda
+        return index.numel() > 0 and in_range
 
     def close(self) -> None:
         """Discards all plans and computes no more."""

@@ -1,8 +1,8 @@
 """The base of all SpeedTorch classes: a table with all rows of a variable, of state or of data.
 
 An exception at any line (out of memory, Ctrl-C) leaves an exchange either done or not done. The
-preparation has no side effects. One assignment in `_take` then commits the exchange. The remaining
-work can be repeated, and every method first repeats it until it has completed.
+preparation has no side effects. One assignment in `_commit` then commits the exchange. The
+remaining work can be repeated, and every method first repeats it until it has completed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Switcher(ABC):
         return self._stored.table
 
     def _not_started(self) -> RuntimeError:
-        return RuntimeError(f"{type(self).__name__} has no table yet: call {self._how_to_start}")
+        return RuntimeError(f"{type(self).__name__} has no table yet. Call {self._how_to_start}.")
 
     @abstractmethod
     def _row_fields(self) -> Fields:
@@ -75,7 +75,7 @@ class Switcher(ABC):
     def _all_of(self, table: HostTable) -> Stored:
         return Stored(table, {name: table[name] for name in self._row_fields()})
 
-    def _take(self, exchange: Callable[[], object]) -> None:
+    def _commit(self, exchange: Callable[[], object]) -> None:
         """Commits and runs an exchange, which must be repeatable and must not raise by itself."""
         self._unfinished = exchange
         self._finish()

@@ -90,7 +90,7 @@ class TorchFiles(Switcher):
             saveFileName: Any file name.
         """
         self._settle()
-        content = {name: _alone(field) for name, field in self._to_save().items()}
+        content = {name: _in_own_storage(field) for name, field in self._to_save().items()}
         with replace_files([saveFileName]) as (file,):
             whole = content["weight"] if set(content) == {"weight"} else content
             torch.save(whole, file)  # type: ignore[arg-type]
@@ -118,18 +118,18 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise
     except Exception as error:  # torch.load raises many types for files in other formats
         raise ValueError(
-            f"{name} is not what saveTorch writes ({type(error).__name__} in torch.load with"
-            " weights_only=True)"
+            f"{name} is not a file of saveTorch: torch.load(weights_only=True) raised"
+            f" {type(error).__name__}"
         ) from error
     if isinstance(content, Tensor):
         content = {"weight": content}
     if not isinstance(content, dict) or not all(
-        isinstance(each, Tensor) and each.layout == torch.strided and each.dim() > 0
-        for each in content.values()
+        isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
+        for value in content.values()
     ):
         raise ValueError(
-            f"{name} holds a {type(content).__name__}; expected what saveTorch writes, a dense"
-            " tensor of at least one dimension or a dict of such tensors"
+            f"{name} must contain a dense tensor of at least one dimension or a dict of such"
+            f" tensors, as saveTorch writes them, got a {type(content).__name__}"
         )
     return content
 
@@ -141,9 +141,9 @@ def _load(
     read: Callable[[str, Tensor], object],
 ) -> None:
     """Reads all fields of a file; raises ValueError unless they are exactly the switcher's."""
-    has = {name: (tuple(each.shape), each.dtype) for name, each in stored.items()}
+    has = {name: (tuple(field.shape), field.dtype) for name, field in stored.items()}
     if has != (wanted := switcher._layout()):
-        raise ValueError(f"{path} holds {_listed(has)}; expected {_listed(wanted)}")
+        raise ValueError(f"{path} must contain {_listed(wanted)}, got {_listed(has)}")
     switcher._settle()  # before a table is created: an error leaves the switcher unchanged
     content = switcher._to_load()
     for name, rows in content.items():
@@ -156,7 +156,7 @@ def _listed(layout: Fields) -> str:
     return ", ".join(sorted(named)) or "nothing"
 
 
-def _alone(field: Tensor) -> Tensor:
+def _in_own_storage(field: Tensor) -> Tensor:
     """The field in its own storage, because torch.save writes whole storages."""
     storage_bytes = field.untyped_storage().nbytes()
     if field.is_contiguous() and storage_bytes == field.nbytes and not field.is_cuda:

@@ -158,7 +158,7 @@ def pin_memory_(tensor: Tensor) -> Tensor:
     if not tensor.is_cpu:
         raise ValueError(f"pin_memory_: the tensor must be on the CPU, it is on {tensor.device}")
     if id(tensor) in _pinned:
-        raise ValueError("pin_memory_: the tensor is already pinned. Call unpin_memory_ first.")
+        raise ValueError("pin_memory_: the tensor is pinned already. Call unpin_memory_ first.")
     # The library keeps this alias, so that the memory is freed only after it is unpinned.
     pin = _ops.host_register(tensor.detach())
     finalizer = weakref.finalize(tensor, _tensor_died, id(tensor))

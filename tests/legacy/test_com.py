@@ -56,7 +56,7 @@ def test_counts_are_saved_and_loaded_without_an_init(maker: Any) -> None:
     second = maker(3)
     second.loadCupy("counts")
     assert second.getNumpyVersion().tolist() == values.tolist()
-    with pytest.raises(ValueError, match=r"holds weight \[3, 3\] int32; expected weight \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"contain weight \[2, 2\] .* got weight \[3, 3\] int32"):
         maker(2).loadCupy("counts")
 
 
@@ -75,7 +75,7 @@ def test_every_family_counts_with_its_default_dtype(family: Any) -> None:
 
 def test_counts_of_2019_are_read_with_their_dtype() -> None:
     np.save("counts", np.full((3, 3), 7, dtype=np.uint32))
-    with pytest.raises(ValueError, match=r"uint32; expected weight \[3, 3\] int32"):
+    with pytest.raises(ValueError, match=r"contain weight \[3, 3\] int32, got .* uint32"):
         COM(3).loadCupy("counts")
     counts = COM(3, datatype="uint32")
     counts.loadCupy("counts")
@@ -114,10 +114,10 @@ def test_the_init_takes_the_argument_of_2019() -> None:
 
 
 def test_a_table_that_was_not_initialised_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"COM has no table yet: call comInit\(\) or a load"):
+    with pytest.raises(RuntimeError, match=r"COM has no table yet\. Call comInit\(\) or a load"):
         COM(3).getNumpyVersion()
 
 
 def test_a_dtype_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="datatype='count' is no dtype of torch's"):
+    with pytest.raises(ValueError, match="datatype must be a torch dtype, .*, got 'count'"):
         COM(3, datatype="count")

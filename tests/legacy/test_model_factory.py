@@ -169,11 +169,11 @@ def test_with_sum_duplicates_changes_add_up_in_index_order(family: Any, device: 
 
 def test_sum_duplicates_needs_a_forward_pass_before_each_step() -> None:
     _, switcher, values = started(ModelFactory, sumDuplicates=True)
-    with pytest.raises(RuntimeError, match="needs a beforeForwardPass with the same ids"):
+    with pytest.raises(RuntimeError, match="requires beforeForwardPass with the same ids"):
         switcher.afterOptimizerStep([1, 2, 3])
     switcher.beforeForwardPass([1, 2, 3])
     switcher.afterOptimizerStep([1, 2, 3])
-    with pytest.raises(RuntimeError, match="needs a beforeForwardPass with the same ids"):
+    with pytest.raises(RuntimeError, match="requires beforeForwardPass with the same ids"):
         switcher.afterOptimizerStep([1, 2, 3])
     assert_same_bytes(table_rows(switcher), values)
 

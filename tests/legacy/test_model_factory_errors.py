@@ -57,7 +57,7 @@ def test_ids_that_are_no_integers_are_refused(ids: Any, message: str) -> None:
 def test_another_number_of_ids_than_rows_is_refused() -> None:
     _, switcher, values = started()
     switcher.beforeForwardPass([1, 2, 3])
-    message = "afterOptimizerStep got 2 ids, but the variable holds 3 rows"
+    message = "afterOptimizerStep: got 2 ids, but the variable has 3 rows"
     with pytest.raises(ValueError, match=message):
         switcher.afterOptimizerStep([1, 2])
     assert_same_bytes(table_rows(switcher), values)
@@ -67,7 +67,7 @@ def test_rows_that_were_converted_are_refused_and_nothing_stays_undone() -> None
     embedding, switcher, values = started()
     switcher.beforeForwardPass([1, 2, 3])
     embedding.double()
-    with pytest.raises(ValueError, match=r"the variable holds rows \[5\] of torch.float64 on cpu"):
+    with pytest.raises(ValueError, match=r"the variable has rows \[5\] of torch.float64 on cpu"):
         switcher.afterOptimizerStep([1, 2, 3])
     assert_same_bytes(table_rows(switcher), values)
     switcher.beforeForwardPass([4])
@@ -77,7 +77,7 @@ def test_rows_that_were_converted_are_refused_and_nothing_stays_undone() -> None
 @pytest.mark.parametrize("method", ["beforeForwardPass", "afterOptimizerStep"])
 def test_a_table_that_was_not_initialised_is_named(method: str) -> None:
     switcher = ModelFactory(layer(), ROWS, WIDTH)
-    with pytest.raises(RuntimeError, match=r"ModelFactory has no table yet: call zerosInit\(\)"):
+    with pytest.raises(RuntimeError, match=r"ModelFactory has no table yet\. Call zerosInit\(\)"):
         getattr(switcher, method)([0, 1, 2])
     with pytest.raises(RuntimeError, match="has no table yet"):
         _ = switcher.table
@@ -85,29 +85,29 @@ def test_a_table_that_was_not_initialised_is_named(method: str) -> None:
 
 CONSTRUCTION_ERRORS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (nn.ReLU(), {}, TypeError, "expected a module with a weight, .* got ReLU"),
-    (layer(), {"embed_dimension": 4}, ValueError, r"embed_dimension=4: the rows of .*\[3, 5\]"),
-    (layer(), {"embed_dimension": (5, 1)}, ValueError, r"embed_dimension=\(5, 1\)"),
+    (layer(), {"embed_dimension": 4}, ValueError, r"embed_dimension=4 does not .* \[5\]\. Pass"),
+    (layer(), {"embed_dimension": (5, 1)}, ValueError, r"embed_dimension=\(5, 1\) does"),
     (layer(), {"embed_dimension": 5.0}, TypeError, "embed_dimension: expected an int"),
-    (layer(), {"datatype": "float64"}, ValueError, "datatype='float64': .* is 'float32'"),
-    (layer(), {"datatype": "floot"}, ValueError, "datatype='floot' is no dtype of torch's"),
-    (layer(), {"datatype": "U3"}, ValueError, "datatype='U3' is no dtype of torch's"),
+    (layer(), {"datatype": "float64"}, ValueError, "datatype='float64' does .* is 'float32'"),
+    (layer(), {"datatype": "floot"}, ValueError, "datatype must be a .* got 'floot'"),
+    (layer(), {"datatype": "U3"}, ValueError, "datatype must be a .* got 'U3'"),
     (
         layer(),
         {"table": HostTable(3, WIDTH, memory="plain")},
         ValueError,
-        "table: it has 3 rows, total_classes is 12",
+        "table must have total_classes=12 rows, got 3",
     ),
     (
         layer(),
         {"table": HostTable(ROWS, 4, memory="plain")},
         ValueError,
-        r"table: its field 'weight' has rows \[4\] of torch.float32; needed are rows \[5\]",
+        r"table: the field 'weight' must have rows \[5\] of torch.float32, got rows \[4\]",
     ),
     (
         layer(),
         {"table": HostTable.from_fields(ROWS, {"sum": (5, torch.float32)}, "plain")},
         ValueError,
-        "table: it has no field 'weight', only sum; needed are weight",
+        "table must have the fields weight, got sum",
     ),
 ]
 
@@ -122,5 +122,5 @@ def test_what_does_not_fit_is_refused_at_construction(
 
 @pytest.mark.parametrize(("deviceType", "pinType"), [("cuda", True), ("tpu", False)])
 def test_device_and_pin_types_that_do_not_exist_are_refused(deviceType: str, pinType: bool) -> None:
-    with pytest.raises(ValueError, match=r"choose \('cuda', False\), \('cpu', True\) or"):
+    with pytest.raises(ValueError, match=r"must be \('cuda', False\), \('cpu', True\) or"):
         PytorchModelFactory(layer(), ROWS, WIDTH, deviceType=deviceType, pinType=pinType)

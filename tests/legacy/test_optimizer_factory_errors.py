@@ -21,22 +21,25 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 CONSTRUCTION_ERRORS = [
     (
         {"variable_name": "user"},
-        "variable_name='user' is no variable of Model; it has: bias, inner.books, users",
+        r"variable_name must be a variable of Model \(bias, inner.books, users\), got 'user'",
     ),
-    ({"embed_dimension": 4}, r"embed_dimension=4: the rows of 'users', \[3, 5\]"),
-    ({"dtype": "float16"}, "dtype='float16': 'users' is 'float32'"),
-    ({"dtype": "half-ish"}, "dtype='half-ish' is no dtype of torch's"),
+    (
+        {"embed_dimension": 4},
+        r"embed_dimension=4 does not match the rows of 'users', .* \[5\]",
+    ),
+    ({"dtype": "float16"}, "dtype='float16' does not match 'users', whose dtype is 'float32'"),
+    ({"dtype": "half-ish"}, "dtype must be a torch dtype, .* got 'half-ish'"),
     (
         {"table": HostTable(ROWS, WIDTH, state=("exp_avg",), memory="plain")},
-        "table: it has no field 'exp_inf', only weight, exp_avg; needed are exp_avg, exp_inf",
+        "table must have the fields exp_avg, exp_inf, got weight, exp_avg",
     ),
     (
         {"table": HostTable(9, WIDTH, state=("exp_avg", "exp_inf"), memory="plain")},
-        "table: it has 9 rows, total_classes is 12",
+        "table must have total_classes=12 rows, got 9",
     ),
     (
         {"table": HostTable(ROWS, 2, state=("exp_avg", "exp_inf"), memory="plain")},
-        r"table: its field 'exp_avg' has rows \[2\] .* needed are rows \[5\]",
+        r"table: the field 'exp_avg' must have rows \[5\] .*, got rows \[2\]",
     ),
 ]
 
@@ -77,13 +80,13 @@ def test_a_table_that_was_not_initialised_is_named(method: str) -> None:
     table = HostTable(ROWS, WIDTH, state=("exp_avg", "exp_inf"), memory="plain")
     for given in (None, table):
         switcher = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users", table=given)
-        with pytest.raises(RuntimeError, match=r"has no table yet: call optInit\(\) or a load"):
+        with pytest.raises(RuntimeError, match=r"has no table yet\. Call optInit\(\) or a load"):
             getattr(switcher, method)([0, 1, 2])
 
 
 def test_a_step_without_a_forward_pass_is_named() -> None:
     *_, switcher = started()
-    with pytest.raises(RuntimeError, match="no state 'exp_avg' of 'users': call beforeForwardPass"):
+    with pytest.raises(RuntimeError, match="no state 'exp_avg' of 'users'. Call beforeForwardPass"):
         switcher.afterOptimizerStep([0])
 
 
@@ -91,7 +94,7 @@ def test_another_number_of_ids_than_rows_changes_nothing() -> None:
     *_, switcher = started()
     values = filled(switcher)
     switcher.beforeForwardPass([1, 2, 3])
-    with pytest.raises(ValueError, match="got 2 ids, but the optimizer's 'exp_avg' holds 3 rows"):
+    with pytest.raises(ValueError, match="got 2 ids, but the optimizer's 'exp_avg' has 3 rows"):
         switcher.afterOptimizerStep([1, 2])
     assert_same_content(state_rows(switcher), values)
 

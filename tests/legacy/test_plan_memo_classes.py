@@ -117,7 +117,7 @@ def test_bad_ids_are_refused_in_the_words_of_the_op(bad: int, method: str, op: s
 def test_another_number_of_ids_and_a_closed_table_are_refused() -> None:
     table, _, weights, states = shared()
     exchange(weights, states, [1, 2])
-    with pytest.raises(ValueError, match="got 1 ids, but the variable holds 2 rows"):
+    with pytest.raises(ValueError, match="got 1 ids, but the variable has 2 rows"):
         weights.afterOptimizerStep([3])
     table.close()
     for switcher in (weights, states):

@@ -64,7 +64,7 @@ def test_a_shared_table_read_from_a_file_goes_on_without_optinit(tmp_path: Path)
 def test_a_new_shared_table_still_needs_optinit() -> None:
     training = Training(new_table())
     training.rows.beforeForwardPass([1])
-    with pytest.raises(RuntimeError, match="call optInit"):
+    with pytest.raises(RuntimeError, match="Call optInit"):
         training.state.beforeForwardPass([1])
 
 

@@ -269,7 +269,7 @@ def test_an_interrupted_call_can_be_made_again(make: Any, call: str) -> None:
         try:
             getattr(training, call)(1)
         except RuntimeError as error:  # of sums that were added before the interrupt
-            assert "needs a beforeForwardPass" in str(error)
+            assert "requires beforeForwardPass" in str(error)
             assert training.weights.sumDuplicates
         training.step(1, after=call)
         training.step(2)

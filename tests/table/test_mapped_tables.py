@@ -486,7 +486,7 @@ def test_a_gadget_maps_its_file(saved: Path) -> None:
     os.truncate(saved, 90)
     with pytest.raises(ValueError, match="was truncated to 90 bytes"):
         gadget.getData([3])
-    with pytest.raises(TypeError, match="mapped=True maps a file"):
+    with pytest.raises(TypeError, match="mapped=True requires a file name"):
         speedtorch.DataGadget(np.zeros((3, 2)), mapped=True)
 
 
