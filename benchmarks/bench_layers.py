@@ -112,7 +112,7 @@ def as_units(
     def change_places() -> None:
         first.touch()
         first.write_back()
-        second.bring()
+        second.prefetch()
         first.evict()
 
     def back() -> None:

@@ -182,7 +182,7 @@ def check_searches_for_nodes() -> None:
         swapper.evict()
         with (
             swapper.auto(),
-            pytest.raises(NotImplementedError, match=r"unit '0': .*use find_unused_parameters=F"),
+            pytest.raises(NotImplementedError, match=r"module '0': .*Use find_unused_parameters"),
         ):
             wrapper(batch(0))
 
@@ -190,8 +190,8 @@ def check_searches_for_nodes() -> None:
 def check_refusals_of_data_parallel() -> None:
     """Steps in the backward, and gradients that are views, raise before anything is stepped."""
     for steps, is_view, text in (
-        (True, False, r"auto\(step=True\) steps units by the gradients of this rank"),
-        (False, True, "use gradient_as_bucket_view=False"),
+        (True, False, r"auto\(step=True\) steps with the gradients of this rank"),
+        (False, True, "Use gradient_as_bucket_view=False"),
     ):
         models, optimizers = pair()
         units = list(models[0])[:UNITS]
@@ -200,7 +200,7 @@ def check_refusals_of_data_parallel() -> None:
         swapper = Swapper(units, optimizers[0], device="cpu")
         ways = [swapper.auto(step=steps)] if steps else [swapper.auto(), swapper.use(*units)]
         for way in ways:
-            with way, pytest.raises(NotImplementedError, match=f"unit '0': .*{text}"):
+            with way, pytest.raises(NotImplementedError, match=f"module '0': .*{text}"):
                 wrapper(batch(0))
             assert_equal(dict(models[0].named_parameters()), before)
 

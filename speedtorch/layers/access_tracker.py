@@ -1,12 +1,12 @@
-"""AccessTracker: finds operations on tensors of a unit that is not in use.
+"""AccessTracker: finds operations on tensors of an offloaded module that is not in use.
 
-An event marks the end of a unit's last use, and the unit's device memory is reused after that
-event. The program may queue later work on the unit's tensors. Tensors of a unit that is not in use
-therefore have a subclass, whose `__torch_function__` reports operations that read or write
+An event marks the end of a module's last use, and the module's device memory is reused after that
+event. The program may queue later work on the module's tensors. Tensors of a module that is not in
+use therefore have a subclass, whose `__torch_function__` reports operations that read or write
 elements. Within the operation the tensors are plain, and its results are plain.
 
-Under `auto()`, an operation that computes with a unit's tensors is a use of the unit, like a call
-of its module.
+Under `auto()`, an operation that computes with a module's tensors is a use of the module, like a
+call of the module.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from speedtorch.torch_internals import (
     tree_map,
 )
 
-__all__ = ["AccessTracker", "Tracking", "is_plain_tensor", "on_device"]
+__all__ = ["AccessTracker", "TrackedOwner", "is_plain_tensor", "on_device"]
 
 
-class Tracking(Protocol):
+class TrackedOwner(Protocol):
     """The owner of tracked tensors, which are used on its device."""
 
     device: torch.device
 
     @property
-    def comes_by_itself(self) -> bool:
+    def loads_on_use(self) -> bool:
         """Whether an operation may load the tensors to the device."""
 
     def operation(self) -> AbstractContextManager[Callable[[Any], Any]]:
@@ -67,7 +67,7 @@ _METHODS = "dim element_size is_complex is_floating_point nelement numel size"
 _GRADIENT: Any = Tensor.grad
 _METADATA = frozenset(
     [
-        *(each.__get__ for each in _named(Tensor, _PROPERTIES)),
+        *(accessor.__get__ for accessor in _named(Tensor, _PROPERTIES)),
         *_named(Tensor, _METHODS),
         _GRADIENT.__set__,
         _GRADIENT.__delete__,
@@ -80,7 +80,7 @@ _SHARING = "__array__ __dlpack__ data_ptr numpy storage untyped_storage"
 _DATA: Any = Tensor.data
 _UNCOUNTED = frozenset([_DATA.__get__, _DATA.__set__, *_named(Tensor, _SHARING)])
 
-# These use a tensor on its current device, and never load its unit.
+# These use a tensor on its current device, and never load its module.
 _OF_A_TENSOR = "__dlpack_device__ __format__ __hash__ __len__ __repr__ __setstate__ backward detach"
 _OF_A_TENSOR += " dim_order get_device is_contiguous is_pinned is_shared register_hook"
 _OF_A_TENSOR += " register_post_accumulate_grad_hook retain_grad storage_offset storage_type stride"
@@ -103,7 +103,7 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())}
 class AccessTracker:
     """Tracks tensors until `stop()`, and reports operations to their owner while it is alive."""
 
-    def __init__(self, owner: Tracking) -> None:
+    def __init__(self, owner: TrackedOwner) -> None:
         self.owner = weakref.ref(owner)
         # Weak: a gradient that the program drops is freed at once.
         self._tracked: list[weakref.ref[Tensor]] = []
@@ -112,10 +112,10 @@ class AccessTracker:
     def start(self, tensors: Iterable[Tensor]) -> None:
         """Tracks plain tensors and parameters; other classes are not changed."""
         self.stop()
-        for each in tensors:
-            if type(each) in _TRACKED:
-                self._tracked.append(weakref.ref(each))
-                _track(each, self)
+        for tensor in tensors:
+            if type(tensor) in _TRACKED:
+                self._tracked.append(weakref.ref(tensor))
+                _track(tensor, self)
 
     def stop(self) -> None:
         """Makes all tracked tensors plain again."""
@@ -146,7 +146,7 @@ class _Tracked(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _called(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
 
     # nn.Parameter's own methods check the class before they read elements.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -178,62 +178,67 @@ def on_device(given: Any, device: torch.device) -> Any:
     """Returns `given` with all tensors on a device; unchanged if all are there already."""
     if all(not isinstance(e, Tensor) or e.device == device for e in tree_leaves(given)):
         return given
-    return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, given)
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, given)
 
 
-@partial(never_compiled, reason="units come and go")
-def _called(func: Any, args: Any, kwargs: Any) -> Any:
+@partial(never_compiled, reason="offloaded modules move between host and device")
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func not in _METADATA:
         tensors = {id(e): e for e in tree_leaves((args, kwargs)) if isinstance(e, Tensor)}
-        tracked = [each for each in tensors.values() if isinstance(each, _Tracked)]
+        tracked = [tensor for tensor in tensors.values() if isinstance(tensor, _Tracked)]
         if tracked:
-            others = [each for each in tensors.values() if not isinstance(each, _Tracked)]
-            return _operated(func, args, kwargs, tracked, others)
+            untracked = [tensor for tensor in tensors.values() if not isinstance(tensor, _Tracked)]
+            return _run_tracked(func, args, kwargs, tracked, untracked)
     with as_plain():  # prevents a recursive call of this function
         return func(*args, **kwargs)
 
 
-def _operated(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> Any:
-    found = dict.fromkeys(each._tracker.owner() for each in tracked)
-    owners: list[Tracking] = [each for each in found if each is not None]
-    coming = [each for each in owners if each.comes_by_itself]
-    if coming and not _brings(func, args, kwargs, tracked, others):
-        coming = []
+def _run_tracked(
+    func: Any, args: Any, kwargs: Any, tracked: list[Any], untracked: list[Tensor]
+) -> Any:
+    alive = dict.fromkeys(tensor._tracker.owner() for tensor in tracked)
+    owners: list[TrackedOwner] = [owner for owner in alive if owner is not None]
+    loading = [owner for owner in owners if owner.loads_on_use]
+    if loading and not _loads_modules(func, args, kwargs, tracked, untracked):
+        loading = []
     with ExitStack() as stack:
-        results = [stack.enter_context(each.operation()) for each in coming]
-        if coming and not _is_in_place(func) and "out" not in kwargs:
-            args, kwargs = on_device((args, kwargs), coming[0].device)
+        to_outputs = [stack.enter_context(owner.operation()) for owner in loading]
+        if loading and not _is_in_place(func) and "out" not in kwargs:
+            args, kwargs = on_device((args, kwargs), loading[0].device)
         for tensor in tracked:
             if isinstance(tensor, _Tracked):  # operation() has made tensors in use plain
                 reported = tensor._tracker.reported(tensor, is_counted=func not in _UNCOUNTED)
                 stack.enter_context(reported)
         result = func(*args, **kwargs)
-        for given in results:
-            result = given(result)
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
+        for to_output in to_outputs:
+            result = to_output(result)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
                 for owner in owners:
-                    owner.note_result(each)
+                    owner.note_result(leaf)
         return result
 
 
-def _brings(func: Any, args: Any, kwargs: Any, tracked: list[Any], others: list[Tensor]) -> bool:
-    """Whether an operation under `auto()` loads the units of its tracked tensors.
+def _loads_modules(
+    func: Any, args: Any, kwargs: Any, tracked: list[Any], untracked: list[Tensor]
+) -> bool:
+    """Whether an operation under `auto()` loads the modules of its tracked tensors.
 
-    Inspection never loads units. A computation with another tensor on a unit's device always does.
-    Otherwise in-place writes, and operations without a gradient on several units, load none.
+    Inspection never loads modules. A computation with another tensor on a module's device always
+    does. Otherwise in-place writes, and operations without a gradient on several modules, load
+    none.
     """
     if not _computes(func):
         return False
     with as_plain():
-        owners = {owner for each in tracked if (owner := each._tracker.owner()) is not None}
-        there = {each.device for each in others if each.device.type != "cpu"}
-        if any(owner.device in there for owner in owners):
+        owners = {owner for tensor in tracked if (owner := tensor._tracker.owner()) is not None}
+        devices = {tensor.device for tensor in untracked if tensor.device.type != "cpu"}
+        if any(owner.device in devices for owner in owners):
             return True
         written = args[:1] if _is_in_place(func) else kwargs.get("out")
-        if any(isinstance(each, _Tracked) for each in tree_leaves(written)):
+        if any(isinstance(leaf, _Tracked) for leaf in tree_leaves(written)):
             return False
-        is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in tracked)
+        is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tracked)
         return is_trained or len(owners) == 1
 
 

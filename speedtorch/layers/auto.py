@@ -92,7 +92,7 @@ class AutoOffload:
                 module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True),
                 module.register_forward_hook(ends, always_call=True),
             ]
-            unit.follow(self)
+            unit.set_auto_loader(self)
         for each in steps:
             each.note_backward(steps=True)
         residency.follow(self)
@@ -107,7 +107,7 @@ class AutoOffload:
         for each in self._hooks:
             each.remove()
         for unit in self._units:
-            unit.follow(None)
+            unit.set_auto_loader(None)
         self._forward.clear()
         self._backward.clear()
         self._hooks.clear()  # last, so that an interrupted call can be repeated
@@ -139,14 +139,14 @@ class AutoOffload:
 
     @contextmanager
     def using(self, unit: OffloadedModule) -> Iterator[None]:
-        """See Caller."""
+        """See AutoLoader."""
         self._enter(unit)
         with self._residency.using([unit], state=False):
             self._note(_Reached(unit, backward=False))
             yield
 
     def is_nested(self, unit: OffloadedModule) -> bool:
-        """See Caller."""
+        """See AutoLoader."""
         thread, begun = threading.get_ident(), self._forward.items()
         return any(calls[-1].thread == thread for other, calls in begun if other is not unit)
 
@@ -203,7 +203,7 @@ class AutoOffload:
                 unit.forget_results()
 
     def reaches(self, unit: OffloadedModule, *, nested: bool) -> None:
-        """See Caller."""
+        """See AutoLoader."""
         self._enter_backward()
         if unit in self._backward:
             return

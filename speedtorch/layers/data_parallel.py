@@ -1,7 +1,7 @@
-"""Averaging: lets DistributedDataParallel average the gradients of units, or raises if it cannot.
+"""Averaging: lets DistributedDataParallel average the gradients of an offloaded module, or raises.
 
 DistributedDataParallel detects a gradient with a hook on the parameter's gradient accumulation
-node. If `.data` moves to another device, as in a unit, torch creates another node without the hook.
+node. If `.data` moves to another device, torch creates another node without the hook.
 This module runs the old node when the new node has accumulated the gradient.
 """
 
@@ -33,7 +33,7 @@ from speedtorch.torch_internals import (
 __all__ = ["Averaging", "averaged_parameters"]
 
 
-class _Made:
+class _WrapperRegistry:
     """Counts all DistributedDataParallels created so far, and keeps weak references to them."""
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class _Made:
             self.alive.add(module)
 
 
-_made = _Made()
+_registry = _WrapperRegistry()
 
 _members: weakref.WeakKeyDictionary[DistributedDataParallel, list[Averaging]]
 _members = weakref.WeakKeyDictionary()
-"""The units that have been used in each DistributedDataParallel's forward.
+"""The offloaded modules that have been used in each DistributedDataParallel's forward.
 
-Units of a deleted Swapper remain here, because the wrapper still averages their parameters.
+Modules of a deleted Swapper remain here, because the wrapper still averages their parameters.
 """
 
 _averaged: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
@@ -67,75 +67,80 @@ _placed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 def averaged_parameters() -> frozenset[int]:
     """The ids of trained parameters in all DistributedDataParallels created so far."""
     return frozenset(
-        id(each) for wrapper in _made.alive for each in wrapper.parameters() if each.requires_grad
+        id(param)
+        for wrapper in _registry.alive
+        for param in wrapper.parameters()
+        if param.requires_grad
     )
 
 
-class _Reach(torch.autograd.Function):
+class _NodeLink(torch.autograd.Function):
     """A result whose backward runs a parameter's accumulation node without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        """Returns a 0-dim result whose graph contains the accumulation node."""
         return parameter.detach().new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
+        """Passes no gradient on, so that the node accumulates nothing."""
         return None
 
 
 class Averaging:
-    """Reports the gradients of one unit to DistributedDataParallel; errors contain `name`."""
+    """Reports a module's gradients to DistributedDataParallel; errors contain `name`."""
 
     def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
         self._name, self._module, self._device = name, module, device
         # If a DistributedDataParallel may exist already, its hooks are on the current nodes.
         is_known = not (dist.is_available() and dist.is_initialized())
-        self._noted = _made.number if is_known else -1
-        self._reached: Any = WeakTensorKeyDictionary()
+        self._wrappers_noted = _registry.number if is_known else -1
+        self._nodes: Any = WeakTensorKeyDictionary()
         """The nodes that each parameter had at note(), with results whose backward runs them."""
-        self._told: Any = WeakTensorKeyDictionary()
+        self._hooks: Any = WeakTensorKeyDictionary()
         """The handles of the gradient hooks, by parameter."""
 
     def note(self) -> None:
-        """Records the parameters' nodes before the unit moves, because a move replaces them."""
-        if self._noted == _made.number:
+        """Records the parameters' nodes before the module moves, because a move replaces them."""
+        if self._wrappers_noted == _registry.number:
             return
-        parameters = [each for each in self._module.parameters() if each.is_leaf]
+        parameters = [param for param in self._module.parameters() if param.is_leaf]
         parameters = [e for e in parameters if e.is_floating_point() or e.is_complex()]
         with as_plain(), torch.enable_grad(), torch.inference_mode(False):
-            for each in parameters:
-                is_trained = each.requires_grad  # a frozen parameter may be trained later
+            for param in parameters:
+                is_trained = param.requires_grad  # a frozen parameter may be trained later
                 try:
-                    each.requires_grad_()
-                    self._reach(each)
+                    param.requires_grad_()
+                    self._record_node(param)
                 finally:
-                    each.requires_grad_(is_trained)
-            if _made.number:
-                self._tell_of(parameters)
-        self._noted = _made.number
+                    param.requires_grad_(is_trained)
+            if _registry.number:
+                self._register_hooks(parameters)
+        self._wrappers_noted = _registry.number
 
-    def _reach(self, parameter: nn.Parameter) -> None:
+    def _record_node(self, parameter: nn.Parameter) -> None:
         """Records a parameter's current node, which a reducer may have hooked."""
-        known = self._reached.setdefault(parameter, [])
+        known = self._nodes.setdefault(parameter, [])
         node = get_gradient_edge(parameter).node
-        if all(each is not node for each, _ in known):
-            result: Any = _Reach.apply(parameter)  # type: ignore[no-untyped-call]
+        if all(other is not node for other, _ in known):
+            result: Any = _NodeLink.apply(parameter)  # type: ignore[no-untyped-call]
             known.append((node, result))
 
     def forget_replaced(self) -> None:
         """Forgets parameters that are no longer in the module; their nodes keep them alive."""
-        own = {id(each) for each in self._module.parameters()}
-        for known in (self._reached, self._told):
-            for each in [each for each in known if id(each) not in own]:
-                del known[each]
+        own = {id(param) for param in self._module.parameters()}
+        for known in (self._nodes, self._hooks):
+            for param in [param for param in known if id(param) not in own]:
+                del known[param]
 
     def _trained(self) -> Iterator[nn.Parameter]:
-        return (each for each in self._module.parameters() if each.requires_grad)
+        return (param for param in self._module.parameters() if param.requires_grad)
 
     def check(self, *, steps: bool) -> None:
-        """Checks a use of the unit if it is in a DistributedDataParallel's forward.
+        """Checks a use of the module if it is in a DistributedDataParallel's forward.
 
-        Raises NotImplementedError in three cases. The unit is stepped in the backward, before its
+        Raises NotImplementedError in three cases. The module is stepped in the backward, before its
         gradients are averaged. Gradients are views of buckets, but a move gives them other memory.
         The wrapper searches the graph for parameters' nodes, and moves have replaced these nodes.
         """
@@ -144,118 +149,120 @@ class Averaging:
             return
         if steps:
             raise NotImplementedError(
-                f"unit {self._name!r}: auto(step=True) steps units by the gradients of this rank,"
-                " before DistributedDataParallel has averaged them: use auto() without step=True,"
-                " and optimizer.step()"
+                f"module {self._name!r}: auto(step=True) steps with the gradients of this rank,"
+                " before DistributedDataParallel has averaged them. Use auto() without step=True,"
+                " and call optimizer.step()."
             )
         if wrapper.gradient_as_bucket_view:
             raise NotImplementedError(
-                f"unit {self._name!r}: its gradients move with it, and those of"
-                " DistributedDataParallel(gradient_as_bucket_view=True) must stay where they are"
-                " averaged: use gradient_as_bucket_view=False"
+                f"module {self._name!r}: its gradients are moved between host and device, but"
+                " DistributedDataParallel(gradient_as_bucket_view=True) needs them in its buckets."
+                " Use gradient_as_bucket_view=False."
             )
-        looks_for_nodes = wrapper.find_unused_parameters and not wrapper.static_graph
-        if looks_for_nodes and self._has_other_nodes(averaged):
+        searches_graph = wrapper.find_unused_parameters and not wrapper.static_graph
+        if searches_graph and self._has_other_nodes(averaged):
             raise NotImplementedError(
-                f"unit {self._name!r}: DistributedDataParallel(find_unused_parameters=True) would"
-                " take its parameters for unused, as they have moved: use"
-                " find_unused_parameters=False"
+                f"module {self._name!r}: DistributedDataParallel(find_unused_parameters=True) would"
+                " treat its parameters as unused, because they have moved between host and device."
+                " Use find_unused_parameters=False."
             )
-        self._join(wrapper, averaged)
+        self._add_to(wrapper, averaged)
 
     def _has_other_nodes(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether a parameter's current node was not recorded."""
         with as_plain(), torch.enable_grad():
             return any(
-                all(node is not get_gradient_edge(each).node for node, _ in self._reached[each])
-                for each in parameters
-                if each in self._reached
+                all(node is not get_gradient_edge(param).node for node, _ in self._nodes[param])
+                for param in parameters
+                if param in self._nodes
             )
 
     def _averaged_by(self, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-        """The unit's trained parameters that the wrapper does not ignore."""
+        """The module's trained parameters that the wrapper does not ignore."""
         if wrapper not in _averaged:  # the reducer keeps the parameters alive, so ids remain valid
             ignored, named = wrapper.parameters_to_ignore, wrapper.module.named_parameters()
-            _averaged[wrapper] = frozenset(id(each) for name, each in named if name not in ignored)
-        return [each for each in self._trained() if id(each) in _averaged[wrapper]]
+            _averaged[wrapper] = frozenset(
+                id(param) for name, param in named if name not in ignored
+            )
+        return [param for param in self._trained() if id(param) in _averaged[wrapper]]
 
-    def _join(self, wrapper: DistributedDataParallel, averaged: Iterable[nn.Parameter]) -> None:
+    def _add_to(self, wrapper: DistributedDataParallel, averaged: Iterable[nn.Parameter]) -> None:
         if wrapper not in _members:
             _members[wrapper] = []
-            wrapper.register_forward_pre_hook(_begins)
+            wrapper.register_forward_pre_hook(_before_forward)
         members = _members[wrapper]
-        if not any(each is self for each in members):
-            for each in members:
-                self._follow(each)
+        if not any(member is self for member in members):
+            for member in members:
+                self._replace(member)
             members.append(self)
-        self._tell_of(averaged)
+        self._register_hooks(averaged)
 
-    def _follow(self, before: Averaging) -> None:
-        """Moves the records and hooks of an earlier unit's parameters to this unit."""
-        for each in self._module.parameters():
-            if each in before._told:
-                before._told.pop(each).remove()
-            if each in before._reached:
-                known = self._reached.setdefault(each, [])
-                known += before._reached.pop(each)
+    def _replace(self, replaced: Averaging) -> None:
+        """Moves the records and hooks of an earlier module's parameters to this module."""
+        for param in self._module.parameters():
+            if param in replaced._hooks:
+                replaced._hooks.pop(param).remove()
+            if param in replaced._nodes:
+                known = self._nodes.setdefault(param, [])
+                known += replaced._nodes.pop(param)
 
-    def _tell_of(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _register_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Registers gradient hooks, which run after all other hooks of the parameters."""
-        tell = weak_call(self._tell)
+        run_earlier = weak_call(self._run_earlier_nodes)
         with as_plain():
-            for each in parameters:
-                if each not in self._told:
-                    if not each.requires_grad:
+            for param in parameters:
+                if param not in self._hooks:
+                    if not param.requires_grad:
                         continue
-                    hook = each.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
-                    self._told[each] = hook
-                hooks: Any = gradient_hooks(each)[1]
-                if next(reversed(hooks)) != self._told[each].id:
-                    hooks.move_to_end(self._told[each].id)
+                    hook = param.register_post_accumulate_grad_hook(run_earlier)  # type: ignore[no-untyped-call]
+                    self._hooks[param] = hook
+                hooks: Any = gradient_hooks(param)[1]
+                if next(reversed(hooks)) != self._hooks[param].id:
+                    hooks.move_to_end(self._hooks[param].id)
 
-    def _tell(self, parameter: Tensor) -> None:
+    def _run_earlier_nodes(self, parameter: Tensor) -> None:
         """Runs the earlier nodes of a parameter after its current node accumulated a gradient."""
-        if parameter not in self._reached:
+        if parameter not in self._nodes:
             return
-        others = [result for node, result in self._reached[parameter] if node is not current_node()]
-        if not others:  # the current node has the reducer's hook
+        earlier = [result for node, result in self._nodes[parameter] if node is not current_node()]
+        if not earlier:  # the current node has the reducer's hook
             return
         # The parameter's hooks have run for this gradient, and must not run again.
-        hooks: list[Any] = [each for each in gradient_hooks(parameter) if each]
-        kept = [dict(each) for each in hooks]
+        kinds: list[Any] = [hooks for hooks in gradient_hooks(parameter) if hooks]
+        kept = [dict(hooks) for hooks in kinds]
         try:
-            for each in hooks:
-                each.clear()
-            for result in others:
+            for hooks in kinds:
+                hooks.clear()
+            for result in earlier:
                 result.backward(torch.ones_like(result), retain_graph=True)
         finally:
-            for each, before in zip(hooks, kept, strict=True):
-                each.update(before)
+            for hooks, removed in zip(kinds, kept, strict=True):
+                hooks.update(removed)
 
     @property
-    def away(self) -> list[nn.Parameter]:
-        """Trained parameters that are not on the unit's device."""
-        return [each for each in self._trained() if each.device != self._device]
+    def host_parameters(self) -> list[nn.Parameter]:
+        """Trained parameters that are not on the module's device now."""
+        return [param for param in self._trained() if param.device != self._device]
 
     @contextmanager
-    def pretending(self) -> Iterator[None]:
+    def with_device_data(self) -> Iterator[None]:
         """Replaces `data` of host parameters by device tensors of one element within the block."""
-        away = self.away
-        homes = [each.data for each in away]
+        host_parameters = self.host_parameters
+        host_data = [param.data for param in host_parameters]
         try:
-            for each in away:
-                each.data = each.new_empty((), device=self._device).expand(each.shape)
+            for param in host_parameters:
+                param.data = param.new_empty((), device=self._device).expand(param.shape)
             yield
         finally:
-            for each, home in zip(away, homes, strict=True):
-                each.data = home
+            for param, data in zip(host_parameters, host_data, strict=True):
+                param.data = data
 
 
-def _begins(wrapper: nn.Module, _: object) -> None:
-    """Prepares the forward of a DistributedDataParallel with units.
+def _before_forward(wrapper: nn.Module, _: object) -> None:
+    """Prepares the forward of a DistributedDataParallel with offloaded modules.
 
     In the forward after the first backward, the wrapper allocates its buckets on the parameters'
-    device. Parameters on the host therefore appear on the unit's device during that allocation.
+    device. Parameters on the host therefore appear on the module's device during that allocation.
     Raises NotImplementedError if the wrapper would broadcast host buffers, or allocate buckets on
     the host.
     """
@@ -263,23 +270,23 @@ def _begins(wrapper: nn.Module, _: object) -> None:
     if (members := _members.get(wrapper)) is None:  # a copy of a wrapper
         return
     sent = wrapper.modules_buffers if wrapper.will_sync_module_buffers() else ()  # type: ignore[no-untyped-call]
-    if wrapper.device.type != "cpu" and any(each.is_cpu for each in sent):
+    if wrapper.device.type != "cpu" and any(buffer.is_cpu for buffer in sent):
         raise NotImplementedError(
-            "DistributedDataParallel sends the buffers of units that are on the host: use"
-            " broadcast_buffers=False, or bring all units that have some by use()"
+            "DistributedDataParallel cannot broadcast buffers of offloaded modules in host memory."
+            " Set broadcast_buffers=False, or load all modules with buffers with swapper.use()."
         )
     if wrapper in _placed or not torch.is_grad_enabled():
         return
     if takes_uneven_inputs(wrapper):  # join() counts ranks before any allocation
-        if any(each.away for each in members):
+        if any(member.host_parameters for member in members):
             raise NotImplementedError(
-                "DistributedDataParallel.join() places gradients where the parameters are as its"
-                " second forward begins, and some are on the host: bring all units by use() around"
-                " that"
+                "DistributedDataParallel.join() allocates gradients on the parameters' device in"
+                " its second forward, but some parameters are in host memory. Run the second"
+                " forward within swapper.use() of all modules."
             )
         return
     with as_plain(), ExitStack() as places:
-        for each in members:
-            places.enter_context(each.pretending())
+        for member in members:
+            places.enter_context(member.with_device_data())
         if place_buckets(wrapper):
             _placed.add(wrapper)

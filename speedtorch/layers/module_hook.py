@@ -18,7 +18,7 @@ class ModuleHook:
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
 
-    @partial(never_compiled, reason="units come and go")
+    @partial(never_compiled, reason="offloaded modules move between host and device")
     def __call__(self, *given: Any) -> Any:
         """Calls the function; torch calls this."""
         return None if self._call is None else self._call(*given)

@@ -56,7 +56,7 @@ class ModuleSteps:
         self._shown = WeakTensorKeyDictionary()
         """Copies that state_dict() has returned, with their source tensors and versions then."""
         for unit in units.values():
-            unit.tell_steps()
+            unit.remove_step_hooks()
         device = next(iter(units.values())).device
         self._undo = steps_by(optimizer, self._step_units, device, lambda: self._counted)
         self._saved = (

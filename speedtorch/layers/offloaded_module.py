@@ -1,7 +1,7 @@
 """OffloadedModule: a module with its parameters, buffers, gradients and optimizer state.
 
-A unit has three tensor groups: parameters and buffers, gradients, and optimizer state. A forward
-therefore loads no state, and a unit loads no gradients after they were dropped.
+An offloaded module has three tensor groups: parameters and buffers, gradients, and optimizer state.
+A forward therefore loads no state, and gradients are not loaded after the program dropped them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["Caller", "OffloadedModule", "exact_device", "host_copy", "is_offloaded"]
+__all__ = ["AutoLoader", "OffloadedModule", "exact_device", "host_copy", "is_offloaded"]
 
 _Part: TypeAlias = tuple[TensorGroup, Members]
 
@@ -54,37 +54,38 @@ def _untracked(method: _Method) -> _Method:
     """Runs a method without tracking its accesses to tensors as uses by the program."""
 
     @wraps(method)
-    def call(self: OffloadedModule, *args: Any, **kwargs: Any) -> Any:
+    def untracked_method(self: OffloadedModule, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method while the tensors behave as plain tensors."""
         with as_plain():
             return method(self, *args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return untracked_method  # type: ignore[return-value]
 
 
-class Caller(Protocol):
-    """Loads units when the program reaches them, and records their order of use."""
+class AutoLoader(Protocol):
+    """Loads modules when the program reaches them, and records their order of use."""
 
-    def using(self, unit: OffloadedModule) -> AbstractContextManager[None]:
-        """Context manager that keeps the unit on the device for one operation of the program."""
+    def using(self, module: OffloadedModule) -> AbstractContextManager[None]:
+        """Context manager that keeps the module on the device for one operation of the program."""
 
-    def is_nested(self, unit: OffloadedModule) -> bool:
-        """Whether a call of another unit is running."""
+    def is_nested(self, module: OffloadedModule) -> bool:
+        """Whether a call of another module is running."""
 
-    def reaches(self, unit: OffloadedModule, *, nested: bool) -> None:
-        """Notes that a backward reaches a result of a unit.
+    def reaches(self, module: OffloadedModule, *, nested: bool) -> None:
+        """Notes that a backward reaches a result of a module.
 
-        `nested`: the result belongs to a call within another unit's call.
+        `nested`: the result belongs to a call within another module's call.
         """
 
     def end_failed(self) -> None:
         """Ends the uses of a failed backward."""
 
-    def next_use(self, unit: OffloadedModule, *, state: bool) -> float:
-        """Number of calls until the next use of a unit or its state; inf: unknown."""
+    def next_use(self, module: OffloadedModule, *, state: bool) -> float:
+        """Number of calls until the next use of a module or its state; inf: unknown."""
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The unit of each tensor, as a weakref: a tensor belongs to at most one unit."""
+"""The offloaded module of each tensor, as a weakref: a tensor belongs to at most one."""
 
 
 def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
@@ -94,9 +95,9 @@ def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
     in-place change of the view or its base replaces the view's node, but not the base's node.
     """
     found: dict[Node, bool] = {}
-    for each in results:
-        last = None if (base := base_of(each)) is None else base.grad_fn
-        for node in (last, each.grad_fn):
+    for result in results:
+        last = None if (base := base_of(result)) is None else base.grad_fn
+        for node in (last, result.grad_fn):
             if node is not None and number_of_node(node) >= begun:
                 is_last = last is None or number_of_node(last) < begun or node is last
                 found[node] = found.get(node, False) or is_last
@@ -106,37 +107,37 @@ def _nodes_since(begun: int, results: Iterable[Tensor]) -> dict[Node, bool]:
 class OffloadedModule:
     """A module with its optimizer state, in host memory or on the device.
 
-    A new unit is evicted. An evicted unit consists of ordinary CPU tensors. Parameter objects,
+    A new object is evicted. An evicted module consists of ordinary CPU tensors. Parameter objects,
     hooks, requires_grad and param_groups remain the same. Gradients and tensors of
-    `optimizer.state` move with the unit, including tensors created later. 0-dim tensors that torch
-    keeps on the CPU (`step`) remain there. Tied tensors are stored once and remain tied.
+    `optimizer.state` move with the module, including tensors created later. 0-dim tensors that
+    torch keeps on the CPU (`step`) remain there. Tied tensors are stored once and remain tied.
 
     Only data that may have changed is written back: gradients, buffers after a call of a module
     with buffers, data changed by optimizer steps, and tensors whose version has changed. Changes
     through `parameter.data` change no version. Call `touch()` after them, unless an optimizer step
     makes or follows them.
 
-    On a GPU, bring(), load() and write_back() copy on side streams. Methods that move the unit
+    On a GPU, prefetch(), load() and write_back() copy on side streams. Methods that move the module
     raise TypeError or ValueError for a tensor that cannot be moved, MemoryError if the host has too
     little memory for new tensors, and RuntimeError (torch.OutOfMemoryError) if the device has too
-    little. The unit then remains where it was, or its prefetched tensors are on the device.
+    little. The module then remains where it was, or its prefetched tensors are on the device.
 
-    If you keep a view of a loaded unit's tensor (`parameter.detach()`), the view keeps the device
-    memory of the whole unit and the values there; held_by() names the view. Tensors that autograd
-    saved have no memory while the unit is evicted, and a backward then raises RuntimeError.
+    If you keep a view of a loaded module's tensor (`parameter.detach()`), the view keeps the device
+    memory of the whole module and the values there; held_by() names the view. Tensors that autograd
+    saved have no memory while the module is evicted, and a backward then raises RuntimeError.
 
-    The constructor raises the same errors, and ValueError for a tensor of another unit. Modules
-    that share a parameter must form one unit (nn.ModuleList). `before_gradients` is called with the
-    unit when a backward reaches it and there is no Caller.
+    The constructor raises the same errors, and ValueError for a tensor of another module. Modules
+    that share a parameter must be offloaded as one (nn.ModuleList). `before_gradients` is called
+    with this object when a backward reaches the module and there is no AutoLoader.
 
     Attributes:
         open_results: number of results with a graph that no backward has reached.
-        has_graph: whether a known autograd graph may need the unit's memory.
-        gives_views: whether the module has returned views of the unit's tensors.
+        has_graph: whether a known autograd graph may need the module's memory.
+        returned_views: whether the module has returned views of its own tensors.
         has_views: whether the program may hold views that it made since the last eviction.
-        was_stepped: whether the unit was stepped the last time it was on the device.
-        made_state_bytes: bytes of optimizer state that steps created on the device, as counted by
-            the last other_bytes().
+        was_stepped: whether the module was stepped the last time it was on the device.
+        created_state_bytes: bytes of optimizer state that steps created on the device, as counted
+            by the last other_bytes().
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class OffloadedModule:
         module: nn.Module,
         *optimizers: Optimizer,
         device: torch.device | str,
-        name: str = "unit",
+        name: str = "module",
         traffic: TransferStats | None = None,
         before_gradients: Callable[[OffloadedModule], object] = lambda _: None,
     ) -> None:
@@ -152,11 +153,11 @@ class OffloadedModule:
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
         self.device = exact_device(device)
         if self.device.type == "meta":
-            raise ValueError("device: expected one with memory, as 'cuda' or 'cpu', got 'meta'")
+            raise ValueError("device: expected a device with memory, such as 'cuda', got 'meta'")
         self.module, self.optimizers, self.name = module, optimizers_within(optimizers), name
         self._uses = self.open_results = 0
-        self.gives_views = self.has_views = self.has_graph = self.was_stepped = False
-        self._caller: Caller | None = None
+        self.returned_views = self.has_views = self.has_graph = self.was_stepped = False
+        self._auto_loader: AutoLoader | None = None
         self._before_gradients = before_gradients
         # All tensors may have changed before. Threads set these flags without reading them.
         self._is_touched = self._is_used = self._is_state_new = True
@@ -166,20 +167,21 @@ class OffloadedModule:
         self._copied_versions: list[int] = []
         self._groups = tuple(TensorGroup(self.device, traffic) for _ in range(3))
         self._own, self._gradients, self._state = self._groups
-        self._begun: list[int] = []
+        self._forward_starts: list[int] = []
         """Autograd's next node number at the begin of each running forward."""
         self.averaging = Averaging(name, module, self.device)
         self._tracker = AccessTracker(self)
-        self.made_state_bytes = 0
+        self.created_state_bytes = 0
         self._streams: set[torch.cuda.Stream] = set()
         """Streams that have run the module or used its tensors since _join_streams()."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
         self._forward_hook, begins, saved = (
-            ModuleHook(weak_call(each)) for each in (self._ends, self._begins, self._save)
+            ModuleHook(weak_call(method))
+            for method in (self._after_forward, self._before_forward, self._after_state_dict)
         )
         self._node_hook = weak_call(self._before_backward)
-        self._check_alone()
+        self._check_ownership()
         try:
             self.evict()
         except BaseException:
@@ -190,11 +192,13 @@ class OffloadedModule:
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
         ]
         after_step = weak_call(self.note_step)
-        self._step_hooks = [each.register_step_post_hook(after_step) for each in self.optimizers]
+        self._step_hooks = [
+            optimizer.register_step_post_hook(after_step) for optimizer in self.optimizers
+        ]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory, which are also the device bytes of a loaded unit."""
+        """Bytes of host memory, which are also the device bytes of a loaded module."""
         return sum(group.buffer.nbytes for group in self._groups)
 
     @property
@@ -207,14 +211,14 @@ class OffloadedModule:
         """Memory of the parameters; None after a failed move, until another move completes it."""
         return self._own.memory
 
-    def is_home(self, *, state_alone: bool) -> bool:
+    def is_written_back(self, *, only_state: bool) -> bool:
         """Whether copies of write_back() are done, so evict() or evict_state() need not wait."""
-        groups = self._groups[2:] if state_alone else self._groups
+        groups = self._groups[2:] if only_state else self._groups
         return all(group.buffer.write_back_stream.is_done for group in groups)
 
     def _parts(self) -> tuple[_Part, _Part, _Part]:
         """The groups with their current members: parameters and buffers, gradients, state."""
-        found = self._found
+        found = self._current_index
         # Torch's batch norm changes its statistics without a new version.
         buffers = found.buffers if self._is_used else ()
         is_touched = self._is_touched or self._wrapper_versions() != self._copied_versions
@@ -227,28 +231,28 @@ class OffloadedModule:
             (self._state, Members(found.state, state)),
         )
 
-    def bring(self, *, state: bool = True) -> None:
-        """Starts copying the unit to the device; `state` includes the optimizer state.
+    def prefetch(self, *, state: bool = True) -> None:
+        """Starts copying the module to the device; `state` includes the optimizer state.
 
         The tensors remain on the host until load(), which copies later changes again.
         """
         try:
-            self._come(TensorGroup.prefetch, state=state)
+            self._move_to_device(TensorGroup.prefetch, state=state)
         finally:
             self.track()
 
     def load(self, *, state: bool = True) -> None:
-        """Loads the unit to the device, unless it is loaded already.
+        """Loads the module to the device, unless it is loaded already.
 
         Later work on the current stream waits for the copy. A forward and a backward do not need
         the optimizer state.
         """
-        self._come(TensorGroup.load, state=state)
+        self._move_to_device(TensorGroup.load, state=state)
         for group in self._groups if state else self._groups[:2]:
             group.buffer.load_stream.join()
 
     @_untracked
-    def _come(self, call: Callable[..., None], *, state: bool) -> None:
+    def _move_to_device(self, call: Callable[..., None], *, state: bool) -> None:
         self._tracker.stop()
         self.averaging.note()
         if not self.device_bytes:  # the load copies all tensors, so host and device are equal
@@ -277,17 +281,17 @@ class OffloadedModule:
 
     @_untracked
     def write_back(
-        self, after: torch.cuda.Event | None = None, *, state_alone: bool = False
+        self, after: torch.cuda.Event | None = None, *, only_state: bool = False
     ) -> None:
         """Starts copying changes on the device to the host, or only those of the optimizer state.
 
-        The unit remains on the device. evict() then waits for these copies, and makes no others
-        unless the unit changes meanwhile. Only evict() copies gradients. The copies wait for
-        `after`, the end of the unit's last use; None: for all work queued on the current stream.
+        The module remains on the device. evict() then waits for these copies, and makes no others
+        unless the module changes meanwhile. Only evict() copies gradients. The copies wait for
+        `after`, the end of the module's last use; None: for all work queued on the current stream.
         """
         self._join_streams(after)
         (own, members), _, (of_state, state) = self._parts()
-        if not state_alone:
+        if not only_state:
             own.write_back(members, after)
             if own.memory is Memory.DEVICE:
                 self._note_copied()
@@ -299,9 +303,9 @@ class OffloadedModule:
     def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
         """Copies changes to the host, frees the device memory, and returns the freed bytes.
 
-        The result is 0 if the unit was on the host. Views keep their memory; see held_by(). `after`
-        is the same as in write_back(). `search` is the same as in TensorGroup.evict, for parameters
-        and buffers.
+        The result is 0 if the module was on the host. Views keep their memory; see held_by().
+        `after` is the same as in write_back(). `search` is the same as in TensorGroup.evict, for
+        parameters and buffers.
         """
         self._tracker.stop()
         self.averaging.note()
@@ -315,7 +319,7 @@ class OffloadedModule:
             freed += group.evict(members, after, search=is_searched, copied=names)
         self._follow_inner()
         self._is_state_new = self.has_views = False
-        self.made_state_bytes = 0
+        self.created_state_bytes = 0
         self._note_copied()
         self.has_graph = self.has_graph and any(group.buffer.is_held for group in self._groups)
         self.track()
@@ -324,26 +328,26 @@ class OffloadedModule:
     def _follow_inner(self) -> None:
         """Updates the device of wrapper tensors to the device of their inner tensors."""
         with torch.inference_mode(False):
-            for each in self._found.wrappers:
-                follow_inner(each)
+            for wrapper in self._current_index.wrappers:
+                follow_inner(wrapper)
 
     @_untracked
     def evict_state(self, after: torch.cuda.Event | None = None) -> int:
         """Evicts only the optimizer state, and returns the freed bytes.
 
-        The unit can then be used, but not stepped.
+        The module can then be used, but not stepped.
         """
         self._tracker.stop()
         self._join_streams(after)
         *_, (state, members) = self._parts()
         freed = state.evict(members, after)
-        self._is_state_new, self.made_state_bytes = False, 0
+        self._is_state_new, self.created_state_bytes = False, 0
         return freed
 
     @_untracked
     def free_gradients(self, after: torch.cuda.Event | None = None) -> None:
         """Frees the device memory of gradients if the program has dropped them all."""
-        if self._gradients.buffer.device_bytes and not self._found.gradients:
+        if self._gradients.buffer.device_bytes and not self._current_index.gradients:
             self._join_streams(after)
             self._gradients.evict(Members({}, ()), after)
 
@@ -359,11 +363,11 @@ class OffloadedModule:
 
         Autograd must not save them before an eviction, because they are not in the buffer yet.
         """
-        return not self._own.has_all(self._found.own)
+        return not self._own.has_all(self._current_index.own)
 
     def held_by(self) -> list[str]:
         """Descriptions of views that the program holds, which keep device memory allocated."""
-        return [each for group in self._groups for each in group.held_by()]
+        return [view for group in self._groups for view in group.held_by()]
 
     @_untracked
     def missing_bytes(self, *, state: bool) -> int:
@@ -376,7 +380,7 @@ class OffloadedModule:
     @property
     @_untracked
     def needed_bytes(self) -> int:
-        """Device bytes of all current tensors of the unit."""
+        """Device bytes of all current tensors of the module."""
         return sum(group.needed_bytes(members) for group, members in self._parts())
 
     @_untracked
@@ -387,25 +391,27 @@ class OffloadedModule:
     @_untracked
     def other_bytes(self) -> int:
         """Bytes of tensors created on the device since the load, such as gradients and state."""
-        own, gradients, self.made_state_bytes = (
+        own, gradients, self.created_state_bytes = (
             group.other_bytes(members) for group, members in self._parts()
         )
-        return own + gradients + self.made_state_bytes
+        return own + gradients + self.created_state_bytes
 
     @_untracked
     def missing_gradients(self) -> int:
         """Bytes of gradients that a backward may create."""
         parameters = self._parameters.values()
-        return sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
+        return sum(
+            param.nbytes for param in parameters if param.requires_grad and param.grad is None
+        )
 
     @_untracked
     def without_state(self) -> list[tuple[Optimizer, nn.Parameter]]:
         """Pairs of an optimizer and a parameter for which its next step may create state."""
         return [
-            (optimizer, each)
+            (optimizer, param)
             for optimizer in self.optimizers
-            for each in self._parameters.values()
-            if each.requires_grad and each not in optimizer.state
+            for param in self._parameters.values()
+            if param.requires_grad and param not in optimizer.state
         ]
 
     def _note_copied(self) -> None:
@@ -419,22 +425,22 @@ class OffloadedModule:
         return [] if self._index is None else list(map(version_of, self._index.wrappers))
 
     def touch(self) -> None:
-        """Notes that any tensor of the unit may have changed without a new version."""
+        """Notes that any tensor of the module may have changed without a new version."""
         self._is_touched = self._is_state_new = True
         self._uses += 1
 
     def note_access(self, *, is_counted: bool) -> None:
-        """See Tracking: notes that a tensor is accessed outside any use."""
+        """See TrackedOwner: notes that a tensor is accessed outside any use."""
         self.note_use()
         if not is_counted:
             self.touch()
 
     def note_result(self, result: Tensor) -> None:
-        """See Tracking."""
+        """See TrackedOwner."""
         self.has_views = self.has_views or self.is_view(result)
 
     def host_copy(self, tensor: Tensor) -> Tensor | None:
-        """See Tracking; the unit's device tensors share one storage, whatever their dtypes."""
+        """See TrackedOwner; the device tensors share one storage, whatever their dtypes."""
         found = host_copy(tensor, self.on_host())
         return host_copy(tensor, self.on_host(state=True)) if found is None else found
 
@@ -446,76 +452,78 @@ class OffloadedModule:
             self._streams.add(current_stream(self.device))
 
     def begin_use(self) -> None:
-        """Stops tracking the unit's tensors, and joins the streams of earlier uses."""
+        """Stops tracking the module's tensors, and joins the streams of earlier uses."""
         self._tracker.stop()
         self._join_streams()
 
     def end_use(self) -> None:
         """Joins the streams of the use, and tracks uses of the tensors again.
 
-        An event that the current stream records next is behind all work on the unit.
+        An event that the current stream records next is behind all work on the module.
         """
         self._join_streams()
         self.track()
 
     @_untracked
     def track(self) -> None:
-        """Tracks operations on the unit's tensors until its next use.
+        """Tracks operations on the module's tensors until its next use.
 
-        Such operations count as changes of a loaded unit, and load an evicted one with a Caller.
+        Such operations count as changes of a loaded module. An AutoLoader loads an evicted one.
         """
         if self.device_bytes:
-            self._tracker.start(self._found.all_tensors())
+            self._tracker.start(self._current_index.all_tensors())
         else:
-            self._tracker.start(() if self._caller is None else self._found.own.values())
+            self._tracker.start(
+                () if self._auto_loader is None else self._current_index.own.values()
+            )
 
     def _join_streams(self, after: torch.cuda.Event | None = None) -> None:
         """Makes the current stream wait for streams of the last use, unless `after` is given."""
         if after is not None or not self._streams:
             return
         current = current_stream(self.device)
-        for each in self._streams:
-            if each is not current:
+        for stream in self._streams:
+            if stream is not current:
                 # The module ran on that stream: its memory must not be reused before.
-                current.wait_stream(each)
+                current.wait_stream(stream)
         self._streams.clear()
 
     @property
     def changes(self) -> int:
-        """A count that grows with each use, step, and new version of the unit's tensors.
+        """A count that grows with each use, step, and new version of the module's tensors.
 
         Outside a use, track() also counts changes of gradients and optimizer state. Moves of the
-        unit count too.
+        module count too.
         """
         own = () if self._index is None else self._index.own.values()
         with as_plain():
             return self._uses + sum(map(version_of, own)) + sum(self._wrapper_versions())
 
-    def follow(self, caller: Caller | None) -> None:
-        """Sets the Caller that loads the unit when the program reaches it; None removes it."""
-        self._caller = caller
+    def set_auto_loader(self, auto_loader: AutoLoader | None) -> None:
+        """Sets the AutoLoader that loads the module for each use; None removes it."""
+        self._auto_loader = auto_loader
         if not self.device_bytes:  # loaded tensors are tracked already, unless in use
             self.track()
 
     @property
-    def comes_by_itself(self) -> bool:
-        """Whether there is a Caller."""
-        return self._caller is not None
+    def loads_on_use(self) -> bool:
+        """Whether there is an AutoLoader."""
+        return self._auto_loader is not None
 
     @contextmanager
     def operation(self) -> Iterator[Callable[[Any], Any]]:
-        """See Tracking."""
-        assert self._caller is not None
-        with self._caller.using(self):
+        """See TrackedOwner."""
+        assert self._auto_loader is not None
+        with self._auto_loader.using(self):
             self.note_use()
-            yield partial(self._given, next_node_number())
+            yield partial(self._finish_call, next_node_number())
 
-    def _begins(self, module: nn.Module, args: object) -> None:
+    def _before_forward(self, module: nn.Module, args: object) -> None:
         """Hook before a forward of the module."""
-        self._begun.append(next_node_number())
+        self._forward_starts.append(next_node_number())
         self.averaging.check(steps=False)
 
-    def _ends(self, module: nn.Module, args: object, output: object) -> object:
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> object:
         """Hook after a forward of the module, or of a submodule with buffers.
 
         Returns the replacement for the output; None: no replacement.
@@ -523,13 +531,13 @@ class OffloadedModule:
         self.note_use()
         if module is not self.module:
             return None
-        return self._given(self._begun.pop() if self._begun else 0, output)
+        return self._finish_call(self._forward_starts.pop() if self._forward_starts else 0, output)
 
-    def _given(self, begun: int, output: Any) -> Any:
+    def _finish_call(self, begun: int, output: Any) -> Any:
         """Returns the output for the program, for a call that began at node number `begun`.
 
-        Under `auto`, trained tensors of the unit are replaced by copies. A result counts as the
-        unit's if autograd made its node during the call, because a unit may return its inputs.
+        Under `auto`, trained tensors of the module are replaced by copies. A result counts as the
+        module's if autograd made its node during the call, because a module may return its inputs.
         Autograd numbers nodes in creation order, and a backward runs the ready node with the
         highest number first. The nodes of one call therefore run one after another.
         """
@@ -537,21 +545,23 @@ class OffloadedModule:
             return output
         is_container = isinstance(output, Tensor | list | tuple | dict)
         is_record = not is_container and hasattr(output, "__dict__")
-        given = dict(vars(output)) if is_record else output
-        may_leave = self.comes_by_itself and torch.is_grad_enabled()
-        if may_leave and any(map(self._is_trained_view, tree_leaves(given))):
+        content = dict(vars(output)) if is_record else output
+        may_be_evicted = self.loads_on_use and torch.is_grad_enabled()
+        if may_be_evicted and any(map(self._is_trained_view, tree_leaves(content))):
             # Torch rebuilds the graph of a view after its base has changed, such as by an eviction.
-            given = tree_map(lambda e: e.clone() if self._is_trained_view(e) else e, given)
+            content = tree_map(lambda e: e.clone() if self._is_trained_view(e) else e, content)
             if is_record:
                 output = copy.copy(output)
-                vars(output).update(given)
+                vars(output).update(content)
             else:
-                output = given
-        results = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+                output = content
+        results = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
         if any(map(self.is_view, results)):
-            self.gives_views = True
+            self.returned_views = True
         nodes = _nodes_since(begun, results)
-        is_nested = bool(nodes) and self._caller is not None and self._caller.is_nested(self)
+        is_nested = (
+            bool(nodes) and self._auto_loader is not None and self._auto_loader.is_nested(self)
+        )
         for node, is_last in nodes.items():
             self.has_graph = self.has_graph or is_last
             self.open_results += is_last
@@ -561,49 +571,52 @@ class OffloadedModule:
     def _before_backward(self, memory: Memory, is_last: bool, is_nested: bool, _: object) -> None:
         """Hook before a backward runs a node of a result, before gradients are created.
 
-        Raises RuntimeError if the unit is in another memory than during its forward.
+        Raises RuntimeError if the module is in another memory than during its forward.
         """
         self.note_use()
         if memory is Memory.DEVICE:
             self.open_results -= is_last
-            if self._caller is not None:
-                self._caller.reaches(self, nested=is_nested)
+            if self._auto_loader is not None:
+                self._auto_loader.reaches(self, nested=is_nested)
             else:
                 self._before_gradients(self)
         if self.memory is not memory:
-            there = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "half moved"}
+            states = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "partly moved"}
+            was_loaded = memory is Memory.DEVICE
+            remedy = "Run the backward within use()" if was_loaded else "Call evict() before it"
             raise RuntimeError(
-                f"unit {self.name!r}: a backward reached it while it is {there[self.memory]}, and"
-                f" its forward ran while it was {there[memory]}:"
-                f" {'load' if memory is Memory.DEVICE else 'evict'}() it before the backward"
+                f"module {self.name!r}: its forward ran while it was {states[memory]}, and a"
+                f" backward reached it while it is {states[self.memory]}. {remedy}."
             )
 
-    def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    def _after_state_dict(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
+    ) -> None:
         """Puts host tensors into state_dict(), which remain readable after an eviction."""
         if self.memory is Memory.HOST:
             return
         on_host = self.on_host()
         # state_dict(keep_vars=True) returns these objects.
-        own = {id(each) for each in (*module.parameters(), *module.buffers())}
-        for name, each in state.items():
-            if name.startswith(prefix) and isinstance(each, Tensor) and id(each) not in own:
-                state[name] = _on_host(each, on_host)
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        for name, value in state.items():
+            if name.startswith(prefix) and isinstance(value, Tensor) and id(value) not in own:
+                state[name] = _on_host(value, on_host)
 
     def is_view(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with parameters or buffers on the device."""
         return any(map(self._own.buffer.has, within_frozen({"": tensor}).values()))
 
-    def _is_trained_view(self, each: object) -> bool:
-        return isinstance(each, Tensor) and each.requires_grad and self.is_view(each)
+    def _is_trained_view(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value.requires_grad and self.is_view(value)
 
     def forget_results(self) -> None:
         """Notes that no backward of the open results follows."""
         self.open_results = 0
 
-    def tell_steps(self) -> None:
-        """Removes the step hooks; the caller must call note_step() after each step of the unit."""
-        for each in self._step_hooks:
-            each.remove()
+    def remove_step_hooks(self) -> None:
+        """Removes the step hooks; the caller must call note_step() after each step."""
+        for hook in self._step_hooks:
+            hook.remove()
 
     def wait(self) -> None:
         """Waits for the copies that write_back() has started."""
@@ -613,8 +626,8 @@ class OffloadedModule:
     @property
     @_untracked
     def has_gradients(self) -> bool:
-        """Whether a parameter has a gradient, so that an optimizer step would change the unit."""
-        return any(each.grad is not None for each in self._parameters.values())
+        """Whether a parameter has a gradient, so that an optimizer step would change the module."""
+        return any(param.grad is not None for param in self._parameters.values())
 
     @_untracked
     def on_host(self, *, state: bool = False) -> dict[int, Tensor]:
@@ -630,51 +643,51 @@ class OffloadedModule:
 
     @_untracked
     def note_step(self, *_: object) -> None:
-        """Notes that an optimizer has stepped the unit."""
+        """Notes that an optimizer has stepped the module."""
         self._is_used = self._is_state_new = self.was_stepped = True
         self._uses += 1
         named = self._parameters.items()
         self._stepped |= {n for n, p in named if p.requires_grad or p.grad is not None}
 
     def close(self) -> None:
-        """Evicts the unit and removes its hooks; another unit may then own its tensors."""
-        self._caller = None
+        """Evicts the module and removes its hooks; another module may then own its tensors."""
+        self._auto_loader = None
         self.evict()
-        for each in (*self._hooks, *self._step_hooks):
-            each.remove()
+        for hook in (*self._hooks, *self._step_hooks):
+            hook.remove()
         self._disown()
 
-    def _check_alone(self) -> None:
-        """Raises if a tensor cannot belong to this unit.
+    def _check_ownership(self) -> None:
+        """Raises if a tensor cannot belong to this module.
 
-        ValueError: it belongs to another unit. TypeError: it is an Embedding's or no plain tensor.
+        ValueError: it belongs to another one. TypeError: it is an Embedding's or no plain tensor.
         """
-        for name, tensor in _of_module(self.module):
+        for name, tensor in _tensors_of(self.module):
             if rows_of_parameter(tensor) is not None:
                 raise TypeError(
-                    f"unit {self.name!r}: {name} are rows of an Embedding, which are in host memory"
-                    " already, and come by themselves: make units of other modules alone"
+                    f"module {self.name!r}: {name} is a speedtorch.Embedding's weight, which is in"
+                    " host memory already. Offload only modules without an Embedding."
                 )
             if not is_plain_tensor(tensor) and not is_lazy(tensor):
                 kind = type(tensor)
                 raise TypeError(
-                    f"unit {self.name!r}: {name}: expected a plain tensor, got"
-                    f" {kind.__module__}.{kind.__qualname__}, whose elements a copy of bytes may"
-                    " not be: make units of other modules and leave this one on the device, or move"
-                    " all of the model between uses by TrainingState"
+                    f"module {self.name!r}: {name} must be a plain tensor, got"
+                    f" {kind.__module__}.{kind.__qualname__}, which a copy of its bytes may not"
+                    " reproduce. Keep this module on the device, or offload the whole model with"
+                    " TrainingState."
                 )
             other = _owner_of(tensor)
-            within = () if other is None or other is self else _of_module(other.module)
+            within = () if other is None or other is self else _tensors_of(other.module)
             if other is not None and (names := [its for its, e in within if e is tensor]):
                 raise ValueError(
-                    f"unit {self.name!r}: {name} is {names[0]} of unit {other.name!r} as well, and"
-                    " moves with one unit alone; make one unit of both modules (nn.ModuleList), or"
-                    " close() the other"
+                    f"module {self.name!r}: {name} is also {names[0]} of the offloaded module"
+                    f" {other.name!r}. A tensor can be offloaded with one module only. Offload both"
+                    " modules as one (nn.ModuleList), or close() the Swapper of the other."
                 )
 
     def _disown(self) -> None:
-        """Removes the unit as owner of its tensors."""
-        for _, tensor in _of_module(self.module):
+        """Removes the module as owner of its tensors."""
+        for _, tensor in _tensors_of(self.module):
             if _owner_of(tensor) is self:
                 del _owners[tensor]
 
@@ -685,8 +698,8 @@ class OffloadedModule:
         return dict(self.module.named_parameters())
 
     @property
-    def _found(self) -> TensorIndex:
-        """The index of the unit's current tensors."""
+    def _current_index(self) -> TensorIndex:
+        """The index of the module's current tensors."""
         if self._index is None or not self._index.is_current():
             self._index = TensorIndex(self.module, self.optimizers, self._is_of_state)
             for tensor in self._index.own.values():
@@ -697,29 +710,29 @@ class OffloadedModule:
 
     def _watch(self) -> None:
         """Hooks the forward of the module, and of submodules with buffers, which may change."""
-        for each in self.module.modules():
-            if each in self._watched or (each is not self.module and not buffers_of(each)):
+        for module in self.module.modules():
+            if module in self._watched or (module is not self.module and not buffers_of(module)):
                 continue
-            self._watched.add(each)
+            self._watched.add(module)
             # always_call: a failed forward may have changed buffers.
-            self._hooks.append(each.register_forward_hook(self._forward_hook, always_call=True))
+            self._hooks.append(module.register_forward_hook(self._forward_hook, always_call=True))
             self._is_used = True
 
     def _is_of_state(
         self, optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Any
     ) -> bool:
-        """Whether a value of a parameter's optimizer state moves with the unit.
+        """Whether a value of a parameter's optimizer state moves with the module.
 
         Raises TypeError for tensors within containers.
         """
         if isinstance(value, Tensor):
             placed = self._state.has_place(f"{key} of {name}", value)
             return placed or not is_cpu_step(optimizer, parameter, key, value)
-        if any(isinstance(each, Tensor) for each in tree_leaves(value)):
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             raise TypeError(
-                f"unit {self.name!r}: {type(optimizer).__name__} keeps a"
-                f" {type(value).__name__} of tensors as {key!r} of {name}; it must keep single"
-                " tensors, each of one parameter"
+                f"module {self.name!r}: {type(optimizer).__name__} stores a"
+                f" {type(value).__name__} of tensors as state {key!r} of {name}. A Swapper needs"
+                " separate tensors for each parameter. Use another optimizer."
             )
         return False
 
@@ -731,7 +744,7 @@ def exact_device(device: torch.device | str) -> torch.device:
     """
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(f"device={str(device)!r} needs a GPU, and torch finds none here")
+        raise RuntimeError(f"device={str(device)!r} needs a GPU, and torch finds none.")
     is_current = found.type == "cuda" and found.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else found
 
@@ -742,11 +755,11 @@ def _owner_of(tensor: Tensor) -> OffloadedModule | None:
 
 
 def is_offloaded(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or buffer of a unit, of any Swapper."""
+    """Whether a tensor is a parameter or buffer of an offloaded module, of any Swapper."""
     return len(_owners) > 0 and _owner_of(tensor) is not None
 
 
-def _of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from within_frozen(dict(module.named_parameters())).items()
     yield from within_frozen(dict(module.named_buffers())).items()
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.layers.offloaded_module import Caller, OffloadedModule
+from speedtorch.layers.offloaded_module import AutoLoader, OffloadedModule
 from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
@@ -118,7 +118,7 @@ class Residency:
             weakref.WeakKeyDictionary()
         )
         """Needs of each unit's last ended use, which the next use is expected to have."""
-        self._calls: Caller | None = None
+        self._calls: AutoLoader | None = None
         self._turns: dict[OffloadedModule, int] = {}
         """Units that each() uses next, with their positions."""
         self.hits = self.misses = 0
@@ -158,7 +158,7 @@ class Residency:
     def _to_come(self, unit: OffloadedModule, need: Need) -> int:
         """Bytes that a unit in use will need beyond the counted ones, as in its last use."""
         last = self._last_needs.get(unit)
-        if last is None or self._calls is not None:  # a Caller knows the needs
+        if last is None or self._calls is not None:  # a AutoLoader knows the needs
             return 0
         count = unit.missing_gradients() if last.gradients and not need.gradients else 0
         return count + (unit.missing_bytes(state=True) if last.state and not need.state else 0)
@@ -325,7 +325,7 @@ class Residency:
         self._there.setdefault(unit)
         while self._makes_room(unit, unit.missing_bytes(state=state) + spare, waits=waits):
             try:
-                (unit.load if waits else unit.bring)(state=state)
+                (unit.load if waits else unit.prefetch)(state=state)
             except torch.OutOfMemoryError:  # other programs may use the GPU too
                 if not waits:
                     return False
@@ -346,7 +346,7 @@ class Residency:
         left = set()
         while (over := self.taken() + missing - self._budget) > 0:
             self._write_back(over, self._leaving(self._candidates(), unit, by_force=waits))
-            home = (e for e in self._going if e.unit.is_home(state_alone=e.of_state))
+            home = (e for e in self._going if e.unit.is_written_back(only_state=e.of_state))
             victim = next(home, self._going[0] if waits and self._going else None)
             if victim is None:
                 if not waits:
@@ -375,7 +375,7 @@ class Residency:
                 return
             if each not in self._going:
                 end = self.end_of_use(each.unit)
-                each.unit.write_back(end, state_alone=each.of_state)
+                each.unit.write_back(end, only_state=each.of_state)
                 self._going.append(each)
                 over -= nbytes
 
@@ -389,7 +389,7 @@ class Residency:
             use = self._next_use(unit, state=False)
             use_of_state = self._next_use(unit, state=True)
             # State that a step created is not copied yet. An idle unit is evicted together with it.
-            of_state = unit.state_bytes + (unit.made_state_bytes if is_used else 0)
+            of_state = unit.state_bytes + (unit.created_state_bytes if is_used else 0)
             may_split = of_state and not (is_used and needs[unit].state)
             if may_split and (is_used or use_of_state > use):
                 is_needed = not use_of_state or use_of_state == use == inf or unit in self._turns
@@ -422,7 +422,7 @@ class Residency:
         }
 
     def _next_use(self, unit: OffloadedModule, *, state: bool) -> float:
-        """Caller.next_use(), counted after the units that each() uses next."""
+        """AutoLoader.next_use(), counted after the units that each() uses next."""
         if unit in self._turns:
             return self._turns[unit] - next(iter(self._turns.values()))
         later = inf if self._calls is None else self._calls.next_use(unit, state=state)
@@ -434,7 +434,7 @@ class Residency:
         search: whether to search for views of the unit. False: only if there may be some.
         """
         begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
-        is_home = unit.is_home(state_alone=leaver.of_state)
+        is_home = unit.is_written_back(only_state=leaver.of_state)
         before = self._traffic.copied[Memory.HOST]
         try:
             if leaver.of_state:
@@ -445,8 +445,8 @@ class Residency:
                     unit.track()
             else:
                 # Tensors saved by autograd lose their memory; other views keep it. The search for
-                # views is slow, and with a Caller a graph that needs the unit is usual.
-                may_be_kept = unit.gives_views or unit.has_views or not unit.has_graph
+                # views is slow, and with a AutoLoader a graph that needs the unit is usual.
+                may_be_kept = unit.returned_views or unit.has_views or not unit.has_graph
                 search = search or self._calls is None or may_be_kept
                 freed = unit.evict(end, search=search)
                 self._awaited.discard(unit)
@@ -469,8 +469,8 @@ class Residency:
         if self._calls is not None:
             self._calls.end_failed()
 
-    def follow(self, calls: Caller | None) -> None:
-        """Sets the Caller that loads units and knows their order of use; None removes it."""
+    def follow(self, calls: AutoLoader | None) -> None:
+        """Sets the AutoLoader that loads units and knows their order of use; None removes it."""
         self._calls = calls
 
     def look(self) -> None:

@@ -198,7 +198,7 @@ def test_copies_begin_before_each_tensor_is_looked_at(
     unit = OffloadedModule(nn.Linear(4, 4), device=device)
     monkeypatch.setattr(flat_buffer, "copy_spans", copied)
     monkeypatch.setattr(flat_buffer.FlatBuffer, "where", looked)
-    for move in (unit.load, unit.write_back, unit.evict, unit.bring):
+    for move in (unit.load, unit.write_back, unit.evict, unit.prefetch):
         unit.touch()
         calls.clear()
         move()
@@ -224,7 +224,7 @@ def test_a_load_that_is_refused_leaves_no_device_memory(device: str) -> None:
     layer = nn.Linear(2, 2, dtype=torch.complex64).requires_grad_(False)
     unit = OffloadedModule(layer, device=device)
     layer.weight.data = layer.weight.data.t().conj()
-    for move in (unit.load, unit.bring):
+    for move in (unit.load, unit.prefetch):
         with pytest.raises(ValueError, match="conjugated"):
             move()
         assert unit.device_bytes == 0 and unit.memory is Memory.HOST
@@ -323,7 +323,7 @@ def test_a_backward_after_load_is_right_and_before_is_refused_by_name(device: st
         loss = layer(x).square().sum()
         if moves:
             unit.evict()
-            with pytest.raises(RuntimeError, match="unit 'layer': a backward reached it while it"):
+            with pytest.raises(RuntimeError, match="module 'layer': its forward ran while it was"):
                 loss.backward(retain_graph=True)
             unit.load()
         loss.backward()
@@ -455,7 +455,7 @@ def test_a_tensor_of_two_units_is_refused_by_name() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
     unit = OffloadedModule(one, device="cpu", name="one")
-    with pytest.raises(ValueError, match="'other': weight is weight of unit 'one' as well"):
+    with pytest.raises(ValueError, match="'other': weight is also weight of the .* module 'one'"):
         OffloadedModule(other, device="cpu", name="other")
     unit.close()
     both = OffloadedModule(nn.ModuleList([one, other]), device="cpu")
@@ -481,7 +481,7 @@ def test_what_is_no_module_or_optimizer_is_refused(
 
 def test_rows_of_an_embedding_are_refused_with_the_remedy() -> None:
     block = nn.Sequential(speedtorch.Embedding(5, 2), nn.Linear(2, 2))
-    told = "unit 'block': 0.weight are rows of an Embedding, .* make units of other modules"
+    told = "module 'block': 0.weight is a speedtorch.Embedding's weight, .* Offload only modules"
     with pytest.raises(TypeError, match=told):
         OffloadedModule(block, device="cpu", name="block")
     OffloadedModule(block[1], device="cpu").close()
@@ -494,14 +494,14 @@ def test_a_quantized_weight_is_refused_with_the_remedy() -> None:
     block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = block[1].weight.detach().as_subclass(Quantized)
     block[1].weight = nn.Parameter(weight, requires_grad=False)
-    told = "unit 'block': 1.weight: expected a plain tensor, .*Quantized, .* by TrainingState"
+    told = "module 'block': 1.weight must be a plain tensor, .*Quantized, .* TrainingState"
     with pytest.raises(TypeError, match=told):
         OffloadedModule(block, device="cpu", name="block")
     OffloadedModule(block[0], device="cpu").close()
 
 
 def test_the_meta_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="device: expected one with memory"):
+    with pytest.raises(ValueError, match="device: expected a device with memory"):
         OffloadedModule(nn.Linear(1, 1), device="meta")
 
 
@@ -535,7 +535,7 @@ def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:
 
     optimizer.step(closure)  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match="unit 'layer': LBFGS keeps a list of tensors as '.+' of weight"
+        TypeError, match="module 'layer': LBFGS stores a list of tensors as state '.+' of weight"
     ):
         unit.load()
 
