@@ -309,8 +309,8 @@ def check_refusals() -> None:
     used(ids_here(1))
     shard(once)
     refused: list[tuple[nn.Module, type[Exception], str]] = [
-        (used, RuntimeError, "its rows have been used, or were given"),
-        (once, RuntimeError, "its rows have been used, or were given"),
+        (used, RuntimeError, "its rows have been used, were passed"),
+        (once, RuntimeError, "its rows have been used, were passed"),
         (
             speedtorch.Embedding(ROWS, WIDTH, scale_grad_by_freq=True),
             NotImplementedError,
@@ -348,7 +348,7 @@ def check_refusals() -> None:
     assert not other.table["weight"].requires_grad
     rank, ranks = dist.get_rank(), dist.get_world_size()
     assert torch.equal(other.table["weight"], share_of(whole.detach(), rank, ranks))
-    raises(NotImplementedError, "the rows of other ranks are not here", lambda: saved + 1)
+    raises(NotImplementedError, "this tensor has no rows of other ranks", lambda: saved + 1)
     assert f"[{ROWS}, {WIDTH}]" in repr(saved)
 
 

@@ -259,8 +259,8 @@ class HostTable:
     ) -> HostTable:
         if device is not None or path is not None:
             raise ValueError(
-                "memory='mapped' takes neither device nor path: the rows stay in the file that is"
-                " opened"
+                "memory='mapped' accepts no device and no path, because the rows remain in the"
+                " opened file. Omit both."
             )
         try:
             placement = MappedPlacement(source, field)
@@ -306,7 +306,7 @@ class HostTable:
             [[7.0], [7.0]]
         """
         if not isinstance(handle, TableHandle):
-            raise TypeError(f"handle: expected what table.share() gives, got {handle!r}")
+            raise TypeError(f"handle: expected the result of table.share(), got {handle!r}")
         layout = handle.layout()
         table = cls.__new__(cls)
         table._describe(handle.rows, layout)
@@ -362,8 +362,8 @@ class HostTable:
     def _read_only(self) -> str:
         path = self._placed().path
         return (
-            f"lies in a read-only mapping of {path}: HostTable.open({path!r}) reads it into memory"
-            " that can be written"
+            f"is a read-only mapping of {path}. HostTable.open({path!r}) loads it into writable"
+            " memory."
         )
 
     def check_writable(self, what: str) -> None:
@@ -389,8 +389,8 @@ class HostTable:
     def _placed(self) -> Placement:
         if self._placement is None:
             raise ValueError(
-                "this table is closed, and its memory is gone: close it after its last use, or make"
-                " another"
+                "this table is closed and its memory is freed. Close a table after its last use, or"
+                " make another table."
             )
         return self._placement
 
@@ -453,7 +453,7 @@ class HostTable:
     def _found(self, views: Mapping[str, Tensor], field: str) -> Tensor:
         self._placed().check()
         if field not in self.fields:
-            raise KeyError(f"no field {field!r} in this table; it has {', '.join(self.fields)}")
+            raise KeyError(f"this table has no field {field!r}. Fields: {', '.join(self.fields)}.")
         return views[field]
 
     def __repr__(self) -> str:
@@ -470,9 +470,9 @@ class HostTable:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a table is not pickled or copied: save() it, and HostTable.open(path, 'mapped') in the"
-            " other process; or make it with memory='shared', and send its share(); or fork with"
-            " memory='registered'"
+            "a HostTable cannot be pickled or copied. Call save(), and HostTable.open(path,"
+            " 'mapped') in the other process. Or make the table with memory='shared', and send the"
+            " result of share(). Or fork with memory='registered'."
         )
 
     @property
@@ -485,8 +485,9 @@ class HostTable:
         self._at_home()
         if self._record is None:
             raise ValueError(
-                f"a mapped file has no records: its fields {', '.join(self.fields)} lie one after"
-                " the other; name one, or open it without memory='mapped'"
+                f"a mapped file has no records, because it stores its fields"
+                f" {', '.join(self.fields)} one after the other. Choose one field, or open the file"
+                " without memory='mapped'."
             )
         return self._record[:]
 
@@ -540,7 +541,7 @@ class HostTable:
         self.check_writable("scatter")
         rows = self.record if field is None else self[field]
         if accumulate and field is None and len({dtype for _, dtype in self.fields.values()}) > 1:
-            raise ValueError("scatter: records of different dtypes cannot be added; name a field")
+            raise ValueError("scatter: fields of different dtypes cannot be added. Pass one field.")
         with self.noting(index):
             pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
@@ -584,12 +585,12 @@ class HostTable:
         self.settle()
         if not self.can_note_changes:
             raise ValueError(
-                f"track_changes: memory is {self.memory!r}, of which this process does not see all"
-                " writes, or that has none; use another kind"
+                f"track_changes: the rows must be writable, and only by this process, but"
+                f" memory is {self.memory!r}. Use another kind of memory."
             )
         if self.changes is None:
             if self.holder is not None and (holder := self.holder()) is not None:
-                holder.refuse_if_captured("noting its changes")
+                holder.refuse_if_captured("tracking its changes")
             self.changes = ChangedRows(self.rows, self._versions())
         return self.changes.begin()
 
@@ -624,7 +625,7 @@ class HostTable:
         if self.changes is None or not 1 <= since <= known:
             raise ValueError(
                 f"changed: expected a number that this table's track_changes() has returned (1 to"
-                f" {known}), got {since}; call it before the changes that are to be noted"
+                f" {known}), got {since}. Call track_changes() before the changes to record."
             )
         self.settle()
         return self.changes.since(since)
@@ -640,10 +641,12 @@ class HostTable:
             [[0.0], [0.0]]
         """
         if (rows := self[field]).is_cuda:
-            raise ValueError("numpy: the rows are on a GPU; gather() those that you need")
+            raise ValueError(
+                "numpy: the rows are on a GPU. Copy the rows that you need by gather()."
+            )
         if rows.dtype not in NPY_DTYPES.values():
             raise ValueError(
-                f"numpy: NumPy has no {rows.dtype}; view {field!r} as integers of the same size"
+                f"numpy: NumPy has no {rows.dtype}. View {field!r} as integers of the same size."
             )
         self.settle()
         return rows.numpy()
@@ -788,9 +791,9 @@ class HostTable:
         number = list(self.fields).index(field)
         if not self._placed().begin(number, value, lambda: self.fill_(row, field)):
             raise RuntimeError(
-                f"the state {field!r} of this shared table has begun otherwise than this optimizer"
-                " begins it: make the optimizers of all processes alike before they are attached,"
-                " or share a new table"
+                f"another process has initialized the state {field!r} of this shared table with"
+                " another value. Make the same optimizer in all processes before attach(), or share"
+                " a new table."
             )
 
     def note_given(self, *fields: str) -> None:
@@ -838,8 +841,8 @@ class HostTable:
             ['rows.npy']
         """
         self.settle()
-        here = _range_of(rows, self.rows, "rows")
-        fields = {name: self.rows_to_read(name)[here.start : here.stop] for name in self.fields}
+        local = _range_of(rows, self.rows, "rows")
+        fields = {name: self.rows_to_read(name)[local.start : local.stop] for name in self.fields}
         own = self._placed().path
         table_files.save_fields(path, fields, None if own is None else os.path.realpath(own))
 
@@ -879,28 +882,28 @@ class HostTable:
         """
         self.check_writable("load")
         self.settle()
-        here = _range_of(rows, self.rows, "rows")
+        local = _range_of(rows, self.rows, "rows")
         with table_files.open_fields(path, self.fields) as found:
             if set(found) != set(self.fields):
                 raise ValueError(
-                    f"{os.fspath(path)}: it holds the fields {sorted(found)}, the table "
-                    f"{sorted(self.fields)}"
+                    f"{os.fspath(path)}: the file has the fields {sorted(found)}, but the table has"
+                    f" {sorted(self.fields)}"
                 )
             count = next(iter(found.values())).shape[0]
-            there = _range_of(stored, count, f"{os.fspath(path)}: stored")
-            parts = {name: each.part(there) for name, each in found.items()}
-            whole = (len(here), len(there)) == (self.rows, count)
-            asked = (
-                f" (rows {here.start}:{here.stop} of {self.rows:,} from {there.start}:{there.stop} "
-                f"of {count:,} stored)"
+            source = _range_of(stored, count, f"{os.fspath(path)}: stored")
+            parts = {name: field.part(source) for name, field in found.items()}
+            whole = (len(local), len(source)) == (self.rows, count)
+            requested = (
+                f" (rows {local.start}:{local.stop} of {self.rows:,} from rows"
+                f" {source.start}:{source.stop} of {count:,} in the file)"
             )
             for name, (shape, dtype) in self.fields.items():
-                if ((part := parts[name]).shape, part.dtype) != ((len(here), *shape), dtype):
+                if ((part := parts[name]).shape, part.dtype) != ((len(local), *shape), dtype):
                     raise ValueError(
-                        f"{part.file.path}: {name!r} is {part.dtype} {list(part.shape)}, the table "
-                        f"needs {dtype} {[len(here), *shape]}{'' if whole else asked}"
+                        f"{part.file.path}: {name!r} is {part.dtype} {list(part.shape)}, but the"
+                        f" table needs {dtype} {[len(local), *shape]}{'' if whole else requested}"
                     )
-            self._read(parts, here)
+            self._read(parts, local)
 
     def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
         self.note_given(*stored)
@@ -1087,10 +1090,10 @@ def _range_of(rows: slice, count: int, what: str) -> range:
     if rows.step not in (None, 1):
         raise ValueError(f"{what}: expected a step of 1, got {rows}")
     begin, end, _ = rows.indices(count)
-    ends = (each for each in (rows.start, rows.stop) if each is not None)
-    if begin > end or not all(-count <= each <= count for each in ends):
+    ends = (place for place in (rows.start, rows.stop) if place is not None)
+    if begin > end or not all(-count <= place <= count for place in ends):
         raise ValueError(
-            f"{what}: {rows} is no range of {count:,} rows: each end must lie within them, "
-            "the second not before the first"
+            f"{what}: {rows} is not a range of {count:,} rows. Both ends must be within the rows, "
+            "and the end must not be before the start."
         )
     return range(begin, end)

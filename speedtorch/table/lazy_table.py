@@ -164,18 +164,18 @@ class LazyTable:
         before = self.host_table
         if not self._owned or before.memory in ("file", "shared"):
             raise NotImplementedError(
-                f"{self.name}: resize() makes another table, and this one was given or is in a file"
-                f" or in shared memory (memory={before.memory!r}): make a larger one, fill it by"
-                " larger.load(path, rows=slice(n)) from what table.save(path) wrote, and build the"
-                " module anew"
+                f"{self.name}: resize() cannot replace a table that was passed to the module, or"
+                f" is in a file or in shared memory (memory={before.memory!r}). Call"
+                " table.save(path), make a larger table, call larger.load(path, rows=slice(n)), and"
+                " make the module again with the larger table."
             )
         places = [before] if self._beside is None else [before, self._beside]
         homes = {name: home for home in places for name in home.fields}
         if before.was_read and (unused := homes.keys() - {"weight", *state}):
             raise RuntimeError(
-                f"{self.name}: its table was read from a file with the state"
-                f" {', '.join(sorted(unused))}, of which new rows begin as an optimizer says:"
-                " attach() the optimizer before resize()"
+                f"{self.name}: the file of its table had the state {', '.join(sorted(unused))}, and"
+                " the initial state of new rows depends on the optimizer. Call attach() before"
+                " resize()."
             )
         fields = {name: home.fields[name] for name, home in homes.items()}
         made = self.new.make(fields, count, before)
@@ -236,8 +236,8 @@ class LazyTable:
         """Raises RuntimeError if the rows have a table already or are a portion of one."""
         if self._table is not None or self.portion is not None:
             raise RuntimeError(
-                f"{self.name}: its rows have been used, or were given; shard a module whose rows"
-                " are yet to be made, once, and load them afterwards"
+                f"{self.name}: its rows have been used, were passed to it, or are sharded already."
+                " Shard a new module, once, and load its rows afterwards."
             )
 
     def shared_out(self, portion: Portion) -> LazyTable:

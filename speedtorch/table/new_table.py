@@ -53,13 +53,13 @@ class NewTable:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         needed, waiting = self.bytes_of(self.rows), list(_waiting)
         if needed and not distributed and host_memory.is_checked():
-            others = sum(each.bytes_of(each.rows) for each in waiting)
-            if needed + others > (available := host_memory.available_bytes()):
+            reserved = sum(table.bytes_of(table.rows) for table in waiting)
+            if needed + reserved > (available := host_memory.available_bytes()):
                 raise MemoryError(
                     f"{self.name}: a table of {self.rows:,} rows needs {needed:,} bytes of host"
-                    f" memory, and {len(waiting)} others that have yet to be used need {others:,};"
-                    f" available are {available:,}: free memory, use fewer or narrower rows, or set"
-                    f" SPEEDTORCH_MEMORY_CHECK=0 to try all the same. {self._with_less({})}"
+                    f" memory, {len(waiting)} other tables will need {reserved:,} at first use, and"
+                    f" {available:,} are available. Free memory, use fewer or narrower rows, or set"
+                    f" SPEEDTORCH_MEMORY_CHECK=0 to skip this check. {self._with_less({})}"
                 )
         _waiting.add(self)
 
@@ -76,12 +76,12 @@ class NewTable:
 
     def _with_less(self, fields: Fields) -> str:
         """Suggests how to use less memory for a table of these fields."""
-        ways = ["speedtorch.shard shares rows out to ranks", "HostTable(memory='file') is a file"]
+        ways = ["speedtorch.shard splits rows among ranks", "HostTable(memory='file') uses a file"]
         if self.dtype.itemsize > 2:
-            ways.insert(0, "stored=torch.bfloat16 halves rows")
+            ways.insert(0, "stored=torch.bfloat16 halves the rows")
         if fields.keys() - {"weight"}:
-            ways.insert(0, "speedtorch.optim.RowWiseAdagrad keeps one number of state for each row")
-        return f"With less memory: {'; '.join(ways)}"
+            ways.insert(0, "speedtorch.optim.RowWiseAdagrad keeps one number of state per row")
+        return f"To use less memory: {', '.join(ways)}."
 
     def add(self, draw: LazyInit, *, anew: bool) -> None:
         """Adds a draw. With `anew` it replaces earlier draws of the same rows."""

@@ -86,7 +86,9 @@ class ReadOnlyRows(Tensor):
     map_ = map2_ = share_memory_ = apply_
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        raise BufferError(f"__dlpack__: the receiver could write: the memory {self.remedy}")
+        raise BufferError(
+            f"__dlpack__: the receiver could write to the memory, which {self.remedy}"
+        )
 
     def __copy__(self) -> Tensor:
         return self.detach()

@@ -56,7 +56,7 @@ def weight_and_state(
     """Returns the fields of a weight and its optimizer state. See HostTable."""
     shape = row_shape(dim)
     if isinstance(state, str):
-        raise TypeError(f"state: expected several names, got one string; write ({state!r},)")
+        raise TypeError(f"state: expected several names, got one string. Write ({state!r},).")
     if not isinstance(state, Iterable):
         raise TypeError(f"state: expected names or a mapping of them, got {state!r}")
     listed = [(name, shape, dtype) for name in state]
@@ -77,11 +77,11 @@ def lay_out(fields: Fields) -> Record:
     placed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, shape, dtype in _triples("field", fields):
         if not isinstance(name, str):
-            raise TypeError(f"fields: names are strings, got {name!r}")
+            raise TypeError(f"fields: names must be strings, got {name!r}")
         if not name or not name.isprintable() or set(name) & set("/\\") or name == "__metadata__":
             raise ValueError(
-                f"fields: {name!r} cannot name a field: printable characters but / and \\ can, and"
-                " '__metadata__' is taken"
+                f"fields: {name!r} is not a valid name. A name must have printable characters other"
+                " than / and \\, and must not be '__metadata__'."
             )
         check_dtype(f"field {name!r}", dtype)
         placed[name] = (shape, dtype)

@@ -72,7 +72,7 @@ def draw_rows(
         kwargs = function.keywords | kwargs
         function = function.func
     if "generator" in kwargs:
-        raise TypeError("generator: every block of rows has its own; give seed= instead")
+        raise TypeError("generator: each block of rows has its own generator. Pass seed= instead.")
     if seed is None:
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     elif isinstance(seed, bool) or not isinstance(seed, int | np.integer):
@@ -97,14 +97,13 @@ def draw_rows(
         steps = recorder.steps
     continuous = field.dtype.is_floating_point or field.dtype.is_complex
     if any(step.random for step in steps) and not continuous:
-        raise ValueError(f"random numbers need a floating or complex field, this has {field.dtype}")
+        raise ValueError(f"random numbers need a floating or complex field, got {field.dtype}")
     if steps:
         _draw_elements(field, dtype, steps, int(seed), progress, share)
     elif share is not None:
         raise NotImplementedError(
-            f"{getattr(function, '__name__', function)} needs all rows at once, of which this table"
-            " has a share: use a function that treats each element alike (uniform_, normal_,"
-            " constant_), or load the rows"
+            f"{getattr(function, '__name__', function)} needs all rows at once, but this table has"
+            " only some. Use an elementwise function (uniform_, normal_, constant_), or load rows."
         )
     else:
         _draw_whole(field, dtype, lambda rows: function(rows, *args, **kwargs), int(seed))
@@ -113,16 +112,16 @@ def draw_rows(
 def _check_share(share: Share, rows: int) -> None:
     """Raises ValueError unless the blocks cover all `rows` in order, with pairs of equal length."""
     begin = 0
-    for there, here in share.blocks:
-        fits = 0 <= there.start <= there.stop <= share.rows and len(there) == len(here)
-        if not fits or here.start != begin:
+    for whole, local in share.blocks:
+        fits = 0 <= whole.start <= whole.stop <= share.rows and len(whole) == len(local)
+        if not fits or local.start != begin:
             raise ValueError(
-                f"share: the block {(there, here)} must have rows of the {share.rows}, and as many"
-                f" from {begin} on here"
+                f"share: the block {(whole, local)} must pair some of the {share.rows} rows of the"
+                f" larger table with as many local rows from {begin} on"
             )
-        begin = here.stop
+        begin = local.stop
     if begin != rows:
-        raise ValueError(f"share: its blocks have {begin} rows, the table has {rows}")
+        raise ValueError(f"share: its blocks have {begin} rows, but the table has {rows}")
 
 
 class _Step(NamedTuple):
@@ -307,10 +306,10 @@ def _row_for(rows: Tensor, name: str, value: Any) -> Tensor:
             f"{tuple(given.shape)}"
         )
     if not torch.can_cast(given.dtype, rows.dtype):
-        raise ValueError(f"fill_: {given.dtype} does not go into {name!r} of {rows.dtype}")
+        raise ValueError(f"fill_: {given.dtype} cannot be cast to {rows.dtype} of {name!r}")
     row = given.detach().to(rows.dtype)
     if not _fits(given, row):
-        raise ValueError(f"fill_: {value!r} is beyond what {name!r} of {rows.dtype} can hold")
+        raise ValueError(f"fill_: {value!r} is out of the range of {rows.dtype} of {name!r}")
     return row.to(rows.device)
 
 
@@ -323,7 +322,7 @@ def _of_numbers(value: Any) -> Tensor:
         with suppress(RuntimeError, TypeError, ValueError):  # for dtypes unknown to NumPy
             return torch.as_tensor(value, device="cpu")
         error = ValueError if isinstance(value, int) else TypeError
-        raise error(f"fill_: expected a number or a row of them, got {value!r}") from None
+        raise error(f"fill_: expected a number or a row of numbers, got {value!r}") from None
 
 
 def _fits(given: Tensor, row: Tensor) -> bool:

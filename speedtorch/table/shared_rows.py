@@ -13,8 +13,8 @@ from speedtorch.torch_internals import tensor_without_memory
 __all__ = ["SharedRows"]
 
 _REMEDY = (
-    "use torch.distributed.checkpoint.save(state_dict, checkpoint_id=folder), on all ranks, or save"
-    " within `with speedtorch.full_state_dict(model):`, which all ranks begin"
+    "Call torch.distributed.checkpoint.save(state_dict, checkpoint_id=folder) on all ranks, or save"
+    " within `with speedtorch.full_state_dict(model):` on all ranks."
 )
 
 
@@ -57,11 +57,11 @@ class SharedRows(Tensor):
             field = given.field.new_empty(given.field.shape, **(kwargs or {}))
             return SharedRows(len(given), field, given.blocks)
         raise NotImplementedError(
-            f"{func}: the rows of other ranks are not here; this rank's are in emb.table"
+            f"{func}: this tensor has no rows of other ranks. emb.table has this rank's rows."
         )
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        raise TypeError(f"torch.save would write the rows of one rank alone: {_REMEDY}")
+        raise TypeError(f"torch.save would write only the rows of one rank. {_REMEDY}")
 
     # safetensors and accelerate compare storages when they save or load a state_dict(), and skip
     # tensors that raise NotImplementedError. safetensors calls is_contiguous() before it writes a
@@ -69,7 +69,7 @@ class SharedRows(Tensor):
 
     def untyped_storage(self) -> NoReturn:
         """Raises NotImplementedError: the caller would save one rank's rows as all rows."""
-        raise NotImplementedError(f"there are the rows of one rank alone to be saved: {_REMEDY}")
+        raise NotImplementedError(f"this tensor has only the rows of one rank to save. {_REMEDY}")
 
     def storage(self) -> NoReturn:
         """See untyped_storage."""

@@ -41,8 +41,8 @@ class TableHandle(NamedTuple):
         layout = lay_out(self.fields)
         if (layout.offsets, layout.record_bytes) != (self.offsets, self.record_bytes):
             raise ValueError(
-                f"handle: records have {self.record_bytes} bytes with fields at {self.offsets}, and"
-                f" here {layout.record_bytes} with {layout.offsets}: use one version of speedtorch"
-                " in all processes"
+                f"handle: records have {self.record_bytes} bytes with fields at {self.offsets}, but"
+                f" this process needs {layout.record_bytes} bytes with fields at {layout.offsets}."
+                " Use one version of speedtorch in all processes."
             )
         return layout

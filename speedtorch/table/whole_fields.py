@@ -84,9 +84,8 @@ class WholeFields:
     def _check_share(self, value: SharedRows, blocks: list[tuple[range, range]]) -> None:
         if list(value.blocks) != blocks:
             raise ValueError(
-                f"{self._table.name}: these are the rows of another share;"
-                " torch.distributed.checkpoint loads the rows of any number of ranks into"
-                " model.state_dict()"
+                f"{self._table.name}: these rows are another shard. To load the rows of any"
+                " number of ranks, load into model.state_dict() by torch.distributed.checkpoint."
             )
 
     def in_place(self, name: str, rows: slice = slice(None)) -> Tensor:

@@ -173,7 +173,7 @@ def test_a_save_in_a_folder_that_is_gone_names_the_file(
 
 def test_other_names_than_those_of_the_table_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "t.safetensors")
-    message = r"t.safetensors: it holds the fields \['a'\], the table \['weight'\]"
+    message = r"t.safetensors: the file has the fields \['a'\], but the table has \['weight'\]"
     with pytest.raises(ValueError, match=message):
         HostTable(2, 1, memory="plain").load(tmp_path / "t.safetensors")
 

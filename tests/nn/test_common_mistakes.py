@@ -146,7 +146,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         r"Adam is not attached: give detach\(\) the optimizer that attach\(\) was given",
     ),
-    (closed, ValueError, "this table is closed, .* close it after its last use"),
+    (closed, ValueError, "this table is closed .* Close a table after its last use"),
 ]
 
 

@@ -392,7 +392,7 @@ def test_what_cannot_be_exact_raises(
 def test_a_table_that_was_given_is_not_resized(memory: Any) -> None:
     table = speedtorch.HostTable(OLD, DIM, memory=memory)
     embedding = speedtorch.Embedding.from_pretrained(table)
-    with pytest.raises(NotImplementedError, match="make a larger one"):
+    with pytest.raises(NotImplementedError, match="make a larger table"):
         embedding.resize(NEW)
     assert embedding.num_embeddings == OLD
 
@@ -403,7 +403,7 @@ def test_own_first_values_and_state_of_a_file_raise(tmp_path: Any) -> None:
     assert Drawn(OLD, DIM).resize(NEW, rows=NEW_ROWS).num_embeddings == NEW
     speedtorch.HostTable(OLD, DIM, state=["sum"]).save(path := tmp_path / "t.safetensors")
     opened = speedtorch.Embedding.from_pretrained(path, freeze=False)
-    with pytest.raises(RuntimeError, match=r"attach\(\) the optimizer before"):
+    with pytest.raises(RuntimeError, match=r"Call attach\(\) before"):
         opened.resize(NEW)
     optimizer = OPTIMIZERS["Adagrad"](opened.parameters())
     speedtorch.attach(optimizer, opened)

@@ -169,7 +169,7 @@ MESSAGES: list[Raises] = [
 ]
 RANK_MESSAGES: list[Raises] = [
     (
-        "its rows have been used, or were given; shard a module whose rows are yet to be made",
+        "its rows have been used, were passed to it, or are sharded already",
         RuntimeError,
         sharded_after_a_lookup,
     ),

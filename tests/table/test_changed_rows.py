@@ -207,7 +207,7 @@ def test_a_graph_of_before_is_refused() -> None:
 
     ids = torch.tensor([1], device="cuda")
     step = speedtorch.graphed(train, ids, modules=emb, optimizers=sgd)
-    with pytest.raises(RuntimeError, match="noting its changes is refused while a captured"):
+    with pytest.raises(RuntimeError, match="tracking its changes is refused while a captured"):
         emb.table.track_changes()
     del step
     emb.table.track_changes()
@@ -215,7 +215,7 @@ def test_a_graph_of_before_is_refused() -> None:
 
 def test_tables_that_others_write_are_refused(tmp_path: Path) -> None:
     shared = HostTable(ROWS, 4, memory="shared")
-    with pytest.raises(ValueError, match="memory is 'shared', of which this process does not see"):
+    with pytest.raises(ValueError, match="only by this process, but memory is 'shared'"):
         shared.track_changes()
     for step in range(2):
         values = {"rows": shared["weight"], "step": step}

@@ -31,14 +31,18 @@ def broken(rows: Tensor) -> None:
 
 
 BAD: dict[str, tuple[Callable[[HostTable], object], type[Exception], str]] = {
-    "unknown field": (lambda t: t.normal_(field="x"), KeyError, "no field 'x' .* has before, wei"),
+    "unknown field": (
+        lambda t: t.normal_(field="x"),
+        KeyError,
+        "no field 'x'. Fields: before, wei",
+    ),
     "low above high": (lambda t: t.uniform_(2, 1), ValueError, "must not exceed high, got 2 and 1"),
     "low not a number": (lambda t: t.uniform_(float("nan"), 1), ValueError, "must not exceed"),
     "negative std": (lambda t: t.normal_(0, -1), ValueError, "std must be 0 or more, got -1"),
     "generator": (
         lambda t: t.init_(init.normal_, generator=torch.Generator()),
         TypeError,
-        "every block of rows has its own; give seed= instead",
+        "each block of rows has its own generator. Pass seed= instead",
     ),
     "seed": (lambda t: t.normal_(seed=1.5), TypeError, "seed: expected an int, got 1.5"),  # type: ignore[arg-type]
     "seed of true": (lambda t: t.normal_(seed=True), TypeError, "seed: expected an int"),
@@ -47,18 +51,22 @@ BAD: dict[str, tuple[Callable[[HostTable], object], type[Exception], str]] = {
         ValueError,
         r"a row of 'weight' has the shape \(12,\), got \(2,\)",
     ),
-    "no row": (lambda t: t.fill_(None), TypeError, "expected a number or a row of them, got None"),
+    "no row": (
+        lambda t: t.fill_(None),
+        TypeError,
+        "expected a number or a row of numbers, got None",
+    ),
     "row of text": (
         lambda t: t.fill_("a"),
         TypeError,
-        "expected a number or a row of them, got 'a",
+        "expected a number or a row of numbers, got 'a",
     ),
     "sparse row": (
         lambda t: t.fill_(torch.ones(12).to_sparse()),
         TypeError,
         "fill_: expected a dense row, got torch.sparse_coo",
     ),
-    "row of complex": (lambda t: t.fill_(1j), ValueError, "complex128 does not go into 'weight'"),
+    "row of complex": (lambda t: t.fill_(1j), ValueError, "complex128 cannot be cast"),
     "arguments": (lambda t: t.init_(init.normal_, 0, 1, 2, 3, 4), TypeError, "argument"),
     "trunc arguments": (lambda t: t.init_(init.trunc_normal_, "a"), TypeError, "not supported"),
     "a function that fails": (lambda t: t.init_(broken), RuntimeError, "no more"),
@@ -76,14 +84,12 @@ def test_bad_arguments_change_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("function", [init.uniform_, init.trunc_normal_, init.xavier_normal_])
 def test_random_integers_are_refused(function: Callable[..., object]) -> None:
-    with pytest.raises(ValueError, match="need a floating or complex field, this has torch.int64"):
+    with pytest.raises(ValueError, match="need a floating or complex field, got torch.int64"):
         table(dtype=torch.int64).init_(function)
 
 
 def test_a_fraction_is_no_integer() -> None:
-    with pytest.raises(
-        ValueError, match="fill_: torch.float64 does not go into 'weight' of torch.i"
-    ):
+    with pytest.raises(ValueError, match="fill_: torch.float64 cannot be cast to torch.i"):
         table(dtype=torch.int8).fill_(1.5)
 
 
@@ -102,7 +108,7 @@ def test_a_fraction_is_no_integer() -> None:
     ids=str,
 )
 def test_numbers_beyond_the_fields_dtype_are_refused(dtype: torch.dtype, value: Any) -> None:
-    with pytest.raises(ValueError, match="is beyond what 'weight' of torch.* can hold"):
+    with pytest.raises(ValueError, match="is out of the range of torch.* of 'weight'"):
         table(dtype=dtype).fill_(value)
 
 
@@ -130,7 +136,7 @@ def test_two_dimensional_functions_say_so() -> None:
 )
 def test_numbers_that_wrap_are_refused(dtype: torch.dtype, given: Any) -> None:
     made = HostTable(1, 2, dtype).zeros_()
-    told = "fill_: .*(is beyond what 'weight'|got 18446744073709551616)"
+    told = "fill_: .*(is out of the range|got 18446744073709551616)"
     with pytest.raises(ValueError, match=told):
         made.fill_(given)
     assert made["weight"].tolist() == [[0, 0]]

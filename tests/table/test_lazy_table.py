@@ -31,7 +31,7 @@ def room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modules_that_have_yet_to_take_their_memory_count() -> None:
     first = speedtorch.Embedding(ROWS, WIDTH)
     with pytest.raises(
-        MemoryError, match=r"EmbeddingBag: .* needs 32,000 bytes .* have yet to be used need 32,000"
+        MemoryError, match=r"EmbeddingBag: .* needs 32,000 bytes .* other tables will need 32,000"
     ):
         speedtorch.EmbeddingBag(ROWS, WIDTH)
     del first
@@ -48,7 +48,7 @@ def test_tables_of_a_gpu_count_for_no_host_memory() -> None:
 @pytest.mark.usefixtures("room_for_one")
 def test_a_table_that_was_refused_counts_no_more() -> None:
     for _ in range(3):
-        with pytest.raises(MemoryError, match="needs 64,000 bytes .* have yet to be used need 0"):
+        with pytest.raises(MemoryError, match="needs 64,000 bytes .* other tables will need 0"):
             speedtorch.Embedding(2 * ROWS, WIDTH)
     speedtorch.Embedding(ROWS, WIDTH)
 
@@ -62,15 +62,17 @@ def test_too_little_memory_names_the_table_and_what_takes_less(
     embedding = speedtorch.Embedding(ROWS, WIDTH)
     optimizer = torch.optim.Adam(embedding.parameters())
     monkeypatch.setattr(speedtorch.HostTable, "from_fields", full)
-    state = r"^Embedding: no room. With less memory: speedtorch.optim.RowWiseAdagrad .*stored="
+    state = r"^Embedding: no room. To use less memory: speedtorch.optim.RowWiseAdagrad .*stored="
     with pytest.raises(MemoryError, match=state):
         speedtorch.attach(optimizer, embedding)
-    with pytest.raises(MemoryError, match=r"^Embedding: no room. With less memory: stored=.*shard"):
+    with pytest.raises(
+        MemoryError, match=r"^Embedding: no room. To use less memory: stored=.*shard"
+    ):
         embedding(torch.tensor([1]))
 
 
 def test_a_table_of_16_bits_without_room_is_not_told_to_take_16_bits() -> None:
-    with pytest.raises(MemoryError, match="With less memory: speedtorch.shard shares rows out"):
+    with pytest.raises(MemoryError, match="To use less memory: speedtorch.shard splits rows"):
         speedtorch.Embedding(1 << 38, 64, stored=torch.bfloat16)
 
 

@@ -28,7 +28,7 @@ from speedtorch import HostTable
 from speedtorch.files import table_files
 from speedtorch.memory import memory_stats
 
-READ_ONLY = r"lies in a read-only mapping of .*: HostTable.open\(.*\) reads it into memory that can"
+READ_ONLY = r"is a read-only mapping of .*. HostTable.open\(.*\) loads it into writable mem"
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_record_of_a_lone_field_is_the_field(saved: Path) -> None:
 def test_fields_that_lie_apart_have_no_records(tmp_path: Path) -> None:
     HostTable(3, 2, state=("m",), memory="plain").save(tmp_path / "t.safetensors")
     table = HostTable.open(tmp_path / "t.safetensors", "mapped")
-    with pytest.raises(ValueError, match="a mapped file has no records: its fields weight, m lie"):
+    with pytest.raises(ValueError, match="no records, because it stores its fields weight, m one"):
         table.gather(torch.tensor([0]))
     assert table.record_bytes == 16 and table.nbytes == 48
 
@@ -341,7 +341,7 @@ def test_a_new_table_is_not_mapped(saved: Path) -> None:
     for make in (HostTable, speedtorch.Embedding):
         with pytest.raises(ValueError, match=r"memory='mapped' maps the file of a saved table"):
             make(3, 2, memory="mapped")
-    with pytest.raises(ValueError, match="memory='mapped' takes neither device nor path"):
+    with pytest.raises(ValueError, match="memory='mapped' accepts no device and no path"):
         HostTable.open(saved, "mapped", path=saved)
     with pytest.raises(ValueError, match="memory is 'mapped', which only one process can use"):
         HostTable.open(saved, "mapped").share()

@@ -179,7 +179,7 @@ def test_a_table_of_one_process_is_not_shared() -> None:
     assert not table.was_shared
     with pytest.raises(ValueError, match="Create the table with memory='shared'"), table.writing():
         pass
-    with pytest.raises(TypeError, match="handle: expected what table.share"):
+    with pytest.raises(TypeError, match="handle: expected the result of table.share"):
         HostTable.from_handle(table)  # type: ignore[arg-type]
 
 
@@ -229,7 +229,7 @@ def test_memory_of_another_user_is_told() -> None:
 
 def test_a_handle_of_another_layout_is_told() -> None:
     table = small()
-    with pytest.raises(ValueError, match="use one version of speedtorch in all processes"):
+    with pytest.raises(ValueError, match="Use one version of speedtorch in all processes"):
         HostTable.from_handle(table.share()._replace(record_bytes=32))
 
 
@@ -278,7 +278,7 @@ def test_state_begins_once_for_all_processes() -> None:
     table["sum"][3] = 7
     adagrad(table, 0.5)
     assert table["sum"][:, 0].tolist() == [0.5] * 3 + [7] + [0.5] * 6
-    with pytest.raises(RuntimeError, match="the state 'sum' of this shared table has begun other"):
+    with pytest.raises(RuntimeError, match="has initialized the state 'sum' of this shared tabl"):
         adagrad(table, 0.25)
     with table.writing():
         adagrad(table, 0.5)
