@@ -39,12 +39,12 @@ def _report(process: int) -> None:
 
 def report_at_exit() -> None:
     """Records the line that creates each table from now on, and logs live objects at exit."""
-    make = HostTable._lie_in
+    make = HostTable._set_memory
 
     def noted(table: HostTable, *arguments: Any) -> None:
         make(table, *arguments)
         lines = [each for each in traceback.extract_stack() if _PACKAGE not in each.filename]
         _places[table] = f"{lines[-1].filename}:{lines[-1].lineno}"
 
-    setattr(HostTable, "_lie_in", noted)  # noqa: B010
+    setattr(HostTable, "_set_memory", noted)  # noqa: B010
     atexit.register(_report, os.getpid())

@@ -28,7 +28,7 @@ from speedtorch.checkpoints import generation_writer
 from speedtorch.checkpoints.joined_files import JoinedFile
 from speedtorch.checkpoints.saved_generation import DamagedError, SavedGeneration
 from speedtorch.files import system_calls
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
 ROWS, STEPS = 301, 5
 
@@ -84,7 +84,7 @@ class Run:
         for number, kept in self.optimizer.state_dict()["state"].items():
             found |= {f"{number}.{key}": each for key, each in kept.items()}
         return {
-            name: (each.field if isinstance(each, SharedRows) else each).detach().cpu().clone()
+            name: (each.field if isinstance(each, RowShard) else each).detach().cpu().clone()
             for name, each in found.items()
         }
 
@@ -185,7 +185,7 @@ class FullySharded:
             found |= {f"{number}.{key}": each for key, each in kept.items()}
         for name, each in found.items():
             local = each.to_local() if isinstance(each, DTensor) else each
-            found[name] = (local.field if isinstance(local, SharedRows) else local).clone()
+            found[name] = (local.field if isinstance(local, RowShard) else local).clone()
         return found
 
 
@@ -232,7 +232,7 @@ def check_loaded(folder: str, stored: Any) -> None:
 def assert_rows_of(run: Run, whole: Run) -> None:
     expected = whole.model.state_dict()
     for name, rows in run.model.state_dict().items():
-        if isinstance(rows, SharedRows):
+        if isinstance(rows, RowShard):
             for there, here in rows.blocks:
                 mine = rows.field[here.start : here.stop]
                 assert torch.equal(mine, expected[name][there.start : there.stop])

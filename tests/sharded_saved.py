@@ -22,7 +22,7 @@ from speedtorch.parallel import sharded_rows
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.shard import shard
 from speedtorch.table.row_blocks import rows_of_a_block
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
 ROWS, WIDTH = 41, 3
 REFUSED = r"with speedtorch.full_state_dict\(model\):"
@@ -102,7 +102,7 @@ def check_saved(name: str, collected_bytes: int) -> None:
     else:
         raises(TypeError, REFUSED, lambda: torch.save(model.state_dict(), io.BytesIO()))
     saving.__exit__(None, None, None)
-    assert isinstance(model.state_dict()["rows.weight"], SharedRows)
+    assert isinstance(model.state_dict()["rows.weight"], RowShard)
     saved: list[Any] = [file.getvalue()]
     dist.broadcast_object_list(saved)
     weights, state = torch.load(io.BytesIO(saved[0]), map_location="cpu")
@@ -155,7 +155,7 @@ def check_refusals() -> None:
     with soon("flush"), patch:
         raises(kind, message, begin)
     with full_state_dict(model):
-        assert isinstance(model.state_dict()["rows.weight"], SharedRows) == (rank > 0)
+        assert isinstance(model.state_dict()["rows.weight"], RowShard) == (rank > 0)
     alone = speedtorch.Embedding(ROWS, WIDTH)
     with full_state_dict(nn.Sequential(alone, nn.Linear(1, 1))):
         assert type(alone.state_dict()["weight"]) is Tensor

@@ -11,7 +11,7 @@ from torch.distributed import get_rank, get_world_size
 
 import speedtorch
 from speedtorch.nn.row_module import RowModule
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
 ROWS, STEPS = 300, 12
 
@@ -59,7 +59,7 @@ def check_stored(collection: bool, capacity: int | None) -> None:
     model, ours = _trained([every[get_rank()]], collection, capacity, shard=True)
     _, theirs = _trained(every, collection, None, shard=False)
     (rows,) = (each for name, each in model.state_dict().items() if name.endswith("weight"))
-    assert isinstance(rows, SharedRows)
+    assert isinstance(rows, RowShard)
     expected = theirs.table["weight"]
     assert rows.field.dtype == torch.bfloat16
     for there, here in rows.blocks:

@@ -48,7 +48,7 @@ def told(connection: Connection) -> Any:
 def smaps(file: HostTable | Path, *keys: str) -> dict[str, int]:
     """Bytes that this process's mappings of a file have, by key of /proc/self/smaps."""
     if isinstance(file, HostTable):
-        status = os.fstat(file._placed().shared._descriptor.fileno())
+        status = os.fstat(file._open_placement().shared._descriptor.fileno())
     else:
         status = file.stat()
     return smaps_of(status.st_ino, *keys)

@@ -16,7 +16,7 @@ from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.files.field_blocks import SelectedRows
 from speedtorch.parallel.collectives import Collectives, run_on_all
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
 __all__ = ["Change", "change_since"]
 
@@ -94,7 +94,7 @@ def _delta(
 
 
 def _joined(
-    shared: Mapping[str, SharedRows],
+    shared: Mapping[str, RowShard],
     own: Mapping[str, Changed[Tensor | SelectedRows]],
     every: Sequence[Mapping[str, tuple[Hashable, int]]],
     rank: int,

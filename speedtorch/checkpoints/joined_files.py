@@ -20,7 +20,7 @@ from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
 from speedtorch.files.system_calls import about, calls, open_to_read, opened, write_all
 from speedtorch.parallel.collectives import Collectives
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
 __all__ = ["JoinedFile", "JoinedRows"]
 
@@ -36,7 +36,7 @@ class JoinedRows:
     ]  # this rank's runs of rows, by the place of the first row
 
     @classmethod
-    def of(cls, rows: SharedRows) -> JoinedRows:
+    def of(cls, rows: RowShard) -> JoinedRows:
         """All rows of a tensor."""
         own = {there.start: rows.field[here.start : here.stop] for there, here in rows.blocks}
         return cls(tuple(rows.shape), rows.dtype, own)

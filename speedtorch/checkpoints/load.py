@@ -28,8 +28,8 @@ from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.checkpoints.sharded_tensors import fill_shards
 from speedtorch.parallel.collectives import Collectives, SingleProcess, run_on_all
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.table.host_table import any_notes_changes
-from speedtorch.table.whole_fields import given_in_place
+from speedtorch.table.host_table import any_tracks_changes
+from speedtorch.table.whole_fields import state_dict_views
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["load"]
@@ -191,7 +191,7 @@ def _prepared(
             part.load_state_dict(state)
             if isinstance(part, Optimizer):
                 opened.let_go(part)
-        if any_notes_changes():
+        if any_tracks_changes():
             # Compares, because load_state_dict() may change values, and `since` may be wrong.
             same = {
                 key: each
@@ -214,7 +214,7 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
     if _copies(part):
         return {}
     tensors = SavedTensors()
-    with as_plain(), torch.no_grad(), given_in_place():
+    with as_plain(), torch.no_grad(), state_dict_views():
         tensors.described(name, part)
     return {
         key: each

@@ -15,8 +15,8 @@ from speedtorch.checkpoints.sharded_tensors import has_dtensors
 from speedtorch.optim.attach import saved_state_of
 from speedtorch.optim.attached_state import calls_load_hooks
 from speedtorch.table.read_only_rows import ReadOnlyRows
-from speedtorch.table.shared_rows import SharedRows
-from speedtorch.table.whole_fields import given_in_place
+from speedtorch.table.row_shard import RowShard
+from speedtorch.table.whole_fields import state_dict_views
 from speedtorch.torch_internals import as_plain, load_hooks, loads_by_own_code
 
 __all__ = ["check_loads", "shares_rows"]
@@ -36,7 +36,7 @@ def shares_rows(part: Any) -> bool:
         found = [each.table_rows for each in saved.states]
     else:
         return False
-    return any(rows is not None and rows.table.portion is not None for rows in found)
+    return any(rows is not None and rows.table.shard_spec is not None for rows in found)
 
 
 def check_loads(name: str, part: Any, state: Any) -> bool:
@@ -58,14 +58,14 @@ def check_loads(name: str, part: Any, state: Any) -> bool:
 
 
 def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> bool:
-    with as_plain(), torch.no_grad(), given_in_place():
+    with as_plain(), torch.no_grad(), state_dict_views():
         own = module.state_dict()
     for key, value in own.items():
         if isinstance(value, ReadOnlyRows):
             raise ValueError(f"{name}: loading {key!r}: the table {value.remedy}; {_UNCHANGED}")
     if not (wrong := [*_differences(module, own, state)]):
         # Tensors of other classes do their own checks when they load.
-        known = (Tensor, nn.Parameter, SharedRows)
+        known = (Tensor, nn.Parameter, RowShard)
         return all(type(e) in known for e in own.values() if isinstance(e, Tensor))
     if any(map(loads_by_own_code, module.modules())):
         return False

@@ -13,7 +13,7 @@ from torch import Tensor
 from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.files.field_blocks import SelectedRows, have_same_bytes
 from speedtorch.table.host_table import HostTable, field_rows
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
 __all__ = [
     *("Changed", "Moments", "are_same", "changed_rows", "moments_of", "place_of", "remember"),
@@ -67,7 +67,7 @@ def changed_rows(
     changed: dict[tuple[HostTable, int], Tensor] = {}
     groups: dict[Hashable, str] = {}
     for key, tensor in tensors.items():
-        if isinstance(tensor, SharedRows) and not tensor.blocks and base.has(key, tensor):
+        if isinstance(tensor, RowShard) and not tensor.blocks and base.has(key, tensor):
             nothing = torch.empty(0, dtype=torch.int64, device="cpu")
             yield key, Changed("", SelectedRows(tensor.field, nothing), nothing)
             continue
@@ -75,7 +75,7 @@ def changed_rows(
             continue
         table = place.table
         moment = _known.get(table, {}).get((base.digest, key, place.field, place.first))
-        if table.changes is None and table.can_note_changes and not table.is_captured:
+        if table.changes is None and table.can_track_changes and not table.is_captured:
             table.track_changes()
         if moment is None or not base.has(key, tensor):
             continue
@@ -129,11 +129,11 @@ def are_same(tensor: Tensor, stored: Tensor) -> bool:
 
 def place_of(tensor: Tensor) -> _Place | None:
     """The place of a tensor's rows in their table; None if the tensor belongs to no table."""
-    rows = tensor.field if isinstance(tensor, SharedRows) else tensor
+    rows = tensor.field if isinstance(tensor, RowShard) else tensor
     if (found := field_rows(rows)) is None:
         return None
     every = range(len(rows))
-    blocks = tensor.blocks if isinstance(tensor, SharedRows) else [(every, every)]
+    blocks = tensor.blocks if isinstance(tensor, RowShard) else [(every, every)]
     return _Place(found.table, found.field, found.first, rows, blocks)
 
 

@@ -22,8 +22,8 @@ from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.parallel.collectives import Collectives, SingleProcess
 from speedtorch.parallel.machine import this_machine
 from speedtorch.parallel.ranks import Ranks
-from speedtorch.table.shared_rows import SharedRows
-from speedtorch.table.whole_fields import given_in_place
+from speedtorch.table.row_shard import RowShard
+from speedtorch.table.whole_fields import state_dict_views
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["Saved", "async_save", "save"]
@@ -210,7 +210,7 @@ def _begun(
     begin = time.perf_counter()
     check_number("base", base)
     background_saves.wait_for(folder)
-    with as_plain(), torch.no_grad(), given_in_place(), ExitStack() as stack:
+    with as_plain(), torch.no_grad(), state_dict_views(), ExitStack() as stack:
         tensors = SavedTensors()
         values = {name: tensors.described(name, each) for name, each in parts.items()}
         ranks: Collectives = Ranks.of() if tensors.shared else SingleProcess()
@@ -240,9 +240,7 @@ def _begun(
     return finish, rest
 
 
-def _check_same(
-    ranks: Collectives, shared: Mapping[str, SharedRows], how: Mapping[str, Any]
-) -> None:
+def _check_same(ranks: Collectives, shared: Mapping[str, RowShard], how: Mapping[str, Any]) -> None:
     """Raises ValueError on all ranks unless all save the same tables with the same options."""
     mine = [(key, tuple(each.shape), str(each.dtype)) for key, each in shared.items()], how
     for rank, theirs in enumerate(ranks.all_gather(mine)):

@@ -14,7 +14,7 @@ from speedtorch.checkpoints.sharded_tensors import is_dtensor, rows_of_dtensor
 from speedtorch.files import safetensors_format
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.table.read_only_rows import ReadOnlyRows
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
 __all__ = ["SavedTensors"]
 
@@ -29,7 +29,7 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self.by_key: dict[str, Tensor] = {}
-        self.shared: dict[str, SharedRows] = {}
+        self.shared: dict[str, RowShard] = {}
         self._keys: dict[tuple[Any, ...], str] = {}
 
     @property
@@ -58,7 +58,7 @@ class SavedTensors:
         )
         if is_dtensor(tensor):
             tensor = rows_of_dtensor(name, tensor)
-        if isinstance(tensor, SharedRows):
+        if isinstance(tensor, RowShard):
             self.shared[key] = tensor
             return key
         tensor = _dense(name, tensor)

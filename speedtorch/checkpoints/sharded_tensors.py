@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.table.shared_rows import SharedRows
-from speedtorch.table.whole_fields import given_in_place
+from speedtorch.table.row_shard import RowShard
+from speedtorch.table.whole_fields import state_dict_views
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["fill_shards", "has_dtensors", "is_dtensor", "rows_of_dtensor"]
@@ -30,7 +30,7 @@ def has_dtensors(part: Any) -> bool:
     return isinstance(part, Optimizer) and any(map(is_dtensor, _parameters(part)))
 
 
-def rows_of_dtensor(name: str, tensor: Any) -> SharedRows:
+def rows_of_dtensor(name: str, tensor: Any) -> RowShard:
     """The rows of all ranks, of which this rank saves its shard unless it is a second replica.
 
     Raises TypeError unless the rows are sharded by Shard(0) on a mesh of all ranks.
@@ -38,7 +38,7 @@ def rows_of_dtensor(name: str, tensor: Any) -> SharedRows:
     rows, is_first = _shard(name, tensor)
     local = tensor.to_local().detach().contiguous()
     blocks = [(rows, range(len(rows)))] if rows and is_first else []
-    return SharedRows(len(tensor), local, blocks)
+    return RowShard(len(tensor), local, blocks)
 
 
 def fill_shards(name: str, part: Any, state: Any) -> None:
@@ -46,7 +46,7 @@ def fill_shards(name: str, part: Any, state: Any) -> None:
     if not has_dtensors(part):
         return
     if isinstance(part, nn.Module):
-        with as_plain(), torch.no_grad(), given_in_place():
+        with as_plain(), torch.no_grad(), state_dict_views():
             every = part.state_dict()
         for key, own in every.items():
             if is_dtensor(own) and own.shape == getattr(state.get(key), "shape", None):

@@ -35,7 +35,7 @@ from speedtorch.step.row_weight import dense
 from speedtorch.step.trained_rows import Bags, TrainedRows
 from speedtorch.step.whole_weight import random_seed
 from speedtorch.table.host_table import HostTable
-from speedtorch.table.lazy_init import LazyInit, Portion
+from speedtorch.table.lazy_init import LazyInit, ShardSpec
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.new_table import NewTable
 from speedtorch.torch_internals import (
@@ -224,10 +224,10 @@ class RowModule(nn.Module):
     def _train(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
         name, capacity, rounding = self._called(), self._capacity, None
         if self.stored is not None:
-            state, portion = self.rounding_state, table.portion
-            if portion is not None:
-                state[0] = portion.agreed(int(state[0]))
-            rounding = Rounding(self.stored, self.rounding, state, portion)
+            state, shard_spec = self.rounding_state, table.shard_spec
+            if shard_spec is not None:
+                state[0] = shard_spec.agreed(int(state[0]))
+            rounding = Rounding(self.stored, self.rounding, state, shard_spec)
         self.trained_rows = TrainedRows(name, table, parameter, padding, capacity, rounding)
         self.lookups: Lookups = self.trained_rows
         self.weight = self.trained_rows.make_weight(self.lookups)
@@ -239,7 +239,7 @@ class RowModule(nn.Module):
         self._end.atexit = False
 
     def share_out(
-        self, portion: Portion, lookups: Callable[[TrainedRows, int | None], Lookups]
+        self, shard_spec: ShardSpec, lookups: Callable[[TrainedRows, int | None], Lookups]
     ) -> None:
         """Keeps one shard of the rows. `lookups` returns the object that looks up all rows.
 
@@ -252,8 +252,8 @@ class RowModule(nn.Module):
                 f"{self._called()}: cache_rows names rows of the whole table, of which each rank"
                 " has a share: build it with cache= alone"
             )
-        table = self.trained_rows.table.shared_out(portion)
-        padding = portion.place(self.padding_idx)
+        table = self.trained_rows.table.sharded(shard_spec)
+        padding = shard_spec.place(self.padding_idx)
         if self.capacity is not None and padding is None:
             padding = table.rows
         self._end.detach()
@@ -356,7 +356,7 @@ class RowModule(nn.Module):
         """Returns the number of rows that resize() adds to `before`; raises its errors."""
         name, count = self._called(), checked_count("num_embeddings", total, "rows") - before
         self._check_use()
-        if self.trained_rows.table.portion is not None:
+        if self.trained_rows.table.shard_spec is not None:
             raise NotImplementedError(
                 f"{name}: resize() where ranks share the rows: build and shard a larger model, and"
                 " load the state_dict() that full_state_dict() gives, with the new rows added"
@@ -640,7 +640,7 @@ class RowModule(nn.Module):
 
     def _refuse_share(self) -> None:
         """Raises RuntimeError if this rank has only a shard of the rows."""
-        if self.trained_rows.table.portion is not None:
+        if self.trained_rows.table.shard_spec is not None:
             raise RuntimeError(
                 f"{self.trained_rows.name}: not all rows can be read here, as this rank has a share"
                 " of them: read the share from state_dict(), or all rows on the first rank from"

@@ -250,7 +250,7 @@ class _Part(NamedTuple):
 
     def refuse_share(self) -> None:
         """Raises RuntimeError if this rank has only a shard of the rows."""
-        if self.group.trained_rows.table.portion is not None:
+        if self.group.trained_rows.table.shard_spec is not None:
             raise RuntimeError(
                 f"table {self.name!r}: this rank has a share of its rows: read them from"
                 " state_dict(), and write them by load_state_dict()"

@@ -17,7 +17,7 @@ from speedtorch.optim.probe import forgotten_by
 from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad
 from speedtorch.step.row_weight import dense
 from speedtorch.step.trained_rows import TrainedRows
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
 __all__ = ["AttachedState", "SavedState", "calls_load_hooks", "state_of"]
 
@@ -213,7 +213,7 @@ class AttachedState(LentState):
 
 
 def _in_own_memory(field: Tensor) -> Tensor:
-    return field if isinstance(field, SharedRows) else field.contiguous()
+    return field if isinstance(field, RowShard) else field.contiguous()
 
 
 def state_of(rows: TrainedRows) -> AttachedState | None:

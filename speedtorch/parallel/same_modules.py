@@ -63,7 +63,7 @@ def _modules_of(model: nn.Module) -> dict[str, RowModule]:
                 f"{name}: rows with a padding_idx, a max_norm and a capacity cannot be shared out,"
                 " as the padding's row fills blocks and would be shortened; leave one of them out"
             )
-        module.trained_rows.table.refuse_if_used()
+        module.trained_rows.table.check_unused()
     return named
 
 

@@ -15,7 +15,7 @@ from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.row_parameters import row_parameters
 from speedtorch.parallel.same_modules import same_modules
 from speedtorch.parallel.sharded_rows import ShardedRows
-from speedtorch.table.lazy_init import Portion
+from speedtorch.table.lazy_init import ShardSpec
 from speedtorch.table.new_table import waiting_bytes
 from speedtorch.table.row_blocks import rows_of_a_block
 from speedtorch.torch_internals import ignored_by_data_parallel
@@ -94,21 +94,21 @@ def shard(
     ranks = Ranks.of(process_group)
     named = same_modules(ranks, model, average=average)
     modules = list(named.values())
-    deals, portions, needed = [], [], waiting_bytes()
+    deals, shard_specs, needed = [], [], waiting_bytes()
     for module in modules:
         unit = rows_of_a_block((module.embedding_dim,))
         deals.append(BlockCyclic.of(module.num_embeddings, ranks.size, unit))
         blocks = list(deals[-1].blocks(ranks.rank))
-        portions.append(Portion(module.num_embeddings, blocks, ranks.broadcast))
-        needed += module.trained_rows.table.new.bytes_of(portions[-1].size)
+        shard_specs.append(ShardSpec(module.num_embeddings, blocks, ranks.broadcast))
+        needed += module.trained_rows.table.new.bytes_of(shard_specs[-1].size)
     machine.refuse_if_short(ranks, needed)
     own = row_parameters(model)
     for each in model.modules():  # DistributedDataParallel may wrap any submodule
         if names := [name for name, parameter in each.named_parameters() if parameter in own]:
             ignored_by_data_parallel(each, names)
-    for (name, module), dealt, portion in zip(named.items(), deals, portions, strict=True):
+    for (name, module), dealt, shard_spec in zip(named.items(), deals, shard_specs, strict=True):
         module.share_out(
-            portion,
+            shard_spec,
             partial(
                 ShardedRows,
                 dealt=dealt,

@@ -56,7 +56,7 @@ class ClaimedRows:
         self.is_left = False
         """Whether the module was deleted, so that a new module may train the rows."""
         if view.parameter.requires_grad and table.writable:
-            table.claim.take(self)
+            table.claim.register(self)
 
     @property
     def shape(self) -> torch.Size:
@@ -75,7 +75,7 @@ class ClaimedRows:
     @property
     def padding(self) -> int | None:
         """Id of the row that is never trained; None if the table has only some of the rows."""
-        return self._padding if self.table.portion is None else None
+        return self._padding if self.table.shard_spec is None else None
 
     @property
     def state(self) -> OptimizerState | None:
@@ -124,7 +124,7 @@ class ClaimedRows:
         if holder is self:
             return
         if holder is None or (isinstance(holder, ClaimedRows) and holder.is_left):
-            self.table.claim.take(self)
+            self.table.claim.register(self)
         else:
             self._refuse_replaced()
 
@@ -186,4 +186,4 @@ class ClaimedRows:
             self._write_back_at_end()
         finally:
             self.exchange.end()
-            self.table.claim.drop(self)
+            self.table.claim.unregister(self)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speedtorch.ops.functions import round_rows
 from speedtorch.step.row_store import Fields
-from speedtorch.table.lazy_init import Portion
+from speedtorch.table.lazy_init import ShardSpec
 
 __all__ = ["Rounding", "RoundingMode", "StoredAs", "check_mode", "stored_dtypes"]
 
@@ -33,7 +33,7 @@ class Rounding:
         stored: The dtypes of fields that the table stores in 16 bits, by name.
         mode: The rounding mode.
         key: int64 `[2]` on the device of the rows: the seed and the number of rounded steps.
-        portion: The rows of a larger table to which the ids refer, or None.
+        shard_spec: The rows of a larger table to which the ids refer, or None.
 
     Attributes:
         stored: As given.
@@ -44,12 +44,12 @@ class Rounding:
         stored: Mapping[str, torch.dtype],
         mode: RoundingMode,
         key: Tensor,
-        portion: Portion | None = None,
+        shard_spec: ShardSpec | None = None,
     ) -> None:
         self.stored = dict(stored)
         self._is_random = mode == "stochastic"
         self._key = key
-        self._portion = portion
+        self._shard_spec = shard_spec
         self._blocks: tuple[Tensor, Tensor] | None = None
 
     def follow(self, key: Tensor) -> None:
@@ -84,10 +84,10 @@ class Rounding:
 
     def _whole(self, ids: Tensor) -> Tensor:
         """Ids in the larger table; an id without a row becomes an arbitrary number."""
-        if self._portion is None:
+        if self._shard_spec is None:
             return ids
         if self._blocks is None:
-            blocks = self._portion.blocks
+            blocks = self._shard_spec.blocks
             begins = torch.tensor([here.start for _, here in blocks] or [0])
             shifts = torch.tensor([there.start - here.start for there, here in blocks] or [0])
             self._blocks = begins.to(ids.device), shifts.to(ids.device)

@@ -178,7 +178,7 @@ class RowStore:
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Reads rows of a field by id into `out`, `[*ids.shape, ...]`, on the CPU or a GPU."""
-        field = self._table.home_of(name).rows_to_read(name)
+        field = self._table.table_of(name).rows_to_read(name)
         if field.dtype == out.dtype:
             pinned_gather(field, ids, out=out)
         else:
@@ -188,9 +188,9 @@ class RowStore:
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Writes weights `[*ids.shape, ...]` to the rows of the ids."""
-        home = self._table.home_of("weight")
+        home = self._table.table_of("weight")
         field = home.rows_of("weight")
-        with home.noting(ids):
+        with home.recording_changes(ids):
             pinned_scatter(field, ids, rows.to(field.dtype))
 
     @property
@@ -233,7 +233,7 @@ class RowStore:
         """
         if self._table.memory is None or self._table.claim.was_replaced:
             return False
-        if self._table.notes_changes:
+        if self._table.tracks_changes:
             return False
         return device.type == "cpu" or self._table.is_in_place
 
@@ -243,11 +243,11 @@ class RowStore:
         if reached is None or reached[0] is not names or reached[1] != version:
             found = [self._table.field(name) for name in names]
             self._host_tables = list(
-                {self._table.home_of(name): None for name in ("weight", *names)}
+                {self._table.table_of(name): None for name in ("weight", *names)}
             )
             reached = (names, self._table.version, found)
             # A table whose holder has none of its rows sends no notice when it closes.
-            if self._table.claim.is_held_here:
+            if self._table.claim.is_registered:
                 self._reached = reached
         return reached[2]
 

@@ -318,7 +318,7 @@ def _all_rows_needed(weight: RowWeight, what: str) -> NotImplementedError:
 
 def _refuse_share(weight: RowWeight, name: str) -> None:
     """Raises NotImplementedError if ranks share the rows."""
-    if weight._rows.table.portion is not None:
+    if weight._rows.table.shard_spec is not None:
         raise NotImplementedError(
             f"{weight._rows.name}: {name}() of its weight needs the rows of all ranks, and each has"
             " a shard of them; use emb(ids), speedtorch.clip_grad_norm_, speedtorch.GradScaler, or"
@@ -401,7 +401,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
         if found is not NotImplemented:
             return found
     writes = _is_write(func, name, args, kwargs)
-    if weight._rows.table.portion is not None:
+    if weight._rows.table.shard_spec is not None:
         others = [e for e in (*args[1:], *kwargs.values()) if not isinstance(e, int | float | None)]
         if not (is_first and not others and _OPERATORS.get(name, name) in _OVERWRITE | _CHANGE):
             _refuse_share(weight, name)
@@ -756,7 +756,7 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
     if isinstance(first, Tensor) and first.dtype in (torch.int32, torch.int64):
         rows = _by_ids(weight, torch.where(first < 0, first + count, first), trains)
         return rows[(*[slice(None)] * first.dim(), *rest)] if rest else rows
-    if not is_basic or (not trains and weight._rows.table.portion is None):
+    if not is_basic or (not trains and weight._rows.table.shard_spec is None):
         return NotImplemented
     if isinstance(first, int):
         if not -count <= first < count:
@@ -766,7 +766,7 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
     else:
         rows = _by_ids(weight, torch.arange(*first.indices(count)), trains)
         rows = rows[(slice(None), *rest)] if rest else rows
-    if weight._rows.table.portion is not None:
+    if weight._rows.table.shard_spec is not None:
         return rows
     again = partial(weight.__getitem__, index)
     return _LookedUp.of(rows, weight.detach()[index], again)  # type: ignore[arg-type]

@@ -237,7 +237,7 @@ class TrainedRows(WholeWeight):
         if self.rounding is not None:
             self.rounding.check_fields({"weight": self.exchange.held.fields["weight"], **fields})
         self.exchange.held.write_back()
-        has_values = self.table.make_room(self._stored(fields))
+        has_values = self.table.add_state(self._stored(fields))
         self.parameter_view.keep(state, fields)
         self.exchange.held.show_anew()
         return has_values

@@ -48,7 +48,7 @@ class WholeWeight(ClaimedRows):
         self._check_claim()
         self.exchange.held.write_back(changes=False)
         self.exchange.memory.raise_faults()
-        self.table.claim.write_back_others()
+        self.table.claim.write_back_other_module()
         shape = (*ids.shape, *self._store.row_shape)
         out = torch.empty(shape, dtype=self.held_dtype, device=self.exchange.held.device)
         self._store.read(ids.detach(), out)
@@ -62,7 +62,7 @@ class WholeWeight(ClaimedRows):
         """
         with as_plain():
             self._check_claim()
-            self.table.home_of(field).settle()
+            self.table.table_of(field).settle()
             rows = self.table.field(field)[:]  # a new tensor object for the caller
             return rows.to(self.exchange.held.fields[field][1])
 
@@ -136,7 +136,7 @@ class WholeWeight(ClaimedRows):
                 raise
             for table in before:
                 if table is not None:
-                    table.be_held(None)
+                    table.set_holder(None)
                     table.close()
 
     def _follow_table(self, follow: Callable[[], object]) -> None:
@@ -210,7 +210,7 @@ class WholeWeight(ClaimedRows):
     def step_ids(self) -> Tensor:
         """Ids of the step's rows, without the padding's, in the order of the rows on the device."""
         ids = self.exchange.memory.step_ids()
-        return ids if (portion := self.table.portion) is None else portion.numbers(ids)
+        return ids if (shard_spec := self.table.shard_spec) is None else shard_spec.numbers(ids)
 
     def own_gradient(self) -> Tensor | None:
         """The gradient of the step's rows for the optimizer. The caller holds `lock`."""
@@ -235,7 +235,7 @@ class WholeWeight(ClaimedRows):
             view.note_read()
             if (shown := view.shown_of(gradient)) is not None:
                 return shown
-            if gradient.is_sparse and self.table.portion is None:
+            if gradient.is_sparse and self.table.shard_spec is None:
                 ids, shape = self.step_ids(), (self.table.whole_rows, *gradient.shape[1:])
                 (places,), values = sparse_indices(gradient), sparse_values(gradient)
                 is_coalesced = gradient.is_coalesced()
@@ -245,7 +245,7 @@ class WholeWeight(ClaimedRows):
             else:
                 values = sparse_values(gradient) if gradient.is_sparse else gradient
                 local_only = None
-                if self.table.portion is not None:
+                if self.table.shard_spec is not None:
                     local_only = (
                         f"{self.name} needs the rows of all ranks, and each has the gradient of its"
                         " own: use speedtorch.clip_grad_norm_ (in transformers' Trainer and with"
@@ -317,7 +317,7 @@ class WholeWeight(ClaimedRows):
                 )
             content = value.content if isinstance(value, SparseRows) else None
             is_zero = content is not None and content.is_constant and content.fill == 0
-            if self.table.portion is not None and not is_zero:
+            if self.table.shard_spec is not None and not is_zero:
                 raise NotImplementedError(
                     f"{self.name}: its rows are sharded among ranks, so no gradient of all rows can"
                     " be assigned; scale or clip the one that it has in place"

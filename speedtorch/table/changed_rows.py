@@ -1,6 +1,6 @@
-"""ChangedRows: which rows of a table were written since a moment.
+"""ChangedRows: which rows of a table were written since a version of the table.
 
-Moments are numbers from 1 on. Each row stores the moment of its last write. The device with the
+Versions are numbers from 1 on. Each row stores the version of its last write. The device with the
 row's id stores the number, so recording waits for nothing and also works in a CUDA graph.
 """
 
@@ -16,48 +16,48 @@ from torch import Tensor
 __all__ = ["ChangedRows"]
 
 
-class _Noted(NamedTuple):
+class _DeviceRecord(NamedTuple):
     """The record of changes on one device."""
 
-    moments: Tensor
-    """`[rows + 1]`: the current moment at each row's last write, or 0. The last element is a dummy
+    versions: Tensor
+    """`[rows + 1]`: the current version at each row's last write, or 0. The last element is a dummy
     for ids beyond `number`."""
     now: Tensor
-    """The last moment, `[1]`, for work that is queued on the device, such as CUDA graphs."""
+    """The last version, `[1]`, for work that is queued on the device, such as CUDA graphs."""
 
 
 class ChangedRows:
-    """Records the moment of each row's last write.
+    """Records the version of each row's last write.
 
     Args:
         rows: Number of rows of the table.
-        version: Returns the `_version` of the table's memory, which changes after each write by
-            torch or by an op of this library.
+        memory_version: Returns the `_version` of the table's memory, which changes after each write
+            by torch or by an op of this library.
     """
 
-    def __init__(self, rows: int, version: Callable[[], int]) -> None:
-        self._rows, self._version = rows, version
-        self._seen = version()
+    def __init__(self, rows: int, memory_version: Callable[[], int]) -> None:
+        self._rows, self._memory_version = rows, memory_version
+        self._seen = memory_version()
         self._now = self._all_at = 0
-        """The last moment, and the last moment at which a write named no rows (all count)."""
-        self._noted: dict[torch.device, _Noted] = {}
+        """The last version, and the last version at which a write named no rows (all count)."""
+        self._records: dict[torch.device, _DeviceRecord] = {}
 
     @property
     def now(self) -> int:
-        """The last moment."""
+        """The last version."""
         return self._now
 
-    def follow(self, version: Callable[[], int]) -> None:
+    def follow(self, memory_version: Callable[[], int]) -> None:
         """Continues with other memory after the rows were copied there. See ChangedRows."""
-        self._look()
-        self._version, self._seen = version, version()
+        self._detect_writes()
+        self._memory_version, self._seen = memory_version, memory_version()
 
     def begin(self) -> int:
-        """Starts and returns a new moment. The caller has waited for all earlier writes."""
-        self._look()
+        """Starts and returns a new version. The caller has waited for all earlier writes."""
+        self._detect_writes()
         self._now += 1
-        for device, noted in self._noted.items():
-            noted.now.fill_(self._now)
+        for device, record in self._records.items():
+            record.now.fill_(self._now)
             _wait(device)
         return self._now
 
@@ -69,56 +69,56 @@ class ChangedRows:
             ids: Ids of the rows, int64 `[n]`, all within the table.
             number: Only the first `number` ids count, `[1]` on their device. By default all.
         """
-        noted = self._on(ids.device)
+        record = self._record_on(ids.device)
         with self.moving():
             yield
             # Queued after the block, and thus after the waits of the block's work.
             if number is None:
-                noted.moments.index_fill_(0, ids, self._now)
+                record.versions.index_fill_(0, ids, self._now)
             else:
                 count = ids.shape[0]
                 is_one = torch.arange(count, device=ids.device) < number
                 places = torch.where(is_one, ids, self._rows)
-                noted.moments.scatter_(0, places, noted.now.expand(count))
+                record.versions.scatter_(0, places, record.now.expand(count))
 
     @contextmanager
     def moving(self) -> Iterator[None]:
         """A context for copies of rows that change no values: records nothing.
 
-        If the block raises, all rows count as written, because `_seen` keeps the old version.
+        If the block raises, all rows count as written, because `_seen` keeps the old one.
         """
-        self._look()
+        self._detect_writes()
         yield
-        self._seen = self._version()
+        self._seen = self._memory_version()
 
-    def since(self, moment: int) -> Tensor:
-        """Returns ascending ids of rows written since a moment, int64 `[n]` on the CPU.
+    def since(self, version: int) -> Tensor:
+        """Returns ascending ids of rows written since a version, int64 `[n]` on the CPU.
 
         After any other write to the table, returns all ids. The caller has waited for the GPU.
         """
-        self._look()
-        if self._all_at >= moment:
+        self._detect_writes()
+        if self._all_at >= version:
             return torch.arange(self._rows, device="cpu")
         found = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        for device, noted in self._noted.items():
+        for device, record in self._records.items():
             _wait(device)
-            (ids,) = torch.where(noted.moments[:-1] >= moment)
+            (ids,) = torch.where(record.versions[:-1] >= version)
             found.append(ids.cpu())
         every: Tensor = torch.unique(torch.cat(found))
         return every
 
-    def _look(self) -> None:
-        """Counts all rows as written if the version shows a write in place, which names no rows."""
-        if (version := self._version()) != self._seen:
-            self._all_at, self._seen = self._now, version
+    def _detect_writes(self) -> None:
+        """Counts all rows as written if `_version` shows a write in place, which names no rows."""
+        if (memory_version := self._memory_version()) != self._seen:
+            self._all_at, self._seen = self._now, memory_version
 
-    def _on(self, device: torch.device) -> _Noted:
-        if (noted := self._noted.get(device)) is None:
+    def _record_on(self, device: torch.device) -> _DeviceRecord:
+        if (record := self._records.get(device)) is None:
             with torch.inference_mode(False):
-                moments = torch.zeros(self._rows + 1, dtype=torch.int32, device=device)
+                versions = torch.zeros(self._rows + 1, dtype=torch.int32, device=device)
                 now = torch.full((1,), self._now, dtype=torch.int32, device=device)
-            noted = self._noted[device] = _Noted(moments, now)
-        return noted
+            record = self._records[device] = _DeviceRecord(versions, now)
+        return record
 
 
 def _wait(device: torch.device) -> None:

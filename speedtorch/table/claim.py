@@ -26,32 +26,32 @@ class Claim:
         reference = self._own if self._table is None else self._table.holder
         return None if reference is None else reference()
 
-    def take(self, holder: RowHolder) -> None:
+    def register(self, holder: RowHolder) -> None:
         """Makes `holder` the RowHolder. The previous one first writes its rows back."""
         if self._table is not None:
             self._table.write_back()
         self._own = weakref.ref(holder)
         if self._table is not None:
-            self._table.be_held(self._own)
+            self._table.set_holder(self._own)
 
-    def drop(self, holder: RowHolder) -> None:
+    def unregister(self, holder: RowHolder) -> None:
         """Removes `holder`, if it is the current RowHolder."""
         if self.holder is holder:
             self._own = None
             if self._table is not None:
-                self._table.be_held(None)
+                self._table.set_holder(None)
 
-    def carry_to(self, table: HostTable) -> None:
+    def move_to_table(self, table: HostTable) -> None:
         """Registers this module's holder with a new table, which replaces any earlier one."""
-        table.be_held(self._own)
+        table.set_holder(self._own)
         self._table = table
 
-    def share_with(self, beside: HostTable) -> None:
+    def register_beside(self, beside: HostTable) -> None:
         """Registers this module's holder with a second table too."""
-        beside.be_held(self._own)
+        beside.set_holder(self._own)
 
     @property
-    def is_held_here(self) -> bool:
+    def is_registered(self) -> bool:
         """Whether the table is allocated, and this module's holder is registered with it."""
         table = self._table
         return self._own is not None and table is not None and table.holder is self._own
@@ -61,7 +61,7 @@ class Claim:
         """Whether this module had a holder, and the table now has a different one or none."""
         return self._own is not None and self.holder is not self._own()
 
-    def write_back_others(self) -> None:
+    def write_back_other_module(self) -> None:
         """Writes newer copies of rows back if another module trains them."""
         table = self._table
         if table is not None and table.holder is not self._own:

@@ -36,7 +36,7 @@ __all__ = [
     "FieldRows",
     "HostTable",
     "RowHolder",
-    "any_notes_changes",
+    "any_tracks_changes",
     "field_rows",
     "is_same",
 ]
@@ -73,7 +73,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     return same and (one.shape, one.stride()) == (other.shape, other.stride())
 
 
-def any_notes_changes() -> bool:
+def any_tracks_changes() -> bool:
     """Returns whether any table tracks its changed rows."""
     return any(table.changes is not None for table in list(_tables))
 
@@ -101,6 +101,7 @@ def _serialized(method: _Method) -> _Method:
 
     @wraps(method)
     def call_locked(self: HostTable, *args: Any, **kwargs: Any) -> Any:
+        """Enters the lock of the current holder, if any, for the call."""
         holder = None if self.holder is None else self.holder()
         with nullcontext() if holder is None else holder.lock:
             return method(self, *args, **kwargs)
@@ -178,7 +179,7 @@ class HostTable:
         device: _Device = None,
         path: _Path | None = None,
     ) -> None:
-        self._take_memory(rows, weight_and_state(dim, dtype, state), memory, device, path)
+        self._allocate(rows, weight_and_state(dim, dtype, state), memory, device, path)
 
     @classmethod
     def from_fields(
@@ -199,7 +200,7 @@ class HostTable:
             8
         """
         table = cls.__new__(cls)
-        table._take_memory(rows, fields, memory, device, path)
+        table._allocate(rows, fields, memory, device, path)
         return table
 
     @classmethod
@@ -242,13 +243,13 @@ class HostTable:
         if memory == "mapped":
             return cls._mapped(source, device, path, field)
         with table_files.open_fields(source, field=field) as stored:
-            fields = {name: (each.shape[1:], each.dtype) for name, each in stored.items()}
+            fields = {name: (field.shape[1:], field.dtype) for name, field in stored.items()}
             rows = next(iter(stored.values())).shape[0]
             table = cls.from_fields(rows, fields, memory, device=device, path=path)
             try:
                 table._read(stored, range(rows))
             except BaseException:
-                table._placed().remove_file()
+                table._open_placement().remove_file()
                 table.close()
                 raise
         return table
@@ -268,18 +269,18 @@ class HostTable:
             table = cls.open(source, field=field)
             table.memory_reason = f"loaded, not mapped: {error}"
             return table
-        every = placement.fields
+        views = placement.fields
         table = cls.__new__(cls)
         table._describe(
-            len(next(iter(every.values()))),
-            lay_out({name: (each.shape[1:], each.dtype) for name, each in every.items()}),
+            len(next(iter(views.values()))),
+            lay_out({name: (rows.shape[1:], rows.dtype) for name, rows in views.items()}),
         )
-        if len(every) > 1:  # The file stores one field after the other, so there are no records.
-            table.record_bytes = sum(each[:1].nbytes for each in every.values())
-            table.nbytes = sum(each.nbytes for each in every.values())
-        (first, *others) = every.values()
-        record = None if others else first.view(table.rows, -1) if first.numel() else first
-        table._lie_in(placement, every, record)
+        if len(views) > 1:  # The file stores one field after the other, so there are no records.
+            table.record_bytes = sum(rows[:1].nbytes for rows in views.values())
+            table.nbytes = sum(rows.nbytes for rows in views.values())
+        (first, *rest) = views.values()
+        record = None if rest else first.view(table.rows, -1) if first.numel() else first
+        table._set_memory(placement, views, record)
         table.was_read = True
         return table
 
@@ -311,17 +312,17 @@ class HostTable:
         table = cls.__new__(cls)
         table._describe(handle.rows, layout)
         placement = SharedPlacement.opened(handle.memory)
-        table._lie_in(placement, *_laid_out(placement.data, handle.rows, layout))
+        table._set_memory(placement, *_laid_out(placement.data, handle.rows, layout))
         table.was_read = handle.was_read
         return table
 
-    def _take_memory(
+    def _allocate(
         self, rows: int, fields: Fields, kind: MemoryKind, device: _Device, path: _Path | None
     ) -> None:
         layout = lay_out(fields)
         self._describe(rows, layout)
         placement = make_placement(self.nbytes, len(self.fields), kind, device, path)
-        self._lie_in(placement, *_laid_out(placement.data, self.rows, layout))
+        self._set_memory(placement, *_laid_out(placement.data, self.rows, layout))
 
     def _describe(self, rows: int, layout: Record) -> None:
         """Checks the layout and sets the attributes that follow from it, without allocating."""
@@ -340,7 +341,7 @@ class HostTable:
             self.dim = shape[0] if len(shape) == 1 else shape
         self._layout = layout
 
-    def _lie_in(
+    def _set_memory(
         self, placement: Placement, fields: Mapping[str, Tensor], record: Tensor | None
     ) -> None:
         """Sets the memory of all fields, and of the records if the memory has any."""
@@ -350,7 +351,7 @@ class HostTable:
         self.is_in_place = placement.is_in_place
         self._plain_views = dict(fields)
         self.device = next(iter(fields.values())).device
-        self._views = {name: self._guarded(each) for name, each in fields.items()}
+        self._views = {name: self._guarded(rows) for name, rows in fields.items()}
         self._record = None if record is None else self._guarded(record)
         self.changes: ChangedRows | None = None
         _tables.add(self)
@@ -360,7 +361,7 @@ class HostTable:
         return rows if self.writable else ReadOnlyRows(rows, self._read_only())
 
     def _read_only(self) -> str:
-        path = self._placed().path
+        path = self._open_placement().path
         return (
             f"is a read-only mapping of {path}. HostTable.open({path!r}) loads it into writable"
             " memory."
@@ -377,7 +378,7 @@ class HostTable:
 
     holder: weakref.ref[RowHolder] | None = None
 
-    def be_held(self, holder: weakref.ref[RowHolder] | None) -> None:
+    def set_holder(self, holder: weakref.ref[RowHolder] | None) -> None:
         """Sets the object that trains rows of the table, or None."""
         self.holder = holder
 
@@ -386,7 +387,7 @@ class HostTable:
         if self.holder is not None and (holder := self.holder()) is not None:
             holder.write_back()
 
-    def _placed(self) -> Placement:
+    def _open_placement(self) -> Placement:
         if self._placement is None:
             raise ValueError(
                 "this table is closed and its memory is freed. Close a table after its last use, or"
@@ -402,11 +403,11 @@ class HostTable:
         Example:
             >>> HostTable(2, 1, memory="plain").check()
         """
-        self._at_home()
+        self._current_placement()
 
-    def _at_home(self) -> Placement:
+    def _current_placement(self) -> Placement:
         """Returns the memory after a check(): all its rows are current."""
-        placement = self._placed()
+        placement = self._open_placement()
         placement.check()
         self.write_back()
         return placement
@@ -427,31 +428,31 @@ class HostTable:
 
     def __getitem__(self, field: str) -> Tensor:
         """All rows of one field, `[rows, *shape]`: a strided view of the records."""
-        self._at_home()
+        self._current_placement()
         return self.rows_of(field)[:]  # a new tensor, because the caller may change its metadata
 
     def rows_of(self, field: str) -> Tensor:
         """Returns all rows of a field from memory, without writing newer copies back first."""
-        return self._found(self._views, field)
+        return self._field_in(self._views, field)
 
     def rows_to_read(self, field: str) -> Tensor:
         """Same as rows_of, for callers that only read: no guard raises if they write."""
-        return self._found(self._plain_views, field)
+        return self._field_in(self._plain_views, field)
 
     def places_of(self, tensor: Tensor) -> Iterator[tuple[str, int]]:
         """Yields each field whose rows `tensor` views, with the first such row. Reads no row."""
-        for name, each in list(self._plain_views.items()):
-            distance = tensor.data_ptr() - each.data_ptr()
-            if is_same(each, tensor):
+        for name, rows in list(self._plain_views.items()):
+            distance = tensor.data_ptr() - rows.data_ptr()
+            if is_same(rows, tensor):
                 yield name, 0
-            elif tensor.numel() and each.numel() and tensor.dim():
-                first, rest = divmod(distance, each.stride(0) * each.element_size())
-                part = each[first : first + len(tensor)] if first >= 0 == rest else each[:0]
+            elif tensor.numel() and rows.numel() and tensor.dim():
+                first, rest = divmod(distance, rows.stride(0) * rows.element_size())
+                part = rows[first : first + len(tensor)] if first >= 0 == rest else rows[:0]
                 if is_same(part, tensor):
                     yield name, first
 
-    def _found(self, views: Mapping[str, Tensor], field: str) -> Tensor:
-        self._placed().check()
+    def _field_in(self, views: Mapping[str, Tensor], field: str) -> Tensor:
+        self._open_placement().check()
         if field not in self.fields:
             raise KeyError(f"this table has no field {field!r}. Fields: {', '.join(self.fields)}.")
         return views[field]
@@ -482,7 +483,7 @@ class HostTable:
         Raises:
             ValueError: The table is a mapped file with several fields, which has no records.
         """
-        self._at_home()
+        self._current_placement()
         if self._record is None:
             raise ValueError(
                 f"a mapped file has no records, because it stores its fields"
@@ -514,7 +515,7 @@ class HostTable:
             rows = self.record
             rows = rows.rows if isinstance(rows, ReadOnlyRows) else rows
         else:
-            self._at_home()
+            self._current_placement()
             rows = self.rows_to_read(field)
         return pinned_gather(rows, index, out=out, plan=plan)
 
@@ -542,10 +543,10 @@ class HostTable:
         rows = self.record if field is None else self[field]
         if accumulate and field is None and len({dtype for _, dtype in self.fields.values()}) > 1:
             raise ValueError("scatter: fields of different dtypes cannot be added. Pass one field.")
-        with self.noting(index):
+        with self.recording_changes(index):
             pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
-    def noting(self, index: Tensor) -> AbstractContextManager[None]:
+    def recording_changes(self, index: Tensor) -> AbstractContextManager[None]:
         """Records rows as changed in the `with` block, after track_changes(). Clamps bad ids."""
         if self.changes is None or not self.rows or not _may_be_ids(index):
             return nullcontext()
@@ -553,7 +554,7 @@ class HostTable:
         return self.changes.writing(ids.clamp(0, self.rows - 1))
 
     @property
-    def can_note_changes(self) -> bool:
+    def can_track_changes(self) -> bool:
         """Whether rows can be written, and only by this process."""
         return self.writable and self.memory != "shared"
 
@@ -583,7 +584,7 @@ class HostTable:
             [1, 3]
         """
         self.settle()
-        if not self.can_note_changes:
+        if not self.can_track_changes:
             raise ValueError(
                 f"track_changes: the rows must be writable, and only by this process, but"
                 f" memory is {self.memory!r}. Use another kind of memory."
@@ -789,7 +790,7 @@ class HostTable:
         """
         value = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         number = list(self.fields).index(field)
-        if not self._placed().begin(number, value, lambda: self.fill_(row, field)):
+        if not self._open_placement().begin(number, value, lambda: self.fill_(row, field)):
             raise RuntimeError(
                 f"another process has initialized the state {field!r} of this shared table with"
                 " another value. Make the same optimizer in all processes before attach(), or share"
@@ -804,7 +805,7 @@ class HostTable:
         """
         numbers = {name: number for number, name in enumerate(self.fields)}
         for field in fields:
-            self._placed().mark_loaded(numbers[field])
+            self._open_placement().mark_loaded(numbers[field])
 
     @_serialized
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:
@@ -843,7 +844,7 @@ class HostTable:
         self.settle()
         local = _range_of(rows, self.rows, "rows")
         fields = {name: self.rows_to_read(name)[local.start : local.stop] for name in self.fields}
-        own = self._placed().path
+        own = self._open_placement().path
         table_files.save_fields(path, fields, None if own is None else os.path.realpath(own))
 
     was_read = False
@@ -907,8 +908,8 @@ class HostTable:
 
     def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
         self.note_given(*stored)
-        for name, each in stored.items():
-            each.read_into(self.rows_of(name)[rows.start : rows.stop])
+        for name, field in stored.items():
+            field.read_into(self.rows_of(name)[rows.start : rows.stop])
         self.settle()
         self.was_read = True
 
@@ -938,7 +939,7 @@ class HostTable:
             >>> table.share().rows
             1000
         """
-        memory = self._placed().shared.handle()
+        memory = self._open_placement().shared.handle()
         self.was_shared = True
         return TableHandle.of(self._layout, self.rows, self.was_read, memory)
 
@@ -957,7 +958,7 @@ class HostTable:
             >>> table.version
             2
         """
-        return self._placed().shared.version
+        return self._open_placement().shared.version
 
     def writing(self) -> AbstractContextManager[None]:
         """A context to write rows for readers in other processes, one writer at a time.
@@ -976,7 +977,7 @@ class HostTable:
             >>> with table.writing():
             ...     table.scatter(torch.tensor([0, 1]), torch.ones(2, 1))
         """
-        return self._placed().shared.writing(self.settle)
+        return self._open_placement().shared.writing(self.settle)
 
     def read_consistently(self, read: Callable[[], _Result], *, timeout_s: float = 10.0) -> _Result:
         """Calls `read()` until no process was within writing() during the call; returns its result.
@@ -1000,12 +1001,13 @@ class HostTable:
             [[0.0]]
         """
 
-        def settled() -> _Result:
+        def read_and_settle() -> _Result:
+            """Reads, and waits for copies of the GPU before the version is compared."""
             result = read()
             self.settle()
             return result
 
-        return self._placed().shared.read_consistently(settled, timeout_s)
+        return self._open_placement().shared.read_consistently(read_and_settle, timeout_s)
 
     def settle(self) -> None:
         """Writes a step's rows back to the table and waits for the GPU. CPU views are then current.
@@ -1017,7 +1019,7 @@ class HostTable:
         Example:
             >>> HostTable(2, 1, memory="plain").settle()
         """
-        self._at_home().settle()
+        self._current_placement().settle()
 
     def flush(self) -> None:
         """Calls settle(), and with memory="file" writes all rows to the disk.
@@ -1029,7 +1031,7 @@ class HostTable:
         Example:
             >>> HostTable(2, 1, memory="plain").flush()
         """
-        self._at_home().flush()
+        self._current_placement().flush()
 
     def close(self) -> None:
         """Calls flush() and frees the memory once no view is left, even if a CUDA graph uses it.
@@ -1071,8 +1073,8 @@ def _laid_out(data: Tensor, rows: int, layout: Record) -> tuple[dict[str, Tensor
     """Returns views of a table's bytes: all rows of each field, and the records."""
     fields = {name: layout.rows_of(data, rows, name) for name in layout.fields}
     record = layout.records_of(data, rows)
-    for each in (*fields.values(), record):
-        host_memory.keep_pinned(each, data)
+    for view in (*fields.values(), record):
+        host_memory.keep_pinned(view, data)
     return fields, record
 
 

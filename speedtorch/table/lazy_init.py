@@ -1,4 +1,4 @@
-"""LazyInit and Portion: deferred initialization, and which rows of a larger table are local."""
+"""LazyInit and ShardSpec: deferred initialization, and which rows of a larger table are local."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.row_blocks import Share, draw_rows
 
-__all__ = ["LazyInit", "Portion"]
+__all__ = ["LazyInit", "ShardSpec"]
 
 _SAMPLE = 4  # rows to draw when draws are compared
 
@@ -51,11 +51,11 @@ class LazyInit(NamedTuple):
 
 
 def _one_after_another(functions: Sequence[Callable[[Tensor], object]], rows: Tensor) -> None:
-    for each in functions:
-        each(rows)
+    for function in functions:
+        function(rows)
 
 
-class Portion(NamedTuple):
+class ShardSpec(NamedTuple):
     """Which rows of a larger table are in a local table, as a list of blocks."""
 
     rows: int
@@ -63,24 +63,24 @@ class Portion(NamedTuple):
     blocks: Sequence[tuple[range, range]]
     """Pairs of row ranges: in the larger table, and in the local table. Both ascend."""
     agreed: Callable[[int], int]
-    """Maps this rank's seed to the seed that all ranks with a portion of the table use."""
+    """Maps this rank's seed to the seed that all ranks with a shard of the table use."""
 
     @property
     def size(self) -> int:
         """Number of local rows."""
-        return sum(len(here) for _, here in self.blocks)
+        return sum(len(local) for _, local in self.blocks)
 
     def place(self, row: int | None) -> int | None:
         """Converts an id of the larger table to a local row number, or None if not local."""
-        for there, here in self.blocks:
-            if row is not None and row in there:
-                return here[row - there.start]
+        for whole, local in self.blocks:
+            if row is not None and row in whole:
+                return local[row - whole.start]
         return None
 
     def numbers(self, places: Tensor) -> Tensor:
         """Converts local row numbers to ids of the larger table. Other numbers are undefined."""
-        begins = [here.start for _, here in self.blocks] or [0]
-        shifts = [there.start - here.start for there, here in self.blocks] or [0]
+        begins = [local.start for _, local in self.blocks] or [0]
+        shifts = [whole.start - local.start for whole, local in self.blocks] or [0]
         of_blocks = torch.tensor([begins, shifts], device=places.device)
         block = torch.searchsorted(of_blocks[0].contiguous(), places, right=True) - 1
         return places + of_blocks[1][block.clamp(min=0)]
@@ -89,10 +89,10 @@ class Portion(NamedTuple):
         """Returns the local rows of a slice as pairs of ranges: in the slice, and locally."""
         first, end, _ = rows.indices(self.rows)
         found = []
-        for there, here in self.blocks:
-            begin, stop = max(there.start, first), min(there.stop, end)
+        for whole, local in self.blocks:
+            begin, stop = max(whole.start, first), min(whole.stop, end)
             if begin < stop:
-                own = here[begin - there.start : stop - there.start]
+                own = local[begin - whole.start : stop - whole.start]
                 found.append((range(begin - first, stop - first), own))
         return found
 
@@ -101,7 +101,7 @@ class Portion(NamedTuple):
         first, end, _ = draw.rows.indices(self.rows)
         found = self.within(draw.rows)
         base = found[0][1].start if found else 0
-        blocks = [(t, range(h.start - base, h.stop - base)) for t, h in found]
+        blocks = [(whole, range(own.start - base, own.stop - base)) for whole, own in found]
         rows = slice(base, found[-1][1].stop if found else base)
         seed, share = self.agreed(draw.seed), Share(end - first, blocks)
         return LazyInit(draw.functions, seed, self.place(draw.zero), rows, share)

@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtorch.memory.placement import allocates_host_memory
 from speedtorch.table.claim import Claim
 from speedtorch.table.host_table import HostTable
-from speedtorch.table.lazy_init import LazyInit, Portion
+from speedtorch.table.lazy_init import LazyInit, ShardSpec
 from speedtorch.table.new_table import NewTable
 from speedtorch.table.record_layout import Fields
 
@@ -19,7 +19,7 @@ __all__ = ["LazyTable"]
 
 
 class LazyTable:
-    """All rows of a table, or one rank's portion. Optimizer state can be added later.
+    """All rows of a table, or one rank's shard. Optimizer state can be added later.
 
     Memory is allocated at first use. See NewTable.wait for the check of free memory before that.
 
@@ -46,9 +46,9 @@ class LazyTable:
             table = NewTable(name, table.rows, *weight, table.memory_beside)
         else:
             table.wait()
-        self.new, self.rows, self.portion = table, table.rows, table.portion
+        self.new, self.rows, self.shard_spec = table, table.rows, table.shard_spec
         self.row_shape, self.stored_dtype = table.row_shape, table.dtype
-        self.whole_rows = self.rows if self.portion is None else self.portion.rows
+        self.whole_rows = self.rows if self.shard_spec is None else self.shard_spec.rows
         self.claim = Claim(self._table)
         self.version = 0
         """Increases whenever the memory of a field changes."""
@@ -68,7 +68,7 @@ class LazyTable:
         """Whether a forked child shares the memory instead of copying it."""
         return self._table is not None and self._table.memory in ("shared", "file")
 
-    def home_of(self, name: str, *, anew: bool = False) -> HostTable:
+    def table_of(self, name: str, *, anew: bool = False) -> HostTable:
         """Returns the table with a field. `anew`: the caller overwrites all its values next."""
         if self._beside is not None and name in self._beside:
             return self._beside
@@ -76,12 +76,12 @@ class LazyTable:
 
     def field(self, name: str) -> Tensor:
         """Returns all local rows of a field `[rows, ...]`, in their current memory."""
-        return self.home_of(name).rows_of(name)
+        return self.table_of(name).rows_of(name)
 
     @property
-    def notes_changes(self) -> bool:
+    def tracks_changes(self) -> bool:
         """Whether changed rows are tracked."""
-        return any(each and each.changes for each in (self._table, self._beside))
+        return any(table and table.changes for table in (self._table, self._beside))
 
     @property
     def memory(self) -> str | None:
@@ -119,11 +119,11 @@ class LazyTable:
         return self._table
 
     def _adopt(self, table: HostTable) -> None:
-        self.claim.carry_to(table)
+        self.claim.move_to_table(table)
         self._table = table
         self.version += 1
 
-    def make_room(self, fields: Fields) -> bool:
+    def add_state(self, fields: Fields) -> bool:
         """Allocates optimizer state for every row, name to (row shape, dtype).
 
         Returns whether the state has values already, read from a file with the table. Raises
@@ -138,7 +138,7 @@ class LazyTable:
                 made = self.new.make({**self.new.weight, **fields}, before=table)
         if made is None:
             made = self.new.make(fields, before=table)
-            self.claim.share_with(made)
+            self.claim.register_beside(made)
             if table.changes is not None:
                 made.track_changes()
             self._beside = made
@@ -150,7 +150,7 @@ class LazyTable:
         made.note_read(table.was_read)
         made.take_changes(table)
         self._adopt(made)
-        table.be_held(None)
+        table.set_holder(None)
         table.close()
         return False
 
@@ -169,20 +169,20 @@ class LazyTable:
                 " table.save(path), make a larger table, call larger.load(path, rows=slice(n)), and"
                 " make the module again with the larger table."
             )
-        places = [before] if self._beside is None else [before, self._beside]
-        homes = {name: home for home in places for name in home.fields}
-        if before.was_read and (unused := homes.keys() - {"weight", *state}):
+        tables = [before] if self._beside is None else [before, self._beside]
+        table_by_field = {name: table for table in tables for name in table.fields}
+        if before.was_read and (unused := table_by_field.keys() - {"weight", *state}):
             raise RuntimeError(
                 f"{self.name}: the file of its table had the state {', '.join(sorted(unused))}, and"
                 " the initial state of new rows depends on the optimizer. Call attach() before"
                 " resize()."
             )
-        fields = {name: home.fields[name] for name, home in homes.items()}
+        fields = {name: table.fields[name] for name, table in table_by_field.items()}
         made = self.new.make(fields, count, before)
-        for home in places:
-            home.settle()  # The GPU may still be writing rows back.
-        for name, home in homes.items():
-            old, new = home.rows_of(name), made.rows_of(name)
+        for table in tables:
+            table.settle()  # The GPU may still be writing rows back.
+        for name, table in table_by_field.items():
+            old, new = table.rows_of(name), made.rows_of(name)
             new[:first].copy_(old[:first])
             new[first + count :].copy_(old[first:])
             if name in state:
@@ -218,7 +218,7 @@ class LazyTable:
 
     def draw(self, draw: LazyInit, *, anew: bool) -> None:
         """Initializes rows again, now or, if they are not initialized, later. See NewTable.add."""
-        draw = draw if self.portion is None else self.portion.of(draw)
+        draw = draw if self.shard_spec is None else self.shard_spec.of(draw)
         if self.is_drawn:
             draw(self.host_table)
         else:
@@ -228,24 +228,24 @@ class LazyTable:
         """Returns an independent table with the same weights or the same pending initialization."""
         made = LazyTable(self.name, replace(self.new))
         if self.is_drawn:
-            made.home_of("weight", anew=True).rows_of("weight").copy_(self.host_table["weight"])
+            made.table_of("weight", anew=True).rows_of("weight").copy_(self.host_table["weight"])
             made.new.note_drawn()
         return made
 
-    def refuse_if_used(self) -> None:
-        """Raises RuntimeError if the rows have a table already or are a portion of one."""
-        if self._table is not None or self.portion is not None:
+    def check_unused(self) -> None:
+        """Raises RuntimeError if the rows have a table already or are a shard of one."""
+        if self._table is not None or self.shard_spec is not None:
             raise RuntimeError(
                 f"{self.name}: its rows have been used, were passed to it, or are sharded already."
                 " Shard a new module, once, and load its rows afterwards."
             )
 
-    def shared_out(self, portion: Portion) -> LazyTable:
-        """Returns a portion of the rows, with the values that they would have in this table.
+    def sharded(self, shard_spec: ShardSpec) -> LazyTable:
+        """Returns a shard of the rows, with the values that they would have in this table.
 
         Raises RuntimeError if the rows have been used.
         """
-        self.refuse_if_used()
-        draws = tuple(map(portion.of, self.new.draws))
-        new = replace(self.new, rows=portion.size, draws=draws, portion=portion)
+        self.check_unused()
+        draws = tuple(map(shard_spec.of, self.new.draws))
+        new = replace(self.new, rows=shard_spec.size, draws=draws, shard_spec=shard_spec)
         return LazyTable(self.name, new)

@@ -13,7 +13,7 @@ from speedtorch.memory import host_memory
 from speedtorch.memory.placement import MemoryKind, allocates_host_memory, check_kind
 from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable
-from speedtorch.table.lazy_init import LazyInit, Portion
+from speedtorch.table.lazy_init import LazyInit, ShardSpec
 from speedtorch.table.record_layout import Fields, lay_out
 
 __all__ = ["NewTable", "waiting_bytes"]
@@ -22,13 +22,13 @@ _waiting: weakref.WeakSet[NewTable] = weakref.WeakSet()
 
 
 def waiting_bytes() -> int:
-    """Returns the bytes of host memory that portions of tables will allocate."""
-    return sum(each.bytes_of(each.rows) for each in _waiting if each.portion is not None)
+    """Returns the bytes of host memory that shards of tables will allocate."""
+    return sum(new.bytes_of(new.rows) for new in _waiting if new.shard_spec is not None)
 
 
 @dataclass(eq=False)
 class NewTable:
-    """A table to be made, perhaps for one rank's portion. `name` identifies the table in errors."""
+    """A table to be made, perhaps for one rank's shard. `name` identifies the table in errors."""
 
     name: str
     rows: int
@@ -36,7 +36,7 @@ class NewTable:
     dtype: torch.dtype
     memory: MemoryKind = "auto"
     draws: tuple[LazyInit, ...] = ()
-    portion: Portion | None = None
+    shard_spec: ShardSpec | None = None
 
     def __post_init__(self) -> None:
         check_kind(self.memory)
@@ -86,7 +86,7 @@ class NewTable:
     def add(self, draw: LazyInit, *, anew: bool) -> None:
         """Adds a draw. With `anew` it replaces earlier draws of the same rows."""
         every = slice(None)
-        kept = [each for each in self.draws if not anew or draw.rows not in (every, each.rows)]
+        kept = [old for old in self.draws if not anew or draw.rows not in (every, old.rows)]
         if kept and kept[-1].zero is None and draw.zero is None and kept[-1].rows == draw.rows:
             before = kept.pop()
             draw = before._replace(functions=(*before.functions, *draw.functions))
@@ -106,4 +106,4 @@ class NewTable:
 
     def samples(self) -> list[Tensor]:
         """Draws the first rows of each pending draw. See LazyInit.sample."""
-        return [each.sample(self.rows, self.row_shape, self.dtype) for each in self.draws]
+        return [draw.sample(self.rows, self.row_shape, self.dtype) for draw in self.draws]

@@ -59,10 +59,10 @@ class ReadOnlyRows(Tensor):
         kwargs = kwargs or {}
         for name, place in written_arguments(func).items():
             written = kwargs[name] if name in kwargs else args[place : place + 1]
-            for each in tree_leaves(written):
-                if isinstance(each, ReadOnlyRows):
-                    raise ValueError(f"{schema_name(func).split('::')[1]}: {name} {each.remedy}")
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ReadOnlyRows)]
+            for leaf in tree_leaves(written):
+                if isinstance(leaf, ReadOnlyRows):
+                    raise ValueError(f"{schema_name(func).split('::')[1]}: {name} {leaf.remedy}")
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReadOnlyRows)]
         result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         return tree_map(_guard_of(given), result)
 
@@ -128,9 +128,10 @@ def _plain(value: Any) -> Any:
 
 def _guard_of(given: list[ReadOnlyRows]) -> Callable[[Any], Any]:
     """Returns a function that guards a result if it shares memory with a tensor of `given`."""
-    by_memory = {each.rows.untyped_storage().data_ptr(): each for each in given}
+    by_memory = {guard.rows.untyped_storage().data_ptr(): guard for guard in given}
 
     def guarded(value: Any) -> Any:
+        """Returns the value itself, unless it shares memory with guarded rows."""
         if not isinstance(value, Tensor):
             return value
         if value.layout != torch.strided:

@@ -86,16 +86,16 @@ def lay_out(fields: Fields) -> Record:
         check_dtype(f"field {name!r}", dtype)
         placed[name] = (shape, dtype)
     row_bytes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in placed.items()}
-    unit = {name: dtype.itemsize for name, (_, dtype) in placed.items()}
+    alignment = {name: dtype.itemsize for name, (_, dtype) in placed.items()}
     wide = [name for name, nbytes in row_bytes.items() if nbytes % _ACCESS_BYTES == 0]
     if 0 < len(wide) < len(placed) and sum(row_bytes.values()) >= _LONG_BYTES:
-        unit |= dict.fromkeys(wide, _ACCESS_BYTES)
+        alignment |= dict.fromkeys(wide, _ACCESS_BYTES)
     end, offsets = 0, {}
-    for name in sorted(placed, key=lambda name: -unit[name]):
+    for name in sorted(placed, key=lambda name: -alignment[name]):
         offsets[name] = end
         end += row_bytes[name]
     dtypes = {dtype for _, dtype in placed.values()}
-    largest = max(unit.values())
+    largest = max(alignment.values())
     shared = dtypes.pop() if len(dtypes) == 1 else None
     return Record(placed, offsets, -(-end // largest) * largest, shared)
 

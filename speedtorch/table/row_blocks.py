@@ -1,7 +1,7 @@
 """Initializes rows of a table in parallel. The values do not depend on the number of threads.
 
 Rows are split into fixed blocks. Each block has its own generator, seeded from the seed and the
-block's number. Within a block, torch processes small pieces, each in one thread.
+block's number. Within a block, torch processes small chunks, each in one thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Share", "draw_rows", "fill_rows", "rows_of_a_block"]
 # A block is one task of one thread: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
 # From 32,768 elements on, torch splits work between threads, which would change the rounding.
-_PIECE_ELEMENTS = 32_767
+_CHUNK_ELEMENTS = 32_767
 # Known to draw all elements in the same way. trunc_normal_ cannot be recorded, because it redraws
 # values out of range. Recording any other function loads torch's tracing code once, for a second.
 _KNOWN = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
@@ -52,8 +52,9 @@ def fill_rows(field: Tensor, name: str, value: Any, progress: bool | None) -> No
     row = _row_for(field, name, value)
 
     def work(rows: Tensor, block: int) -> None:
-        for piece in _pieces(rows):
-            piece.copy_(row.expand_as(piece))
+        """Fills one block; its number does not matter."""
+        for chunk in _chunks(rows):
+            chunk.copy_(row.expand_as(chunk))
 
     _in_parallel(field, work, progress)
 
@@ -156,9 +157,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random = torch.Tag.nondeterministic_seeded in func.tags
         fills = func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
         alike = random or fills or torch.Tag.pointwise in func.tags
-        others = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args[1:], kwargs)))
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args[1:], kwargs)))
         in_place = bool(args) and args[0] is self._target and schema_name(func).endswith("_")
-        if not (alike and in_place) or others:
+        if not (alike and in_place) or has_tensors:
             self.steps.clear()
             raise _NotElementwiseError
         # Random pointwise calls, such as dropout_, read the old values.
@@ -178,18 +179,19 @@ def _draw_elements(
     first_seed = _mixed(seed)
 
     def work(rows: Tensor, block: int) -> None:
+        """Draws one block with its own generator."""
         # torch's CPU generator uses 32 bits of its seed, so consecutive blocks get distinct seeds.
         generator = torch.Generator().manual_seed((first_seed + block) & 0xFFFFFFFF)
-        pieces = _pieces(rows)
-        buffer = torch.empty(pieces[0].numel(), dtype=dtype, device="cpu")
-        for piece in pieces:
-            values = buffer[: piece.numel()]
+        chunks = _chunks(rows)
+        buffer = torch.empty(chunks[0].numel(), dtype=dtype, device="cpu")
+        for chunk in chunks:
+            values = buffer[: chunk.numel()]
             if not steps[0].overwrites:
-                values.view(piece.shape).copy_(piece)
-            for part in torch.split(values, _PIECE_ELEMENTS):
+                values.view(chunk.shape).copy_(chunk)
+            for part in torch.split(values, _CHUNK_ELEMENTS):
                 for step in steps:
                     step(part, generator)
-            piece.copy_(values.view(piece.shape))
+            chunk.copy_(values.view(chunk.shape))
 
     _in_parallel(field, work, progress, share)
 
@@ -213,9 +215,9 @@ def _mixed(seed: int) -> int:
     return value ^ (value >> 31)
 
 
-def _pieces(rows: Tensor) -> Sequence[Tensor]:
-    """Splits rows into pieces of whole rows, small enough that torch uses one thread for each."""
-    return torch.split(rows, max(1, _PIECE_ELEMENTS // math.prod(rows.shape[1:])))
+def _chunks(rows: Tensor) -> Sequence[Tensor]:
+    """Splits rows into chunks of whole rows, small enough that torch uses one thread for each."""
+    return torch.split(rows, max(1, _CHUNK_ELEMENTS // math.prod(rows.shape[1:])))
 
 
 class _Block(NamedTuple):
@@ -231,12 +233,12 @@ def _blocks_of(field: Tensor, share: Share | None) -> list[_Block]:
     share = share or Share(len(field), [(range(len(field)), range(len(field)))])
     size = rows_of_a_block(field.shape[1:])
     blocks: dict[int, _Block] = {}
-    for there, here in share.blocks:
-        for number in range(there.start // size, -(-there.stop // size)):
+    for whole, local in share.blocks:
+        for number in range(whole.start // size, -(-whole.stop // size)):
             first = number * size
             block = blocks.setdefault(number, _Block(number, min(size, share.rows - first), []))
-            begin, end = max(there.start, first), min(there.stop, first + size)
-            moved = here.start - there.start
+            begin, end = max(whole.start, first), min(whole.stop, first + size)
+            moved = local.start - whole.start
             part = field[begin + moved : end + moved]
             block.parts.append((slice(begin - first, end - first), part))
     return list(blocks.values())
@@ -276,6 +278,7 @@ def _in_parallel(
     ):
 
         def run() -> None:
+            """Works on blocks of the common iterator until none is left."""
             for block in waiting:
                 _on_block(work, block)
                 with counting:

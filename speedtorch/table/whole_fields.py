@@ -13,11 +13,11 @@ from speedtorch.ops.functions import pinned_copy
 from speedtorch.table.host_table import is_same
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.read_only_rows import ReadOnlyRows, in_own_storage
-from speedtorch.table.shared_rows import SharedRows
+from speedtorch.table.row_shard import RowShard
 
-__all__ = ["WholeFields", "given_in_place"]
+__all__ = ["WholeFields", "state_dict_views"]
 
-_are_given_in_place: ContextVar[bool] = ContextVar("given in place", default=False)
+_returns_views: ContextVar[bool] = ContextVar("returns views", default=False)
 
 _BLOCK_BYTES = 64 << 20  # rows that are converted at once on their copy from a GPU
 
@@ -35,17 +35,17 @@ class WholeFields:
 
     def fill(self, name: str, row: Tensor) -> None:
         """Copies one row to all rows of a field."""
-        self._table.home_of(name).fill_(row, name)
+        self._table.table_of(name).fill_(row, name)
 
     def begin(self, name: str, row: Tensor) -> None:
         """Initializes an optimizer state in all rows. See HostTable.begin_state."""
-        self._table.home_of(name).begin_state(name, row)
+        self._table.table_of(name).begin_state(name, row)
 
     def check_loadable(self, row: Tensor, value: Tensor) -> None:
         """Raises if load() of all rows would. `row` is one row of the field. Changes nothing."""
-        portion = self._table.portion
-        if portion is not None and isinstance(value, SharedRows):
-            self._check_share(value, portion.within(slice(None)))
+        shard_spec = self._table.shard_spec
+        if shard_spec is not None and isinstance(value, RowShard):
+            self._check_share(value, shard_spec.within(slice(None)))
         else:
             row.new_empty((0, *row.shape)).copy_(value.detach()[:0])
 
@@ -55,33 +55,32 @@ class WholeFields:
         Makes no second full copy of the rows. Torch converts their dtype to the field's.
         """
         are_all = len(value) == self._table.whole_rows
-        home = self._table.home_of(name, anew=are_all)
-        home.check_writable(f"{self._table.name}: loading {name!r}")
-        home.settle()
-        field, rows = home.rows_of(name), slice(first, first + len(value))
-        if (portion := self._table.portion) is not None:
-            self._load_portion(field, value, portion.within(rows))
+        table = self._table.table_of(name, anew=are_all)
+        table.check_writable(f"{self._table.name}: loading {name!r}")
+        table.settle()
+        field, rows = table.rows_of(name), slice(first, first + len(value))
+        if (shard_spec := self._table.shard_spec) is not None:
+            self._load_shard(field, value, shard_spec.within(rows))
         else:
             _convert(value.detach(), field[rows])
-            home.settle()
-        home.note_given(name)
+            table.settle()
+        table.note_given(name)
         if name == "weight" and are_all:
             self._table.new.note_drawn()
 
-    def _load_portion(
-        self, field: Tensor, value: Tensor, blocks: list[tuple[range, range]]
-    ) -> None:
-        if not isinstance(value, SharedRows):
+    def _load_shard(self, field: Tensor, value: Tensor, blocks: list[tuple[range, range]]) -> None:
+        if not isinstance(value, RowShard):
             value = value.detach()
-            for there, here in blocks:
-                field[here.start : here.stop].copy_(value[there.start : there.stop])
+            for whole, local in blocks:
+                field[local.start : local.stop].copy_(value[whole.start : whole.stop])
         else:
             self._check_share(value, blocks)
             if not is_same(value.field, field):
-                for _, here in blocks:
-                    field[here.start : here.stop].copy_(value.field[here.start : here.stop])
+                for _, local in blocks:
+                    rows = slice(local.start, local.stop)
+                    field[rows].copy_(value.field[rows])
 
-    def _check_share(self, value: SharedRows, blocks: list[tuple[range, range]]) -> None:
+    def _check_share(self, value: RowShard, blocks: list[tuple[range, range]]) -> None:
         if list(value.blocks) != blocks:
             raise ValueError(
                 f"{self._table.name}: these rows are another shard. To load the rows of any"
@@ -89,12 +88,12 @@ class WholeFields:
             )
 
     def in_place(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Returns rows of a field in the table's memory, as SharedRows if the table is sharded."""
-        field, portion = self._table.field(name), self._table.portion
-        if portion is None:
+        """Returns rows of a field in the table's memory, as RowShard if the table is sharded."""
+        field, shard_spec = self._table.field(name), self._table.shard_spec
+        if shard_spec is None:
             return field[rows]
-        first, end, _ = rows.indices(portion.rows)
-        return SharedRows(end - first, field, portion.within(rows))
+        first, end, _ = rows.indices(shard_spec.rows)
+        return RowShard(end - first, field, shard_spec.within(rows))
 
     @contextmanager
     def replaced_by(self, full: Mapping[str, Tensor]) -> Iterator[None]:
@@ -114,7 +113,7 @@ class WholeFields:
         if name in self._full:
             return in_own_storage(self._full[name][rows])
         field = self.in_place(name, rows)
-        if isinstance(field, SharedRows | ReadOnlyRows) or _are_given_in_place.get():
+        if isinstance(field, RowShard | ReadOnlyRows) or _returns_views.get():
             return field
         if field.is_contiguous():
             return in_own_storage(field)
@@ -125,13 +124,13 @@ class WholeFields:
 
 
 @contextmanager
-def given_in_place() -> Iterator[None]:
+def state_dict_views() -> Iterator[None]:
     """A context in which saved() returns views in this thread, for callers that read at once."""
-    token = _are_given_in_place.set(True)
+    token = _returns_views.set(True)
     try:
         yield
     finally:
-        _are_given_in_place.reset(token)
+        _returns_views.reset(token)
 
 
 def _convert(value: Tensor, field: Tensor) -> None:

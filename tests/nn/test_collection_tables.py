@@ -29,7 +29,7 @@ from speedtorch import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
-from speedtorch.table.lazy_init import Portion
+from speedtorch.table.lazy_init import ShardSpec
 
 ROWS = {"user": 20, "word": 25, "item": 30, "city": 15}
 COLUMNS = {"user": 4, "word": 3, "item": 4, "city": 4}
@@ -248,8 +248,8 @@ def test_rows_of_a_share_are_not_taken_for_all(pooled: bool) -> None:
     ours = made(pooled)
     for group in {id(each): each for each in map(ours.group_of, ROWS)}.values():
         rows = range(group.num_embeddings // 2)
-        portion = Portion(group.num_embeddings, [(rows, rows)], lambda seed: seed)
-        group.share_out(portion, lambda trained, _: trained)
+        shard_spec = ShardSpec(group.num_embeddings, [(rows, rows)], lambda seed: seed)
+        group.share_out(shard_spec, lambda trained, _: trained)
     reads: list[Any] = [
         lambda: ours.table_weight("item"),
         lambda: ours.table_weight("word"),

@@ -24,7 +24,7 @@ import speedtorch
 from speedtorch.nn import nearest, word2vec_format
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table import progress as progress_bars
-from speedtorch.table.lazy_init import Portion
+from speedtorch.table.lazy_init import ShardSpec
 
 ROWS, WIDTH = 20, 4
 BATCHES = [torch.tensor(ids) for ids in ([3, 1, 3, 19], [0, 3, 7], [19, 2, 2])]
@@ -53,7 +53,7 @@ def joined(module: Any, rows: int = 7) -> Tensor:
 def shared_out(kind: Kind = speedtorch.Embedding) -> Any:
     """A module with the first half of its rows, as on the first of two ranks."""
     module, half = kind(ROWS, WIDTH), range(ROWS // 2)
-    module.share_out(Portion(ROWS, [(half, half)], lambda seed: seed), lambda trained, _: trained)
+    module.share_out(ShardSpec(ROWS, [(half, half)], lambda seed: seed), lambda trained, _: trained)
     return module
 
 
@@ -276,8 +276,8 @@ def test_a_share_of_the_rows_is_not_taken_for_all(kind: Kind, read: str) -> None
 def test_an_iterator_made_before_the_rows_are_shared_out_gives_no_share() -> None:
     module, half = speedtorch.Embedding(ROWS, WIDTH), range(ROWS // 2)
     blocks = module.blocks()
-    portion = Portion(ROWS, [(half, half)], lambda seed: seed)
-    module.share_out(portion, lambda trained, _: trained)
+    shard_spec = ShardSpec(ROWS, [(half, half)], lambda seed: seed)
+    module.share_out(shard_spec, lambda trained, _: trained)
     with pytest.raises(RuntimeError, match="this rank has a share"):
         next(blocks)
 

@@ -49,7 +49,7 @@ def check_one_machine() -> None:
             f" available are {NBYTES - 1}: .*SPEEDTORCH_MEMORY_CHECK=0",
             model,
         )
-        assert module.trained_rows.table.portion is None
+        assert module.trained_rows.table.shard_spec is None
         assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
         assert module.table.rows == ROWS
 

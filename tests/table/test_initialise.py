@@ -61,7 +61,7 @@ def small_blocks() -> Iterator[None]:
     """Small tables have many blocks, whose pieces are small too, and wide rows several pieces."""
     with (
         mock.patch.object(row_blocks, "_BLOCK_ELEMENTS", 700),
-        mock.patch.object(row_blocks, "_PIECE_ELEMENTS", 99),
+        mock.patch.object(row_blocks, "_CHUNK_ELEMENTS", 99),
     ):
         yield
 

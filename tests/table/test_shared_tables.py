@@ -85,7 +85,7 @@ def test_tables_of_few_rows_are_shared(rows: int) -> None:
 
 def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it() -> None:
     table = small()
-    descriptor = table._placed().shared._descriptor.fileno()
+    descriptor = table._open_placement().shared._descriptor.fileno()
     assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
@@ -94,7 +94,7 @@ def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it() -> None:
 
 def test_the_memory_is_taken_whole_and_goes_with_the_last_that_has_it() -> None:
     table = HostTable(1 << 18, 16, memory="shared")
-    status = os.fstat(table._placed().shared._descriptor.fileno())
+    status = os.fstat(table._open_placement().shared._descriptor.fileno())
     assert 0 <= status.st_blocks * 512 - table.nbytes <= 1 << 16
     before = set(os.listdir("/proc/self/fd"))
     handle = table.share()
@@ -205,7 +205,7 @@ def test_a_handle_of_elsewhere_is_told(
 @pytest.mark.parametrize("what", ["socket", "folder"])
 def test_a_descriptor_that_is_of_another_thing_by_now_is_told(what: str) -> None:
     table = small()
-    number = table._placed().shared._descriptor.fileno()
+    number = table._open_placement().shared._descriptor.fileno()
     handle = pickle.loads(pickle.dumps(table.share()))
     table.close()
     opened = socket.socket().detach() if what == "socket" else os.open("/", os.O_RDONLY)

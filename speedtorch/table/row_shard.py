@@ -1,4 +1,4 @@
-"""SharedRows: one rank's part of a sharded field, for torch.distributed.checkpoint."""
+"""RowShard: one rank's part of a sharded field, for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speedtorch.torch_internals import tensor_without_memory
 
-__all__ = ["SharedRows"]
+__all__ = ["RowShard"]
 
 _REMEDY = (
     "Call torch.distributed.checkpoint.save(state_dict, checkpoint_id=folder) on all ranks, or save"
@@ -18,7 +18,7 @@ _REMEDY = (
 )
 
 
-class SharedRows(Tensor):
+class RowShard(Tensor):
     """A tensor with the shape of all rows of a field, and memory only for this rank's rows.
 
     torch.distributed.checkpoint saves the rows of all ranks from such tensors, one chunk for each
@@ -30,7 +30,7 @@ class SharedRows(Tensor):
     blocks: Sequence[tuple[range, range]]
     """Pairs of row ranges: among all rows, and in `field`."""
 
-    def __new__(cls, rows: int, field: Tensor, blocks: Sequence[tuple[range, range]]) -> SharedRows:
+    def __new__(cls, rows: int, field: Tensor, blocks: Sequence[tuple[range, range]]) -> RowShard:
         """Creates a tensor of `rows` rows without memory."""
         shape = (rows, *field.shape[1:])
         return tensor_without_memory(cls, shape, dtype=field.dtype, device=field.device)
@@ -40,8 +40,8 @@ class SharedRows(Tensor):
         self.field, self.blocks = field, blocks
 
     def __repr__(self) -> str:  # type: ignore[override]
-        here = sum(len(there) for there, _ in self.blocks)
-        return f"SharedRows({list(self.shape)}, {self.dtype}, {here:,} rows of this rank)"
+        count = sum(len(whole) for whole, _ in self.blocks)
+        return f"RowShard({list(self.shape)}, {self.dtype}, {count:,} rows of this rank)"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -50,12 +50,12 @@ class SharedRows(Tensor):
         types: Any,
         args: Any = (),
         kwargs: Any = None,
-    ) -> SharedRows:
+    ) -> RowShard:
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
-            # torch.distributed.checkpoint.async_save copies this rank's rows into a new SharedRows.
-            given: SharedRows = args[0]
+            # torch.distributed.checkpoint.async_save copies this rank's rows into a new RowShard.
+            given: RowShard = args[0]
             field = given.field.new_empty(given.field.shape, **(kwargs or {}))
-            return SharedRows(len(given), field, given.blocks)
+            return RowShard(len(given), field, given.blocks)
         raise NotImplementedError(
             f"{func}: this tensor has no rows of other ranks. emb.table has this rank's rows."
         )
@@ -79,9 +79,9 @@ class SharedRows(Tensor):
         """See untyped_storage."""
         self.untyped_storage()
 
-    def __deepcopy__(self, _: object) -> SharedRows:
+    def __deepcopy__(self, _: object) -> RowShard:
         """Copies this rank's rows to new memory."""
-        return SharedRows(len(self), self.field.clone(), self.blocks)
+        return RowShard(len(self), self.field.clone(), self.blocks)
 
     # The protocol of torch.distributed.checkpoint; see torch.distributed._checkpointable.
 
@@ -92,9 +92,9 @@ class SharedRows(Tensor):
         zeros = [0] * len(columns)
         return [
             ChunkStorageMetadata(
-                offsets=torch.Size([there.start, *zeros]), sizes=torch.Size([len(there), *columns])
+                offsets=torch.Size([whole.start, *zeros]), sizes=torch.Size([len(whole), *columns])
             )
-            for there, _ in self.blocks
+            for whole, _ in self.blocks
         ]
 
     def __create_write_items__(self, name: str, _: object) -> list[Any]:
@@ -112,7 +112,7 @@ class SharedRows(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for there, here in self.blocks:
-            if there.start == index.offset[0]:
-                return self.field[here.start : here.stop]
+        for whole, local in self.blocks:
+            if whole.start == index.offset[0]:
+                return self.field[local.start : local.stop]
         raise ValueError(f"{index.fqn}: no block of this rank begins at row {index.offset[0]}")
