@@ -37,12 +37,12 @@ from speedtorch.plan import fixed_size_batch
 from speedtorch.step import fixed_memory
 from speedtorch.table.row_blocks import rows_of_a_block
 
-TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
-ANOTHERS = "Embedding: another rank cannot hold its rows of a step, and says why"
-FULL = "Embedding: ranks name more distinct rows of one of them in a step than its capacity"
-SHARE = "Embedding: a lookup on some rank names more distinct rows of one rank than a fair share"
+TOO_MANY = "Embedding: a step has 5 unique rows, but capacity=4"
+ANOTHERS = "Embedding: another rank could not load the rows of its step, and its error states the"
+FULL = "Embedding: the lookups of all ranks in a step have more unique rows of one rank than its"
+SHARE = "Embedding: a lookup on some rank has more unique rows of one rank than a fair share"
 MORE = "Embedding: a lookup names {} distinct rows of rank 1, {} fit, the fair share of capacity={}"
-NEW_ROWS = "all lookups of a step are announced before the first of them.* brings 1 new rows"
+NEW_ROWS = "all lookups of a step must be announced before the first of them.* has 1 new rows"
 
 
 WIDE = replace(CASES["Adam"], rows=4000)

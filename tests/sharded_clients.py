@@ -287,7 +287,7 @@ def check_wrapped_modules() -> None:
         wrapped.zero_grad()
     part = Biased()
     shard(part)
-    message = r"call speedtorch.shard\(\) with the whole module that DistributedDataParallel wraps"
+    message = r"Call speedtorch.shard\(\) with the whole module that DistributedDataParallel wraps"
     raises(NotImplementedError, message, lambda: DataParallel(nn.ModuleDict({"part": part})))
     alone = DataParallel(Biased())
     raises(NotImplementedError, "with the Biased that it wraps", lambda: alone(torch.tensor([1])))

@@ -383,4 +383,4 @@ def check_clipping_refused(host: str, folder: str, most: float) -> None:
     """A library's own norm is refused on all ranks before a row changes, and the remedy named."""
     made = HOSTS[host](folder, "SGD", most=most, clips=False)
     remedy = "configure_gradient_clipping" if host == "lightning" else "accelerator.clip_grad_norm_"
-    raises(NotImplementedError, f"use speedtorch.clip_grad_norm_ .*{remedy}", lambda: made.train(3))
+    raises(NotImplementedError, f"Use speedtorch.clip_grad_norm_ .*{remedy}", lambda: made.train(3))

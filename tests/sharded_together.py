@@ -322,7 +322,7 @@ def check_a_group_that_is_too_large(on_machine: bool) -> None:
         shard(model)
         batch = {name: ids_here(1, 2) for name in ("t0", "t1", "t2")}
         full = batch | ({"t1": ids_here(*range(20))} if is_odd else {})
-        message = "" if is_odd else "on some rank names more distinct rows of one rank"
+        message = "" if is_odd else "on some rank has more unique rows of one rank"
         raises(RuntimeError, f"'t1'.*{message}", partial(model, full))
         found = model(batch).values()
         with torch.no_grad():

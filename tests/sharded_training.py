@@ -552,7 +552,7 @@ def check_clipping(sparse: bool) -> None:
         assert clipped <= most + 1e-6
         raises(
             NotImplementedError,
-            "use speedtorch.clip_grad_norm_",
+            "Use speedtorch.clip_grad_norm_",
             lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),  # type: ignore[misc]
         )
         if not sparse:  # torch clips no values of sparse ones; a value is one of its own rank

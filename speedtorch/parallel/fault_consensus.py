@@ -17,7 +17,7 @@ from speedtorch.parallel.ranks import Ranks
 from speedtorch.plan.fixed_size_batch import raises_at_once
 from speedtorch.plan.host_copy import HostCopy
 from speedtorch.step.disagreement import DisagreementError
-from speedtorch.step.fixed_blocks import of_ranks
+from speedtorch.step.fixed_blocks import rank_error
 from speedtorch.step.fixed_memory import FixedMemory
 
 __all__ = ["FaultConsensus"]
@@ -102,7 +102,7 @@ class FaultConsensus:
     def settle(self, fault: int) -> None:
         """Raises the fault of the last lookup on all ranks, if some rank still has an error.
 
-        A rank at fault raises its exchange's IndexError or RuntimeError; others raise of_ranks().
+        A rank at fault raises its exchange's IndexError or RuntimeError; others raise rank_error().
         """
         error: IndexError | RuntimeError | None = None
         device = self._memory.held.device
@@ -115,5 +115,5 @@ class FaultConsensus:
         is_new = torch.tensor([error is not None], device=device).long()
         if int(self._ranks.most_(is_new)):
             self._ranks.count_fault()
-            so = "its rows were looked up as zeros, and no table's were moved or changed"
-            raise error or of_ranks(self._memory.held.name, fault, so)
+            outcome = "Its lookup returned zeros. No row of a table was moved or changed."
+            raise error or rank_error(self._memory.held.name, fault, outcome)

@@ -19,7 +19,7 @@ from speedtorch.parallel.fault_consensus import FaultConsensus
 from speedtorch.parallel.lookup_request import Lookup, LookupRequest, LookupRound
 from speedtorch.parallel.ranks import LOOKUPS, Asked
 from speedtorch.plan.fixed_size_batch import BAD_IDS, raises_at_once
-from speedtorch.step.fixed_blocks import OTHER_MODULE, of_ranks
+from speedtorch.step.fixed_blocks import OTHER_MODULE, rank_error
 from speedtorch.step.trained_rows import Bags
 
 __all__ = ["FixedRequest", "FixedRound"]
@@ -86,7 +86,7 @@ class FixedRequest(LookupRequest):
                 bad = (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist()
                 if bad or self.own_error() is not None:
                     raise self.bad_ids(bad)
-            raise of_ranks(self.name, fault, "nothing has changed")
+            raise rank_error(self.name, fault, "Nothing has changed.")
 
     def own_error(self) -> Exception | None:
         """As LookupRequest.own_error, or an error if ids name too many rows of a rank."""

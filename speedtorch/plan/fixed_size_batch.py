@@ -23,11 +23,11 @@ def raises_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def too_many(name: str, named: int, capacity: int, so: str) -> RuntimeError:
-    """The error for a step with more rows than `capacity`; `so` states the consequence."""
+def too_many(name: str, named: int, capacity: int, outcome: str) -> RuntimeError:
+    """The error for a step with more rows than `capacity`; `outcome` is a sentence."""
     return RuntimeError(
-        f"{name}: a step names {named} distinct rows, capacity={capacity} fit; use smaller batches"
-        f" or a larger capacity: {so}"
+        f"{name}: a step has {named} unique rows, but capacity={capacity}. Use smaller batches or a"
+        f" larger capacity. {outcome}"
     )
 
 
@@ -100,7 +100,7 @@ class FixedSizeBatch:
         """Raises RuntimeError if too many rows on the CPU are named. Never waits."""
         if not self._is_counted and raises_at_once(self.device):
             if (named := int(self.parts.plan[4][3])) > self.capacity:
-                raise too_many(self.parts.name, named, self.capacity, "nothing has changed")
+                raise too_many(self.parts.name, named, self.capacity, "Nothing has changed.")
             self._is_counted = True
 
     def fault(self) -> Tensor:

@@ -50,10 +50,10 @@ def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> N
         expected = f"{name}: expected a dense int32 or int64 tensor, got"
         if ids.is_nested:
             raise numbers(
-                f"{expected} a nested one: give its values(), and for bags its offsets() as well"
+                f"{expected} a nested tensor. Pass its values(), and for bags also its offsets()."
             )
         layout = "" if is_dense else f" in {ids.layout}"
-        remedy = ": convert them with ids.long()" if is_dense else ""
+        remedy = ". Convert them with ids.long()." if is_dense else ""
         raise numbers(f"{expected} {ids.dtype} of shape {list(ids.shape)}{layout}{remedy}")
 
 

@@ -163,10 +163,10 @@ def refuse_partial_step(
             continue
         if parts.shape(part).numel():
             raise RuntimeError(
-                f"{name}: a step looks up all tensors of ids that announce() or prefetch's"
-                f" ids names for it, or none: of {len(parts)} that were named, number {part}"
-                f" (counted from 0), of shape {list(parts.shape(part))}, was not looked up, and"
-                " the step would change its rows without a gradient. Name no other tensors"
-                " (ids=lambda batch: batch[0] where a loader gives (ids, labels)), or give the"
-                " step up by zero_grad(); nothing was stepped"
+                f"{name}: a step must look up all or none of the tensors of ids that announce() or"
+                f" prefetch(ids=) announced for it. Of {len(parts)} announced tensors, number"
+                f" {part} (counted from 0), of shape {list(parts.shape(part))}, was not looked up."
+                " The optimizer would change its rows without a gradient. Announce only tensors"
+                " that the step looks up (ids=lambda batch: batch[0] if a loader returns (ids,"
+                " labels)), or discard the step with zero_grad(). No row was stepped."
             )

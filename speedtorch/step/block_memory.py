@@ -118,6 +118,6 @@ class BlockMemory(RowMemory):
         """As RowMemory.refuse_if_captured."""
         if self._blocks.graphs.remain(self.held.device):
             raise RuntimeError(
-                f"{self.held.name}: {what} is refused while a captured CUDA graph uses its rows:"
-                " let the graph go first (del graph)"
+                f"{self.held.name}: {what} is not possible while a captured CUDA graph uses its"
+                " rows. Delete the graph first (del graph)."
             )

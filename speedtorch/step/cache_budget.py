@@ -120,13 +120,13 @@ class CacheBudget:
         }
         least = sum(need.slot_bytes for need in can_change.values())
         if least > self.nbytes - in_graphs:
-            in_use = f" beside {in_graphs} bytes that CUDA graphs use" if in_graphs else ""
+            in_use = f", and CUDA graphs use {in_graphs} bytes" if in_graphs else ""
             count = len(can_change)
-            rows_of = f"one row of each of {count} tables takes" if count > 1 else "one row takes"
+            rows_of = f"One row of each of {count} tables takes" if count > 1 else "One row takes"
             raise ValueError(
-                f"cache: {self.nbytes} bytes are too few, as {rows_of} {least} bytes with its"
-                f" optimizer state and {BYTES_OF_SLOT} bytes for its id{in_use}: give"
-                f" {least + in_graphs} bytes or more"
+                f"cache: {self.nbytes} bytes are too few. {rows_of} {least} bytes with its"
+                f" optimizer state and {BYTES_OF_SLOT} bytes for its id{in_use}. Pass at least"
+                f" {least + in_graphs} bytes."
             )
         return can_change, self.nbytes - in_graphs
 

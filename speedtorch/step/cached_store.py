@@ -117,7 +117,7 @@ class CachedStore(RowStore):
     def report(self) -> CacheReport:
         """The contents and hit rates of the cache; raises ValueError before the first step."""
         if self._hot is None:
-            raise ValueError(f"{self._name}: no step has loaded rows yet; train one first")
+            raise ValueError(f"{self._name}: no step has loaded rows yet. Train a step first.")
         return self._hot.report()
 
     def let_go(self) -> None:
@@ -137,8 +137,8 @@ class CachedStore(RowStore):
         if self._hot is None or self._made_for != made_for:
             if captures:
                 raise RuntimeError(
-                    f"{self._name}: a CUDA graph cannot make the cache of its rows: train a step or"
-                    " two as the graph will before it is captured"
+                    f"{self._name}: the capture of a CUDA graph cannot allocate the cache of its"
+                    " rows. Train one or two steps as the graph will before the capture."
                 )
             if self._made_for is not None and made_for[1] == self._made_for[1]:
                 self.write_back()
@@ -155,16 +155,16 @@ class CachedStore(RowStore):
         fields = dict(zip(names, self.fields(names), strict=True))
         if device.type == "cuda" and not self._table.is_in_place:
             raise ValueError(
-                f"{self._name}: a cache needs host memory that the GPU reads in place, and this"
-                f" table's is {self._table.memory!r}: use memory='managed' or 'registered', or no"
-                " cache"
+                f"{self._name}: a cache needs host memory that the GPU reads in place, but this"
+                f" table has memory={self._table.memory!r}. Use memory='managed' or 'registered',"
+                " or no cache."
             )
         row_bytes = sum(each[:1].numel() * each.element_size() for each in fields.values())
         slots = min(self.rows, self.nbytes // (row_bytes + BYTES_OF_SLOT))
         if slots < 1:
             raise ValueError(
-                f"{self._name}: a cache of {text_of(self.nbytes)} holds no row of {row_bytes}"
-                f" bytes; give {row_bytes + BYTES_OF_SLOT} bytes or more"
+                f"{self._name}: a cache of {text_of(self.nbytes)} is too small for a row of"
+                f" {row_bytes} bytes. Pass at least {row_bytes + BYTES_OF_SLOT} bytes."
             )
         members = None if self.members is None else self.members[:slots]
         return HotRows(self.rows, fields, slots, device, members)

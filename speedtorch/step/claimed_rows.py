@@ -49,9 +49,9 @@ class ClaimedRows:
         """The lock of a thread that uses the rows; see HeldRows."""
         self._weight: Callable[[], RowWeight | None] = lambda: None
         self.untraceable = (
-            f"{name}: torch.export, torch.jit and ONNX cannot keep a lookup, as its table is in"
-            " host memory; export what follows it, given the rows emb(ids), or a torch.nn module"
-            " that has loaded its state_dict()"
+            f"{name}: torch.export, torch.jit and ONNX cannot export a lookup, because its table is"
+            " in host memory. Export the layers after the lookup, with the rows emb(ids) as input,"
+            " or a torch.nn module that has loaded the state_dict()."
         )
         self.is_left = False
         """Whether the module was deleted, so that a new module may train the rows."""
@@ -111,7 +111,7 @@ class ClaimedRows:
     def weight(self) -> RowWeight:
         """The weight parameter of all rows; raises RuntimeError after it was deleted."""
         if (weight := self._weight()) is None:
-            raise RuntimeError(f"{self.name}: its weight is gone, and its module before it")
+            raise RuntimeError(f"{self.name}: its weight and its module were deleted.")
         return weight
 
     def claim(self) -> None:
@@ -134,8 +134,8 @@ class ClaimedRows:
 
     def _refuse_replaced(self) -> None:
         raise RuntimeError(
-            f"{self.name}: another module was made to train the rows of its HostTable, and each"
-            " would miss the changes of the other; use that one in both places"
+            f"{self.name}: a later module was created to train the rows of the same HostTable, and"
+            " each would miss the changes of the other. Use the later module in both places."
         )
 
     @serialized

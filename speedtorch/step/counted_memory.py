@@ -56,9 +56,9 @@ class CountedMemory(RowMemory):
         """As RowMemory.before_lookup."""
         if self.held.on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{self.held.name}: a CUDA graph cannot hold a lookup, because the number of rows"
-                " changes from step to step; build it with capacity=, the most rows of a step, or"
-                " capture what comes after it"
+                f"{self.held.name}: a CUDA graph cannot capture a lookup, because the number of"
+                " rows changes from step to step. Create the module with capacity=, the maximum"
+                " number of rows of a step, or capture only the computation after the lookup."
             )
 
     def begun(

@@ -78,15 +78,15 @@ class Exchange:
         self.memory.raise_faults()
         if self.steps.has_other_loop(None):
             raise RuntimeError(
-                f"{self.name}: its rows are prefetched by a loop, which must end first (close its"
-                " generator, or let it run to its end)"
+                f"{self.name}: a loop that prefetches its rows must end before resize(). Close its"
+                " generator, or let it run to its end."
             )
         held.complete(ahead=False)
         has_gradient = held.view.parameter.grad is not None
         if not held.now.stepped and (has_gradient or not held.is_over()):
             raise RuntimeError(
-                f"{self.name}: resize() within a step, whose lookups or gradients wait for"
-                " optimizer.step(): call that first, or zero_grad() and drop the loss"
+                f"{self.name}: resize() was called within a step, whose lookups or gradients wait"
+                " for optimizer.step(). Call that first, or zero_grad() and delete the loss."
             )
         held.write_back()
         held.announced.give_up()

@@ -17,33 +17,33 @@ from speedtorch.plan.fixed_size_batch import BAD_IDS, TOO_MANY, Changes, FixedSi
 from speedtorch.step.capturing_graphs import CapturingGraphs
 from speedtorch.step.row_store import Counted, Fields, RowStore
 
-__all__ = ["OTHER_MODULE", "OVER_SHARE", "REFUSED", "FixedBlocks", "of_ranks"]
+__all__ = ["OTHER_MODULE", "OVER_SHARE", "REFUSED", "FixedBlocks", "rank_error"]
 
 OVER_SHARE, OTHER_MODULE, REFUSED = 3, 4, 5
 """Faults of ranks that share rows, in addition to the faults of a batch."""
 
 
-def of_ranks(name: str, fault: int, so: str) -> IndexError | RuntimeError:
-    """The error for a fault on some rank; `so` says what happened on all ranks."""
+def rank_error(name: str, fault: int, outcome: str) -> IndexError | RuntimeError:
+    """The error for a fault on some rank; `outcome` is a sentence on all ranks."""
     if fault == BAD_IDS:
-        return IndexError(f"{name}: an id on some rank is out of range; {so}")
-    why = "another rank cannot hold its rows of a step, and says why"
+        return IndexError(f"{name}: an id on some rank is out of range. {outcome}")
+    why = "another rank could not load the rows of its step, and its error states the reason."
     if fault == TOO_MANY:
         why = (
-            "ranks name more distinct rows of one of them in a step than its capacity; use smaller"
-            " batches or a larger capacity"
+            "the lookups of all ranks in a step have more unique rows of one rank than its"
+            " capacity. Use smaller batches or a larger capacity."
         )
     if fault == OVER_SHARE:
         why = (
-            "a lookup on some rank names more distinct rows of one rank than a fair share of the"
-            " capacity; use smaller batches or a larger capacity"
+            "a lookup on some rank has more unique rows of one rank than a fair share of the"
+            " capacity. Use smaller batches or a larger capacity."
         )
     if fault == OTHER_MODULE:
         why = (
-            "other ranks look up rows of another module now; all ranks make the same lookups in"
-            " the same order, with an empty batch where they have none"
+            "other ranks look up rows of another module now. All ranks must make the same lookups"
+            " in the same order, with an empty batch if they have no ids."
         )
-    return RuntimeError(f"{name}: {why}: {so}")
+    return RuntimeError(f"{name}: {why} {outcome}")
 
 
 class FixedBlocks:
@@ -149,8 +149,9 @@ class FixedBlocks:
         """Ids of the last batch's rows, if `begun` still has this value; waits for the device."""
         if begun != self.begun:
             raise NotImplementedError(
-                f"{self._name}: which rows a gradient of an earlier step has is no longer known, as"
-                " a capacity keeps the ids of one step on the device; use it before the next lookup"
+                f"{self._name}: the row ids of an earlier step's gradient are no longer known,"
+                " because with capacity= the device has the ids of only one step. Use the gradient"
+                " before the next lookup."
             )
         return self.ids[: int(self._number)].clone()
 
@@ -320,17 +321,17 @@ class FixedBlocks:
         more = int(self._halt[1])
         self._halt.zero_()
         self._fault.zero_()
-        since = f" (and {more} later batches)" if more else ""
+        since = f" (and those of {more} later batches)" if more else ""
         nothing = (
-            f"its rows{since} were looked up as zeros and none of the table's was moved or changed;"
-            " parameters of other layers were stepped, unless their optimizer is a fused one"
+            f"Its lookup{since} returned zeros. No row of the table was moved or changed."
+            " Parameters of other layers were stepped, unless their optimizer is fused."
         )
         if kind == TOO_MANY:
             raise too_many(self._name, distinct, size, nothing)
         assert kind == BAD_IDS
         if position < 0:
-            raise of_ranks(self._name, -position, nothing)
+            raise rank_error(self._name, -position, nothing)
         raise IndexError(
             f"{self._name}: id {bad_id} at position {position} is out of range for a table of"
-            f" {rows} rows ({bad} of {count} ids are out of range); {nothing}"
+            f" {rows} rows ({bad} of {count} ids are out of range). {nothing}"
         )

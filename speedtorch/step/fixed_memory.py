@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speedtorch.plan.fixed_size_batch import FixedSizeBatch, raises_at_once
 from speedtorch.step.block_memory import BlockMemory
-from speedtorch.step.fixed_blocks import REFUSED, of_ranks
+from speedtorch.step.fixed_blocks import REFUSED, rank_error
 from speedtorch.step.row_lock import serialized
 from speedtorch.step.step import Batch, Copy, PendingTransfer, Prefetched, Step
 
@@ -68,8 +68,8 @@ class FixedMemory(BlockMemory):
         is_settled = is_settled and not (now.copy is Copy.STALE and blocks.hold_some)
         if not is_settled or not blocks.are_for(held.device, held.fields):
             raise RuntimeError(
-                f"{held.name}: a CUDA graph begins with a step of its own: train a step or two"
-                " as the graph will, then end prefetch(), and call zero_grad() and flush()"
+                f"{held.name}: the capture of a CUDA graph must begin a new step. Train one or two"
+                " steps as the graph will, then end prefetch(), and call zero_grad() and flush()."
             )
 
     def begun(
@@ -120,14 +120,14 @@ class FixedMemory(BlockMemory):
         """Finds rows among the step's rows; raises RuntimeError if there are others."""
         held = self.held
         remedy = (
-            f"{held.name}: with capacity all lookups of a step are announced before the first of"
-            " them, by announce(), prefetch() or in one lookup; this one"
+            f"{held.name}: with capacity= all lookups of a step must be announced before the first"
+            " of them, by announce() or prefetch(), or be one lookup. This lookup"
         )
         if held.captures():
-            raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot look what it names")
+            raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot check its ids.")
         batch = self.planned(parts, held.now.batches[0])
         if more := batch.new_row_count:
-            raise RuntimeError(f"{remedy} brings {more} new rows; nothing has changed")
+            raise RuntimeError(f"{remedy} has {more} new rows. Nothing has changed.")
         return held.now.with_batch(batch, is_planned=is_planned)
 
     def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
@@ -228,7 +228,7 @@ class FixedMemory(BlockMemory):
         """Raises the error for the fault of any rank, if there is one."""
         if why := int(fault):
             self.held.announced.give_up()
-            raise of_ranks(self.held.name, why, "nothing has changed")
+            raise rank_error(self.held.name, why, "Nothing has changed.")
 
     # ---- CUDA graphs
 

@@ -119,8 +119,8 @@ class ParameterView:
         for number, (each, memory) in enumerate(zip(rows, step.rows, strict=True)):
             if each.shape != memory.shape:
                 raise RuntimeError(
-                    f"{self._name}: the held rows have the shape {list(each.shape)}, expected"
-                    f" {list(memory.shape)}; an optimizer must not resize them"
+                    f"{self._name}: the step's rows have shape {list(each.shape)}, expected"
+                    f" {list(memory.shape)}. An optimizer must not resize them."
                 )
             rows[number] = each.contiguous()
         return rows

@@ -61,14 +61,14 @@ class Rounding:
         if unknown := self.stored.keys() - fields.keys() - {"weight"}:
             kept = ", ".join(name for name in fields if name != "weight") or "nothing"
             raise ValueError(
-                f"stored: there is no field {sorted(unknown)[0]!r}; the optimizer keeps {kept} of"
-                " each row"
+                f"stored: there is no field {sorted(unknown)[0]!r}. The optimizer has {kept} for"
+                " each row."
             )
         for name, dtype in self.stored.items():
             if name in fields and fields[name][1] != torch.float32:
                 raise ValueError(
-                    f"stored: {name!r} is {fields[name][1]} in a step, and {dtype} can store"
-                    " float32 alone"
+                    f"stored: {name!r} is {fields[name][1]} in a step, but only float32 can be"
+                    f" stored as {dtype}."
                 )
 
     def stored_fields(self, fields: Fields) -> Fields:
@@ -108,8 +108,8 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
             )
     if held != torch.float32:
         raise ValueError(
-            f"stored: rows are held as {held}, and 16 bits can store float32 alone: give"
-            " dtype=torch.float32"
+            f"stored: rows are {held} in a step, but only float32 can be stored in 16 bits. Pass"
+            " dtype=torch.float32."
         )
     return asked
 
@@ -117,6 +117,6 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
 def check_mode(mode: object, stored: object) -> None:
     """Raises ValueError for an unknown rounding mode, or for "nearest" without `stored`."""
     if stored is None and mode == "nearest":
-        raise ValueError("rounding: says how rows of 16 bits are rounded; give stored= as well")
+        raise ValueError("rounding: 'nearest' is for rows stored in 16 bits. Pass stored= as well.")
     if mode not in get_args(RoundingMode):
         raise ValueError(f"rounding: expected 'stochastic' or 'nearest', got {mode!r}")

@@ -186,7 +186,7 @@ class RowWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _refused(
-            self, "pickle of", "a copy of it would be as large as the table", "the state_dict()"
+            self, "pickle of", "a copy would be as large as the table", "the state_dict()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -206,8 +206,8 @@ class RowWeight(Tensor):
         key = self._rows, self._field
         if self._count != self._rows.table.whole_rows:
             raise RuntimeError(
-                f"{self._rows.name}: this view of its weight or its state is from before resize():"
-                " take it from emb.weight or optimizer.state again"
+                f"{self._rows.name}: this view of its weight or optimizer state is older than"
+                " resize(). Read it from emb.weight or optimizer.state again."
             )
         if key not in memory:
             rows = self._rows.memory(self._field)
@@ -282,7 +282,7 @@ class _LookedUp(Tensor):
         return cls.of(result, view, again) if isinstance(view, RowWeight) else result
 
 
-_NO_GRAD = "torch.no_grad() or its data"
+_NO_GRAD = "torch.no_grad() or weight.data"
 
 
 def _name_of(func: Any, args: Sequence[Any]) -> str:
@@ -303,16 +303,17 @@ def _is_write(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _refused(weight: RowWeight, what: str, reason: str, remedy: str) -> NotImplementedError:
-    return NotImplementedError(f"{weight._rows.name}: {what} its weight: {reason}; use {remedy}")
+    text = f"{weight._rows.name}: {what} its weight is not supported, because {reason}."
+    return NotImplementedError(f"{text} Use {remedy}.")
 
 
 def _all_rows_needed(weight: RowWeight, what: str) -> NotImplementedError:
     rows = weight._rows
     return NotImplementedError(
-        f"{rows.name}: {what} of its weight would need all {rows.whole_shape[0]:,} rows, of which"
-        " a step loads few; use emb(ids), which is differentiable, for the rows of a batch, and"
+        f"{rows.name}: {what} of its weight would need all {rows.whole_shape[0]:,} rows, but a step"
+        " loads only a batch. Use emb(ids), which is differentiable, for the rows of a batch. Use"
         ' torch.no_grad() or emb.table["weight"] to read or write the whole table in host memory,'
-        " with other tensors on the CPU"
+        " with other tensors on the CPU."
     )
 
 
@@ -320,13 +321,14 @@ def _refuse_share(weight: RowWeight, name: str) -> None:
     """Raises NotImplementedError if ranks share the rows."""
     if weight._rows.table.shard_spec is not None:
         raise NotImplementedError(
-            f"{weight._rows.name}: {name}() of its weight needs the rows of all ranks, and each has"
-            " a shard of them; use emb(ids), speedtorch.clip_grad_norm_, speedtorch.GradScaler, or"
-            " model.state_dict() within speedtorch.full_state_dict(model); call speedtorch.shard()"
-            " with the whole module that DistributedDataParallel wraps, which takes the place of"
-            " torchrec's DistributedModelParallel, and fully_shard() with"
+            f"{weight._rows.name}: {name}() of its weight needs the rows of all ranks, but each"
+            " rank has a shard of them. Use emb(ids), speedtorch.clip_grad_norm_,"
+            " speedtorch.GradScaler, or model.state_dict() within"
+            " speedtorch.full_state_dict(model). Call speedtorch.shard() with the whole module that"
+            " DistributedDataParallel wraps, without torchrec's DistributedModelParallel. Call"
+            " fully_shard() with"
             " ignored_params=speedtorch.row_parameters(model) (FullyShardedDataParallel:"
-            " ignored_states=)"
+            " ignored_states=)."
         )
 
 
@@ -341,7 +343,7 @@ def _gradient(access: str, weight: RowWeight, *value: Any) -> Any:
     if rows._weight() is not weight:
         if access == "__get__":
             return None
-        raise _refused(weight, "a gradient of a view of", "it has none", "emb.weight.grad")
+        raise _refused(weight, "a gradient of a view of", "a view has none", "emb.weight.grad")
     if access == "__get__":
         return rows.weight_gradient()
     return rows.set_gradient(*value or (None,))
@@ -376,8 +378,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
         or (name == "data" and access == "__set__")
         or (name == "backward" and is_first)
     ):
-        remedy = "emb.table['weight'], or a copy of it by clone()"
-        raise _refused(weight, f"{name}() of", "memory, shape and strides are the table's", remedy)
+        remedy = "emb.table['weight'], or a copy of it, clone()"
+        reason = "its memory, shape and strides are the table's"
+        raise _refused(weight, f"{name}() of", reason, remedy)
     if name == "grad":
         remedy = "loss.backward() and emb.weight.grad"
         raise _refused(weight, "autograd.grad() of", "autograd has no gradient of all rows", remedy)
@@ -503,7 +506,7 @@ def _written_out(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Ten
         if not (fits and result.shape == out.shape and torch.can_cast(result.dtype, out.dtype)):
             weight = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, RowWeight))
             reason = "the result has another shape or dtype"
-            raise _refused(weight, f"{name}() with out=", reason, "a tensor for the result")
+            raise _refused(weight, f"{name}() with out=", reason, "another tensor as out=")
     out.copy_(result)
     return out  # type: ignore[no-any-return]
 
@@ -579,7 +582,7 @@ def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
         with as_plain():
             fits = value.shape == weight.shape and value.dtype == weight.dtype
         if weight._rows._weight() is not weight or not fits:
-            reason = "it can become other values of its shape and dtype only"
+            reason = "only the weight itself accepts values, of its shape and dtype"
             raise _refused(weight, "assigning the data of", reason, "weight.data.copy_(values)")
         return _load(weight, value)
     if name == "requires_grad" and access == "__set__":
@@ -668,7 +671,7 @@ def _of_lists(name: str, args: Any, kwargs: Any) -> Any:
     if function is None:
         weight = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, RowWeight))
         remedy = "the function of one tensor"
-        raise _refused(weight, f"{name}() of", "it has no function of one tensor", remedy)
+        raise _refused(weight, f"{name}() of", "no function of one tensor has its name", remedy)
     results = for_each_of_lists(function, single, args, kwargs)
     return args[0] if name.endswith("_") else results
 
@@ -727,7 +730,7 @@ def _looked_up(
         any(s is not None and s is not False for s in given_settings) or padding not in known
     ):
         raise _refused(
-            weight, f"{name}() with these options of", "they are those of the module", "emb(ids)"
+            weight, f"{name}() with these options of", "the module sets its options", "emb(ids)"
         )
     if name == "embedding_bag":
         with as_plain():
@@ -783,7 +786,7 @@ def _by_ids(weight: RowWeight, ids: Tensor, trains: bool, *, is_padded: bool = F
                 return rows
             refusal = (
                 f"{weight._rows.name}: the row of padding_idx={padding} has no gradient, but"
-                " torch.nn.Embedding's weight[ids] has one for it: use emb(ids), or omit this id"
+                " torch.nn.Embedding's weight[ids] has one for it. Use emb(ids), or omit this id."
             )
 
             def check(gradient: Tensor) -> None:

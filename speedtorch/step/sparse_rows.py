@@ -105,8 +105,8 @@ class RowContent:
         for operation, number, version in self.scales:
             if _version(number) != version:
                 raise NotImplementedError(
-                    "the gradient of an Embedding was scaled by a tensor that has changed since:"
-                    " rows without memory can no longer be computed; scale by a clone of the tensor"
+                    "the gradient of an Embedding was scaled by a tensor that has changed since."
+                    " Rows without memory can no longer be computed. Scale by a clone of it."
                 )
             scaled = operation(scaled, number.reshape(()))  # type: ignore[arg-type]
         return scaled
@@ -215,7 +215,7 @@ class SparseRows(Tensor):
 
     def untyped_storage(self) -> NoReturn:
         """Raises NotImplementedError, as all functions that need the memory itself do."""
-        raise NotImplementedError(f"{self!r} has no storage: use a copy of all rows by to_dense()")
+        raise NotImplementedError(f"{self!r} has no storage. Use to_dense(), a copy of all rows.")
 
     share_memory_ = storage = const_data_ptr = untyped_storage
 
@@ -256,8 +256,8 @@ class SparseRows(Tensor):
         is_out = writes and any(isinstance(leaf, SparseRows) for leaf in kwargs.values())
         if name in _REPLACES or is_out:
             raise NotImplementedError(
-                f"{name}() of a tensor that has memory for some of its rows: use a copy of all rows"
-                " by to_dense()"
+                f"{name}() is not supported for a tensor with memory for only some of its rows. Use"
+                " to_dense(), a copy of all rows."
             )
         _check_alike(name, args, [leaf.content for leaf in sparse])
         result = NotImplemented
@@ -487,7 +487,7 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         single = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base, None)
         if single is None:
             raise NotImplementedError(
-                f"{name}() of a list with {first[0]!r}: use the function of one tensor"
+                f"{name}() does not support {first[0]!r}. Use the function of one tensor."
             )
         results = for_each_of_lists(single, base, args, kwargs)
     if func._schema.is_mutable:

@@ -155,8 +155,8 @@ class SteppedRows:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self._held.name}: an optimizer's step() in another thread has been changing"
-                    f" its rows for {_PATIENCE:g} seconds; use a module in one thread at a time, or"
-                    " hold a lock of your own around step() and around this call"
+                    f" its rows for {_PATIENCE:g} seconds. Use a module in one thread at a time, or"
+                    " hold your own lock around step() and around this call."
                 )
             time.sleep(_LOOK)
 
@@ -170,7 +170,7 @@ class SteppedRows:
         held = self._held
         if (thread := held.backwards.other_thread(held.now.number)) is not None:
             raise RuntimeError(
-                f"{held.name}: lookups of another thread ({thread}) still wait for their"
-                " backward; step when all threads are through with it, or look up under"
-                " torch.no_grad() what is not trained; nothing was stepped"
+                f"{held.name}: lookups of another thread ({thread}) still wait for their backward."
+                " Call step() after the backward of all threads, and make lookups that are not"
+                " trained under torch.no_grad(). No row was stepped."
             )

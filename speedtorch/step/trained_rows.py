@@ -116,11 +116,11 @@ class TrainedRows(WholeWeight):
     def cache_report(self) -> CacheReport:
         """Reports rows and hits of the cache; ValueError without a cache or before any load."""
         if not self.shape[0]:
-            raise ValueError(f"{self.name}: it has no rows here, and so no cache to report of")
+            raise ValueError(f"{self.name}: this rank has no rows, and so no cache to report.")
         if not isinstance(self._store, CachedStore):
             raise ValueError(
-                f"{self.name}: it has no cache to report of; give it one by cache= or"
-                " speedtorch.cache(module, '1GiB')"
+                f"{self.name}: there is no cache to report. Create one with cache= or"
+                " speedtorch.cache(module, '1GiB')."
             )
         return self._store.report()
 
@@ -140,8 +140,8 @@ class TrainedRows(WholeWeight):
             found = self.exchange.hold(ids)
             if found.has_moved and current_backward() != -1 and top_saved_tensors_hooks(True):
                 raise RuntimeError(
-                    f"{self.name}: a checkpoint computes a lookup again after other rows have"
-                    " joined the step; announce() all ids of the step before its first lookup"
+                    f"{self.name}: activation checkpointing repeats a lookup after other rows have"
+                    " joined the step. Call announce() with all ids before the step's first lookup."
                 )
             # A detached tensor has its own version counter, so that rows that join the step later
             # do not count as a change.
@@ -160,8 +160,8 @@ class TrainedRows(WholeWeight):
         """Raises NotImplementedError if max_norm is given for rows stored in 16 bits."""
         if max_norm is not None and self.rounding is not None:
             raise NotImplementedError(
-                f"{self.name}: rows that are stored in 16 bits are rounded after steps, and"
-                " max_norm would change them at lookups: leave one of the two out"
+                f"{self.name}: rows stored in 16 bits are rounded after steps, but max_norm would"
+                " change them at lookups. Use only one of the two."
             )
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
@@ -341,7 +341,7 @@ def check_once(gradient: Tensor) -> None:
     """Raises NotImplementedError in a backward with create_graph=True."""
     if torch.is_grad_enabled() and gradient.requires_grad:
         raise NotImplementedError(
-            "gradients of gradients do not go through an Embedding's rows; use torch.nn"
+            "an Embedding does not support gradients of gradients. Use torch.nn.Embedding."
         )
 
 

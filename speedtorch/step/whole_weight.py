@@ -85,8 +85,8 @@ class WholeWeight(ClaimedRows):
         """Copies values `[rows, ...]` to all rows of a field."""
         if tuple(values.shape) != (shape := self.fields_shape(field)[0]):
             raise ValueError(
-                f"{self.name}: its {field} stands for a table of {[*shape]}, got values of"
-                f" {list(values.shape)}: write to emb.table to change some rows"
+                f"{self.name}: values for its {field} must have shape {[*shape]}, got"
+                f" {list(values.shape)}. Write to emb.table to change only some rows."
             )
         with as_plain():
             self.fields.load(field, values)
@@ -202,9 +202,9 @@ class WholeWeight(ClaimedRows):
         """Raises RuntimeError if the rows of step `number` were written back and cannot rejoin."""
         if not self.exchange.holds(number):
             raise RuntimeError(
-                f"{self.name}: backward through a lookup of an earlier step, whose rows have gone"
-                " back to the table: call backward before the lookup that follows the optimizer's"
-                " step"
+                f"{self.name}: backward through a lookup of an earlier step, whose rows were"
+                " written back to the table. Call backward before the first lookup after the"
+                " optimizer's step."
             )
 
     def step_ids(self) -> Tensor:
@@ -247,11 +247,11 @@ class WholeWeight(ClaimedRows):
                 local_only = None
                 if self.table.shard_spec is not None:
                     local_only = (
-                        f"{self.name} needs the rows of all ranks, and each has the gradient of its"
-                        " own: use speedtorch.clip_grad_norm_ (in transformers' Trainer and with"
+                        f"{self.name} needs the rows of all ranks, but each rank has only its own."
+                        " Use speedtorch.clip_grad_norm_ (in transformers' Trainer and with"
                         " accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_; in"
                         " Lightning: in the module's configure_gradient_clipping()), and"
-                        " speedtorch.GradScaler"
+                        " speedtorch.GradScaler."
                     )
                 ids_of = self.exchange.memory.ids_of
                 content = RowContent(
@@ -270,10 +270,10 @@ class WholeWeight(ClaimedRows):
             entered.forget()
             stepping.end()  # the error ends the step
             raise RuntimeError(
-                f"{self.name}: its weight took the place of a parameter in a group of this"
-                f" {type(optimizer).__name__} that has stepped before, which nothing has told: none"
-                " of its rows was stepped. The next step() finds it; assign a new list to"
-                " group['params'], or build the optimizer with it, and no step is missed"
+                f"{self.name}: its weight replaced a parameter in a group of this"
+                f" {type(optimizer).__name__} after an earlier step, without a notification. None"
+                " of its rows was stepped. The next step() includes it. To miss no step, assign a"
+                " new list to group['params'], or create the optimizer with the weight."
             )
 
     def _note_zeroed(self) -> None:
@@ -307,7 +307,7 @@ class WholeWeight(ClaimedRows):
             view = self.parameter_view
             if isinstance(value, RowWeight):
                 raise NotImplementedError(
-                    f"{self.name}: its gradient cannot share the memory of a weight: use clone()"
+                    f"{self.name}: its gradient cannot share the memory of a weight. Use clone()."
                 )
             shape, dtype = self.fields_shape("weight")
             if tuple(value.shape) != shape or value.dtype != dtype:
@@ -320,22 +320,22 @@ class WholeWeight(ClaimedRows):
             if self.table.shard_spec is not None and not is_zero:
                 raise NotImplementedError(
                     f"{self.name}: its rows are sharded among ranks, so no gradient of all rows can"
-                    " be assigned; scale or clip the one that it has in place"
+                    " be assigned. Scale or clip the existing gradient in place."
                 )
             self.exchange.note_gradient_asked()
             view.show(self.exchange.held.now)
             ids, rows = _with_gradient(value.to(self.exchange.held.device))
             if self._padding is not None and bool((ids == self._padding).any()):
                 raise NotImplementedError(
-                    f"{self.name}: the row of padding_idx={self._padding} is never trained, and the"
-                    " gradient that is assigned has one for it; set that row of it to zero"
+                    f"{self.name}: the row of padding_idx={self._padding} is never trained, but the"
+                    " assigned gradient is not zero there. Set this row of the gradient to zero."
                 )
             own = self.step_ids()
             if missing := ids[~torch.isin(ids, own)].shape[0]:
                 if not self.exchange.memory.takes_more:
                     raise NotImplementedError(
-                        f"{self.name}: {missing} rows with a gradient are not among the step's, and"
-                        " with capacity none can join it: look them up in this step"
+                        f"{self.name}: {missing} rows with a gradient are not in the current step,"
+                        " and with capacity= none can join it. Look them up in this step."
                     )
                 self.exchange.rejoin(ids[~torch.isin(ids, own)])
                 own = self.step_ids()

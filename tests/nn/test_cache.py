@@ -233,7 +233,7 @@ def test_a_table_of_no_rows_needs_no_cache(device: str) -> None:
         module(torch.tensor(ids, dtype=torch.int64)).sum().backward()
     optim.SGD(model.parameters(), lr=0.1).step()
     assert model[1].report().slots == 9
-    with pytest.raises(ValueError, match="no rows here, and so no cache"):
+    with pytest.raises(ValueError, match="this rank has no rows, and so no cache"):
         empty.report()
 
 
@@ -263,7 +263,7 @@ def test_a_collection_and_a_model_share_a_budget_out() -> None:
     collection({"a": torch.tensor([[1, 2]]), "b": torch.tensor([[5, 99]])})
     assert collection.report()["a"].slots == (1024 - 48) // 24
     speedtorch.cache(model, None)
-    with pytest.raises(ValueError, match=r"has no cache to report of; give it one by cache="):
+    with pytest.raises(ValueError, match=r"there is no cache to report. Create one with cache="):
         collection.report()
 
 
@@ -320,12 +320,14 @@ def test_a_small_group_beside_a_large_one_holds_its_state(
 
 def test_state_that_does_not_fit_is_refused_when_it_is_attached() -> None:
     tables, optimizer = large_and_small(159)
-    says = "159 bytes are too few, as one row of each of 2 tables takes 160 bytes .* give 160 bytes"
+    says = (
+        "159 bytes are too few. One row of each of 2 tables takes 160 bytes .* at least 160 bytes"
+    )
     with pytest.raises(ValueError, match=says):
         speedtorch.attach(optimizer, tables)
     assert tables.group_of("large").table.fields.keys() == {"weight"}
     assert train_both(tables, optim.SGD(tables.parameters(), lr=1)) == {"large": 4, "small": 1}
-    with pytest.raises(ValueError, match="give 64 bytes or more"):
+    with pytest.raises(ValueError, match="at least 64 bytes"):
         large_and_small(63)
 
 
@@ -335,7 +337,7 @@ def test_caches_of_one_budget_follow_attach_and_resize() -> None:
     speedtorch.cache(nn.ModuleDict(modules), 5 * ROW)
     assert slots_of(modules) == {"a": 1, "b": 1, "c": 1}
     speedtorch.attach(optimizers["a"], modules["a"])
-    with pytest.raises(ValueError, match=f"too few, as .* takes {ROW + 2 * STATE_ROW} bytes"):
+    with pytest.raises(ValueError, match=f"too few. .* takes {ROW + 2 * STATE_ROW} bytes"):
         speedtorch.attach(optimizers["b"], modules["b"])
     speedtorch.detach(optimizers["a"])
     speedtorch.cache(nn.ModuleDict(modules), 2 * ROW + 5 * STATE_ROW)
@@ -358,7 +360,7 @@ def test_a_cache_of_a_table_without_rows_comes_with_its_first_ones() -> None:
 def test_a_resize_that_no_cache_holds_changes_nothing() -> None:
     modules = nn.ModuleList([speedtorch.Embedding(0, 4), speedtorch.Embedding(5, 4)])
     speedtorch.cache(modules, ROW)
-    with pytest.raises(ValueError, match=f"give {2 * ROW} bytes or more"):
+    with pytest.raises(ValueError, match=f"at least {2 * ROW} bytes"):
         modules[0].resize(3)
     assert modules[0].num_embeddings == 0
     assert slots_of({"b": modules[1]}) == {"b": 1}
@@ -379,7 +381,7 @@ def test_a_cache_that_a_cuda_graph_uses_keeps_its_bytes(monkeypatch: pytest.Monk
     assert slots_of({"b": modules["b"]}) == {"b": 71 // STATE_ROW}
     modules["b"].zero_grad()
     speedtorch.detach(optimizer)
-    with pytest.raises(ValueError, match="beside 71 bytes that CUDA graphs use: give 143"):
+    with pytest.raises(ValueError, match="CUDA graphs use 71 bytes. Pass at least 143"):
         speedtorch.attach(optim.Adam(modules["b"].parameters(), amsgrad=True), modules["b"])
 
 
@@ -435,7 +437,7 @@ def test_wrong_arguments_are_told(
 
 def test_a_cache_that_holds_no_row_is_told_at_once() -> None:
     embedding = speedtorch.Embedding(5, 4)
-    says = "cache: 23 bytes are too few, as one row takes 24 bytes .*: give 24 bytes or more"
+    says = "cache: 23 bytes are too few. One row takes 24 bytes .* Pass at least 24 bytes"
     with pytest.raises(ValueError, match=says):
         speedtorch.cache(embedding, 23)
     with pytest.raises(ValueError, match=says):
@@ -447,7 +449,7 @@ def test_a_cache_that_holds_no_row_is_told_at_once() -> None:
 
 def test_a_cache_has_no_report_before_the_first_step() -> None:
     embedding = speedtorch.Embedding(5, 4, cache="1KiB")
-    with pytest.raises(ValueError, match="no step has loaded rows yet; train one first"):
+    with pytest.raises(ValueError, match="no step has loaded rows yet. Train a step first"):
         embedding.report()
 
 

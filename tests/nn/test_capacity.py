@@ -28,10 +28,10 @@ from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.torch_internals import as_plain
 
 pytestmark = pytest.mark.usefixtures("deterministic")
-TOO_MANY = "Embedding: a step names 5 distinct rows, capacity=4 fit"
+TOO_MANY = "Embedding: a step has 5 unique rows, but capacity=4"
 NEW_ROWS = (
-    "with capacity all lookups of a step are announced before the first of them, by announce\\(\\),"
-    " prefetch\\(\\) or in one lookup; this one brings 1 new rows; nothing has changed"
+    "with capacity= all lookups of a step must be announced before the first of them, by"
+    r" announce\(\) or prefetch\(\), or be one lookup. This lookup has 1 new rows. Nothing has"
 )
 
 
@@ -320,7 +320,7 @@ def test_too_many_rows_are_an_error_at_once_on_the_cpu_and_change_nothing() -> N
     def train(training: Training) -> None:
         training.learn(GOOD)
         if training.emb.capacity is not None:
-            with pytest.raises(RuntimeError, match=f"{TOO_MANY}.*: nothing has changed"):
+            with pytest.raises(RuntimeError, match=f"{TOO_MANY}.* Nothing has changed"):
                 training.emb(MANY)
         training.learn(OTHER)
 
@@ -330,7 +330,7 @@ def test_too_many_rows_are_an_error_at_once_on_the_cpu_and_change_nothing() -> N
 def test_too_many_announced_rows_are_an_error_at_once_and_forgotten() -> None:
     training = Training()
     training.emb.announce(GOOD)
-    with pytest.raises(RuntimeError, match=f"{TOO_MANY}.*: nothing has changed"):
+    with pytest.raises(RuntimeError, match=f"{TOO_MANY}.* Nothing has changed"):
         training.emb.announce(ids(4, 5))
     training.learn(OTHER)
 
@@ -447,9 +447,9 @@ def test_it_says_what_came_of_the_batch(faulty: Faulty) -> None:
     with pytest.raises(RuntimeError) as error:
         faulty().emb.flush()
     assert str(error.value) == (
-        f"{TOO_MANY}; use smaller batches or a larger capacity: its rows were looked up as zeros"
-        " and none of the table's was moved or changed; parameters of other layers were stepped,"
-        " unless their optimizer is a fused one"
+        f"{TOO_MANY}. Use smaller batches or a larger capacity. Its lookup returned zeros. No row"
+        " of the table was moved or changed. Parameters of other layers were stepped, unless their"
+        " optimizer is fused."
     )
 
 
@@ -484,7 +484,7 @@ def test_later_batches_are_zeros_and_counted_until_somebody_is_told(faulty: Faul
         for part in (GOOD, OTHER):
             assert not training.emb(part).any()
             training.optimizer.step()
-    with pytest.raises(RuntimeError, match=r"its rows \(and 2 later batches\) were looked up"):
+    with pytest.raises(RuntimeError, match=r"Its lookup \(and those of 2 later batches\) ret"):
         training.emb.flush()
 
 

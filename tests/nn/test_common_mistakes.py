@@ -84,7 +84,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: speedtorch.Embedding(10, 4)(torch.tensor([1.0])),
         RuntimeError,
-        r"got torch.float32 of shape \[1\]: convert them with ids.long\(\)",
+        r"got torch.float32 of shape \[1\]. Convert them with ids.long\(\)",
     ),
     (a_list_of_modules, TypeError, r"got Adam, list: give several modules as one nn.ModuleList"),
     (

@@ -357,7 +357,7 @@ class Programs(RuleBasedStateMachine):
             try:
                 return ours()
             except RuntimeError as error:
-                if "with capacity all lookups" not in str(error):
+                if "with capacity= all lookups" not in str(error):
                     raise
                 return error
 

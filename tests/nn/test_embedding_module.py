@@ -282,7 +282,7 @@ def test_one_table_is_trained_by_one_module() -> None:
     second = speedtorch.Embedding.from_pretrained(table, freeze=False)
     assert bool((second(ids) == 0).all())  # what the first one changed is there
     for use in (lambda: first(ids), first.flush, first.state_dict):
-        with pytest.raises(RuntimeError, match="another module was made to train the rows"):
+        with pytest.raises(RuntimeError, match="a later module was created to train the rows"):
             use()
     second = speedtorch.Embedding.from_pretrained(table, freeze=False)  # a cell that runs again
     second(ids)

@@ -223,7 +223,9 @@ def test_a_fault_is_told_and_the_loop_goes_on(fault: str, guess: str) -> None:
             torch.cuda.synchronize()
             assert torch.equal(scale, world.scale)  # a fused optimizer has skipped it
             error = IndexError if fault == "bad id" else RuntimeError
-            match = "id 97 at position 4" if fault == "bad id" else "40 distinct rows, capacity=30"
+            match = (
+                "id 97 at position 4" if fault == "bad id" else "40 unique rows, but capacity=30"
+            )
             with pytest.raises(error, match=match):
                 step(ids, targets)
             told += 1
@@ -467,7 +469,7 @@ def test_a_capture_in_the_middle_of_a_step_is_refused() -> None:
     world.step(ids, targets)
     looked_up = world.embedding(ids)
     with (
-        pytest.raises(RuntimeError, match="a CUDA graph begins with a step of its own"),
+        pytest.raises(RuntimeError, match="the capture of a CUDA graph must begin a new step"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         world.step(ids, targets)

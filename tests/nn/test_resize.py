@@ -188,7 +188,7 @@ def test_the_capacity_grows_to_what_was_asked_for(name: str) -> None:
         after = made.rows.table["weight"]
         assert torch.equal(after[ids], before[ids] - 1)
         assert torch.equal(after[: rows - capacity], before[: rows - capacity])
-    with pytest.raises(RuntimeError, match="names 9 distinct rows, capacity=8 fit"):
+    with pytest.raises(RuntimeError, match="has 9 unique rows, but capacity=8"):
         made.step([*range(9)])
 
 
@@ -228,7 +228,7 @@ def test_a_cuda_graph_that_is_left_refuses_a_larger_capacity(
     train(embedding, optimizer, BEFORE)
     before = everything(embedding, optimizer)
     monkeypatch.setattr(CapturingGraphs, "remain", lambda self, device: True)
-    with pytest.raises(RuntimeError, match="resizing its table is refused while a captured"):
+    with pytest.raises(RuntimeError, match="resizing its table is not possible while a captured"):
         embedding.resize(NEW)
     assert (embedding.capacity, embedding.num_embeddings) == (OLD, OLD)
     assert_equal(everything(embedding, optimizer), before)
@@ -370,10 +370,10 @@ RAISES: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda e: e.resize(7.0), TypeError, "num_embeddings: expected an int"),
     (lambda e: e.resize(NEW, rows=NEW_ROWS[1:]), ValueError, "rows: expected the shape (5, 4)"),
     (lambda e: e.resize(NEW, rows=[1.0]), TypeError, "rows: expected a tensor"),
-    (in_a_step, RuntimeError, "call that first, or zero_grad()"),
-    (before_a_backward, RuntimeError, "call that first, or zero_grad()"),
-    (in_a_loop, RuntimeError, "prefetched by a loop, which must end first"),
-    (a_view_from_before, RuntimeError, "from before resize(): take it"),
+    (in_a_step, RuntimeError, "Call that first, or zero_grad()"),
+    (before_a_backward, RuntimeError, "Call that first, or zero_grad()"),
+    (in_a_loop, RuntimeError, "a loop that prefetches its rows must end before resize()"),
+    (a_view_from_before, RuntimeError, "is older than resize(). Read it"),
     (a_table_from_before, ValueError, "this table is closed"),
     (a_late_backward, RuntimeError, "backward through a lookup of an earlier step"),
 ]

@@ -369,8 +369,11 @@ def test_all_rows_are_read_searched_and_exported(tmp_path: Path) -> None:
     [
         ({"stored": torch.float32}, "expected torch.bfloat16 or torch.float16 for 'weight', got"),
         ({"stored": {"weight": torch.int16}}, "for 'weight', got torch.int16"),
-        ({"stored": BF16, "dtype": torch.float64}, "rows are held as torch.float64"),
-        ({"rounding": "nearest"}, "rounding: says how rows of 16 bits are rounded; give stored="),
+        ({"stored": BF16, "dtype": torch.float64}, "rows are torch.float64 in a step"),
+        (
+            {"rounding": "nearest"},
+            "rounding: 'nearest' is for rows stored in 16 bits. Pass stored=",
+        ),
         ({"stored": BF16, "rounding": "up"}, "expected 'stochastic' or 'nearest', got 'up'"),
     ],
 )
@@ -393,7 +396,7 @@ def test_max_norm_is_refused() -> None:
 def test_a_field_that_the_optimizer_does_not_keep_is_refused() -> None:
     embedding = speedtorch.Embedding(5, 2, stored={"weight": BF16, "sum": BF16})
     optimizer = optim.Adam(embedding.parameters())
-    with pytest.raises(ValueError, match="no field 'sum'; the optimizer keeps exp_avg, exp_avg_sq"):
+    with pytest.raises(ValueError, match="no field 'sum'. The optimizer has exp_avg, exp_avg_sq"):
         speedtorch.attach(optimizer, embedding)
     embedding(torch.tensor([1])).sum().backward()  # goes on as before
 
@@ -416,8 +419,8 @@ class Doubles(Own):
 
 def test_state_of_other_dtypes_is_refused() -> None:
     embedding = speedtorch.Embedding(5, 2, stored={"sum": BF16})
-    said = "stored: 'sum' is torch.float64 in a step, and torch.bfloat16 can store float32 alone"
-    with pytest.raises(ValueError, match=said):
+    message = "stored: 'sum' is torch.float64 in a step, but only float32 can be stored as"
+    with pytest.raises(ValueError, match=message):
         speedtorch.attach(Doubles(embedding.parameters()), embedding)
 
 
@@ -549,7 +552,7 @@ def test_a_collection_loads_rows_of_float32_and_gives_them_back() -> None:
 
 def test_a_table_of_16_bits_in_a_step_is_refused() -> None:
     config = speedtorch.EmbeddingBagConfig(10, 4, "user", data_type=torch.float16)
-    with pytest.raises(ValueError, match="stored: rows are held as torch.float16"):
+    with pytest.raises(ValueError, match="stored: rows are torch.float16 in a step"):
         speedtorch.EmbeddingBagCollection([config], stored=BF16)
-    with pytest.raises(ValueError, match="rounding: says how rows of 16 bits are rounded"):
+    with pytest.raises(ValueError, match="rounding: 'nearest' is for rows stored in 16 bits"):
         collection(rounding="nearest")

@@ -155,7 +155,7 @@ MESSAGES: list[Raises] = [
         lambda: Ranker().half()(KeyedIds.of(IDS)),
     ),
     (
-        "torch.export, torch.jit and ONNX cannot keep a lookup",
+        "torch.export, torch.jit and ONNX cannot export a lookup",
         NotImplementedError,
         lambda: torch.export.export(
             Ranker(), ({key: torch.tensor([3]) for key in IDS},), strict=False

@@ -350,7 +350,7 @@ def test_a_weight_that_replaces_a_parameter_unseen_is_refused_once(foreach: bool
     optimizer.step()
     optimizer.param_groups[0]["params"][0] = embedding.weight
     embedding(torch.tensor([1, 3])).sum().backward()
-    with pytest.raises(RuntimeError, match="its weight took the place of a parameter"):
+    with pytest.raises(RuntimeError, match="its weight replaced a parameter"):
         optimizer.step()
     assert embedding.weight.grad is not None  # outside of a step it can be read
     assert embedding.numpy().min() == 1

@@ -137,7 +137,7 @@ def test_a_step_that_leaves_an_announced_tensor_out_raises(
 def test_labels_that_are_taken_for_ids_are_an_error_that_says_what_to_write() -> None:
     trained = Trained()
     loader = [(ids(5, 6), ids(0, 1)), (ids(7, 8), ids(1, 1))]
-    with pytest.raises(RuntimeError, match=r"number 1 .*ids=lambda batch: batch\[0\] where a load"):
+    with pytest.raises(RuntimeError, match=r"number 1 .*ids=lambda batch: batch\[0\] if a load"):
         for batch, _ in speedtorch.prefetch(loader, trained.emb, ids=lambda batch: batch):
             trained.learn(batch)
     assert trained.moved() == []

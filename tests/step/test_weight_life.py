@@ -116,7 +116,7 @@ def test_a_weight_of_a_module_that_is_gone_yields_to_another_module(device: str)
     other.weight.requires_grad_(True)
     assert other(ids)[:, 0].tolist() == [-1, 0, -1, 0]
     for use in (lambda: weight[ids], lambda: weight.data.sum()):
-        with pytest.raises(RuntimeError, match="another module was made to train the rows"):
+        with pytest.raises(RuntimeError, match="a later module was created to train the rows"):
             use()
     assert weight.shape == (ROWS, WIDTH)
 
@@ -255,7 +255,7 @@ def left_half_looked_up(held: list[Any]) -> None:
     ids = [torch.tensor([each], device=held[0].weight.device) for each in (2, 5)]
     held[0].announce(*ids)
     held[0](ids[0]).sum().backward()
-    with pytest.raises(RuntimeError, match="nothing was stepped"):
+    with pytest.raises(RuntimeError, match="No row was stepped"):
         optimizer.step()
 
 
