@@ -177,7 +177,7 @@ class _TwoDevices(TorchDispatchMode):
 
     def __init__(self, swapper: Swapper) -> None:
         super().__init__()
-        self._units = swapper._units.values()
+        self._units = swapper._offloaded.values()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         buffers = [unit._own.buffer for unit in self._units]
@@ -326,7 +326,7 @@ def assert_too_large_at_once(family: Family, device: str) -> None:
     setting = Setting("use", "plain", device)
     (made, optimizer, units), (whole, _) = make_pair(family, setting)
     swapper = Swapper(units, optimizer, device=device, budget=training_bytes(units) // 3)
-    message = "too little for the units that are used at once, .*, with their gradients"
+    message = "too small for the modules in use, .*, with their gradients"
     with pytest.raises(RuntimeError, match=message), swapper.use(*units):
         family.loss(made, 0, device).backward()  # type: ignore[no-untyped-call]
     assert not swapper.report().in_use

@@ -1,14 +1,14 @@
-"""AutoOffload: loads units when forward and backward reach them, and prefetches the next units.
+"""AutoOffload: loads modules when forward and backward reach them, and prefetches the next modules.
 
-**Operations.** An operation on a unit's tensors outside its forward also counts as a call.
+**Operations.** An operation on a module's tensors outside its forward also counts as a call.
 
-**Order.** The predicted order of calls decides evictions: the unit that is used last is evicted
-first, and optimizer state before its unit.
+**Order.** The predicted order of calls decides evictions: the module that is used last is evicted
+first, and optimizer state before its module.
 
 **Backward.** Autograd runs the last computed operation first. When the backward reaches the result
-of another unit, the previous unit's gradients are therefore complete, unless that unit was called
-more than once. At the end of the backward the gradients of all units are complete. A unit called
-within another unit's forward is loaded in addition to that unit.
+of another module, the previous module's gradients are therefore complete, unless that module was
+called more than once. At the end of the backward the gradients of all modules are complete. A
+module called within another module's forward is loaded in addition to that module.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from speedtorch.torch_internals import (
 __all__ = ["AutoOffload"]
 
 
-class _Reached(NamedTuple):
-    """A forward or backward call of a unit."""
+class _ModuleCall(NamedTuple):
+    """A forward or backward call of a module."""
 
-    unit: OffloadedModule
+    offloaded: OffloadedModule
     backward: bool
 
 
-class _Call(NamedTuple):
-    """A forward of a unit in progress.
+class _RunningForward(NamedTuple):
+    """A forward of a module in progress.
 
     `depth`: the number of the module's calls on the thread's stack, including this call. 0 if
     Python shows no call, such as for a compiled module.
@@ -59,55 +59,54 @@ class _Call(NamedTuple):
 
 
 class AutoOffload:
-    """Loads a Swapper's units when they are called, until `remove()`."""
+    """Loads a Swapper's modules when they are called, until `remove()`."""
 
     def __init__(
         self,
         residency: Residency,
-        units: list[OffloadedModule],
+        modules: list[OffloadedModule],
         steps: Sequence[ModuleSteps],
         *,
         ahead: int,
     ) -> None:
-        self._residency, self._units = residency, units
+        self._residency, self._modules = residency, modules
         self._steps = steps
-        """Step each unit in the backward once its gradients are complete, and drop these."""
-        self._ahead = min(ahead, len(units) - 1)
-        self._parts: list[PartialStep] = []
+        """Step each module in the backward once its gradients are complete, and drop these."""
+        self._ahead = min(ahead, len(modules) - 1)
+        self._partial_steps: list[PartialStep] = []
         """The steps of the current backward, one per optimizer."""
-        self._forward: dict[OffloadedModule, list[_Call]] = {}
-        """Forwards in progress, by unit."""
+        self._forward: dict[OffloadedModule, list[_RunningForward]] = {}
+        """Forwards in progress, by module."""
         self._backward: dict[OffloadedModule, Use] = {}
-        """Units that the backward has reached: a unit, then units called within its forward."""
+        """Modules that the backward has reached, each before the modules called in its forward."""
         self._graphs: list[int] = []
         """Graph ids of the nested backwards in progress."""
-        self._order: AccessPredictor[_Reached, tuple[OffloadedModule, bool]] = AccessPredictor(
-            self._parts_of
-        )
+        self._predictor = AccessPredictor[_ModuleCall, tuple[OffloadedModule, bool]](self._keys_of)
         self._hooks: list[RemovableHandle] = []
-        for unit in units:  # the hooks keep this object alive as long as the model
-            module: nn.Module = unit.module
-            begins, ends = (ModuleHook(partial(each, unit)) for each in (self._begins, self._ends))
+        for offloaded in modules:  # the hooks keep this object alive as long as the model
+            module: nn.Module = offloaded.module
+            before = ModuleHook(partial(self._before_forward, offloaded))
+            after = ModuleHook(partial(self._after_forward, offloaded))
             self._hooks += [
-                module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True),
-                module.register_forward_hook(ends, always_call=True),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, always_call=True),
             ]
-            unit.set_auto_loader(self)
-        for each in steps:
-            each.note_backward(steps=True)
-        residency.follow(self)
+            offloaded.set_auto_loader(self)
+        for module_steps in steps:
+            module_steps.note_backward(steps=True)
+        residency.set_auto_loader(self)
 
     def remove(self) -> None:
-        """Stops loading units."""
-        if not self._hooks:  # removed before: the units may follow another AutoOffload by now
+        """Stops loading modules."""
+        if not self._hooks:  # removed before: the modules may follow another AutoOffload by now
             return
-        self._residency.follow(None)
+        self._residency.set_auto_loader(None)
         for steps in self._steps:
             steps.note_backward(steps=False)
-        for each in self._hooks:
-            each.remove()
-        for unit in self._units:
-            unit.set_auto_loader(None)
+        for hook in self._hooks:
+            hook.remove()
+        for offloaded in self._modules:
+            offloaded.set_auto_loader(None)
         self._forward.clear()
         self._backward.clear()
         self._hooks.clear()  # last, so that an interrupted call can be repeated
@@ -121,61 +120,61 @@ class AutoOffload:
     # --------------------------------------------------------------------------------------------
     # Hooks
 
-    def _begins(
-        self, unit: OffloadedModule, _: nn.Module, args: Any, kwargs: Any
+    def _before_forward(
+        self, offloaded: OffloadedModule, _: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        """Loads a unit before its forward, or its recomputation in a backward; copies inputs."""
-        self._enter(unit)
-        depth, thread = calls_under_way()[unit.module], threading.get_ident()
-        self._end_calls(unit, thread, depth - 1)
-        use = self._residency.begin_use([unit])
-        self._forward.setdefault(unit, []).append(_Call(use, thread, depth))
+        """Loads a module before its forward, or its recomputation in a backward; copies inputs."""
+        self._check_call(offloaded)
+        depth, thread = calls_under_way()[offloaded.module], threading.get_ident()
+        self._end_calls(offloaded, thread, depth - 1)
+        use = self._residency.begin_use([offloaded])
+        self._forward.setdefault(offloaded, []).append(_RunningForward(use, thread, depth))
         self._residency.fill_use(use)
-        self._note(_Reached(unit, backward=False))
-        if unit.device.type == "cpu":
+        self._record_call(_ModuleCall(offloaded, backward=False))
+        if offloaded.device.type == "cpu":
             return None
-        given: tuple[Any, Any] = on_device((args, kwargs), unit.device)
-        return given
+        inputs: tuple[Any, Any] = on_device((args, kwargs), offloaded.device)
+        return inputs
 
     @contextmanager
-    def using(self, unit: OffloadedModule) -> Iterator[None]:
+    def using(self, offloaded: OffloadedModule) -> Iterator[None]:
         """See AutoLoader."""
-        self._enter(unit)
-        with self._residency.using([unit], state=False):
-            self._note(_Reached(unit, backward=False))
+        self._check_call(offloaded)
+        with self._residency.using([offloaded], state=False):
+            self._record_call(_ModuleCall(offloaded, backward=False))
             yield
 
-    def is_nested(self, unit: OffloadedModule) -> bool:
+    def is_nested(self, offloaded: OffloadedModule) -> bool:
         """See AutoLoader."""
         thread, begun = threading.get_ident(), self._forward.items()
-        return any(calls[-1].thread == thread for other, calls in begun if other is not unit)
+        return any(calls[-1].thread == thread for other, calls in begun if other is not offloaded)
 
-    def _enter(self, unit: OffloadedModule) -> None:
-        """Checks a call of a unit, or an operation on its tensors, before the unit is loaded."""
+    def _check_call(self, offloaded: OffloadedModule) -> None:
+        """Checks a call of a module, or an operation on its tensors, before it is loaded."""
         self.end_failed()
-        # The backward within a transform runs no hook that could load an evicted unit.
-        if is_transformed() and not self._residency.is_used(unit):
+        # The backward within a transform runs no hook that could load an evicted module.
+        if is_transformed() and not self._residency.is_used(offloaded):
             raise NotImplementedError(
-                f"{unit.name}: under auto() a unit leaves between the forward and the backward of "
-                "a transform of torch.func; call the transform within swapper.use() of all units "
-                "that it runs"
+                f"module {offloaded.name!r}: under auto() it may be evicted between the forward and"
+                " the backward of a torch.func transform. Call the transform within swapper.use()"
+                " of all modules that it runs."
             )
-        unit.averaging.check(steps=bool(self._steps))
+        offloaded.averaging.check(steps=bool(self._steps))
         self._enter_backward()
 
-    def _ends(self, unit: OffloadedModule, *_: object) -> None:
-        if calls := self._forward.get(unit):
+    def _after_forward(self, offloaded: OffloadedModule, *_: object) -> None:
+        if calls := self._forward.get(offloaded):
             use = calls.pop().use
             if not calls:
-                del self._forward[unit]
+                del self._forward[offloaded]
             self._residency.end_use(use)
 
-    def _end_calls(self, unit: OffloadedModule, thread: int, depth: int) -> None:
-        """Ends a unit's forwards in this thread that are deeper than `depth`."""
-        while calls := self._forward.get(unit):
+    def _end_calls(self, offloaded: OffloadedModule, thread: int, depth: int) -> None:
+        """Ends a module's forwards in this thread that are deeper than `depth`."""
+        while calls := self._forward.get(offloaded):
             if calls[-1].thread != thread or not calls[-1].depth or calls[-1].depth <= depth:
                 return
-            self._ends(unit)
+            self._after_forward(offloaded)
 
     def _enter_backward(self) -> None:
         """Records the current backward, if any, and registers a callback for its end."""
@@ -184,97 +183,97 @@ class AutoOffload:
             for steps in self._steps if not self._graphs else ():
                 steps.note_begun_backward()
             self._graphs.append(graph)
-            call_after_backward(self._through)
+            call_after_backward(self._end_backward)
 
     def end_failed(self) -> None:
         """Ends the uses of forwards and backwards that have failed."""
         if self._forward:  # torch calls no forward hook after Ctrl-C
             under_way, thread = calls_under_way(), threading.get_ident()
-            for unit in list(self._forward):
-                self._end_calls(unit, thread, under_way[unit.module])
+            for offloaded in list(self._forward):
+                self._end_calls(offloaded, thread, under_way[offloaded.module])
         if current_backward() == -1 and (self._graphs or self._backward):
-            self._parts.clear()
+            self._partial_steps.clear()
             while self._backward:
-                unit, use = self._backward.popitem()
-                unit.touch()  # the failed backward has not checked the unit for changes
+                offloaded, use = self._backward.popitem()
+                offloaded.touch()  # the failed backward has not checked the module for changes
                 self._residency.end_use(use)
             self._graphs.clear()
-            for unit in self._units:
-                unit.forget_results()
+            for offloaded in self._modules:
+                offloaded.forget_results()
 
-    def reaches(self, unit: OffloadedModule, *, nested: bool) -> None:
+    def reaches(self, offloaded: OffloadedModule, *, nested: bool) -> None:
         """See AutoLoader."""
         self._enter_backward()
-        if unit in self._backward:
+        if offloaded in self._backward:
             return
         if not nested:
-            self._leave_backward()
-        use = self._residency.begin_use([unit], gradients=True)
-        self._backward[unit] = use
+            self._end_backward_uses()
+        use = self._residency.begin_use([offloaded], gradients=True)
+        self._backward[offloaded] = use
         self._residency.fill_use(use)
-        self._note(_Reached(unit, backward=True))
+        self._record_call(_ModuleCall(offloaded, backward=True))
 
-    def _leave_backward(self) -> None:
-        """Ends the uses of units that the backward has reached; steps units that are complete."""
+    def _end_backward_uses(self) -> None:
+        """Ends the uses of modules that the backward has reached, and steps complete modules."""
         while self._backward:
-            unit, use = self._backward.popitem()
-            # A nested backward does not know which units the outer backward has yet to reach.
-            if len(self._graphs) == 1 and unit.open_results <= 0:
-                self._step(unit)
+            offloaded, use = self._backward.popitem()
+            # A nested backward does not know which modules the outer backward has yet to reach.
+            if len(self._graphs) == 1 and offloaded.open_results <= 0:
+                self._step(offloaded)
             self._residency.end_use(use)
 
-    def _through(self) -> None:
-        """Ends a backward: steps units that are not yet stepped."""
-        self._leave_backward()
+    def _end_backward(self) -> None:
+        """Ends a backward: steps modules that are not yet stepped."""
+        self._end_backward_uses()
         del self._graphs[-1:]
         if self._graphs:
             return
-        for unit in self._units:
-            unit.forget_results()
-        for unit in self._units:
-            self._step(unit)
-        counted = [each.settle() for each in self._parts] or [[] for _ in self._steps]
-        self._parts.clear()
-        for steps, its in zip(self._steps, counted, strict=True):
-            steps.note_ended_backward(its)
+        for offloaded in self._modules:
+            offloaded.forget_results()
+        for offloaded in self._modules:
+            self._step(offloaded)
+        changed = [partial_step.settle() for partial_step in self._partial_steps]
+        self._partial_steps.clear()
+        for steps, changes in zip(self._steps, changed or [[] for _ in self._steps], strict=True):
+            steps.note_ended_backward(changes)
 
-    def _step(self, unit: OffloadedModule) -> None:
-        if not self._steps or not unit.has_gradients:
+    def _step(self, offloaded: OffloadedModule) -> None:
+        if not self._steps or not offloaded.has_gradients:
             return
-        if not self._parts:
-            self._parts = [PartialStep(each.optimizer) for each in self._steps]
-        for steps, part in zip(self._steps, self._parts, strict=True):
-            steps.step_unit(unit, part)
-        for each in unit.module.parameters():
-            each.grad = None
+        if not self._partial_steps:
+            self._partial_steps = [PartialStep(steps.optimizer) for steps in self._steps]
+        for steps, part in zip(self._steps, self._partial_steps, strict=True):
+            steps.step_module(offloaded, part)
+        for param in offloaded.module.parameters():
+            param.grad = None
 
     # --------------------------------------------------------------------------------------------
     # Order
 
-    def _note(self, reached: _Reached) -> None:
-        """Records a call, and plans the units of the calls predicted next."""
-        self._order.note(reached)
-        wanted: dict[OffloadedModule, bool] = {}
-        for each in self._order.ahead():
-            if len(wanted) == self._ahead:
+    def _record_call(self, call: _ModuleCall) -> None:
+        """Records a call, and plans the modules of the calls predicted next."""
+        self._predictor.note(call)
+        requested: dict[OffloadedModule, bool] = {}
+        for expected in self._predictor.ahead():
+            if len(requested) == self._ahead:
                 break
-            if each.unit is not reached.unit:
-                wanted.setdefault(each.unit, self._takes_state(each))
-        if self._takes_state(reached):  # first: the step at this call's end needs the state
-            wanted = {reached.unit: True, **wanted}
-        self._residency.plan(wanted)
+            if expected.offloaded is not call.offloaded:
+                requested.setdefault(expected.offloaded, self._needs_state(expected))
+        if self._needs_state(call):  # first: the step at this call's end needs the state
+            requested = {call.offloaded: True, **requested}
+        self._residency.plan(requested)
 
-    def next_use(self, unit: OffloadedModule, *, state: bool) -> float:
-        """Number of calls until a unit, or its state, is used next; inf if unknown."""
-        if unit in self._backward and (not state or self._steps):  # stepped at the use's end
+    def next_use(self, offloaded: OffloadedModule, *, state: bool) -> float:
+        """Number of calls until a module, or its state, is used next; inf if unknown."""
+        if offloaded in self._backward and (not state or self._steps):  # stepped at the use's end
             return 0
-        return self._order.next_use((unit, state))
+        return self._predictor.next_use((offloaded, state))
 
-    def _takes_state(self, reached: _Reached) -> bool:
-        return reached.backward and bool(self._steps)
+    def _needs_state(self, call: _ModuleCall) -> bool:
+        return call.backward and bool(self._steps)
 
-    def _parts_of(self, reached: _Reached) -> Iterator[tuple[OffloadedModule, bool]]:
-        """Yields what a call uses: a unit, and its state if the call steps the unit."""
-        yield reached.unit, False
-        if self._takes_state(reached):
-            yield reached.unit, True
+    def _keys_of(self, call: _ModuleCall) -> Iterator[tuple[OffloadedModule, bool]]:
+        """Yields what a call uses: a module, and its state if the call steps the module."""
+        yield call.offloaded, False
+        if self._needs_state(call):
+            yield call.offloaded, True

@@ -1,4 +1,4 @@
-"""ModuleSteps: runs an optimizer's step unit by unit, and loads each unit for its step."""
+"""ModuleSteps: runs an optimizer's step module by module, and loads each module for its step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from speedtorch.layers.offloaded_module import OffloadedModule, host_copy, is_offloaded
 from speedtorch.layers.optimizer_trials import check_steps_apart, needs_arguments
-from speedtorch.layers.partial_step import Counted, PartialStep
+from speedtorch.layers.partial_step import ChangedSetting, PartialStep
 from speedtorch.layers.residency import Residency
 from speedtorch.torch_internals import (
     LENT_BY_GRAD_SCALER,
@@ -29,169 +29,175 @@ from speedtorch.torch_internals import (
 
 __all__ = [
     "ModuleSteps",
-    "check_steps_in_pieces",
-    "refuse_hasty_scaler",
+    "check_scaler_waits",
+    "check_steps_separately",
     "replace_method",
-    "steps_by",
+    "replace_step",
 ]
 
 _, _POST_HOOKS = STEP_HOOKS
 
 
 class ModuleSteps:
-    """Makes `optimizer.step()` step units one by one, and then parameters outside units.
+    """Makes `optimizer.step()` step modules one by one, and then parameters outside modules.
 
     The optimizer's state_dict() returns host copies.
     """
 
     def __init__(
-        self, optimizer: Optimizer, units: Mapping[nn.Module, OffloadedModule], residency: Residency
+        self,
+        optimizer: Optimizer,
+        modules: Mapping[nn.Module, OffloadedModule],
+        residency: Residency,
     ) -> None:
-        self.optimizer, self._units, self._residency = optimizer, units, residency
+        self.optimizer, self._modules, self._residency = optimizer, modules, residency
         self._are_in_backward = False
-        self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """Gradients outside units, which a backward leaves to optimizer.step(), with versions."""
-        self._counted: Sequence[Counted] = ()
+        self._outside_gradients: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """Gradients outside modules, which a backward leaves to optimizer.step(), with versions."""
+        self._changes: Sequence[ChangedSetting] = ()
         """Changes of optimizer settings by steps in the backward, which step() completes."""
-        self._shown = WeakTensorKeyDictionary()
+        self._returned = WeakTensorKeyDictionary()
         """Copies that state_dict() has returned, with their source tensors and versions then."""
-        for unit in units.values():
-            unit.remove_step_hooks()
-        device = next(iter(units.values())).device
-        self._undo = steps_by(optimizer, self._step_units, device, lambda: self._counted)
-        self._saved = (
-            optimizer.register_state_dict_post_hook(self._saved_state),
-            optimizer.register_load_state_dict_pre_hook(self._given_state),
+        for offloaded in modules.values():
+            offloaded.remove_step_hooks()
+        device = next(iter(modules.values())).device
+        self._undo = replace_step(optimizer, self._step_modules, device, lambda: self._changes)
+        self._hooks = (
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load_state_dict),
         )
 
     def note_backward(self, *, steps: bool) -> None:
-        """Sets whether units are stepped in the backward pass."""
+        """Sets whether modules are stepped in the backward pass."""
         self._are_in_backward = steps
-        self._left.clear()
-        self._counted = ()
+        self._outside_gradients.clear()
+        self._changes = ()
 
     def note_begun_backward(self) -> None:
         """Notes that a backward begins, which changes gradients."""
-        self._left.clear()
+        self._outside_gradients.clear()
 
-    def note_ended_backward(self, counted: Sequence[Counted]) -> None:
+    def note_ended_backward(self, changes: Sequence[ChangedSetting]) -> None:
         """Notes the end of a backward, and the changes of optimizer settings by its steps."""
-        self._counted = counted
-        self._left = {
-            id(each): (weakref.ref(each.grad), version_of(each.grad))
+        self._changes = changes
+        self._outside_gradients = {
+            id(param): (weakref.ref(param.grad), version_of(param.grad))
             for group in self.optimizer.param_groups
-            for each in group["params"]
-            if type(each) in (nn.Parameter, Tensor) and not is_offloaded(each)
-            if each.grad is not None
+            for param in group["params"]
+            if type(param) in (nn.Parameter, Tensor) and not is_offloaded(param)
+            if param.grad is not None
         }
 
     def close(self) -> None:
         """Restores the optimizer's methods and removes the hooks."""
         self._undo()
-        for each in self._saved:
-            each.remove()
+        for hook in self._hooks:
+            hook.remove()
 
-    def _step_units(self, step: PartialStep) -> Collection[Tensor]:
-        """Steps all units with gradients, and returns the parameters outside units."""
-        owners = {id(e): unit for unit in self._units.values() for e in unit.module.parameters()}
+    def _step_modules(self, step: PartialStep) -> Collection[Tensor]:
+        """Steps all modules with gradients, and returns the parameters outside modules."""
+        modules = self._modules.values()
+        owners = {id(param): owner for owner in modules for param in owner.module.parameters()}
         parts: dict[OffloadedModule | None, list[nn.Parameter]] = {None: []}
         for group in step.optimizer.param_groups:
-            for each in group["params"]:
-                parts.setdefault(owners.get(id(each)), []).append(each)
-        others = parts.pop(None)
+            for param in group["params"]:
+                parts.setdefault(owners.get(id(param)), []).append(param)
+        outside = parts.pop(None)
         waiting = [
-            unit
-            for unit, parameters in parts.items()
-            if unit is not None and any(each.grad is not None for each in parameters)
+            offloaded
+            for offloaded, parameters in parts.items()
+            if offloaded is not None and any(param.grad is not None for param in parameters)
         ]
-        self._check_scaler(is_asked=bool(waiting))
-        self._check_left(others)
-        self._residency.check_room_to_step(waiting)
-        with closing(self._residency.each(waiting, state=True, ahead=1)) as units:
-            for unit in units:
-                self._step(unit, step, parts[unit])
-        self._counted = ()
-        return others
+        self._check_scaler(will_step=bool(waiting))
+        self._check_outside_gradients(outside)
+        self._residency.check_budget_for_step(waiting)
+        with closing(self._residency.loaded_in_order(waiting, state=True, ahead=1)) as loaded:
+            for offloaded in loaded:
+                self._step(offloaded, step, parts[offloaded])
+        self._changes = ()
+        return outside
 
-    def step_unit(self, unit: OffloadedModule, step: PartialStep) -> None:
-        """Steps one unit, without the hooks of the optimizer's step."""
-        with self._residency.using([unit], state=True):
-            self._step(unit, step, list(unit.module.parameters()))
+    def step_module(self, offloaded: OffloadedModule, step: PartialStep) -> None:
+        """Steps one module, without the hooks of the optimizer's step."""
+        with self._residency.using([offloaded], state=True):
+            self._step(offloaded, step, list(offloaded.module.parameters()))
 
-    def _check_scaler(self, *, is_asked: bool) -> None:
+    def _check_scaler(self, *, will_step: bool) -> None:
         """Raises RuntimeError if a GradScaler cannot have unscaled gradients correctly.
 
-        `is_asked`: whether units are about to be stepped.
+        `will_step`: whether modules are about to be stepped.
         """
         stepping = stepping_grad_scaler()
         if stepping is not None and self._are_in_backward:
             raise RuntimeError(
-                "GradScaler: units have been stepped in the backward pass, by gradients that were"
-                " still scaled: use auto() without step=True, or no scaler"
+                "GradScaler: auto(step=True) has stepped modules in the backward pass with"
+                " gradients that were still scaled. Use auto() without step=True, or no GradScaler."
             )
-        if is_asked:
-            refuse_hasty_scaler()
+        if will_step:
+            check_scaler_waits()
 
-    def _check_left(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raises RuntimeError if gradients have changed since a backward that stepped units."""
-        for each in parameters:
-            if id(each) not in self._left or each.grad is None:
+    def _check_outside_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises RuntimeError if gradients have changed since a backward that stepped modules."""
+        for param in parameters:
+            if id(param) not in self._outside_gradients or param.grad is None:
                 continue
-            gradient, version = self._left[id(each)]
-            if each.grad is not gradient() or version_of(each.grad) != version:
+            gradient, version = self._outside_gradients[id(param)]
+            if param.grad is not gradient() or version_of(param.grad) != version:
                 raise RuntimeError(
-                    "auto(step=True): gradients have been changed between the backward and"
-                    " optimizer.step(), as by clip_grad_norm_ or by another backward, and the units"
-                    " have been stepped in the backward by theirs as they were; nothing else has"
-                    " been stepped: use auto() without step=True, or parameter.register_hook() to"
-                    " change each gradient within the backward, or another optimizer for what"
-                    " belongs to no unit"
+                    "auto(step=True): a gradient of a parameter outside the Swapper's modules was"
+                    " changed between backward() and optimizer.step(), for example by"
+                    " clip_grad_norm_ or another backward(). The Swapper's modules were already"
+                    " stepped with their unchanged gradients. Nothing else was stepped. Use auto()"
+                    " without step=True, change gradients in parameter.register_hook(), or use"
+                    " a separate optimizer for the parameters outside."
                 )
-        self._left.clear()  # changes after a step are allowed
+        self._outside_gradients.clear()  # changes after a step are allowed
 
     def _step(
-        self, unit: OffloadedModule, step: PartialStep, parameters: list[nn.Parameter]
+        self, offloaded: OffloadedModule, step: PartialStep, parameters: list[nn.Parameter]
     ) -> None:
         try:
             step.step(parameters)
         finally:
-            unit.note_step()
+            offloaded.note_step()
 
-    def _saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Puts host copies into state_dict(), which remain readable when units are evicted."""
+    def _after_state_dict(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Puts host copies into state_dict(), which remain readable when modules are evicted."""
         on_host: dict[int, Tensor] = {}
-        for unit in self._residency.there:
-            on_host |= unit.on_host(state=True)
+        for offloaded in self._residency.resident:
+            on_host |= offloaded.on_host(state=True)
 
-        def found(value: Any) -> Any:
+        def host_clone(value: Any) -> Any:
+            """A copy of a device tensor in host memory; other values are returned unchanged."""
             if not isinstance(value, Tensor) or (host := host_copy(value, on_host)) is None:
                 return value
             # A clone, because later evictions write to the host memory, and the caller may load it.
-            shown = host.clone()
-            self._shown[shown] = weakref.ref(value), version_of(shown)
-            return shown
+            clone = host.clone()
+            self._returned[clone] = weakref.ref(value), version_of(clone)
+            return clone
 
-        return _mapped(found, saved)
+        return _map_state(host_clone, saved)
 
-    def _given_state(self, _: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    def _before_load_state_dict(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         """Replaces unchanged copies from state_dict() with the original state tensors.
 
         This matches torch, whose state_dict() contains the original tensors.
         """
-        kept = [each for each in self.optimizer.state.values() if isinstance(each, dict)]
-        own = {id(each) for of_one in kept for each in of_one.values()}
+        states = [state for state in self.optimizer.state.values() if isinstance(state, dict)]
+        own = {id(value) for state in states for value in state.values()}
 
-        def found(value: Any) -> Any:
-            if type(value) is not Tensor or value not in self._shown:
+        def original(value: Any) -> Any:
+            """The source tensor of an unchanged copy; other values are returned as they are."""
+            if type(value) is not Tensor or value not in self._returned:
                 return value
-            of, version = self._shown[value]
-            is_same = version == version_of(value) and id(of()) in own
-            return of() if is_same else value
+            source, version = self._returned[value]
+            is_same = version == version_of(value) and id(source()) in own
+            return source() if is_same else value
 
-        return _mapped(found, given)
+        return _map_state(original, loaded)
 
 
-def _mapped(of_value: Callable[[Any], Any], saved: dict[str, Any]) -> dict[str, Any]:
+def _map_state(of_value: Callable[[Any], Any], saved: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state_dict() with `of_value` applied to the state of each parameter."""
     state = {
         number: {key: of_value(value) for key, value in kept.items()}
@@ -202,31 +208,35 @@ def _mapped(of_value: Callable[[Any], Any], saved: dict[str, Any]) -> dict[str, 
     return {**saved, "state": state}
 
 
-def refuse_hasty_scaler() -> None:
+def check_scaler_waits() -> None:
     """Raises RuntimeError if torch's GradScaler is about to step gradients in host memory."""
     stepping = stepping_grad_scaler()
     if stepping is not None and not stepping.waits:
         raise RuntimeError(
-            "GradScaler: torch's divides gradients in host memory before its scale has come there"
-            " from the GPU; nothing has been stepped: use speedtorch.GradScaler, which waits"
+            "GradScaler: torch's scaler divides gradients in host memory before its scale has been"
+            " copied from the GPU. Nothing has been stepped. Use speedtorch.GradScaler, which waits"
+            " for this copy."
         )
 
 
-def check_steps_in_pieces(optimizer: Optimizer) -> None:
+def check_steps_separately(optimizer: Optimizer) -> None:
     """Raises TypeError if the optimizer steps all parameters at once, or wraps another one."""
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
-        raise TypeError(f"optimizer: {name} steps all parameters at once, and not in pieces")
-    for each in tree_leaves(vars(optimizer)):
-        if isinstance(each, Optimizer):
-            inner = type(each).__name__
+        raise TypeError(
+            f"optimizer: {name} steps all parameters at once. Use an optimizer that steps each"
+            " parameter separately, such as AdamW."
+        )
+    for value in tree_leaves(vars(optimizer)):
+        if isinstance(value, Optimizer):
+            inner = type(value).__name__
             raise TypeError(
-                f"optimizer: {name} has a {inner} within, and would step all of it with each part:"
-                f" give that {inner} instead"
+                f"optimizer: {name} wraps a {inner}, and would step all its parameters in each"
+                f" partial step. Pass the {inner} instead."
             )
 
 
-def _closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+def _call_closure(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
     """Calls the closure of a step, and returns arguments with a closure that returns its loss."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):  # a custom step() may accept other arguments
@@ -238,11 +248,11 @@ def _closure_done(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], 
     return args, {**kwargs, "closure": lambda: loss}
 
 
-def steps_by(
+def replace_step(
     optimizer: Optimizer,
     parts: Callable[[PartialStep], Collection[Tensor]],
     device: torch.device | None,
-    counted: Callable[[], Sequence[Counted]] = tuple,
+    changes: Callable[[], Sequence[ChangedSetting]] = tuple,
 ) -> Callable[[], None]:
     """Makes an optimizer's step() call `parts`, then step the rest; returns a function to undo it.
 
@@ -253,31 +263,34 @@ def steps_by(
     Step hooks are called once, before and after the whole step. Our pre-hook runs last and our
     post-hook first, so that other post-hooks see the updated settings.
     """
-    is_tried = not needs_arguments(optimizer)  # others were checked when they were passed
+    is_tried = not needs_arguments(optimizer)  # checked when the optimizer was passed
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Adds hooks that first step the parts, and calls the original method."""
         nonlocal is_tried
         if not is_tried:
             check_steps_apart(optimizer, device, args, kwargs)
             is_tried = True
-        settle: list[Callable[[], object]] = []
+        partial_steps: list[PartialStep] = []
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            """Steps the parts, and passes the original step() only the remaining parameters."""
             # The first argument is the optimizer, or a shallow copy from another Swapper's step.
-            (asked, *given), kwargs = _closure_done(args, kwargs)
-            step = PartialStep(asked, tuple(given), kwargs, counted())
-            left = parts(step)
-            settle.append(step.settle)
-            return (step.twin(left), *given), kwargs
+            (stepped, *arguments), kwargs = _call_closure(args, kwargs)
+            step = PartialStep(stepped, tuple(arguments), kwargs, changes())
+            remaining = parts(step)
+            partial_steps.append(step)
+            return (step.shallow_copy(remaining), *arguments), kwargs
 
-        def after(*_: Any) -> None:
-            for each in settle:
-                each()
+        def after_step(*_: Any) -> None:
+            """Copies changed settings to the optimizer."""
+            for partial_step in partial_steps:
+                partial_step.settle()
 
         try:
             with ExitStack() as hooks:
-                hooks.enter_context(optimizer.register_step_pre_hook(before))
-                last = hooks.enter_context(optimizer.register_step_post_hook(after))
+                hooks.enter_context(optimizer.register_step_pre_hook(before_step))
+                last = hooks.enter_context(optimizer.register_step_post_hook(after_step))
                 vars(optimizer)[_POST_HOOKS].move_to_end(last.id, last=False)
                 return original(*args, **kwargs)
         except BaseException:
@@ -302,15 +315,17 @@ def replace_method(
     @not_compiled
     @wraps(getattr(original, "__func__", original))
     def method(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Calls the replacement, or the original after the restore."""
         return original(*args, **kwargs) if is_closed else called(original, *args, **kwargs)
 
     bound = MethodType(method, optimizer)  # schedulers need its __func__
     setattr(optimizer, name, bound)
 
-    def put_back() -> None:
+    def restore() -> None:
+        """Restores the original method, unless other code has replaced it since."""
         nonlocal is_closed
         is_closed = True
         if vars(optimizer).get(name) is bound:
             setattr(optimizer, name, original)
 
-    return put_back
+    return restore

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from speedtorch.torch_internals import STEP_HOOKS, step_without_hooks
 
-__all__ = ["Counted", "PartialStep"]
+__all__ = ["ChangedSetting", "PartialStep"]
 
 
 _ABSENT = object()
 
 
-class Counted(NamedTuple):
+class ChangedSetting(NamedTuple):
     """A setting changed by a step, such as a counter; `before` is _ABSENT for a new setting."""
 
     place: int
@@ -39,7 +39,7 @@ class PartialStep:
     these changes to the optimizer once. In-place changes of other objects (a tensor, a list, state
     without a parameter) happen once per part.
 
-    `args` and `kwargs` are passed to the step of each part. `counted` are the changes of an earlier
+    `args` and `kwargs` are passed to the step of each part. `changes` are the changes of an earlier
     step of other parameters: this step completes that one, and counts once with it.
     """
 
@@ -48,52 +48,52 @@ class PartialStep:
         optimizer: Optimizer,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-        counted: Sequence[Counted] = (),
+        changes: Sequence[ChangedSetting] = (),
     ) -> None:
         self.optimizer, self._args, self._kwargs = optimizer, args, kwargs or {}
-        self._counted = counted
+        self._earlier_changes = changes
         self._last: Optimizer | None = None
         self._places = {
-            id(each): (number, place)
+            id(param): (number, place)
             for number, group in enumerate(optimizer.param_groups)
-            for place, each in enumerate(group["params"])
+            for place, param in enumerate(group["params"])
         }
 
-    def twin(self, parameters: Collection[Tensor]) -> Optimizer:
+    def shallow_copy(self, parameters: Collection[Tensor]) -> Optimizer:
         """Returns a shallow copy of the optimizer with only these parameters."""
         optimizer = self.optimizer
-        chosen: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-        found = (self._places.get(id(each)) for each in parameters)
-        for number, place in sorted(each for each in found if each is not None):
-            chosen[number].append(optimizer.param_groups[number]["params"][place])
-        made: Optimizer = object.__new__(type(optimizer))
-        made.__dict__.update(optimizer.__dict__)
+        selected: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        found = (self._places.get(id(param)) for param in parameters)
+        for number, place in sorted(filter(None, found)):
+            selected[number].append(optimizer.param_groups[number]["params"][place])
+        copied: Optimizer = object.__new__(type(optimizer))
+        copied.__dict__.update(optimizer.__dict__)
         # A base class's step() that the optimizer's step() calls would run the hooks.
-        made.__dict__.update({name: OrderedDict() for name in STEP_HOOKS})
-        made.param_groups = [
+        copied.__dict__.update({name: OrderedDict() for name in STEP_HOOKS})
+        copied.param_groups = [
             {**group, "params": of_group}
-            for group, of_group in zip(optimizer.param_groups, chosen, strict=True)
+            for group, of_group in zip(optimizer.param_groups, selected, strict=True)
         ]
-        settings = _settings_of(made)
-        for place, name, before, after in self._counted:
+        settings = _settings_of(copied)
+        for place, name, before, after in self._earlier_changes:
             if settings[place].get(name) is not after:  # other code has changed the setting
                 continue
             settings[place][name] = before
             if before is _ABSENT:
                 del settings[place][name]
-        self._last = made
-        return made
+        self._last = copied
+        return copied
 
     def step(self, parameters: Collection[Tensor]) -> None:
         """Steps only these parameters."""
         step: Any = step_without_hooks(type(self.optimizer))
-        step(self.twin(parameters), *self._args, **self._kwargs)
+        step(self.shallow_copy(parameters), *self._args, **self._kwargs)
 
-    def settle(self) -> list[Counted]:
+    def settle(self) -> list[ChangedSetting]:
         """Copies the settings that the last part changed to the optimizer, and returns them."""
         if self._last is None:
             return []
-        counted: list[Counted] = []
+        changes: list[ChangedSetting] = []
         places = zip(_settings_of(self.optimizer), _settings_of(self._last), strict=True)
         for place, (settings, changed) in enumerate(places):
             kept = ("params",) if place else ("param_groups", *STEP_HOOKS)
@@ -101,8 +101,8 @@ class PartialStep:
                 before = settings.get(name, _ABSENT)
                 if name not in kept and before is not value:
                     settings[name] = value
-                    counted.append(Counted(place, name, before, value))
-        return counted
+                    changes.append(ChangedSetting(place, name, before, value))
+        return changes
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Residency: which units have device memory, within a budget, and which are evicted for them."""
+"""Residency: which modules have device memory, within a budget, and which are evicted for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,70 +22,73 @@ from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
 
-__all__ = ["Leaver", "Residency", "Use"]
+__all__ = ["Evictable", "Residency", "Use"]
+
+_LastUse: TypeAlias = tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]
+"""End event, stream, and count of the module's changes at the end of a use."""
 
 
 @dataclass(eq=False)
 class Use:
-    """Units that remain on the device while a caller holds this object; `state`: for a step."""
+    """Modules that remain on the device while a caller holds this object; `state`: for a step."""
 
-    units: tuple[OffloadedModule, ...]
+    modules: tuple[OffloadedModule, ...]
     state: bool
     trained: set[OffloadedModule]
-    """Units for which a backward is expected to create gradients."""
+    """Modules for which a backward is expected to create gradients."""
     stepped: set[OffloadedModule]
-    """Units that are stepped during this use."""
+    """Modules that are stepped during this use."""
 
 
 class Need(NamedTuple):
-    """Whether uses of a unit need optimizer state for a step, and gradients of a backward."""
+    """Whether uses of a module need optimizer state for a step, and gradients of a backward."""
 
     state: bool
     gradients: bool
 
 
-class Leaver(NamedTuple):
-    """A unit that may be evicted, or only its optimizer state."""
+class Evictable(NamedTuple):
+    """A module that may be evicted, or only its optimizer state."""
 
-    unit: OffloadedModule
-    of_state: bool = False
+    module: OffloadedModule
+    only_state: bool = False
 
 
 class EvictionPriority(IntEnum):
-    """Order of eviction: prefetched units come after idle ones, and state in use comes last."""
+    """Order of eviction: prefetched modules come after idle ones, and state in use comes last."""
 
     IDLE, PREFETCHED, STATE_IN_USE = range(3)
 
 
 class Candidate(NamedTuple):
-    """A unit or state that may be evicted, and how soon a call needs it.
+    """A module or state that may be evicted, and how soon a call needs it.
 
     Attributes:
         use: number of calls until the next use.
-        turn: order among equal `use`; the lowest is evicted first.
+        order: order among equal `use`; the lowest is evicted first.
         nbytes: bytes of device memory.
-        is_used: whether the unit is in use.
+        is_used: whether the module is in use.
     """
 
     priority: EvictionPriority
     use: float
-    turn: int
-    leaver: Leaver
+    order: int
+    victim: Evictable
     nbytes: int
     is_used: bool
 
 
 class Residency:
-    """Loads units to the device within a budget, and evicts other units for them.
+    """Loads modules to the device within a budget, and evicts other modules for them.
 
-    The evicted unit has the farthest next use in the recorded order. If the order is unknown, the
-    unit is the least recently used one. Units in use are never evicted; their state may be.
+    The evicted module has the farthest next use in the recorded order. If the order is unknown, the
+    module is the least recently used one. Modules in use are never evicted; their state may be.
 
     `first_state` returns, per optimizer, the bytes of state that a first step creates for a
     parameter.
 
     Attributes:
-        hits: uses that found their unit on the device; `misses`: uses that did not.
+        hits: uses that found their module on the device; `misses`: uses that did not.
         seconds_waited: seconds that the host has waited for evictions.
     """
 
@@ -98,41 +101,37 @@ class Residency:
     ) -> None:
         self._device, self._budget, self._traffic = device, budget, traffic
         self._first_state = first_state
-        self._there: OrderedDict[OffloadedModule, None] = OrderedDict()
-        """Units that may have device memory, least recently used first."""
+        self._resident: OrderedDict[OffloadedModule, None] = OrderedDict()
+        """Modules that may have device memory, least recently used first."""
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         """Current uses; their callers hold the references."""
-        self._wanted: dict[OffloadedModule, bool] = {}
-        """Units to prefetch, and whether with their state."""
-        self._awaited: set[OffloadedModule] = set()
-        """Prefetched units that were not used yet."""
-        self._going: list[Leaver] = []
-        """Units and state in write-back before their eviction, oldest first."""
-        self._left: dict[
-            OffloadedModule, tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]
-        ] = {}
-        """For units not in use, the last use: end event, stream, and count of changes then."""
-        self._others: dict[OffloadedModule, int] = {}
-        """Bytes allocated for a unit on the device since its load, and expected in its uses."""
-        self._last_needs: weakref.WeakKeyDictionary[OffloadedModule, Need] = (
-            weakref.WeakKeyDictionary()
-        )
-        """Needs of each unit's last ended use, which the next use is expected to have."""
-        self._calls: AutoLoader | None = None
-        self._turns: dict[OffloadedModule, int] = {}
-        """Units that each() uses next, with their positions."""
+        self._requested: dict[OffloadedModule, bool] = {}
+        """Modules to prefetch, and whether with their state."""
+        self._prefetched: set[OffloadedModule] = set()
+        """Prefetched modules that were not used yet."""
+        self._writing: list[Evictable] = []
+        """Modules and state in write-back before their eviction, oldest first."""
+        self._last_uses: dict[OffloadedModule, _LastUse] = {}
+        """Last uses of modules that are not in use."""
+        self._extra_bytes: dict[OffloadedModule, int] = {}
+        """Bytes allocated for a module on the device since its load, and expected in its uses."""
+        self._last_needs = weakref.WeakKeyDictionary[OffloadedModule, Need]()
+        """Needs of each module's last ended use, which the next use is expected to have."""
+        self._auto_loader: AutoLoader | None = None
+        self._positions: dict[OffloadedModule, int] = {}
+        """Modules that loaded_in_order() uses next, with their positions."""
         self.hits = self.misses = 0
         self.seconds_waited = 0.0
 
     @property
-    def there(self) -> list[OffloadedModule]:
-        """Units with device memory, least recently used first."""
-        return [each for each in self._there if self.bytes_of(each)]
+    def resident(self) -> list[OffloadedModule]:
+        """Modules with device memory, least recently used first."""
+        return [module for module in self._resident if self.bytes_of(module)]
 
     @contextmanager
-    def using(self, units: Iterable[OffloadedModule], *, state: bool) -> Iterator[None]:
-        """Context manager that loads units and keeps them on the device."""
-        use = self.begin_use(units, state=state)
+    def using(self, modules: Iterable[OffloadedModule], *, state: bool) -> Iterator[None]:
+        """Context manager that loads modules and keeps them on the device."""
+        use = self.begin_use(modules, state=state)
         try:
             self.fill_use(use)
             yield
@@ -140,376 +139,379 @@ class Residency:
             self.end_use(use)
 
     def begin_use(
-        self, units: Iterable[OffloadedModule], *, state: bool = False, gradients: bool = False
+        self, modules: Iterable[OffloadedModule], *, state: bool = False, gradients: bool = False
     ) -> Use:
-        """Prevents eviction of units until end_use(), or until the returned Use is dropped."""
-        units = tuple(units)
-        use = Use(units, state, set(units if gradients else ()), set(units if state else ()))
+        """Prevents eviction of modules until end_use(), or until the returned Use is dropped."""
+        modules = tuple(modules)
+        use = Use(modules, state, set(modules if gradients else ()), set(modules if state else ()))
         for other in self._uses if state else ():
-            other.stepped.update(unit for unit in use.units if unit in other.units)
+            other.stepped.update(module for module in use.modules if module in other.modules)
         self._uses.add(use)
         return use
 
     def fill_use(self, use: Use) -> None:
-        """Loads the units of a use."""
-        for unit in use.units:
-            self._enter(unit, state=use.state)
+        """Loads the modules of a use."""
+        for module in use.modules:
+            self._load_for_use(module, state=use.state)
 
-    def _to_come(self, unit: OffloadedModule, need: Need) -> int:
-        """Bytes that a unit in use will need beyond the counted ones, as in its last use."""
-        last = self._last_needs.get(unit)
-        if last is None or self._calls is not None:  # a AutoLoader knows the needs
+    def _expected_bytes(self, module: OffloadedModule, need: Need) -> int:
+        """Bytes that a module in use will need beyond the counted ones, as in its last use."""
+        last = self._last_needs.get(module)
+        if last is None or self._auto_loader is not None:  # an AutoLoader knows the needs
             return 0
-        count = unit.missing_gradients() if last.gradients and not need.gradients else 0
-        return count + (unit.missing_bytes(state=True) if last.state and not need.state else 0)
+        count = module.missing_gradients() if last.gradients and not need.gradients else 0
+        return count + (module.missing_bytes(state=True) if last.state and not need.state else 0)
 
-    def expect_gradients(self, unit: OffloadedModule) -> None:
-        """Frees budget for the gradients that a backward is about to create for a unit.
+    def expect_gradients(self, module: OffloadedModule) -> None:
+        """Frees budget for the gradients that a backward is about to create for a module.
 
         Raises RuntimeError if the budget is too small.
         """
         if self._budget is None:
             return
-        uses = [use for use in self._uses if unit in use.units]
+        uses = [use for use in self._uses if module in use.modules]
         for use in uses:
-            use.trained.add(unit)
+            use.trained.add(module)
         need = Need(any(use.state for use in uses), gradients=True)
-        self._others[unit] = self._other_bytes(unit, need)
-        self._makes_room(unit, 0, waits=True)
+        self._extra_bytes[module] = self._count_extra_bytes(module, need)
+        self._make_room(module, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
-        """Ends a use, so that its units may be evicted."""
+        """Ends a use, so that its modules may be evicted."""
         self._uses.discard(use)
-        for unit in use.units:
+        for module in use.modules:
             if not use.state:
-                self._last_needs[unit] = Need(unit in use.stepped, unit in use.trained)
-            self._leave(unit)
-        self._makes_room(None, 0, waits=False)
+                self._last_needs[module] = Need(module in use.stepped, module in use.trained)
+            self._end_module_use(module)
+        self._make_room(None, 0, waits=False)
         self.advance()
 
-    def plan(self, wanted: dict[OffloadedModule, bool]) -> None:
-        """Replaces the units to prefetch; the values say whether with state."""
-        self._wanted = wanted
-        self._awaited &= wanted.keys()
+    def plan(self, requested: dict[OffloadedModule, bool]) -> None:
+        """Replaces the modules to prefetch; the values say whether with state."""
+        self._requested = requested
+        self._prefetched &= requested.keys()
         self.advance()
 
-    def ask(self, unit: OffloadedModule, *, state: bool) -> None:
-        """Requests a prefetch of a unit, with or without state; advance() starts the copy."""
-        self._wanted[unit] = state
+    def request(self, module: OffloadedModule, *, state: bool) -> None:
+        """Requests a prefetch of a module, with or without state; advance() starts the copy."""
+        self._requested[module] = state
 
-    def each(
-        self, units: Collection[OffloadedModule], *, state: bool, ahead: int
+    def loaded_in_order(
+        self, modules: Collection[OffloadedModule], *, state: bool, ahead: int
     ) -> Generator[OffloadedModule, None, None]:
-        """Yields loaded units, those on the device first, and prefetches the next ones.
+        """Yields loaded modules, starting with those on the device, and prefetches the next ones.
 
-        A unit is in use until the next one is requested, or the generator is closed.
+        A module is in use until the next one is requested, or the generator is closed.
         """
-        order = sorted(units, key=lambda unit: not unit.device_bytes)
+        order = sorted(modules, key=lambda module: not module.device_bytes)
         try:
-            self._turns = {unit: turn for turn, unit in enumerate(order)}
-            for turn, unit in enumerate(order):
-                with self.using([unit], state=state):
-                    for later in order[turn + 1 : turn + 1 + ahead]:
-                        self.ask(later, state=state)
+            self._positions = {module: position for position, module in enumerate(order)}
+            for position, module in enumerate(order):
+                with self.using([module], state=state):
+                    for later in order[position + 1 : position + 1 + ahead]:
+                        self.request(later, state=state)
                     self.advance()
-                    yield unit
-                    self._turns.pop(unit, None)
+                    yield module
+                    self._positions.pop(module, None)
         finally:
-            self._turns = {}
+            self._positions = {}
 
-    def is_used(self, unit: OffloadedModule) -> bool:
-        """Whether a unit is in use."""
-        return any(unit in use.units for use in self._uses)
+    def is_used(self, module: OffloadedModule) -> bool:
+        """Whether a module is in use."""
+        return any(module in use.modules for use in self._uses)
 
     def _needs(self) -> dict[OffloadedModule, Need]:
-        """Needs of the units in use."""
+        """Needs of the modules in use."""
         found: dict[OffloadedModule, Need] = {}
         for use in self._uses:
-            for unit in use.units:
-                state, gradients = found.get(unit, (False, False))
-                found[unit] = Need(state or use.state, gradients or unit in use.trained)
+            for module in use.modules:
+                state, gradients = found.get(module, (False, False))
+                found[module] = Need(state or use.state, gradients or module in use.trained)
         return found
 
-    def check_room_to_step(self, units: Iterable[OffloadedModule]) -> None:
-        """Raises RuntimeError if the budget is too small to step one of the units."""
+    def check_budget_for_step(self, modules: Iterable[OffloadedModule]) -> None:
+        """Raises RuntimeError if the budget is too small to step one of the modules."""
         if self._budget is None:
             return
         needs = self._needs()
-        for unit in units:
-            used = [each for each in self._there if each in needs and each is not unit]
-            needed = unit.needed_bytes + self._new_state(unit)
-            needed += sum(self.bytes_of(each) for each in used)
+        for module in modules:
+            used = [other for other in self._resident if other in needs and other is not module]
+            needed = module.needed_bytes + self._first_state_bytes(module)
+            needed += sum(self.bytes_of(other) for other in used)
             if needed > self._budget:
                 raise RuntimeError(
-                    f"budget: {text_of(self._budget)} are {text_of(needed - self._budget)} too"
-                    f" little to step unit {unit.name!r}, with its state and gradients, beside the"
-                    f" units in use, {[each.name for each in used]}; no unit has been stepped: give"
-                    " more"
+                    f"budget: {text_of(self._budget)} is {text_of(needed - self._budget)} too small"
+                    f" to step module {module.name!r} with its gradients and optimizer state. Other"
+                    f" modules in use: {', '.join(other.name for other in used) or 'none'}. No"
+                    " module has been stepped. Increase the budget."
                 )
 
-    def _enter(self, unit: OffloadedModule, *, state: bool) -> None:
+    def _load_for_use(self, module: OffloadedModule, *, state: bool) -> None:
         self._end_failed()
-        # From here on the program may queue work on the unit that is not tracked.
-        end, stream, _ = self._left.pop(unit, (None, None, 0))
+        # From here on the program may queue work on the module that is not tracked.
+        end, stream, _ = self._last_uses.pop(module, (None, None, 0))
         if end is not None and stream is not self._stream():
             # The last use, and the copy to the device before it, were on another stream.
             current_stream(self._device).wait_event(end)
-        unit.begin_use()
-        if unit.has_new_tensors and sum(unit in use.units for use in self._uses) == 1:
-            self.send_home(Leaver(unit))
-        self._keep(unit, state=state)
-        is_there = not unit.missing_bytes(state=state)
+        module.begin_use()
+        if module.has_new_tensors and sum(module in use.modules for use in self._uses) == 1:
+            self.evict(Evictable(module))
+        self._keep(module, state=state)
+        is_there = not module.missing_bytes(state=state)
         self.hits += is_there
         self.misses += not is_there
         if self._budget is not None:
-            self._there.setdefault(unit)
-            self._others[unit] = self._other_bytes(unit, self._needs().get(unit))
-        self._bring(unit, state=state, waits=True)
-        self._awaited.discard(unit)
+            self._resident.setdefault(module)
+            self._extra_bytes[module] = self._count_extra_bytes(module, self._needs().get(module))
+        self._load(module, state=state, waits=True)
+        self._prefetched.discard(module)
 
-    def _leave(self, unit: OffloadedModule) -> None:
-        if self.is_used(unit):
+    def _end_module_use(self, module: OffloadedModule) -> None:
+        if self.is_used(module):
             return
-        self._others[unit] = unit.other_bytes()
-        self._there[unit] = None
-        self._there.move_to_end(unit)
-        unit.end_use()
-        self._left[unit] = end_of_current(self._device), self._stream(), unit.changes
+        self._extra_bytes[module] = module.other_bytes()
+        self._resident[module] = None
+        self._resident.move_to_end(module)
+        module.end_use()
+        self._last_uses[module] = end_of_current(self._device), self._stream(), module.changes
 
     def _stream(self) -> torch.cuda.Stream | None:
         return current_stream(self._device) if self._device.type == "cuda" else None
 
     def advance(self) -> None:
-        """Prefetches requested units as far as they fit without waiting."""
+        """Prefetches requested modules as far as they fit without waiting."""
         missing = {}
-        for unit, state in list(self._wanted.items()):
-            if count := unit.missing_bytes(state=state):
-                missing[unit] = count
+        for module, state in list(self._requested.items()):
+            if count := module.missing_bytes(state=state):
+                missing[module] = count
             else:
-                self._keep(unit, state=state)
-                self._awaited.add(unit)
+                self._keep(module, state=state)
+                self._prefetched.add(module)
         if not missing:
             return
         spare = 0
         if self._budget is not None:
-            # Without `spare`, later needs of units in use would evict the prefetched units unused.
-            spare = sum(self._to_come(unit, need) for unit, need in self._needs().items())
-            free, order = self._budget - self.taken() - spare, self._candidates()
+            # Without `spare`, later needs of modules in use would evict prefetched modules unused.
+            spare = sum(self._expected_bytes(*needed) for needed in self._needs().items())
+            free, order = self._budget - self.used_bytes() - spare, self._candidates()
             missing = {
-                unit: count
-                for unit, count in missing.items()
-                if count <= free or count <= free + sum(self._leaving(order, unit).values())
+                module: count
+                for module, count in missing.items()
+                if count <= free or count <= free + sum(self._evictable(order, module).values())
             }
             if missing:
                 over = sum(missing.values()) - free
-                self._write_back(over, self._leaving(order, next(reversed(missing))))
-        for unit in missing:
-            state = self._wanted[unit]
-            if not self._bring(unit, state=state, waits=False, spare=spare):
+                self._write_back(over, self._evictable(order, next(reversed(missing))))
+        for module in missing:
+            state = self._requested[module]
+            if not self._load(module, state=state, waits=False, spare=spare):
                 return
-            self._keep(unit, state=state)
-            self._awaited.add(unit)
+            self._keep(module, state=state)
+            self._prefetched.add(module)
 
-    def _keep(self, unit: OffloadedModule, *, state: bool) -> None:
-        """Removes a unit from the requested prefetches and from pending evictions."""
-        self._wanted.pop(unit, None)
-        self._going = [
-            each for each in self._going if each.unit is not unit or each.of_state > state
-        ]
+    def _keep(self, module: OffloadedModule, *, state: bool) -> None:
+        """Removes a module from the requested prefetches and from pending evictions."""
+        self._requested.pop(module, None)
+        others = (v for v in self._writing if v.module is not module or v.only_state > state)
+        self._writing = list(others)
 
-    def _bring(self, unit: OffloadedModule, *, state: bool, waits: bool, spare: int = 0) -> bool:
-        """Loads a unit; without `waits` prefetches it, or returns False if it does not fit now.
+    def _load(self, module: OffloadedModule, *, state: bool, waits: bool, spare: int = 0) -> bool:
+        """Loads a module; without `waits` prefetches it, or returns False if it does not fit now.
 
         `spare` bytes of the budget remain free.
         """
-        self._there.setdefault(unit)
-        while self._makes_room(unit, unit.missing_bytes(state=state) + spare, waits=waits):
+        self._resident.setdefault(module)
+        while self._make_room(module, module.missing_bytes(state=state) + spare, waits=waits):
             try:
-                (unit.load if waits else unit.prefetch)(state=state)
+                (module.load if waits else module.prefetch)(state=state)
             except torch.OutOfMemoryError:  # other programs may use the GPU too
                 if not waits:
                     return False
-                victim = next(iter(self._leaving(self._candidates(), unit, by_force=True)), None)
-                if victim is None:
+                victims = iter(self._evictable(self._candidates(), module, by_force=True))
+                if (victim := next(victims, None)) is None:
                     raise
-                self.send_home(victim)
+                self.evict(victim)
             else:
                 return True
         return False
 
-    def _makes_room(self, unit: OffloadedModule | None, missing: int, *, waits: bool) -> bool:
-        """Evicts other units until `missing` bytes fit; returns whether they fit."""
+    def _make_room(self, module: OffloadedModule | None, missing: int, *, waits: bool) -> bool:
+        """Evicts other modules until `missing` bytes fit; returns whether they fit."""
         if self._budget is None:
             return True
-        if self.taken() + missing > self._budget:
-            self._count_others()
-        left = set()
-        while (over := self.taken() + missing - self._budget) > 0:
-            self._write_back(over, self._leaving(self._candidates(), unit, by_force=waits))
-            home = (e for e in self._going if e.unit.is_written_back(only_state=e.of_state))
-            victim = next(home, self._going[0] if waits and self._going else None)
+        if self.used_bytes() + missing > self._budget:
+            self._update_extra_bytes()
+        evicted = set()
+        while (over := self.used_bytes() + missing - self._budget) > 0:
+            self._write_back(over, self._evictable(self._candidates(), module, by_force=waits))
+            queue = self._writing
+            done = (v for v in queue if v.module.is_written_back(only_state=v.only_state))
+            victim = next(done, queue[0] if waits and queue else None)
             if victim is None:
                 if not waits:
                     return False
                 needs = self._needs()
-                used = [each.name for each in self._there if each in needs]
+                used = [module.name for module in self._resident if module in needs]
                 raise RuntimeError(
-                    f"budget: {text_of(self._budget)} are {text_of(over)} too little for the units"
-                    f" that are used at once, {used}, with their gradients; give more, or use fewer"
-                    " at once"
+                    f"budget: {text_of(self._budget)} is {text_of(over)} too small for the modules"
+                    f" in use, {used}, with their gradients. Increase the budget, or use fewer"
+                    " modules at once."
                 )
-            if victim in left:
-                raise RuntimeError(f"unit {victim.unit.name!r} could not leave the device")
-            left.add(victim)
-            self.send_home(victim)
+            if victim in evicted:
+                raise RuntimeError(f"module {victim.module.name!r} could not be evicted.")
+            evicted.add(victim)
+            self.evict(victim)
         return True
 
-    def _write_back(self, over: int, leaving: dict[Leaver, int]) -> None:
+    def _write_back(self, over: int, evictable_bytes: dict[Evictable, int]) -> None:
         """Starts write-back of the first candidates, until they free `over` bytes."""
         if over <= 0:
             return
-        self._going = [each for each in self._going if each in leaving]
-        over -= sum(leaving[each] for each in self._going)
-        for each, nbytes in leaving.items():
+        self._writing = [victim for victim in self._writing if victim in evictable_bytes]
+        over -= sum(evictable_bytes[victim] for victim in self._writing)
+        for victim, nbytes in evictable_bytes.items():
             if over <= 0:
                 return
-            if each not in self._going:
-                end = self.end_of_use(each.unit)
-                each.unit.write_back(end, only_state=each.of_state)
-                self._going.append(each)
+            if victim not in self._writing:
+                end = self.end_of_use(victim.module)
+                victim.module.write_back(end, only_state=victim.only_state)
+                self._writing.append(victim)
                 over -= nbytes
 
     def _candidates(self) -> list[Candidate]:
-        """Units and state that may be evicted, in the order of eviction."""
-        found, needs, first = [], self._needs(), EvictionPriority.IDLE
-        for place, unit in enumerate(self._there):
-            nbytes, is_used = self.bytes_of(unit), unit in needs
+        """Modules and state that may be evicted, in the order of eviction."""
+        found, needs, idle = [], self._needs(), EvictionPriority.IDLE
+        for place, module in enumerate(self._resident):
+            nbytes, is_used = self.bytes_of(module), module in needs
             if not nbytes:
                 continue
-            use = self._next_use(unit, state=False)
-            use_of_state = self._next_use(unit, state=True)
-            # State that a step created is not copied yet. An idle unit is evicted together with it.
-            of_state = unit.state_bytes + (unit.created_state_bytes if is_used else 0)
-            may_split = of_state and not (is_used and needs[unit].state)
+            use = self._next_use(module, state=False)
+            use_of_state = self._next_use(module, state=True)
+            # State that a step created is not copied yet. An idle module is evicted with its state.
+            state_bytes = module.state_bytes + (module.created_state_bytes if is_used else 0)
+            may_split = state_bytes and not (is_used and needs[module].state)
             if may_split and (is_used or use_of_state > use):
-                is_needed = not use_of_state or use_of_state == use == inf or unit in self._turns
-                at = EvictionPriority.STATE_IN_USE if is_used and is_needed else first
-                leaver = Leaver(unit, of_state=True)
-                found.append(Candidate(at, use_of_state, place, leaver, of_state, is_used))
-                nbytes -= of_state
+                is_first = module in self._positions
+                is_needed = not use_of_state or use_of_state == use == inf or is_first
+                priority = EvictionPriority.STATE_IN_USE if is_used and is_needed else idle
+                state = Evictable(module, only_state=True)
+                found.append(Candidate(priority, use_of_state, place, state, state_bytes, is_used))
+                nbytes -= state_bytes
             if not is_used:
-                is_due = unit in self._awaited or unit in self._turns
-                at, turn = (EvictionPriority.PREFETCHED, -place) if is_due else (first, place)
-                found.append(Candidate(at, use, turn, Leaver(unit), nbytes, is_used))
-        found.sort(key=lambda each: (each.priority, -each.use, each.turn))
+                is_due = module in self._prefetched or module in self._positions
+                priority, order = (EvictionPriority.PREFETCHED, -place) if is_due else (idle, place)
+                found.append(Candidate(priority, use, order, Evictable(module), nbytes, is_used))
+        found.sort(key=lambda c: (c.priority, -c.use, c.order))
         return found
 
-    def _leaving(
-        self, order: Iterable[Candidate], besides: OffloadedModule | None, *, by_force: bool = False
-    ) -> dict[Leaver, int]:
-        """Candidates that may be evicted for the unit `besides`, with their bytes.
+    def _evictable(
+        self, found: Iterable[Candidate], loading: OffloadedModule | None, *, by_force: bool = False
+    ) -> dict[Evictable, int]:
+        """Candidates that may be evicted for the module `loading`, with their bytes.
 
-        Only the state of `besides` may be included, and only if `besides` is in use. With
-        `by_force`, candidates with an earlier next use than `besides` are included, and at the end
-        prefetched units and then the state of units in use that may be stepped.
+        Only the state of `loading` may be included, and only if `loading` is in use. With
+        `by_force`, candidates with an earlier next use than `loading` are included, and at the end
+        prefetched modules and then the state of modules in use that may be stepped.
         """
-        soonest = inf if besides is None else self._next_use(besides, state=False)
+        soonest = inf if loading is None else self._next_use(loading, state=False)
         return {
-            each.leaver: each.nbytes
-            for each in order
-            if (each.is_used or each.leaver.unit is not besides)
-            and (by_force or (not each.priority and (soonest == inf or each.use > soonest)))
+            c.victim: c.nbytes
+            for c in found
+            if (c.is_used or c.victim.module is not loading)
+            and (by_force or (not c.priority and (soonest == inf or c.use > soonest)))
         }
 
-    def _next_use(self, unit: OffloadedModule, *, state: bool) -> float:
-        """AutoLoader.next_use(), counted after the units that each() uses next."""
-        if unit in self._turns:
-            return self._turns[unit] - next(iter(self._turns.values()))
-        later = inf if self._calls is None else self._calls.next_use(unit, state=state)
-        return later + len(self._turns)
+    def _next_use(self, module: OffloadedModule, *, state: bool) -> float:
+        """AutoLoader.next_use(), counted after the modules that loaded_in_order() uses next."""
+        if module in self._positions:
+            return self._positions[module] - next(iter(self._positions.values()))
+        loader = self._auto_loader
+        return len(self._positions) + (loader.next_use(module, state=state) if loader else inf)
 
-    def send_home(self, leaver: Leaver, *, search: bool = False) -> int:
-        """Evicts a unit or only its state, and returns the freed bytes.
+    def evict(self, victim: Evictable, *, search: bool = False) -> int:
+        """Evicts a module or only its state, and returns the freed bytes.
 
-        search: whether to search for views of the unit. False: only if there may be some.
+        search: whether to search for views of the module. False: only if there may be some.
         """
-        begin, unit, end = time.perf_counter(), leaver.unit, self.end_of_use(leaver.unit)
-        is_home = unit.is_written_back(only_state=leaver.of_state)
+        begin, module, end = time.perf_counter(), victim.module, self.end_of_use(victim.module)
+        was_written_back = module.is_written_back(only_state=victim.only_state)
         before = self._traffic.copied[Memory.HOST]
         try:
-            if leaver.of_state:
-                freed = unit.evict_state(end)
-                need = self._needs().get(unit)
-                self._others[unit] = self._other_bytes(unit, need)  # without state made by a step
+            if victim.only_state:
+                freed, need = module.evict_state(end), self._needs().get(module)
+                # Without the state that a step created.
+                self._extra_bytes[module] = self._count_extra_bytes(module, need)
                 if need is None:
-                    unit.track()
+                    module.track()
             else:
                 # Tensors saved by autograd lose their memory; other views keep it. The search for
-                # views is slow, and with a AutoLoader a graph that needs the unit is usual.
-                may_be_kept = unit.returned_views or unit.has_views or not unit.has_graph
-                search = search or self._calls is None or may_be_kept
-                freed = unit.evict(end, search=search)
-                self._awaited.discard(unit)
-                freed += self._others.pop(unit, 0)
+                # views is slow, and with an AutoLoader a graph that needs the module is usual.
+                may_be_kept = module.returned_views or module.has_views or not module.has_graph
+                search = search or self._auto_loader is None or may_be_kept
+                freed = module.evict(end, search=search)
+                self._prefetched.discard(module)
+                freed += self._extra_bytes.pop(module, 0)
         except BaseException:
-            self._left.pop(unit, None)  # it may be on the device, and no longer tracked
+            self._last_uses.pop(module, None)  # it may be on the device, and no longer tracked
             raise
-        if not is_home or self._traffic.copied[Memory.HOST] > before:
+        if not was_written_back or self._traffic.copied[Memory.HOST] > before:
             self.seconds_waited += time.perf_counter() - begin
-        if not self.bytes_of(unit):
-            self._there.pop(unit, None)
+        if not self.bytes_of(module):
+            self._resident.pop(module, None)
         return freed
 
-    def end_of_use(self, unit: OffloadedModule) -> torch.cuda.Event | None:
-        """End event of a unit's last use; None: in use, or used since then outside any use."""
-        end, _, changes = self._left.get(unit, (None, None, 0))
-        return end if end is not None and changes == unit.changes else None
+    def end_of_use(self, module: OffloadedModule) -> torch.cuda.Event | None:
+        """End event of a module's last use; None: in use, or used since then outside any use."""
+        end, _, changes = self._last_uses.get(module, (None, None, 0))
+        return end if end is not None and changes == module.changes else None
 
     def _end_failed(self) -> None:
-        if self._calls is not None:
-            self._calls.end_failed()
+        if self._auto_loader is not None:
+            self._auto_loader.end_failed()
 
-    def follow(self, calls: AutoLoader | None) -> None:
-        """Sets the AutoLoader that loads units and knows their order of use; None removes it."""
-        self._calls = calls
+    def set_auto_loader(self, auto_loader: AutoLoader | None) -> None:
+        """Sets the AutoLoader that loads modules and knows their order of use; None removes it."""
+        self._auto_loader = auto_loader
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Ends failed backward uses, and updates the byte counts."""
         self._end_failed()
-        self._count_others()
+        self._update_extra_bytes()
 
     def clear(self) -> None:
-        """Forgets all units, after their eviction."""
-        every: tuple[Any, ...] = self._there, self._wanted, self._awaited, self._going
-        for known in (*every, self._left, self._others, self._last_needs, self._turns):
-            known.clear()
+        """Forgets all modules, after their eviction."""
+        queues: tuple[Any, ...] = self._resident, self._requested, self._prefetched, self._writing
+        by_module = self._last_uses, self._extra_bytes, self._last_needs, self._positions
+        for collection in (*queues, *by_module):
+            collection.clear()
 
-    def _count_others(self) -> None:
-        """Updates the bytes allocated for units on the device, and frees dropped gradients."""
+    def _update_extra_bytes(self) -> None:
+        """Updates the bytes allocated for modules on the device, and frees dropped gradients."""
         needs = self._needs()
-        for unit in self._there:
-            unit.free_gradients(self.end_of_use(unit))
-            self._others[unit] = self._other_bytes(unit, needs.get(unit))
+        for module in self._resident:
+            module.free_gradients(self.end_of_use(module))
+            self._extra_bytes[module] = self._count_extra_bytes(module, needs.get(module))
 
-    def _other_bytes(self, unit: OffloadedModule, need: Need | None) -> int:
-        """Bytes allocated in a unit on the device, and bytes that its current uses may add."""
-        count = unit.other_bytes()
+    def _count_extra_bytes(self, module: OffloadedModule, need: Need | None) -> int:
+        """Bytes allocated in a module on the device, and bytes that its current uses may add."""
+        count = module.other_bytes()
         if need is None or self._budget is None:
             return count
         if need.gradients:
-            count += unit.missing_gradients()
+            count += module.missing_gradients()
         if need.state:
-            count += self._new_state(unit)
+            count += self._first_state_bytes(module)
         return count
 
-    def _new_state(self, unit: OffloadedModule) -> int:
-        """Bytes of state that a first step of a unit creates."""
-        return sum(self._first_state[by](each) for by, each in unit.without_state())
+    def _first_state_bytes(self, module: OffloadedModule) -> int:
+        """Bytes of state that a first step of a module creates."""
+        pairs = module.without_state()
+        return sum(self._first_state[optimizer](param) for optimizer, param in pairs)
 
-    def bytes_of(self, unit: OffloadedModule) -> int:
-        """Bytes of a unit's device memory, with the tensors that were assigned to it there."""
-        return unit.device_bytes + self._others.get(unit, 0)
+    def bytes_of(self, module: OffloadedModule) -> int:
+        """Bytes of a module's device memory, with the tensors that were assigned to it there."""
+        return module.device_bytes + self._extra_bytes.get(module, 0)
 
-    def taken(self) -> int:
-        """Bytes of device memory of all units."""
-        return sum(map(self.bytes_of, self._there))
+    def used_bytes(self) -> int:
+        """Bytes of device memory of all modules."""
+        return sum(map(self.bytes_of, self._resident))

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.layers.module_steps import (
-    check_steps_in_pieces,
-    refuse_hasty_scaler,
+    check_scaler_waits,
+    check_steps_separately,
     replace_method,
-    steps_by,
+    replace_step,
 )
 from speedtorch.layers.offloaded_module import exact_device, is_offloaded
 from speedtorch.layers.offloaded_parameters import (
@@ -221,7 +221,7 @@ class StateSwapper:
         try:
             _swapped.update(self._optimizers)
             for each in self._optimizers:
-                self._undo.append(steps_by(each, partial(self._step_pieces, each), self.device))
+                self._undo.append(replace_step(each, partial(self._step_pieces, each), self.device))
                 self._undo.append(_load_on_host(each))
                 self._undo.append(each.register_state_dict_pre_hook(self._evict_mixed).remove)
             self.evict()
@@ -295,7 +295,7 @@ class StateSwapper:
             shared = self._arranged(optimizer)
             pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
             if self.device is not None:
-                refuse_hasty_scaler()
+                check_scaler_waits()
                 check_offloaded(each for piece in pieces for each in piece.parameters)
             staying = self._staying(optimizer, pieces)
             for other, its in self._pieces.items():  # these no longer fit into the budget
@@ -483,12 +483,12 @@ def _times_kept(optimizer: Optimizer) -> Counter[int]:
 
 
 def check_can_be_split(optimizer: Optimizer) -> None:
-    """Calls check_steps_in_pieces(); raises ValueError if the optimizer has a StateSwapper."""
+    """Calls check_steps_separately(); raises ValueError if the optimizer has a StateSwapper."""
     if optimizer in _swapped:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} has a StateSwapper already: close() that before"
         )
-    check_steps_in_pieces(optimizer)
+    check_steps_separately(optimizer)
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:

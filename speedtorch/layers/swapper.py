@@ -1,4 +1,4 @@
-"""Swapper: loads units (offloaded modules) to the device for use, and evicts unused units."""
+"""Swapper: loads modules (offloaded modules) to the device for use, and evicts unused modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.module_steps import ModuleSteps
 from speedtorch.layers.offloaded_module import OffloadedModule, exact_device
 from speedtorch.layers.optimizer_trials import FirstState, check_when_given
-from speedtorch.layers.residency import Leaver, Residency
+from speedtorch.layers.residency import Evictable, Residency
 from speedtorch.layers.state_swapper import check_can_be_split
 from speedtorch.layers.transfer_stats import Freed, SwapReport, TransferStats
 from speedtorch.memory.byte_count import bytes_of, text_of
@@ -27,35 +27,34 @@ __all__ = ["Swapper"]
 class Swapper:
     """Keeps modules in host memory, and loads them to the device while they are used.
 
-    A unit is one offloaded module: its parameters, buffers, gradients and optimizer state. Using a
-    unit loads it as a whole. If a unit needs memory, the least recently used unit is evicted,
-    and its changes are written back. Under `auto`, the evicted unit is the one whose next use is
-    farthest in the recorded order. Parameter objects, hooks, param_groups and schedulers remain
-    the same, and results equal a model that remains on the device. An evicted unit consists of
-    ordinary CPU tensors.
+    A module is loaded as a whole, with its parameters, buffers, gradients and optimizer state. If a
+    module needs memory, the least recently used module is evicted, and its changes are written
+    back. Under `auto`, the evicted module is the one whose next use is farthest in the recorded
+    order. Parameter objects, hooks, param_groups and schedulers remain the same, and results equal
+    a model that remains on the device. An evicted module consists of ordinary CPU tensors.
 
-    `optimizer.step()` loads and steps units with gradients one by one. Parameters outside units
-    are stepped as usual. Use a unit's tensors only within `use`, because any call of the swapper
-    may evict a unit that is not in use.
+    `optimizer.step()` loads and steps offloaded modules with gradients one by one. Other parameters
+    are stepped as usual. Use a module's tensors only within `use`, because any call of the swapper
+    may evict a module that is not in use.
 
     Args:
-        modules: the units' modules, or one module whose children are the units. Modules that share
-            a parameter must form one unit (nn.ModuleList).
+        modules: the modules to offload, or one module whose children are offloaded. Modules that
+            share a parameter must form one module (nn.ModuleList).
         optimizer: a torch optimizer that keeps separate tensors for each parameter, or several
             optimizers (Muon and AdamW), which may share parameters. Wrappers from accelerate,
             Lightning and Fabric are accepted. None: no training.
-        device: the device that uses the units. Default: the GPU, if there is one.
-        budget: the most device memory for units, including gradients and state, in bytes or as text
-            such as "12GiB". None: all device memory. Units in use must fit together.
+        device: the device that uses the modules. Default: the GPU, if there is one.
+        budget: the most device memory for modules, including gradients and state, in bytes or as
+            text such as "12GiB". None: all device memory. Modules in use must fit together.
 
     Raises:
         TypeError: an argument has the wrong type. An optimizer steps all parameters at once
             (LBFGS), wraps another optimizer (Lookahead), or keeps tensors within lists or dicts. A
             tensor has a custom class that is not a frozen wrapper with `__tensor_flatten__`.
-        ValueError: there is no unit, units share a tensor, or a unit contains another. An optimizer
-            is given twice, or does not step each parameter separately (checked with small copies).
-            The budget is no number of bytes. A tensor is sparse, quantized, on the meta device or
-            made in inference mode.
+        ValueError: there is no module, modules share a tensor, or a module contains another. An
+            optimizer is given twice, or does not step each parameter separately (checked with small
+            copies). The budget is no number of bytes. A tensor is sparse, quantized, on the meta
+            device or made in inference mode.
         RuntimeError: the device is a GPU, and torch finds none.
         MemoryError: the host has too little memory.
 
@@ -81,27 +80,27 @@ class Swapper:
         device: torch.device | str | None = None,
         budget: int | str | None = None,
     ) -> None:
-        named = _named(modules)
+        named = _name_modules(modules)
         self._given = given_optimizers(optimizer)
         self.optimizer = self._given if len(self._given) > 1 else next(iter(self._given), None)
         stepped = optimizers_within(self._given)
-        for each in stepped:
-            check_can_be_split(each)
+        for optimizer in stepped:
+            check_can_be_split(optimizer)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)
-        for each in stepped:
-            check_when_given(each, self.device)
+        for optimizer in stepped:
+            check_when_given(optimizer, self.device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = TransferStats()
-        self._units: dict[nn.Module, OffloadedModule] = {}
-        first_state = {each: FirstState(each).nbytes for each in stepped}
+        self._offloaded: dict[nn.Module, OffloadedModule] = {}
+        first_state = {optimizer: FirstState(optimizer).nbytes for optimizer in stepped}
         self._residency = Residency(self.device, self.budget, self._traffic, first_state)
         self._steps: list[ModuleSteps] = []
         self._auto: AutoOffload | None = None
         try:
             for name, module in named:
-                self._units[module] = OffloadedModule(
+                self._offloaded[module] = OffloadedModule(
                     module,
                     *stepped,
                     device=self.device,
@@ -109,94 +108,100 @@ class Swapper:
                     traffic=self._traffic,
                     before_gradients=weak_call(self._residency.expect_gradients),
                 )
-            for each in stepped:
-                self._steps.append(ModuleSteps(each, self._units, self._residency))
+            for optimizer in stepped:
+                self._steps.append(ModuleSteps(optimizer, self._offloaded, self._residency))
         except BaseException:
             self.close()
             raise
 
     def __repr__(self) -> str:
-        if not self._units:
+        if not self._offloaded:
             return f"{type(self).__name__}(closed)"
-        units = [f"{unit.name}: {type(module).__name__}" for module, unit in self._units.items()]
-        shown = units[:3] + [f"{len(units) - 3} more"] * (len(units) > 3)
+        named = [(offloaded.name, type(module)) for module, offloaded in self._offloaded.items()]
+        shown = [f"{name}: {module_type.__name__}" for name, module_type in named[:3]]
+        shown += [f"{len(named) - 3} more"] * (len(named) > 3)
         budget = None if self.budget is None else text_of(self.budget)
-        said = f"{', '.join(shown)}; device={self.device}, budget={budget}"
-        return f"{type(self).__name__}({said})"
+        text = f"{', '.join(shown)}; device={self.device}, budget={budget}"
+        return f"{type(self).__name__}({text})"
 
     @contextmanager
     def use(self, *modules: nn.Module) -> Iterator[None]:
-        """Context manager that loads units to the device and keeps them there until exit.
+        """Context manager that loads modules to the device and keeps them there until exit.
 
         Args:
-            *modules: modules of units, or modules that contain units.
+            *modules: offloaded modules, or modules that contain offloaded ones.
 
         Raises:
-            TypeError, ValueError: an argument is no module, or neither is nor contains a unit.
+            TypeError: an argument is no nn.Module.
+            ValueError: an argument neither is nor contains an offloaded module.
             RuntimeError: the budget or the device memory (torch.OutOfMemoryError) is too small for
-                all units in use. Other units may have been loaded or evicted; values are unchanged.
+                all modules in use. Other modules may have been moved; values are unchanged.
         """
-        with self._residency.using(self._named_units(modules), state=False):
+        with self._residency.using(self._find_offloaded(modules), state=False):
             yield
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules of the units."""
-        return list(self._units)
+        """The offloaded modules."""
+        return list(self._offloaded)
 
     def prefetch(self, *modules: nn.Module, state: bool | None = None) -> None:
-        """Copies units to the device on a side stream, and returns at once.
+        """Copies modules to the device on a side stream, and returns at once.
 
-        Their tensors remain on the host until first use. Least recently used units are evicted for
-        them, or under `auto` the units with the farthest next use. Units that are in use or
-        prefetched are not evicted. A unit that does not fit yet is copied in a later call of the
+        Their tensors remain on the host until first use. Least recently used modules are evicted
+        for them, or under `auto` the modules with the farthest next use. Modules that are in use or
+        prefetched are not evicted. A module that does not fit yet is copied in a later call of the
         swapper.
 
         Args:
             *modules: modules as in `use`.
-            state: whether to copy the optimizer state too. None: only if the unit was stepped the
+            state: whether to copy the optimizer state too. None: only if the module was stepped the
                 last time it was on the device.
         """
-        for unit in self._named_units(modules):
-            self._residency.ask(unit, state=unit.was_stepped if state is None else state)
+        for offloaded in self._find_offloaded(modules):
+            with_state = offloaded.was_stepped if state is None else state
+            self._residency.request(offloaded, state=with_state)
         self._residency.advance()
 
     def evict(self, *modules: nn.Module) -> Freed:
-        """Writes units back to the host, frees their device memory, and waits for the copies.
+        """Writes modules back to the host, frees their device memory, and waits for the copies.
 
         Args:
-            *modules: modules as in `use`. Without arguments: all units that are not in use.
+            *modules: modules as in `use`. Without arguments: all modules that are not in use.
 
         Returns:
-            The freed device bytes. Their `held_by` names views of units' tensors that the program
-            holds; such a view keeps the unit's device memory and the values there.
+            The freed device bytes. Their `held_by` names views of modules' tensors that the program
+            holds; such a view keeps the module's device memory and the values there.
 
         Raises:
             TypeError, ValueError: see `use`.
-            RuntimeError: a given unit is in use. Nothing has changed.
+            RuntimeError: a given module is in use. Nothing has changed.
         """
-        self._residency.look()
-        units = self._named_units(modules) if modules else list(self._units.values())
-        if modules and (used := [each.name for each in units if self._residency.is_used(each)]):
-            raise RuntimeError(f"units {used} are in use; evict them after `use`")
+        self._residency.refresh()
+        is_used = self._residency.is_used
+        selected = self._find_offloaded(modules) if modules else list(self._offloaded.values())
+        in_use = {offloaded: offloaded.name for offloaded in selected if is_used(offloaded)}
+        if modules and in_use:
+            names = list(in_use.values())
+            raise RuntimeError(f"evict: modules {names} are in use. Call evict() after use() ends.")
         freed, held = 0, []
-        for unit in [each for each in units if not self._residency.is_used(each)]:
-            freed += self._residency.send_home(Leaver(unit), search=True)
-            held += [f"{unit.name}: {each}" for each in unit.held_by()]
+        for offloaded in [offloaded for offloaded in selected if offloaded not in in_use]:
+            freed += self._residency.evict(Evictable(offloaded), search=True)
+            held += [f"{offloaded.name}: {view}" for view in offloaded.held_by()]
         return Freed(freed, held)
 
     def flush(self) -> None:
-        """Writes changes back to host memory and waits; units remain on the device.
+        """Writes changes back to host memory and waits; modules remain on the device.
 
-        Gradients are written back only by an eviction of their unit.
+        Gradients are written back only by an eviction of their module.
         """
-        for unit in self._residency.there:
-            unit.write_back(self._residency.end_of_use(unit))
-        for unit in self._residency.there:
-            unit.wait()
+        for offloaded in self._residency.resident:
+            offloaded.write_back(self._residency.end_of_use(offloaded))
+        for offloaded in self._residency.resident:
+            offloaded.wait()
 
     def touch(self, *modules: nn.Module) -> None:
-        """Marks tensors of units as changed, after changes that torch's versions do not count.
+        """Marks tensors of modules as changed, after changes that torch's versions do not count.
 
         Call this after changes such as `parameter.data.mul_(0.9)` on the device, which are
         otherwise not written back. Optimizer steps are detected without this call.
@@ -204,78 +209,79 @@ class Swapper:
         Args:
             *modules: modules as in `use`.
         """
-        for unit in self._named_units(modules):
-            unit.touch()
+        for offloaded in self._find_offloaded(modules):
+            offloaded.touch()
 
     def close(self) -> None:
-        """Evicts all units and removes all hooks; modules and state remain on the CPU."""
+        """Evicts all modules and removes all hooks; modules and state remain on the CPU."""
         if self._auto is not None:
             self._auto.remove()
         for steps in self._steps:
             steps.close()
-        for unit in self._units.values():
-            unit.close()
-        self._units.clear()
+        for offloaded in self._offloaded.values():
+            offloaded.close()
+        self._offloaded.clear()
         self._residency.clear()
 
     def _check_open(self) -> None:
-        if not self._units:
-            raise RuntimeError("the Swapper is closed: make another")
+        if not self._offloaded:
+            raise RuntimeError("The Swapper is closed. Create another Swapper.")
 
-    def _named_units(self, modules: Iterable[nn.Module]) -> list[OffloadedModule]:
+    def _find_offloaded(self, modules: Iterable[nn.Module]) -> list[OffloadedModule]:
         self._check_open()
         found: dict[OffloadedModule, None] = {}
         for module in modules:
             if not isinstance(module, nn.Module):
-                raise TypeError(f"expected a module of the units, got {type(module).__name__}")
-            own = [self._units[each] for each in module.modules() if each in self._units]
+                raise TypeError(f"modules: expected an nn.Module, got {type(module).__name__}")
+            own = [self._offloaded[part] for part in module.modules() if part in self._offloaded]
             if not own:
-                names = ", ".join(each.name for each in self._units.values())
+                names = ", ".join(offloaded.name for offloaded in self._offloaded.values())
                 raise ValueError(
-                    f"{type(module).__name__} is no unit and has none; the units are {names}"
+                    f"modules: {type(module).__name__} neither is nor contains an offloaded module"
+                    f" of this Swapper. The offloaded modules are {names}."
                 )
             found |= dict.fromkeys(own)
         return list(found)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Calls `step()` of each optimizer, which steps unit by unit.
+        """Calls `step()` of each optimizer, which steps module by module.
 
         Raises:
             TypeError: there are a closure and several optimizers.
-            RuntimeError: there is no optimizer, a unit and its state do not fit on the device, or a
-                GradScaler has not unscaled gradients correctly.
+            RuntimeError: there is no optimizer, a module and its state do not fit on the device, or
+                a GradScaler has not unscaled gradients correctly.
         """
         if not self._given:
-            raise RuntimeError("step: the swapper was made without an optimizer")
+            raise RuntimeError("step: this Swapper has no optimizer. Pass one to Swapper().")
         if closure is None:
-            results = [each.step() for each in self._given]
+            results = [optimizer.step() for optimizer in self._given]
             return results[0] if len(results) == 1 else None
         if len(self._given) > 1:
             raise TypeError(
-                f"closure: {len(self._given)} optimizers would call it {len(self._given)} times;"
-                " call it yourself, and then step()"
+                f"closure: {len(self._given)} optimizers would call it {len(self._given)} times."
+                " Call the closure yourself, and then step() without it."
             )
         return self._given[0].step(closure)
 
     def auto(self, *, step: bool = False, ahead: int = 3) -> AutoOffload:
-        """Loads units when forward or backward reaches them, and prefetches the next units.
+        """Loads modules when forward or backward reaches them, and prefetches the next modules.
 
-        The order of prefetches is recorded from earlier calls. An operation on a unit's tensors
-        outside its module loads the unit too. Inputs on another device are copied to the units'
-        device. A unit may be evicted between its forward and backward; the backward loads it again.
-        The backward pass ends when backward() returns; each graph supports one backward. The effect
-        lasts until remove() or another auto(), or as long as the model, even without references to
-        the Swapper.
+        The order of prefetches is recorded from earlier calls. An operation on a module's tensors
+        outside its forward loads the module too. Inputs on another device are copied to the
+        modules' device. A module may be evicted between its forward and backward; the backward
+        loads it again. The backward pass ends when backward() returns; each graph supports one
+        backward. The effect lasts until remove() or another auto(), or as long as the model, even
+        without references to the Swapper.
 
         Args:
-            step: whether to step each unit in the backward pass once its gradients are complete,
+            step: whether to step each module in the backward pass once its gradients are complete,
                 and then drop the gradients (`grad = None`). Each backward() is then a step, and a
-                later optimizer.step() steps only parameters outside units. Gradients must not be
-                scaled, or changed between backward() and that step. The step raises RuntimeError if
-                the gradient of a parameter outside units has changed. A change is not detected if
-                all parameters belong to units. DistributedDataParallel raises NotImplementedError
-                in the forward.
-            ahead: how many of the next units to prefetch if they fit.
+                later optimizer.step() steps only parameters outside these modules. Gradients must
+                not be scaled, or changed between backward() and that step. The step raises
+                RuntimeError if the gradient of a parameter outside has changed. A change is not
+                detected if all parameters belong to offloaded modules. DistributedDataParallel
+                raises NotImplementedError in the forward.
+            ahead: how many of the next modules to prefetch if they fit.
 
         Returns:
             A handle whose remove() ends the effect. The handle is also a context manager.
@@ -286,54 +292,64 @@ class Swapper:
         """
         self._check_open()
         if step and not self._steps:
-            raise RuntimeError("auto: the swapper was made without an optimizer, and cannot step")
+            raise RuntimeError(
+                "auto(step=True): this Swapper has no optimizer. Pass one to Swapper()."
+            )
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-            raise ValueError(f"auto: ahead: expected 0 units or more, got {ahead!r}")
+            raise ValueError(f"auto: ahead must be an int of at least 0, got {ahead!r}")
         if self._auto is not None:
             self._auto.remove()
         steps = self._steps if step else []
-        self._auto = AutoOffload(self._residency, list(self._units.values()), steps, ahead=ahead)
+        modules = list(self._offloaded.values())
+        self._auto = AutoOffload(self._residency, modules, steps, ahead=ahead)
         return self._auto
 
     def report(self) -> SwapReport:
-        """Reports where units are and what has been copied so far; waits for queued copies."""
-        residency, units = self._residency, self._units.values()
-        residency.look()
+        """Reports where modules are and what has been copied so far; waits for queued copies."""
+        residency, modules = self._residency, self._offloaded.values()
+        residency.refresh()
+        resident, is_used = residency.resident, residency.is_used
         return SwapReport(
-            units=len(units),
-            resident=tuple(unit.name for unit in residency.there),
-            in_use=tuple(unit.name for unit in residency.there if residency.is_used(unit)),
-            resident_bytes=residency.taken(),
+            units=len(modules),
+            resident=tuple(module.name for module in resident),
+            in_use=tuple(module.name for module in resident if is_used(module)),
+            resident_bytes=residency.used_bytes(),
             budget_bytes=self.budget,
-            host_bytes=sum(unit.nbytes for unit in units),
-            new_bytes=sum(unit.new_bytes() for unit in residency.there),
+            host_bytes=sum(module.nbytes for module in modules),
+            new_bytes=sum(module.new_bytes() for module in resident),
             hits=residency.hits,
             misses=residency.misses,
             seconds_waited=residency.seconds_waited,
             **self._traffic.figures(),
-            held_by=tuple(f"{unit.name}: {each}" for unit in units for each in unit.held_by()),
+            held_by=tuple(
+                f"{module.name}: {view}" for module in modules for view in module.held_by()
+            ),
         )
 
 
-def _named(modules: object) -> list[tuple[str, nn.Module]]:
-    """Returns the modules of the units with their names."""
+def _name_modules(modules: object) -> list[tuple[str, nn.Module]]:
+    """Returns the modules to offload with their names."""
     if isinstance(modules, nn.Module):
         named = list(modules.named_children())
-        what = f"{type(modules).__name__} has no modules within"
+        empty = f"{type(modules).__name__} has no child modules. Pass [module] to offload it whole."
     elif isinstance(modules, Iterable):
-        named = [(str(number), each) for number, each in enumerate(modules)]
-        what = "modules: there are none"
+        named = [(str(number), module) for number, module in enumerate(modules)]
+        empty = "expected at least one nn.Module, got none."
     else:
-        raise TypeError(f"modules: expected an nn.Module or several, got {type(modules).__name__}")
+        kind = type(modules).__name__
+        raise TypeError(f"modules: expected an nn.Module or an iterable of nn.Module, got {kind}")
     if not named:
-        raise ValueError(f"{what}, and so no units")
-    for name, each in named:
-        if not isinstance(each, nn.Module):
-            raise TypeError(f"modules: expected nn.Modules, got {type(each).__name__} as {name}")
+        raise ValueError(f"modules: {empty}")
+    for name, module in named:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"modules: expected nn.Module, got {type(module).__name__} as {name}")
     names: dict[nn.Module, str] = {}
-    for name, each in named:
-        for part in each.modules():
+    for name, module in named:
+        for part in module.modules():
             if part in names:
-                raise ValueError(f"modules: {name} and {names[part]} have a module in common")
-        names |= dict.fromkeys(each.modules(), name)
+                raise ValueError(
+                    f"modules: {name} and {names[part]} share a submodule. Offload both as one"
+                    " module (nn.ModuleList)."
+                )
+        names |= dict.fromkeys(module.modules(), name)
     return named

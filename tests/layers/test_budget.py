@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """What units take on the device after each gradient and each part of a step."""
     found: list[int] = []
-    units = list(swapper._units.values())
+    units = list(swapper._offloaded.values())
 
     def look(_: object = None) -> None:
         found.append(sum(unit.device_bytes + unit.other_bytes() for unit in units))
@@ -133,7 +133,7 @@ def test_weights_that_were_replaced_in_a_use_count() -> None:
     model = layers(4)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     swapper = Swapper(model, optimizer, device="cpu", budget=int(4.5 * UNIT))
-    units = list(swapper._units.values())
+    units = list(swapper._offloaded.values())
     x = torch.randn(4, WIDTH)
     with swapper.use(model[0]):
         for _ in range(2):  # the gradients stay the same tensors
@@ -196,9 +196,7 @@ def test_a_backward_without_room_for_its_gradients_says_so() -> None:
     swapper = Swapper(model, device="cpu", budget=int(1.5 * UNIT))
     with swapper.use(model[0]):
         result = model[0](torch.ones(1, WIDTH)).sum()
-        with pytest.raises(
-            RuntimeError, match=r"at once, \['0'\], with their gradients; give more"
-        ):
+        with pytest.raises(RuntimeError, match=r"in use, \['0'\], with their gradients. Increase"):
             result.backward()
     assert all(each.grad is None for each in model.parameters())
     with torch.no_grad(), swapper.use(model[0]):
@@ -222,13 +220,13 @@ def test_a_unit_that_could_not_leave_waits_for_all_that_is_queued(
     swapper = Swapper(model, device="cpu")
     with swapper.use(model[0]):
         pass
-    unit = swapper._units[model[0]]
-    assert unit in swapper._residency._left
+    unit = swapper._offloaded[model[0]]
+    assert unit in swapper._residency._last_uses
     with monkeypatch.context() as patch:
         patch.setattr(type(unit._own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             swapper.evict(model[0])
-    assert unit.device_bytes and unit not in swapper._residency._left
+    assert unit.device_bytes and unit not in swapper._residency._last_uses
 
 
 @pytest.mark.parametrize(("optimizer", "kept"), zip(OPTIMIZERS, range(4), strict=True))

@@ -331,7 +331,7 @@ def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
         training.train()
         with Lines(files, at):
             use(training, 0)
-        unit = training.swapper._units[training.layers[0]]
+        unit = training.swapper._offloaded[training.layers[0]]
         assert unit.device_bytes == 0 or training.swapper.report().resident == ("0",)
         with training.swapper.use(training.layers[1], training.layers[2]):
             assert training.swapper.report().resident_bytes <= int(4.2 * NBYTES)

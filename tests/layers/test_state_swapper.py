@@ -479,7 +479,9 @@ def test_an_optimizer_that_steps_another_is_refused(device: str) -> None:
         lambda: StateSwapper(optimizer, budget=100),
         lambda: Swapper(layers, optimizer, device=device),
     ):
-        with pytest.raises(TypeError, match="Lookahead has a SGD within, and would step all of it"):
+        with pytest.raises(
+            TypeError, match="Lookahead wraps a SGD, and would step all its parameters"
+        ):
             make()
     Swapper(layers, optimizer.inner, device=device).close()
     StateSwapper(optimizer.inner, budget=100).close()

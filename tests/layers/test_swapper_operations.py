@@ -263,7 +263,7 @@ def test_what_looks_at_a_unit_or_writes_to_it_finds_it_where_it_is(look: str, de
 def test_an_operation_on_units_that_do_not_fit_names_them() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     swapper = Swapper(model, device="cpu", budget=2 * 4 * WIDTH * (WIDTH + 2))
-    with swapper.auto(), pytest.raises(RuntimeError, match="too little for the units"):
+    with swapper.auto(), pytest.raises(RuntimeError, match="too small for the modules"):
         torch.cat([each.weight for each in model])
     assert not swapper.report().in_use
     with swapper.auto():
@@ -300,7 +300,7 @@ def test_transforms_of_torch_func_bring_no_unit(transform: str) -> None:
     swapper = Swapper(model, device="cpu", budget=1024)
     x = torch.randn(2, 4)
     with swapper.auto():
-        with pytest.raises(NotImplementedError, match=r"0: .* within swapper.use"):
+        with pytest.raises(NotImplementedError, match=r"module .0.: .* within swapper.use"):
             TRANSFORMS[transform](model, x)
         assert not swapper.report().in_use
         assert model(x).shape == (2, 4)

@@ -74,9 +74,9 @@ def test_a_swapper_may_follow_one_whose_steps_a_scheduler_has_wrapped() -> None:
     train(made, optimizers[0], Swapper(made, optimizers[0], device="cpu"))
     train(whole, optimizers[1])
     assert same(made, whole)
-    with pytest.raises(RuntimeError, match="the Swapper is closed: make another"):
+    with pytest.raises(RuntimeError, match="The Swapper is closed. Create another"):
         first.prefetch(made[0])
-    with pytest.raises(RuntimeError, match="the Swapper is closed: make another"):
+    with pytest.raises(RuntimeError, match="The Swapper is closed. Create another"):
         first.auto()
 
 
@@ -419,7 +419,7 @@ def test_a_scaler_that_does_not_wait_is_refused(fused: bool) -> None:
         backward(theirs)
         if swapper is not None:
             swapper.evict(made[0])
-            with pytest.raises(RuntimeError, match=r"nothing has been stepped: use speedtorch.Gra"):
+            with pytest.raises(RuntimeError, match=r"Nothing has been stepped. Use speedtorch.Gra"):
                 theirs.step(optimizer)
             assert not hasattr(optimizer, "grad_scale")
             theirs.update()
@@ -471,7 +471,7 @@ def test_a_refused_step_of_a_scaler_leaves_nothing_behind(device: str) -> None:
         with nullcontext() if swapper is None else swapper.use(*layers):
             scaler.scale(layers[0](x).sum()).backward()
         if swapper is not None:
-            with pytest.raises(RuntimeError, match="no unit has been stepped"):
+            with pytest.raises(RuntimeError, match="No module has been stepped"):
                 scaler.step(optimizer)
             swapper.close()
             layers.to(device)
@@ -547,8 +547,12 @@ def test_what_is_changed_after_a_use_is_written_back_when_that_is_done() -> None
 def test_what_is_no_unit_is_refused(call: str) -> None:
     swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
     for given, kind, text in (
-        (nn.Linear(2, 2), ValueError, "Linear is no unit and has none; the units are 0"),
-        ("0", TypeError, "expected a module of the units, got str"),
+        (
+            nn.Linear(2, 2),
+            ValueError,
+            "Linear neither is nor contains .* The offloaded modules are 0",
+        ),
+        ("0", TypeError, "modules: expected an nn.Module, got str"),
     ):
         with pytest.raises(kind, match=text):
             called = getattr(swapper, call)(given)
@@ -562,11 +566,15 @@ TWICE = nn.Identity()
 @pytest.mark.parametrize(
     ("modules", "kind", "text"),
     [
-        (3, TypeError, "modules: expected an nn.Module or several, got int"),
-        ([], ValueError, "modules: there are none, and so no units"),
-        (nn.Identity(), ValueError, "Identity has no modules within, and so no units"),
-        ([nn.Identity(), 3], TypeError, "modules: expected nn.Modules, got int as 1"),
-        ([TWICE, nn.Sequential(TWICE)], ValueError, "modules: 1 and 0 have a module in common"),
+        (3, TypeError, "modules: expected an nn.Module or an iterable .* got int"),
+        ([], ValueError, "modules: expected at least one nn.Module, got none"),
+        (nn.Identity(), ValueError, r"modules: Identity has no child modules. Pass \[module\]"),
+        ([nn.Identity(), 3], TypeError, "modules: expected nn.Module, got int as 1"),
+        (
+            [TWICE, nn.Sequential(TWICE)],
+            ValueError,
+            "modules: 1 and 0 share a submodule. Offload both as one",
+        ),
     ],
 )
 def test_modules_that_give_no_units_are_refused(
@@ -580,7 +588,7 @@ def test_a_unit_in_use_is_not_evicted_by_name() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     swapper = Swapper(layers, device="cpu")
     with swapper.use(layers):
-        with pytest.raises(RuntimeError, match=r"units \['0', '1'\] are in use; evict them after"):
+        with pytest.raises(RuntimeError, match=r"evict: modules \['0', '1'\] are in use. Call"):
             swapper.evict(layers)
         assert swapper.report().resident == ("0", "1")
     swapper.evict(layers)
@@ -589,7 +597,7 @@ def test_a_unit_in_use_is_not_evicted_by_name() -> None:
 
 def test_a_swapper_without_an_optimizer_steps_none() -> None:
     swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
-    with pytest.raises(RuntimeError, match="step: the swapper was made without an optimizer"):
+    with pytest.raises(RuntimeError, match="step: this Swapper has no optimizer. Pass one"):
         swapper.step()
 
 
@@ -673,7 +681,7 @@ def test_a_step_without_room_steps_nothing() -> None:
         with swapper.use(layer):
             layer(torch.ones(1, layer.in_features)).sum().backward()
     before = copy.deepcopy(made)
-    with pytest.raises(RuntimeError, match="to step unit '1', with its state .* no unit has been"):
+    with pytest.raises(RuntimeError, match="to step module '1' with its .* No module has been"):
         optimizer.step()
     assert same(made, before)
     assert not optimizer.state
@@ -702,7 +710,7 @@ def test_a_unit_that_never_fits_keeps_no_other_away() -> None:
     with swapper.use(made[2]):
         pass
     assert set(swapper.report().resident) == {"1", "2"}
-    with pytest.raises(RuntimeError, match="too little for the units that are used at once"):
+    with pytest.raises(RuntimeError, match="too small for the modules in use, .* Increase the"):
         swapper.use(made[0]).__enter__()
 
 

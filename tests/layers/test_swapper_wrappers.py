@@ -114,7 +114,7 @@ def test_a_closure_is_for_one_optimizer() -> None:
     optimizers = [optim.SGD(each.parameters()) for each in layers]
     swapper = Swapper(layers, optimizers, device="cpu")
     assert swapper.optimizer == tuple(optimizers)
-    with pytest.raises(TypeError, match="2 optimizers would call it 2 times"):
+    with pytest.raises(TypeError, match="2 optimizers would call it 2 times. Call the"):
         swapper.step(lambda: 1)
 
 
