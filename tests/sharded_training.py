@@ -330,10 +330,10 @@ def check_refusals() -> None:
     fixed = module_of(CASES["Adam"], 4)
     shard(fixed)
     step, given = (lambda: None), {"modules": fixed, "optimizers": optim.Adam(fixed.parameters())}
-    message = "rows of Embedding are shared out among ranks, whose exchanges are in no CUDA graph"
+    message = "rows of Embedding are sharded among ranks, and a CUDA graph cannot"
     raises(NotImplementedError, message, lambda: speedtorch.graphed(step, **given))
     raises(ValueError, "Linear has no speedtorch.Embedding", lambda: shard(nn.Linear(2, 2)))
-    raises(NotImplementedError, "a copy would share the ranks' turns", lambda: copy.deepcopy(once))
+    raises(NotImplementedError, "sharded rows cannot be copied", lambda: copy.deepcopy(once))
     saved = once.state_dict()["weight"]
     raises(TypeError, "torch.distributed.checkpoint.save", lambda: torch.save(saved, io.BytesIO()))
     kept = copy.deepcopy(once.state_dict())

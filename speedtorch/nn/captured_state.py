@@ -115,7 +115,7 @@ class CapturedState:
         if len(groups) != len(own.of_groups):
             raise RuntimeError(
                 f"graphed: {type(optimizer).__name__} had {len(own.of_groups)} parameter groups at"
-                f" the capture and has {len(groups)}: graph the step again"
+                f" the capture and has {len(groups)} now. Call graphed() again."
             )
         pairs = [(given[each], tensors) for each, tensors in own.of_parameters.items()]
         for now, tensors in (*pairs, *zip(groups, own.of_groups, strict=True)):
@@ -136,9 +136,9 @@ class CapturedState:
         for name, address in self._places.items():
             if name not in now or now[name].data_ptr() != address:
                 raise RuntimeError(
-                    f"graphed: {name} is not where it was at the capture, as a TrainingState has"
-                    " put it to sleep since then: wake it, and graph the step again unless it has"
-                    " keep_addresses=True"
+                    f"graphed: the memory address of {name} has changed since the capture, because"
+                    " a TrainingState was put to sleep. Call its wake(). Without"
+                    " keep_addresses=True, also call graphed() again."
                 )
         self._moved = times_moved()
 
@@ -156,7 +156,7 @@ def _check_fits(
             shape = list(value.shape) if isinstance(value, Tensor) else repr(value)
             raise RuntimeError(
                 f"graphed: {name!r} of {type(optimizer).__name__} was a tensor of the shape"
-                f" {list(own.shape)} at the capture and is now {shape}: graph the step again"
+                f" {list(own.shape)} at the capture and is now {shape}. Call graphed() again."
             )
 
 

@@ -67,7 +67,7 @@ class TableCollection(nn.Module):
             raise ValueError(f"{type(self).__name__}: tables: expected one or more, got none")
         twice = [name for name, n in Counter(each.name for each in described).items() if n > 1]
         if twice:
-            raise ValueError(f"{type(self).__name__}: two tables are called {twice[0]!r}")
+            raise ValueError(f"{type(self).__name__}: two tables have the name {twice[0]!r}")
         by_group: dict[tuple[object, ...], list[Table]] = {}
         for table in described:
             kind = (table.group, table.columns, table.dtype)
@@ -118,9 +118,9 @@ class TableCollection(nn.Module):
             return  # reading the dict raises if a feature is missing
         more = keys - self._features
         raise KeyError(
-            f"{type(self).__name__}: features {sorted(map(str, more))} are those of no table, which"
-            f" have {sorted(self._features)}: leave them out, or name them in a config's"
-            " feature_names"
+            f"{type(self).__name__}: no table has the features {sorted(map(str, more))}. The tables"
+            f" have {sorted(self._features)}. Remove them from the input, or add them to the"
+            " feature_names of a config."
         )
 
     def _looked_up(self, features: Features) -> list[tuple[TableIds, Tensor]]:
@@ -151,8 +151,8 @@ class TableCollection(nn.Module):
         tracer: Any = features.tracer
         if tracer.root is self:
             raise NotImplementedError(
-                f"{type(self).__name__}: torch.fx cannot trace a lookup, as the tables are in host"
-                " memory: trace a model that has the collection as a part"
+                f"{type(self).__name__}: torch.fx cannot trace a lookup, because the tables are in"
+                " host memory. Trace a model that contains the collection."
             )
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (features,), {})
 
@@ -262,8 +262,8 @@ class TableCollection(nn.Module):
 
     def _fill(self, embeddings: Mapping[str, Saved], memory: MemoryKind) -> None:
         places = places_of(self._tables())
-        if others := sorted(set(places) ^ set(embeddings)):
-            raise ValueError(f"embeddings: expected those of {list(places)}; differing: {others}")
+        if names := sorted(set(places) ^ set(embeddings)):
+            raise ValueError(f"embeddings: expected {list(places)}; missing or unknown: {names}")
         for name, rows in embeddings.items():
             rows = opened(f"embeddings[{name!r}]", rows, memory)
             group, where = places[name]
@@ -297,8 +297,8 @@ class TableCollection(nn.Module):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} is not pickled, as its tables are in this process's memory:"
-            " save model.state_dict()"
+            f"{type(self).__name__} cannot be pickled, because its tables are in the memory of this"
+            " process. Save model.state_dict()."
         )
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
@@ -386,7 +386,7 @@ class EmbeddingBagCollection(TableCollection):
             for group in self._groups():
                 for table in group.ranges.tables:
                     if table.mean:
-                        raise ValueError(f"{table.name}: is_weighted goes with pooling='sum'")
+                        raise ValueError(f"{table.name}: is_weighted needs pooling='sum'")
 
     def is_weighted(self) -> bool:
         """Whether the input has a factor for each id."""
@@ -488,7 +488,7 @@ class EmbeddingCollection(TableCollection):
         """The number of columns of the tables; raises ValueError if it differs."""
         dims = {group.embedding_dim for group in self._groups()}
         if len(dims) > 1:
-            raise ValueError(f"embedding_dim(): the tables differ in columns, {sorted(dims)}")
+            raise ValueError(f"embedding_dim(): the tables have several dimensions, {sorted(dims)}")
         return dims.pop()
 
     def embedding_names_by_table(self) -> list[list[str]]:

@@ -149,7 +149,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         elif ids.dim() != 2:
             raise ValueError(f"{name}: input must be [ids] or [bags, ids], got {list(ids.shape)}")
         elif offsets is not None:
-            raise ValueError(f"{name}: rows of a 2-D input are the bags: offsets must be None")
+            raise ValueError(f"{name}: offsets must be None if input is 2-D: its rows are the bags")
         if weights is None:
             return
         name += ": per_sample_weights"
@@ -160,7 +160,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
                 f"{name} must have input's shape {[*ids.shape]}, got {[*weights.shape]}"
             )
         if self.mode != "sum":
-            raise NotImplementedError(f"{name} go with mode='sum', not mode={self.mode!r}")
+            raise NotImplementedError(f"{name} need mode='sum', got mode={self.mode!r}")
         if weights.dtype != self.weight.dtype:
             raise RuntimeError(f"{name} must be of {self.weight.dtype}, got {weights.dtype}")
 

@@ -71,12 +71,12 @@ class GraphedStep(ABC):
         """
         if (now := self._numbers()) != self._settings:
             raise RuntimeError(
-                "graphed: a hyperparameter that is a number has changed since the capture, which a"
-                f" CUDA graph does not see: {_changed(self._settings, now)}; give the optimizer a"
-                " tensor (lr=torch.tensor(...)), or graph the step again"
+                "graphed: a CUDA graph repeats the numbers of its capture, but hyperparameters have"
+                f" changed since then: {_changed(self._settings, now)}. Pass the optimizer a tensor"
+                " (lr=torch.tensor(...)), or call graphed() again."
             )
         if next_ids is not None and not self._named:
-            raise ValueError("graphed: give it next_ids when it is made: this graph looks at none")
+            raise ValueError("graphed: next_ids need an example. Pass next_ids= to graphed() too.")
         return self._train(batch, {} if next_ids is None else ids_of_modules(next_ids, self._asked))
 
     @abstractmethod
@@ -177,9 +177,9 @@ def _told_apart() -> Iterator[None]:
         while told is not None:
             if any(name in str(told) for name in _ISOLATION):
                 raise RuntimeError(
-                    "graphed: the step waits for work outside of the capture, as that of an"
-                    " earlier step whose loss, output or exception is still there: let those go"
-                    " first (del loss, or loss.detach())"
+                    "graphed: the step waits for work outside of the capture, such as an earlier"
+                    " step whose loss, output or exception is still alive. Release these objects"
+                    " first (del loss, or loss.detach())."
                 ) from error
             told = told.__context__
         raise
@@ -234,11 +234,11 @@ def _memories_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedMemory]
     for each in found:
         name, memory = each.trained_rows.name, each.trained_rows.exchange.memory
         if not isinstance(memory, FixedMemory):
-            raise ValueError(f"graphed: build {name} with capacity=, the most rows of a step")
+            raise ValueError(f"graphed: {name} has no capacity. Build it with capacity=.")
         if each.lookups is not each.trained_rows:
             raise NotImplementedError(
-                f"graphed: the rows of {name} are shared out among ranks, whose exchanges are in no"
-                " CUDA graph; train them step by step"
+                f"graphed: the rows of {name} are sharded among ranks, and a CUDA graph cannot"
+                " contain exchanges between ranks. Train without graphed()."
             )
         memories[each.trained_rows] = memory
     if not found:
@@ -248,8 +248,8 @@ def _memories_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedMemory]
     on_cpu = [each.name for each in memories if not each.parameter.is_cuda]
     if 0 < len(on_cpu) < len(memories):
         raise ValueError(
-            f"graphed: {on_cpu[0]} holds its rows on the CPU, and others theirs on a GPU, whose"
-            " graphs cannot reach it: move all of them to the GPU"
+            f"graphed: the rows of {on_cpu[0]} are on the CPU and other rows are on a GPU. A CUDA"
+            " graph contains only work of the GPU. Move all modules to the GPU."
         )
     return memories
 

@@ -102,14 +102,14 @@ def read_features(given: Features, wanted: list[str], name: str, *, weighted: bo
     if all(callable(getattr(given, each, None)) for each in ("keys", "values", "offsets")):
         return _of_keyed(given, wanted, name, weighted)
     raise TypeError(
-        f"{name}: expected a dict of features or a keyed jagged tensor, got {type(given).__name__}:"
-        f" give {{{wanted[0]!r}: ids, ...}}"
+        f"{name}: expected a dict of features or a keyed jagged tensor, got {type(given).__name__}."
+        f" Pass {{{wanted[0]!r}: ids, ...}}."
     )
 
 
 def _check_named(name: str, keys: list[str], wanted: list[str]) -> None:
     if keys != wanted and (missing := sorted(set(wanted) - set(keys))):
-        raise KeyError(f"{name}: features {missing} are missing; given are {keys}")
+        raise KeyError(f"{name}: features {missing} are missing. The input has {keys}.")
 
 
 def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Source:
@@ -117,11 +117,11 @@ def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Sourc
     _check_named(name, keys, wanted)
     if getattr(given, "variable_stride_per_key", bool)():
         strides = dict(zip(keys, given.stride_per_key(), strict=True))
-        raise ValueError(f"{name}: all features must have as many samples, got {strides}")
+        raise ValueError(f"{name}: features must have equal numbers of samples, got {strides}")
     if getattr(given, "inverse_indices_or_none", lambda: None)() is not None:
         raise NotImplementedError(
-            f"{name}: inverse_indices are not applied: look the features up without them, and take"
-            " the result's samples by result[key].index_select(0, inverse_indices)"
+            f"{name}: inverse_indices are not supported. Look the features up without them, and"
+            " expand the result: result[key].index_select(0, inverse_indices)."
         )
     ids, offsets = given.values(), given.offsets()
     weights = getattr(given, "weights_or_none", lambda: None)() if weighted else None
@@ -129,7 +129,7 @@ def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Sourc
     _check_weights(name, ids, weights, weighted)
     bags = len(offsets) - 1
     if not keys or bags % len(keys):
-        raise ValueError(f"{name}: {bags} bags are not as many for each of {len(keys)} features")
+        raise ValueError(f"{name}: {bags} bags cannot be divided among {len(keys)} features")
     _check_offsets(name, offsets, ids, bags)
     samples = bags // len(keys)
 
@@ -170,7 +170,7 @@ def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: b
     ]
     if len({part.bags for part in parts}) > 1:
         samples = {key: part.bags for key, part in zip(wanted, parts, strict=True)}
-        raise ValueError(f"{name}: all features must have as many samples, got {samples}")
+        raise ValueError(f"{name}: features must have equal numbers of samples, got {samples}")
     tensors = [each for part in parts for each in part[:2] if isinstance(each, Tensor)]
     form = tuple(isinstance(part.offsets, Tensor) for part in parts)
     return Source(tensors, form, parts[0].bags, lambda: parts)
@@ -212,7 +212,7 @@ def _check_ids(name: str, ids: object, most: int = 1) -> None:
 
 def _check_weights(name: str, ids: Tensor, weights: object, weighted: bool) -> None:
     if weighted and not isinstance(weights, Tensor):
-        raise ValueError(f"{name}: is_weighted asks for a weight of each id, got {weights!r}")
+        raise ValueError(f"{name}: is_weighted needs a weight for each id, got {weights!r}")
     if isinstance(weights, Tensor) and weights.shape != ids.shape:
         shapes = f"{list(ids.shape)}, got {list(weights.shape)}"
         raise ValueError(f"{name}: weights must have the shape of the ids, {shapes}")
@@ -229,8 +229,8 @@ def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) ->
     values = offsets.numpy()  # runs in every lookup
     if values[0] != 0 or values[-1] != len(ids) or (values[1:] < values[:-1]).any():
         raise ValueError(
-            f"{name}: offsets must rise from 0 to the number of ids, {len(ids)}; got {values[0]} to"
-            f" {values[-1]}"
+            f"{name}: offsets must begin with 0, never decrease and end with the number of ids,"
+            f" {len(ids)}. The first is {values[0]} and the last is {values[-1]}."
         )
 
 
@@ -351,7 +351,7 @@ class JaggedRows:
     def weights(self) -> Tensor:
         """The id of each row, `[ids]`. Raises ValueError without need_indices."""
         if (weights := self.weights_or_none()) is None:
-            raise ValueError("weights(): make the EmbeddingCollection with need_indices=True")
+            raise ValueError("weights(): build the EmbeddingCollection with need_indices=True")
         return weights
 
     def weights_or_none(self) -> Tensor | None:
@@ -444,11 +444,11 @@ class RowsByFeature(dict[str, JaggedRows]):
             return self._rows[0]
         parts = [each.values() for each in self.values()]
         if len({each.shape[1] for each in parts}) > 1:
-            raise ValueError("rows(): the tables differ in columns; take features by name")
+            raise ValueError("rows(): the tables differ in columns. Read features by name.")
         return torch.cat(parts)
 
     def __missing__(self, key: str) -> NoReturn:
-        raise KeyError(f"{key!r} is none of the features {list(self)}")
+        raise KeyError(f"{key!r} is not one of the features {list(self)}")
 
 
 class KeyedFeatures:
@@ -504,7 +504,7 @@ class KeyedFeatures:
     def __getitem__(self, key: str) -> Tensor:
         """Returns the pooled rows of a feature, `[samples, columns]`."""
         if key not in self._places:
-            raise KeyError(f"{key!r} is none of the features {self.keys()}")
+            raise KeyError(f"{key!r} is not one of the features {self.keys()}")
         part, first, columns = self._places[key]
         return self._parts[part].narrow(1, first, columns)
 

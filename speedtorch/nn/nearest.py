@@ -68,7 +68,7 @@ def nearest_neighbors(
     _check_queries(emb, queries)
     wanted_rows = f"of the table's {emb.num_embeddings:,} rows"
     if emb.num_embeddings == 0:
-        raise ValueError("emb: its table has no rows, so that there is none to find")
+        raise ValueError("emb: expected a table with rows, got an empty one")
     k = checked_count("k", k, wanted_rows, emb.num_embeddings)
     blocks = emb.blocks(rows)
     wanted = queries.detach()
@@ -104,15 +104,15 @@ def _check_queries(emb: Readable, queries: object) -> None:
         raise TypeError(f"queries: expected a tensor, got {type(queries).__name__}")
     if not queries.dtype.is_floating_point:
         raise TypeError(
-            f"queries: expected vectors of floating numbers, got {queries.dtype}; the vectors of"
-            " ids are emb(ids)"
+            f"queries: expected floating-point vectors, got {queries.dtype}. Convert ids to vectors"
+            " with emb(ids)."
         )
     if (stored := emb.weight.dtype).is_complex:
-        raise TypeError(f"emb: rows of {stored} have no order by likeness; use real numbers")
+        raise TypeError(f"emb: expected rows of real numbers, got {stored}")
     columns = emb.embedding_dim
     if queries.layout != torch.strided or queries.dim() != 2 or queries.shape[1] != columns:
         shape, layout = [*queries.shape], queries.layout
-        one = ": queries[None] makes it a batch of one" if queries.dim() == 1 else ""
+        one = ". For a single vector, pass queries[None]." if queries.dim() == 1 else ""
         raise ValueError(f"queries: expected dense [q, {columns}], got {shape} of {layout}{one}")
 
 

@@ -174,17 +174,17 @@ def ids_of_modules(
     """
     if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
         if (count := len(asked)) != 1:
-            keys = f", got keys {list(named)}" if isinstance(named, Mapping) else ""
+            keys = f" The result has the keys {list(named)}." if isinstance(named, Mapping) else ""
             raise ValueError(
-                f"ids: the model has {count} Embeddings; return a dict by module, as"
-                f" {{model.users: ids}}{keys}"
+                f"ids: the model has {count} Embeddings. Return a dict by module, such as"
+                f" {{model.users: ids}}.{keys}"
             )
         named = {asked[0]: named}
     parts: dict[RowModule, list[Tensor]] = {}
     for module, ids in named.items():
         if module not in asked:
             kind = type(module).__name__
-            raise ValueError(f"ids: {kind} is no speedtorch.Embedding(Bag) of the model")
+            raise ValueError(f"ids: expected keys that are Embeddings of the model, got a {kind}")
         parts |= module.ids_by_module(ids)
     return parts
 
@@ -260,6 +260,6 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not (modules := [each for each in model.modules() if isinstance(each, RowModule)]):
         raise ValueError(
-            f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag to bring rows for"
+            f"model: {type(model).__name__} has no speedtorch.Embedding or EmbeddingBag"
         )
     return Prefetch(loader, modules_with_ids([model]), modules, ids)

@@ -175,7 +175,7 @@ class RowModule(nn.Module):
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         if capacity is not None:
-            capacity = checked_count("capacity", capacity, "the most rows of a step")
+            capacity = checked_count("capacity", capacity, "the maximum of rows in a step")
         self._capacity = capacity
         self._settings = tuple(settings)
         self._cache = None if cache is None else CacheBudget(bytes_of("cache", cache))
@@ -196,15 +196,15 @@ class RowModule(nn.Module):
         if isinstance(_weight, HostTable):
             if table.stored_dtype != of_weight:
                 raise ValueError(
-                    f"stored: the HostTable has weights of {table.stored_dtype}, not {of_weight}"
+                    f"stored: expected a HostTable of {of_weight}, got {table.stored_dtype}"
                 )
         else:
             table = LazyTable(name, NewTable(name, *shape, of_weight, memory))
         if self.stored is not None:
             if settings.get("max_norm") is not None:
                 raise NotImplementedError(
-                    f"{name}: max_norm changes rows at lookups, and rows that are stored in 16 bits"
-                    " are rounded after steps alone: leave one of the two out"
+                    f"{name}: max_norm and stored= cannot be combined. max_norm changes rows in"
+                    " lookups, but 16-bit rows are rounded only after steps. Remove one of the two."
                 )
             self.register_buffer("rounding_state", torch.tensor([random_seed(), 0], device=device))
         # device=None gives torch's default device, which the user may have set.
@@ -249,8 +249,8 @@ class RowModule(nn.Module):
         """
         if self._cache_rows is not None:
             raise ValueError(
-                f"{self._called()}: cache_rows names rows of the whole table, of which each rank"
-                " has a share: build it with cache= alone"
+                f"{self._called()}: cache_rows cannot be used with sharded rows, because it names"
+                " rows of the whole table. Build the module with cache= only."
             )
         table = self.trained_rows.table.sharded(shard_spec)
         padding = shard_spec.place(self.padding_idx)
@@ -345,8 +345,8 @@ class RowModule(nn.Module):
         before, name = self.num_embeddings, self._called()
         if rows is None and type(self).reset_parameters is not RowModule.reset_parameters:
             raise NotImplementedError(
-                f"{name}: its reset_parameters() draws all rows in its own way: give resize() the"
-                " new ones by rows="
+                f"{name}: resize() cannot initialize new rows, because {type(self).__name__}"
+                " overrides reset_parameters(). Pass the new rows as rows=."
             )
         count = self._more(before, num_embeddings, rows)
         self._insert(before, count, nn.init.normal_ if rows is None else rows)
@@ -358,13 +358,13 @@ class RowModule(nn.Module):
         self._check_use()
         if self.trained_rows.table.shard_spec is not None:
             raise NotImplementedError(
-                f"{name}: resize() where ranks share the rows: build and shard a larger model, and"
-                " load the state_dict() that full_state_dict() gives, with the new rows added"
+                f"{name}: resize() does not support sharded rows. Build and shard a larger model."
+                " Then load the old model's full_state_dict() with the new rows added."
             )
         if count < 0:
             raise ValueError(
-                f"num_embeddings: {name} has {before} rows, of which resize({total}) would drop"
-                f" {-count}: build a smaller module and copy the rows that stay"
+                f"num_embeddings: {name} has {before} rows, and resize({total}) would drop"
+                f" {-count} of them. Build a smaller module and copy the remaining rows."
             )
         shape = (count, self.embedding_dim)
         if rows is not None and (given := _shape_of("rows", rows, "a tensor")) != shape:
@@ -481,7 +481,7 @@ class RowModule(nn.Module):
             True
         """
         if "generator" in kwargs:
-            raise TypeError("generator: every block of rows has its own; give seed= instead")
+            raise TypeError("generator: each block of rows has its own. Pass seed= instead.")
         seed = random_seed() if seed is None else seed
         # Without arguments, pass the function itself: draw_rows() recognizes normal_ and uniform_
         # by identity and then need not record their calls.
@@ -642,9 +642,9 @@ class RowModule(nn.Module):
         """Raises RuntimeError if this rank has only a shard of the rows."""
         if self.trained_rows.table.shard_spec is not None:
             raise RuntimeError(
-                f"{self.trained_rows.name}: not all rows can be read here, as this rank has a share"
-                " of them: read the share from state_dict(), or all rows on the first rank from"
-                " state_dict() within speedtorch.full_state_dict(model)"
+                f"{self.trained_rows.name}: this rank has only a shard of the rows. Read the shard"
+                " from state_dict(). All rows are in state_dict() of rank 0 within"
+                " speedtorch.full_state_dict(model)."
             )
 
     def flush(self) -> None:
@@ -665,8 +665,8 @@ class RowModule(nn.Module):
         trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad
         if is_transformed() and (trains or (isinstance(ids, Tensor) and is_batched(ids))):
             raise NotImplementedError(
-                f"{self.trained_rows.name}: torch.func's transforms (vmap, grad, jvp) cannot go"
-                " through a lookup; look the rows up before, and give the function emb(ids)"
+                f"{self.trained_rows.name}: torch.func's transforms (vmap, grad, jvp) do not"
+                " support lookups. Look the rows up first, and pass emb(ids) to the function."
             )
         self._check_use()
         try:
@@ -684,30 +684,30 @@ class RowModule(nn.Module):
         if self._wanted is not None:
             dtype = self.weight.dtype
             raise TypeError(
-                f"{name}: its table stays {dtype} and was asked to become {self._wanted}: call"
-                f" emb.to({dtype}) again, or build it with dtype={self._wanted}; torch.autocast is"
-                " for mixed precision"
+                f"{name}: the module was converted to {self._wanted}, but its table remains"
+                f" {dtype}. Call emb.to({dtype}), or build the module with dtype={self._wanted}."
+                " For mixed precision use torch.autocast."
             )
         weight, held = self.trained_rows._weight(), self._parameters.get("weight")
         if weight is None or id(held) != id(weight):
             raise RuntimeError(
-                f"{name}: its weight was replaced by another parameter; write to emb.table, or use"
-                " from_pretrained or load_state_dict (and give fully_shard()"
-                " ignored_params=speedtorch.row_parameters(model))"
+                f"{name}: its weight was replaced by another parameter. Write to emb.table instead,"
+                " or use from_pretrained() or load_state_dict(). With fully_shard(), pass"
+                " ignored_params=speedtorch.row_parameters(model)."
             )
         if any(gradient_hooks(weight)):
             raise NotImplementedError(
-                f"{name}: hooks of its weight's gradient are not called, as the weight is another"
-                " set of rows in each step; put a hook on the lookup's result"
+                f"{name}: gradient hooks of the weight are not called, because each step trains"
+                " other rows. Register the hook on the lookup's result."
             )
         if (active := active_data_parallel()) is not None and parameter.requires_grad:
             names = {n for n, held in active.module.named_parameters() if held is weight}
             if names - set(active.parameters_to_ignore):
                 raise NotImplementedError(
                     f"{name}: DistributedDataParallel cannot average the gradients of rows that"
-                    " differ between processes: call speedtorch.shard() with the"
-                    f" {type(active.module).__name__} that it wraps, not only a part of that,"
-                    " before it is wrapped, and use no DistributedModelParallel of torchrec"
+                    " differ between processes. Call speedtorch.shard() before wrapping, with the"
+                    f" whole {type(active.module).__name__} instead of a part of it. torchrec's"
+                    " DistributedModelParallel is not supported."
                 )
 
     # --------------------------------------------------------------------------------------------
@@ -720,8 +720,8 @@ class RowModule(nn.Module):
             moved = fn(parameter.detach()[:0].to(self._wanted or dtype))
             if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
                 raise NotImplementedError(
-                    f"{name}: its table cannot be shared once it is there; save it with"
-                    " emb.table.save(path), and open that in the other processes"
+                    f"{name}: its table cannot be moved to shared memory. Save it with"
+                    " emb.table.save(path), and open the file in the other processes."
                 )
             _check_device(name, moved.device)
             if moved.device != parameter.device:
@@ -764,7 +764,7 @@ class RowModule(nn.Module):
         try:
             self.load_rounding(rounding_key, state_dict)
         except (TypeError, ValueError) as error:
-            error_msgs.append(f"{error}.")
+            error_msgs.append(str(error))
             return
         if key not in state_dict:
             return
@@ -773,7 +773,7 @@ class RowModule(nn.Module):
         try:
             value = loadable(key, state_dict[key], self.trained_rows.whole_shape)
         except (TypeError, ValueError) as error:
-            error_msgs.append(f"{error}.")
+            error_msgs.append(str(error))
             return
         self.lookups.steps.give_up()
         self.trained_rows.load(value)
@@ -795,8 +795,8 @@ class RowModule(nn.Module):
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
         if self.lookups is not self.trained_rows:
             raise NotImplementedError(
-                f"{self.trained_rows.name}: a copy would share the ranks' turns; build another"
-                " model, shard it, and load the state_dict()"
+                f"{self.trained_rows.name}: a module with sharded rows cannot be copied. Build"
+                " another model, shard it, and load the state_dict()."
             )
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
@@ -818,8 +818,8 @@ class RowModule(nn.Module):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} is not pickled, as its table is in this process's memory: save"
-            " model.state_dict(), or emb.table.save(path)"
+            f"{type(self).__name__} cannot be pickled, because its table is in the memory of this"
+            " process. Save model.state_dict(), or call emb.table.save(path)."
         )
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -827,8 +827,8 @@ class RowModule(nn.Module):
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise NotImplementedError(
-            f"{type(self).__name__}: DataParallel would copy its rows to every GPU; use one GPU, or"
-            " speedtorch.shard() in processes that torchrun begins"
+            f"{type(self).__name__}: DataParallel would copy its rows to every GPU. Use one GPU, or"
+            " speedtorch.shard() in processes that torchrun starts."
         )
 
 
@@ -853,7 +853,7 @@ def _members(ids: object, cache: object, rows: int) -> Tensor | None:
     if ids is None:
         return None
     if cache is None:
-        raise ValueError("cache_rows: says which rows the cache has; give cache= as well")
+        raise ValueError("cache_rows: expected only together with cache=, which is missing")
     check_ids("cache_rows", ids)
     assert isinstance(ids, Tensor)
     members = ids.detach().reshape(-1).to("cpu", torch.int64)
@@ -872,7 +872,7 @@ def opened(argument: str, source: Source, memory: MemoryKind) -> Rows:
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
         if path.endswith((".pt", ".pth", ".bin")):
-            raise ValueError(f"{argument}: {path}: give the tensor of it, torch.load(path)[key]")
+            raise ValueError(f"{argument}: cannot read {path}. Pass torch.load(path)[key] instead.")
         with open_fields(path) as stored:
             _check_fields(argument, path, list(stored), f"HostTable.open({path!r})")
         return HostTable.open(path, memory)
@@ -882,8 +882,8 @@ def opened(argument: str, source: Source, memory: MemoryKind) -> Rows:
 def _check_fields(argument: str, source: str, fields: Sequence[str], table: str) -> None:
     if "weight" not in fields:
         raise ValueError(
-            f"{argument}: {source} has no field 'weight', of which rows are made; it has"
-            f" {listed(fields)}: give the rows themselves, as {table}[{fields[0]!r}]"
+            f"{argument}: {source} has no field 'weight'. Its fields are {listed(fields)}. Pass the"
+            f" rows themselves, such as {table}[{fields[0]!r}]."
         )
 
 
@@ -892,7 +892,7 @@ def loadable(key: str, value: object, expected: tuple[int, ...]) -> Tensor:
     if (rows := _dense(key, value, "a tensor")).shape != expected:
         raise ValueError(
             f"size mismatch for {key}: copying a param with shape {tuple(rows.shape)} from"
-            f" checkpoint, the shape in current model is {tuple(expected)}"
+            f" checkpoint, the shape in current model is {tuple(expected)}."
         )
     return rows
 
@@ -907,16 +907,16 @@ def _shape_of(argument: str, rows: object, kinds: str) -> tuple[int, ...]:
 def _dense(argument: str, values: object, kinds: str) -> Tensor:
     """Returns `values`; raises TypeError or ValueError unless they are a dense tensor."""
     if not isinstance(values, Tensor):
-        remedy = ": torch.as_tensor makes one of an array" if hasattr(values, "__array__") else ""
-        raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}{remedy}")
+        remedy = " Convert it with torch.as_tensor()." if hasattr(values, "__array__") else ""
+        raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}.{remedy}")
     if values.is_nested or values.layout != torch.strided:
         layout = "nested" if values.is_nested else values.layout
-        raise ValueError(f"{argument}: expected a dense tensor, got a {layout} one; use to_dense()")
+        raise ValueError(f"{argument}: expected a dense tensor, got {layout}. Use to_dense().")
     if values.is_quantized:
         kind = values.dtype
-        raise ValueError(f"{argument}: expected plain numbers, got {kind}; use dequantize()")
+        raise ValueError(f"{argument}: expected plain numbers, got {kind}. Use dequantize().")
     if values.is_meta:
-        raise ValueError(f"{argument}: a tensor on the device meta has no values to copy")
+        raise ValueError(f"{argument}: expected a tensor with values, got one on the meta device.")
     return values
 
 
@@ -925,12 +925,11 @@ def _check_device(name: str, device: Device) -> None:
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise NotImplementedError(
-            f"{name}: rows are held on the CPU or a GPU, not {place}: make it with"
-            " device='cpu' or 'cuda', whatever the other layers' is; its table takes no memory"
-            " before its first use"
+            f"{name}: rows can be on the CPU or a GPU, got device {place}. Build the module with"
+            " device='cpu' or device='cuda', also if other layers are on another device. Its table"
+            " allocates no memory before its first use."
         )
     if place.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
-            f"{name}: device={str(place)!r} needs a GPU, and torch finds none here: use"
-            " device='cpu'"
+            f"{name}: device={str(place)!r} needs a GPU, but torch finds none. Use device='cpu'."
         )

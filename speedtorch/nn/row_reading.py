@@ -19,7 +19,7 @@ def blocks_of(
 
     `check` raises if the rows cannot be read: at once, and again before each block.
     """
-    most = checked_count("rows", size, "the most rows of a block")
+    most = checked_count("rows", size, "the maximum of rows in a block")
     check()
 
     def blocks() -> Iterator[tuple[int, Tensor]]:

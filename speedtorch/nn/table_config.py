@@ -98,15 +98,15 @@ class Table(NamedTuple):
         """
         if missing := [each for each in _NEEDED if not hasattr(config, each)]:
             raise TypeError(
-                "tables: expected a list of EmbeddingBagConfig or EmbeddingConfig (the device comes"
-                f" after it), got {type(config).__name__} in it, which has no {missing[0]!r}"
+                "tables: expected a list of EmbeddingBagConfig or EmbeddingConfig, got a"
+                f" {type(config).__name__} in the list, which has no {missing[0]!r}"
             )
         name = config.name
         if not isinstance(name, str) or not name or "." in name:
             kind = type(config).__name__
             raise ValueError(
-                f"tables: a table needs a name without dots, got {name!r}: write"
-                f" {kind}(num_embeddings=, embedding_dim=, name=)"
+                f"tables: expected a table name without dots, got {name!r}. Write"
+                f" {kind}(num_embeddings=, embedding_dim=, name=)."
             )
         rows, columns = config.num_embeddings, config.embedding_dim
         for what, size in (("num_embeddings", rows), ("embedding_dim", columns)):
@@ -124,7 +124,7 @@ class Table(NamedTuple):
         low, high = config.weight_init_min, config.weight_init_max
         low, high = -bound if low is None else low, bound if high is None else high
         if not low <= high:
-            raise ValueError(f"{name}: weight_init_min is {low}, above weight_init_max, {high}")
+            raise ValueError(f"{name}: weight_init_min ({low}) exceeds weight_init_max ({high})")
         # torchrec's configs already build the same partial from these bounds as their init_fn.
         own = getattr(config, "init_fn", None)
         draw = own or partial(nn.init.uniform_, a=low, b=high)

@@ -79,7 +79,8 @@ class TableGroup(RowModule):
         """Raises NotImplementedError, because only the collection resizes tables."""
         name = self.ranges.tables[-1].name
         raise NotImplementedError(
-            f"{self._called()}: a collection resizes its tables: collection.resize({name!r}, n)"
+            f"{self._called()}: only the collection can resize its tables. Call"
+            f" collection.resize({name!r}, n)."
         )
 
     def resize_table(self, table: Table, rows: Tensor | None, follow: Callable[[], object]) -> None:
@@ -123,9 +124,9 @@ class TableGroup(RowModule):
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises NotImplementedError, because the collection looks up all tables together."""
         raise NotImplementedError(
-            f"{self._called()}: a collection looks its tables up together: call it with a dict of"
-            " all features, collection({feature: ids, ...})[feature], or build a"
-            " speedtorch.EmbeddingBag for a table alone"
+            f"{self._called()}: a collection looks up all its tables together. Call it with a dict"
+            " of all features, collection({feature: ids, ...})[feature]. For a table with its own"
+            " lookups build a speedtorch.EmbeddingBag."
         )
 
     def flush(self) -> None:

@@ -51,16 +51,16 @@ class Tables(nn.Module):
         for name in names:
             if hasattr(self, name):
                 raise ValueError(
-                    f"tables: no table can be called {name!r}, which is an attribute of"
-                    " torch.nn.ModuleDict: give it another name and"
-                    f" feature_names=[{name!r}]"
+                    f"tables: {name!r} cannot be a table name, because torch.nn.ModuleDict has an"
+                    " attribute with this name. Choose another name and set"
+                    f" feature_names=[{name!r}]."
                 )
         for group in groups:
             joined = "+".join(table.name for table in group.ranges.tables)
             if len(group.ranges.tables) > 1 and joined in names:
                 raise ValueError(
-                    f"tables: {joined!r} is also the name of the parameter of"
-                    f" {joined.split('+')}: give the table another name"
+                    f"tables: the table name {joined!r} is also the parameter name of the tables"
+                    f" {joined.split('+')}. Choose another name."
                 )
             self.add_module(joined, group)
 
@@ -124,7 +124,7 @@ class Tables(nn.Module):
             try:
                 group.load_rounding(f"{prefix}{joined}.rounding_state", state_dict)
             except (TypeError, ValueError) as error:
-                error_msgs.append(f"{error}.")
+                error_msgs.append(str(error))
         for name, (group, rows) in places_of(self).items():
             known.add(key := f"{prefix}{name}.weight")
             if key not in state_dict:
@@ -135,7 +135,7 @@ class Tables(nn.Module):
             try:
                 group.trained_rows.load_some(loadable(key, state_dict[key], shape), rows.start)
             except (TypeError, ValueError) as error:
-                error_msgs.append(f"{error}.")
+                error_msgs.append(str(error))
         # torch's set_state_dict adds the parameters themselves to a full state_dict.
         own = {f"{prefix}{joined}.weight": group.weight for joined, group in groups}
         if strict:
@@ -168,7 +168,7 @@ def place_of(tables: Tables, name: str) -> tuple[TableGroup, slice]:
     """Returns a table's group and its rows in the group; raises KeyError for unknown names."""
     places = places_of(tables)
     if name not in places:
-        raise KeyError(f"{name!r} is none of the tables {list(places)}")
+        raise KeyError(f"{name!r} is not one of the tables {list(places)}")
     return places[name]
 
 
@@ -202,8 +202,8 @@ class JoinedTable:
         if value is not self._weight:  # `weight *= 2` assigns the same object
             part = self._weight._part
             raise AttributeError(
-                f"table {part.name!r}: its weight cannot be replaced: write to it, for instance by"
-                " weight.copy_(rows), or make the collection by from_pretrained"
+                f"table {part.name!r}: its weight cannot be replaced. Write to it, for example with"
+                " weight.copy_(rows), or build the collection with from_pretrained()."
             )
 
     def blocks(self, rows: int = 65_536) -> Iterator[tuple[int, Tensor]]:
@@ -252,17 +252,17 @@ class _Part(NamedTuple):
         """Raises RuntimeError if this rank has only a shard of the rows."""
         if self.group.trained_rows.table.shard_spec is not None:
             raise RuntimeError(
-                f"table {self.name!r}: this rank has a share of its rows: read them from"
-                " state_dict(), and write them by load_state_dict()"
+                f"table {self.name!r}: this rank has only a shard of its rows. Read the rows from"
+                " state_dict(), and write them with load_state_dict()."
             )
 
     def has_no(self, attribute: str) -> str:
         """Returns the error text for an attribute that only a parameter has."""
         name = repr(self.name)
         return (
-            f"table {name} has no {attribute!r} of its own: the parameter of its rows is"
-            f" group_of({name}).weight, of {self.group._called()}; for a parameter of its own set"
-            f" group={name} in its config"
+            f"table {name} has no {attribute!r}, because it shares a parameter with other tables:"
+            f" group_of({name}).weight, of {self.group._called()}. For a parameter of its own, set"
+            f" group={name} in the table's config."
         )
 
 

@@ -69,7 +69,7 @@ def save_word2vec_format(
     """
     check_readable(emb)
     if (stored := emb.weight.dtype).is_complex:
-        raise TypeError(f"emb: the format has real numbers, and the rows are {stored}")
+        raise TypeError(f"emb: expected rows of real numbers, got {stored}")
     named = _checked(words, emb.num_embeddings)
     row_bytes = 4 * emb.embedding_dim
     block_bytes = _BINARY_BLOCK if binary else _TEXT_BLOCK
@@ -105,11 +105,11 @@ def _checked(words: object, rows: int) -> list[str]:
             raise ValueError(f"words[{place}]: expected no space or line end within, got {word!r}")
         if word in seen:
             before = named.index(word)
-            raise ValueError(f"words[{place}]: {word!r} is words[{before}] already")
+            raise ValueError(f"words[{place}]: expected unique words, words[{before}] is {word!r}")
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"words[{place}]: {word!r} cannot be written: {error}") from None
+            raise ValueError(f"words[{place}]: {word!r} has no UTF-8 encoding: {error}") from None
         seen.add(word)
     return named
 

@@ -423,7 +423,7 @@ def test_shares_are_as_even_as_their_bounds_allow(
         ({"cache": "2 lots"}, ValueError, "cache: expected a text such as '12GiB'"),
         ({"cache": 0}, ValueError, "cache: expected more than 0 bytes, got 0"),
         ({"cache": 1.5}, TypeError, "cache: expected bytes or a text such as '12GiB', got float"),
-        ({"cache_rows": torch.tensor([1])}, ValueError, "give cache= as well"),
+        ({"cache_rows": torch.tensor([1])}, ValueError, "only together with cache="),
         ({"cache": 99, "cache_rows": [1]}, TypeError, "cache_rows"),
         ({"cache": 99, "cache_rows": torch.tensor([9])}, IndexError, "ids of 5 rows, got 9"),
     ],

@@ -333,7 +333,7 @@ def test_inverse_indices_are_refused_rather_than_ignored() -> None:
         inverse_indices=(["user", "seen", "word"], torch.zeros(3, 2, dtype=torch.int64)),
     )
     assert pair(True)[0](features).values().shape[0] == 2
-    with pytest.raises(NotImplementedError, match="inverse_indices are not applied"):
+    with pytest.raises(NotImplementedError, match="inverse_indices are not supported"):
         pair(True)[1](features)
 
 

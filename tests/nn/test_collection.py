@@ -200,7 +200,7 @@ def test_features_of_no_table_are_ignored(pooled: bool) -> None:
 def test_a_dict_with_a_feature_of_no_table_is_refused() -> None:
     ours, ids = one(name="film"), torch.tensor([1])
     for use in (ours, ours.announce):
-        with pytest.raises(KeyError, match=r"features \['flim'\] are those of no table"):
+        with pytest.raises(KeyError, match=r"no table has the features \['flim'\]"):
             use({"film": ids, "flim": ids})
     ours({"film": ids})
 
@@ -969,7 +969,7 @@ def test_a_collection_moves_between_devices() -> None:
 def test_a_conversion_is_refused_by_the_next_lookup() -> None:
     ours = made()
     ours.to(torch.float16)
-    with pytest.raises(TypeError, match="its table stays torch.float32"):
+    with pytest.raises(TypeError, match="its table remains torch.float32"):
         ours(KeyedIds.of(BAGS))
     ours.to(torch.float32)
     ours(KeyedIds.of(BAGS))
@@ -1186,9 +1186,9 @@ def test_a_bad_id_of_a_weighted_collection_is_named(how: str, device: str) -> No
 
 ZERO = torch.tensor([0])
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "no name": ({"name": ""}, "tables: a table needs a name without dots, got ''"),
-    "a dot": ({"name": "a.b"}, "tables: a table needs a name without dots, got 'a.b'"),
-    "no text": ({"name": 3}, "tables: a table needs a name without dots, got 3"),
+    "no name": ({"name": ""}, "tables: expected a table name without dots, got ''"),
+    "a dot": ({"name": "a.b"}, "tables: expected a table name without dots, got 'a.b'"),
+    "no text": ({"name": 3}, "tables: expected a table name without dots, got 3"),
     "no rows": ({"rows": 0}, "a: num_embeddings must be 1 or more, got 0"),
     "half a row": ({"rows": 1.5}, "a: num_embeddings must be 1 or more, got 1.5"),
     "no columns": ({"columns": -1}, "a: embedding_dim must be 1 or more, got -1"),
@@ -1196,7 +1196,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "max": ({"pooling": "max"}, "a: pooling must be 'sum' or 'mean', got 'max'"),
     "bounds": (
         {"weight_init_min": 1.0, "weight_init_max": 0.0},
-        "a: weight_init_min is 1.0, above weight_init_max, 0.0",
+        r"a: weight_init_min \(1.0\) exceeds weight_init_max \(0.0\)",
     ),
     "a feature twice": ({"feature_names": ["x", "y", "x"]}, "a: feature_names has 'x' twice"),
 }
@@ -1219,12 +1219,12 @@ def test_no_tables_are_an_error() -> None:
 
 
 def test_two_tables_of_one_name_are_an_error() -> None:
-    with pytest.raises(ValueError, match="EmbeddingCollection: two tables are called 'a'"):
+    with pytest.raises(ValueError, match="EmbeddingCollection: two tables have the name 'a'"):
         EmbeddingCollection([EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 3, "a")])
 
 
 def test_weights_go_with_sums_alone() -> None:
-    with pytest.raises(ValueError, match="a: is_weighted goes with pooling='sum'"):
+    with pytest.raises(ValueError, match="a: is_weighted needs pooling='sum'"):
         EmbeddingBagCollection([EmbeddingBagConfig(9, 2, "a", pooling="mean")], is_weighted=True)
 
 
@@ -1240,26 +1240,26 @@ class VariedIds(KeyedIds):
 
 BAD_FEATURES: dict[str, tuple[Any, type[Exception], str]] = {
     "a tensor": (ZERO, TypeError, "expected a dict of features or a keyed jagged tensor, got T"),
-    "missing": ({"x": ZERO}, KeyError, r"features \['a', 'b'\] are missing; given are \['x'\]"),
+    "missing": ({"x": ZERO}, KeyError, r"features \['a', 'b'\] are missing. The input has \['x'\]"),
     "missing in keyed": (
         KeyedIds.of({"b": [[0]]}),
         KeyError,
-        r"features \['a'\] are missing; given are \['b'\]",
+        r"features \['a'\] are missing. The input has \['b'\]",
     ),
     "strides that vary": (
         VariedIds(["a", "b"], torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2, 3])),
         ValueError,
-        "all features must have as many samples, got {'a': 2, 'b': 1}",
+        "features must have equal numbers of samples, got {'a': 2, 'b': 1}",
     ),
     "samples that vary": (
         {"a": torch.tensor([0, 0]), "b": ZERO},
         ValueError,
-        "all features must have as many samples, got {'a': 2, 'b': 1}",
+        "features must have equal numbers of samples, got {'a': 2, 'b': 1}",
     ),
     "bags that are not shared out": (
         KeyedIds(["a", "b"], torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2, 3])),
         ValueError,
-        "3 bags are not as many for each of 2 features",
+        "3 bags cannot be divided among 2 features",
     ),
     "nothing for a feature": (
         {"a": (), "b": ZERO},
@@ -1315,17 +1315,17 @@ BAD_FEATURES: dict[str, tuple[Any, type[Exception], str]] = {
     "offsets that begin late": (
         {"a": (ZERO, torch.tensor([1, 1])), "b": ZERO},
         ValueError,
-        "'a': offsets must rise from 0 to the number of ids, 1; got 1 to 1",
+        "'a': .* end with the number of ids, 1. The first is 1 and the last is 1",
     ),
     "offsets that end early": (
         KeyedIds(["a", "b"], torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2])),
         ValueError,
-        "offsets must rise from 0 to the number of ids, 3; got 0 to 2",
+        ".* end with the number of ids, 3. The first is 0 and the last is 2",
     ),
     "offsets that fall": (
         {"a": (torch.tensor([0, 0]), torch.tensor([0, 2, 1, 2])), "b": torch.tensor([0, 0, 0])},
         ValueError,
-        "'a': offsets must rise from 0 to the number of ids, 2; got 0 to 2",
+        "'a': offsets must begin with 0, never decrease and end with the number of ids, 2",
     ),
 }
 
@@ -1347,8 +1347,8 @@ def test_bad_features_are_an_error_and_no_row_moves(
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        ({"a": ZERO}, "'a': is_weighted asks for a weight of each id, got None"),
-        (KeyedIds.of({"a": [[0]]}), "is_weighted asks for a weight of each id, got None"),
+        ({"a": ZERO}, "'a': is_weighted needs a weight for each id, got None"),
+        (KeyedIds.of({"a": [[0]]}), "is_weighted needs a weight for each id, got None"),
         (
             {"a": (torch.tensor([0, 0]), None, torch.ones(3))},
             r"'a': weights must have the shape of the ids, \[2\], got \[3\]",
@@ -1368,26 +1368,26 @@ def test_weights_that_do_not_fit_are_an_error(features: Any, message: str) -> No
 
 def test_a_result_names_the_features_that_it_has() -> None:
     found = one()({"a": ZERO})
-    with pytest.raises(KeyError, match=r"'b' is none of the features \['a'\]"):
+    with pytest.raises(KeyError, match=r"'b' is not one of the features \['a'\]"):
         found["b"]
 
 
 def test_a_collection_names_the_tables_that_it_has() -> None:
     for ask in (one().table_weight, one().group_of):
-        with pytest.raises(KeyError, match=r"'b' is none of the tables \['a'\]"):
+        with pytest.raises(KeyError, match=r"'b' is not one of the tables \['a'\]"):
             ask("b")
 
 
 def test_rows_of_tables_that_differ_in_columns_are_none_of_one_tensor() -> None:
     found = made(False)(KeyedIds.of(BAGS))
-    with pytest.raises(ValueError, match="the tables differ in columns; take features by name"):
+    with pytest.raises(ValueError, match="the tables differ in columns. Read features by name"):
         found.rows()
 
 
 def test_from_pretrained_asks_for_the_rows_of_each_table() -> None:
     config = [EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 2, "b")]
     rows = torch.zeros(9, 2)
-    message = r"embeddings: expected those of \['a', 'b'\]; differing: \['b', 'c'\]"
+    message = r"embeddings: expected \['a', 'b'\]; missing or unknown: \['b', 'c'\]"
     with pytest.raises(ValueError, match=message):
         EmbeddingCollection.from_pretrained(config, {"a": rows, "c": rows})
     with pytest.raises(ValueError, match="size mismatch for b"):
@@ -1397,14 +1397,14 @@ def test_from_pretrained_asks_for_the_rows_of_each_table() -> None:
 
 
 def test_a_collection_is_not_pickled() -> None:
-    with pytest.raises(TypeError, match="EmbeddingBagCollection is not pickled.*state_dict"):
+    with pytest.raises(TypeError, match="EmbeddingBagCollection cannot be pickled.*state_dict"):
         pickle.dumps(one())
 
 
 def test_a_group_is_nothing_to_name_in_prefetch() -> None:
     ours = one()
     batches = speedtorch.prefetch([ZERO], ours, ids=lambda ids: {ours.group_of("a"): ids})
-    with pytest.raises(ValueError, match="ids: TableGroup is no speedtorch.Embedding"):
+    with pytest.raises(ValueError, match="Embeddings of the model, got a TableGroup"):
         next(iter(batches))
 
 

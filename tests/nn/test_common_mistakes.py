@@ -66,13 +66,13 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         keys_by_name,
         ValueError,
-        r"by module, as \{model.users: ids\}, got keys \['users', 'films'\]",
+        r"by module, such as \{model.users: ids\}. The result has the keys \['users', 'films'\]",
     ),
-    (in_torchrecs_order, TypeError, r"tables: expected a list of .* got str in it, which has no"),
+    (in_torchrecs_order, TypeError, r"tables: expected a list of .* got a str in the list"),
     (
         lambda: speedtorch.EmbeddingBagCollection([{"name": "users"}]),  # type: ignore[list-item]
         TypeError,
-        r"tables: expected a list of .* got dict in it, which has no 'name'",
+        r"tables: expected a list of .* got a dict in the list, which has no 'name'",
     ),
     (
         lambda: speedtorch.EmbeddingBagCollection(
@@ -97,39 +97,39 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
             [speedtorch.EmbeddingBagConfig("users", 10, 4)]  # type: ignore[arg-type]
         ),
         ValueError,
-        r"got 4: write EmbeddingBagConfig\(num_embeddings=, embedding_dim=, name=\)",
+        r"got 4. Write EmbeddingBagConfig\(num_embeddings=, embedding_dim=, name=\)",
     ),
     (
         lambda: speedtorch.EmbeddingBagCollection([speedtorch.EmbeddingBagConfig(10, 4, "users")])(
             torch.tensor([1])  # type: ignore[arg-type]
         ),
         TypeError,
-        r"got Tensor: give \{'users': ids, ...\}",
+        r"got Tensor. Pass \{'users': ids, ...\}",
     ),
     (
         lambda: speedtorch.Embedding.from_pretrained(np.zeros((3, 2))),  # type: ignore[arg-type]
         TypeError,
-        "got ndarray: torch.as_tensor makes one of an array",
+        "got ndarray. Convert it with torch.as_tensor",
     ),
     (
         lambda: speedtorch.Embedding.from_pretrained("rows.pt"),
         ValueError,
-        r"embeddings: rows.pt: give the tensor of it, torch.load\(path\)\[key\]",
+        r"embeddings: cannot read rows.pt. Pass torch.load\(path\)\[key\]",
     ),
     (
         lambda: speedtorch.nearest_neighbors(speedtorch.Embedding(10, 4), torch.zeros(4), k=2),
         ValueError,
-        r"got \[4\] of torch.strided: queries\[None\] makes it a batch of one",
+        r"got \[4\] of torch.strided. For a single vector, pass queries\[None\]",
     ),
     (
         lambda: one_table_looked_up("users"),
         NotImplementedError,
-        r"table 'users': a collection looks its tables up together: call it with a dict",
+        r"table 'users': a collection looks up all its tables together. Call it with a dict",
     ),
     (
         lambda: one_table_looked_up("users", "films"),
         NotImplementedError,
-        r"tables 'users', 'films': a collection looks its tables up together",
+        r"tables 'users', 'films': a collection looks up all its tables together",
     ),
     (
         lambda: speedtorch.cache("4GiB", two()),  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_a_gpu_where_there_is_none_is_refused(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = r"device='cuda:0' needs a GPU, and torch finds none here: use device='cpu'"
+    told = r"device='cuda:0' needs a GPU, but torch finds none. Use device='cpu'"
     with pytest.raises(RuntimeError, match=told):
         kind(10, 4, device="cuda:0")
 

@@ -456,5 +456,5 @@ def test_the_paddings_row_is_read_again_where_a_step_holds_no_other(
 
 def test_a_generator_for_first_values_is_refused_at_once() -> None:
     embedding = speedtorch.Embedding(4, 2)
-    with pytest.raises(TypeError, match="generator: every block of rows has its own; give seed="):
+    with pytest.raises(TypeError, match="generator: each block of rows has its own. Pass seed="):
         embedding.init_(nn.init.normal_, generator=torch.Generator())

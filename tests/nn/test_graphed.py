@@ -362,7 +362,7 @@ def test_what_is_left_of_a_step_before_is_told() -> None:
     world = World()
     loss = (world.embedding(batches(1)[0][0]) * world.scale).sum()
     loss.backward()
-    with pytest.raises(RuntimeError, match=r"earlier step whose loss, .* let those go first"):
+    with pytest.raises(RuntimeError, match=r"earlier step whose loss, .* Release these objects"):
         world.graphed()
     torch.cuda.MemPool()  # ends the process where torch's allocator is within the capture
     del loss
@@ -435,7 +435,7 @@ def test_optimizers_that_a_graph_cannot_repeat_are_refused_by_name(ahead: bool) 
 
 def test_a_module_without_a_capacity_is_refused() -> None:
     world = World(capacity=None)
-    with pytest.raises(ValueError, match="graphed: build Embedding with capacity="):
+    with pytest.raises(ValueError, match="graphed: Embedding has no capacity"):
         world.graphed()
     with pytest.raises(ValueError, match="graphed: modules have no speedtorch.Embedding"):
         speedtorch.graphed(world.step, modules=nn.Linear(2, 2), optimizers=world.optimizer)
@@ -485,13 +485,13 @@ def test_ids_of_a_next_batch_of_another_kind_are_errors() -> None:
     other = speedtorch.Embedding(3, 2)
     for next_ids, error, match in (
         ([1, 2], TypeError, "ids: expected an int32 or int64 tensor, got int"),
-        ({other: ids}, ValueError, "ids: Embedding is no speedtorch.Embedding"),
+        ({other: ids}, ValueError, "ids: expected keys that are Embeddings of the model"),
     ):
         with pytest.raises(error, match=match):
             step(ids, targets, next_ids=next_ids)
     step(ids, targets, next_ids=ids[:3])  # of another shape: not foreseen
     step(*batches(2)[1], next_ids=ids)
-    with pytest.raises(ValueError, match="give it next_ids when it is made"):
+    with pytest.raises(ValueError, match="next_ids need an example"):
         World().graphed()(ids, targets, next_ids=ids)
 
 

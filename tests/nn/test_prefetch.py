@@ -96,12 +96,8 @@ def test_wrong_use_is_an_error() -> None:
     other = speedtorch.Embedding(3, 2)
     both = nn.ModuleList([embedding, other])
     for ids, error, message in (
-        (lambda b: b, ValueError, "the model has 2 Embeddings; return a dict"),
-        (
-            lambda b: {nn.Embedding(1, 1): b},
-            ValueError,
-            "ids: Embedding is no speedtorch.Embedding",
-        ),
+        (lambda b: b, ValueError, "the model has 2 Embeddings. Return a dict"),
+        (lambda b: {nn.Embedding(1, 1): b}, ValueError, "keys that are Embeddings"),
         (
             lambda b: {embedding: [[1, 2]]},
             TypeError,

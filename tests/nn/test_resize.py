@@ -365,7 +365,7 @@ class Drawn(speedtorch.Embedding):
 
 
 RAISES: list[tuple[Callable[[Any], object], type[Exception], str]] = [
-    (lambda e: e.resize(OLD - 1), ValueError, "6 rows, of which resize(5) would drop 1: build"),
+    (lambda e: e.resize(OLD - 1), ValueError, "6 rows, and resize(5) would drop 1 of them"),
     (lambda e: e.resize(0), ValueError, "num_embeddings: expected 1 or more"),
     (lambda e: e.resize(7.0), TypeError, "num_embeddings: expected an int"),
     (lambda e: e.resize(NEW, rows=NEW_ROWS[1:]), ValueError, "rows: expected the shape (5, 4)"),
@@ -398,7 +398,7 @@ def test_a_table_that_was_given_is_not_resized(memory: Any) -> None:
 
 
 def test_own_first_values_and_state_of_a_file_raise(tmp_path: Any) -> None:
-    with pytest.raises(NotImplementedError, match="by rows="):
+    with pytest.raises(NotImplementedError, match="Pass the new rows as rows="):
         Drawn(OLD, DIM).resize(NEW)
     assert Drawn(OLD, DIM).resize(NEW, rows=NEW_ROWS).num_embeddings == NEW
     speedtorch.HostTable(OLD, DIM, state=["sum"]).save(path := tmp_path / "t.safetensors")
@@ -415,7 +415,7 @@ def test_a_group_names_the_method_of_its_collection() -> None:
     collection = speedtorch.EmbeddingCollection([speedtorch.EmbeddingConfig(3, 2, "user")])
     with pytest.raises(NotImplementedError, match=r"collection\.resize\('user', n\)"):
         collection.embeddings["user"].resize(5)
-    with pytest.raises(KeyError, match="none of the tables"):
+    with pytest.raises(KeyError, match="not one of the tables"):
         collection.resize("item", 5)
 
 

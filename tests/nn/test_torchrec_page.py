@@ -89,7 +89,7 @@ def with_ids(**changed: list[list[int]]) -> KeyedIds:
 Raises = tuple[str, type[Exception], Callable[..., object]]
 MESSAGES: list[Raises] = [
     (
-        "rows are held on the CPU or a GPU, not meta",
+        "rows can be on the CPU or a GPU, got device meta",
         NotImplementedError,
         lambda: tables(device=torch.device("meta")),
     ),
@@ -110,37 +110,37 @@ MESSAGES: list[Raises] = [
         lambda: Ranker().fused_optimizer,
     ),
     (
-        "has no 'is_leaf' of its own … set group='user' in its config",
+        "has no 'is_leaf' … set group='user' in the table's config",
         RuntimeError,
         lambda: optim.SGD([tables().embedding_bags["user"].weight]),
     ),
     (
-        "a collection looks its tables up together",
+        "a collection looks up all its tables together",
         NotImplementedError,
         lambda: tables().embedding_bags["user"](torch.tensor([3])),
     ),
     (
-        "features … are missing; given are",
+        "features … are missing. The input has",
         KeyError,
         lambda: tables()(KeyedIds.of({"user": [[3]], "seen": [[1]]})),
     ),
     (
-        "are those of no table",
+        "no table has the features",
         KeyError,
         lambda: tables()({key: torch.tensor([3]) for key in (*IDS, "word")}),
     ),
     (
-        "all features must have as many samples, got",
+        "features must have equal numbers of samples, got",
         ValueError,
         lambda: tables()(Strided.of(IDS)),
     ),
     (
-        "inverse_indices are not applied",
+        "inverse_indices are not supported",
         NotImplementedError,
         lambda: tables()(Deduplicated.of(IDS)),
     ),
     (
-        "is_weighted asks for a weight of each id, got None",
+        "is_weighted needs a weight for each id, got None",
         ValueError,
         lambda: tables(is_weighted=True)(KeyedIds.of(IDS)),
     ),
@@ -150,7 +150,7 @@ MESSAGES: list[Raises] = [
         lambda: tables()(with_ids(user=[[3], [20]])),
     ),
     (
-        "its table stays torch.float32 and was asked to become torch.float16",
+        "the module was converted to torch.float16, but its table remains torch.float32",
         TypeError,
         lambda: Ranker().half()(KeyedIds.of(IDS)),
     ),
@@ -162,7 +162,7 @@ MESSAGES: list[Raises] = [
         ),
     ),
     (
-        "EmbeddingBagCollection is not pickled",
+        "EmbeddingBagCollection cannot be pickled",
         TypeError,
         lambda: torch.save(Ranker(), os.devnull),
     ),

@@ -80,14 +80,14 @@ def test_a_hyperparameter_that_a_graph_would_not_see_is_the_same_error() -> None
 
 def test_next_ids_of_a_step_that_was_made_without_are_the_same_error() -> None:
     world, given = World(), batches()
-    with pytest.raises(ValueError, match="graphed: give it next_ids when it is made"):
+    with pytest.raises(ValueError, match="graphed: next_ids need an example"):
         world.graphed(*given[0])(*given[0], next_ids=given[1][0])
     with pytest.raises(TypeError, match="ids: expected"):
         world.graphed(*given[0], next_ids=3)
 
 
 def test_rows_without_a_capacity_are_the_same_error() -> None:
-    with pytest.raises(ValueError, match="graphed: build Embedding with capacity="):
+    with pytest.raises(ValueError, match="graphed: Embedding has no capacity"):
         World(capacity=None).graphed(*batches()[0])
 
 
@@ -125,7 +125,7 @@ def test_what_only_a_capture_needs_is_not_asked_for() -> None:
 def test_rows_on_both_devices_are_refused() -> None:
     world = World()
     other = speedtorch.Embedding(ROWS, WIDTH, capacity=16, device="cuda")
-    with pytest.raises(ValueError, match="holds its rows on the CPU, and others theirs on a GPU"):
+    with pytest.raises(ValueError, match="are on the CPU and other rows are on a GPU"):
         speedtorch.graphed(
             world.step,
             *batches()[0],
