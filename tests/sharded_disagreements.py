@@ -398,7 +398,7 @@ def a_step_that_one_rank_refuses(pair: Pair) -> None:
 
 
 STEP = r"optimizer.step\(\) of 'a'"
-OWN = "keeps exp_avg, exp_avg_sq, max_exp_avg_sq of each row of Embedding with its settings of now"
+OWN = "keeps exp_avg, exp_avg_sq, max_exp_avg_sq of each row of Embedding with its current settings"
 STEPS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
     "no backward": (a_backward_left_out, BACK.format(1, "b"), STEP),
     "no step": (a_step_left_out, STEP, NEW.format("a")),

@@ -90,8 +90,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         kinds = f"{type(optimizer).__name__}, {type(module).__name__}"
         raise TypeError(
-            f"attach: expected an optimizer and a module, in this order, got {kinds}: give several"
-            " modules as one nn.ModuleList([...])"
+            f"attach: expected an optimizer and a module, in this order, got {kinds}. Pass several"
+            " modules as one nn.ModuleList([...])."
         )
     with as_plain():
         rows = {id(getattr(each, "trained_rows", None)) for each in module.modules()}
@@ -104,8 +104,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             if not any(added.values()):
                 raise ValueError(
                     f"{type(within[0]).__name__} is attached already to every Embedding of"
-                    f" {type(module).__name__}: attach() adds tables that add_param_group() gave"
-                    " it later; detach() it first to begin its state anew"
+                    f" {type(module).__name__}. Another attach() only adds the tables of a later"
+                    " add_param_group(). To start with new state, call detach() first."
                 )
             show_all_rows(optimizer, {each: _attached[each] for each in added})
         except BaseException:
@@ -131,15 +131,15 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
             if (before := state_of(rows)) is not None:
                 if before.optimizer() is optimizer:
                     continue
-                raise ValueError(f"{rows.name} is attached to another optimizer: detach that first")
+                raise ValueError(f"{rows.name} is attached to another optimizer. Detach it first.")
             probe = probes.of(rows, sparse=of_module[id(rows)])
             loaded = dict(optimizer.state.get(rows.weight, {}))
             found.append((rows, probe, loaded, rows.table.was_read))
     if not is_held:
         raise ValueError(
-            f"{kind} holds no weight of an Embedding in {type(module).__name__}: build it with"
-            " module.parameters() first, and attach the module that has a speedtorch.Embedding or"
-            " EmbeddingBag"
+            f"{kind} holds no weight of an Embedding in {type(module).__name__}. Build it with"
+            " module.parameters(), and attach the module that contains the speedtorch.Embedding or"
+            " EmbeddingBag."
         )
     if not found:
         return []
@@ -222,25 +222,25 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
     loaded = {n: v for n, v in loaded.items() if n not in state.names or not _is_constant(v)}
     lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
     counts = {lengths[name] for name in state.names if name in lengths}
-    anew = "build a new optimizer, attach it, and load the original's state_dict()"
+    anew = "Build a new optimizer, attach it, and load the original's state_dict()."
     if every in counts:
         state.check(loaded)
     elif counts:
         raise ValueError(
-            f"{kind} has the state of {max(counts)} rows of {rows.name}, which has {every}: {anew}"
+            f"{kind} has state of {max(counts)} rows, but {rows.name} has {every} rows. {anew}"
         )
     else:
         for name, first in probe.scalar_state.items():
             if name in loaded and not agree(first, loaded[name]):
                 raise ValueError(
-                    f"{kind} has stepped {rows.name} with the state of a few rows only, or is a"
-                    f" copy of an attached optimizer: {anew}"
+                    f"{kind} has stepped {rows.name} with state of only some rows, or is a copy of"
+                    f" an attached optimizer. {anew}"
                 )
         for name in lengths.keys() - {*probe.row_state, *probe.scalar_state}:
             if lengths[name] == every and loaded[name].dim():
                 raise ValueError(
-                    f"{kind} cannot be used: it was built with a state {name!r} of all rows of"
-                    f" {rows.name}, and makes none for those of a step"
+                    f"{kind} cannot be used: its constructor makes the state {name!r} of all rows"
+                    f" of {rows.name}, but its step does not make this state for other rows"
                 )
     if was_read := rows.attach(state, _fields_of(probe)):
         state.check_kept()
@@ -297,8 +297,8 @@ def detach(optimizer: Optimizer) -> None:
         attached = [each for each in within if each in _attached]
         if not attached:
             raise ValueError(
-                f"{type(within[0]).__name__} is not attached: give detach() the optimizer that"
-                " attach() was given"
+                f"{type(within[0]).__name__} is not attached. Pass detach() the optimizer that was"
+                " passed to attach()."
             )
         for each in attached:
             _detach(each, list(_attached[each].states))

@@ -83,9 +83,9 @@ class AttachedState(LentState):
         if self._counts_anew:
             self._counts_anew = False
             warnings.warn(
-                f"{self.table_rows.name}: {listed(self.names)} of the rows come from a file, but"
-                f" {listed(self.probe.scalar_state)} starts anew; load the optimizer's state_dict"
-                " to go on as before",
+                f"{self.table_rows.name}: a file had the rows' {listed(self.names)}, but"
+                f" {listed(self.probe.scalar_state)} has its initial value. To continue training,"
+                " load the optimizer's state_dict().",
                 stacklevel=4,
             )
         names = optimizer.defaults
@@ -109,9 +109,9 @@ class AttachedState(LentState):
         for name in entries.keys() - {*self.names, *self.probe.scalar_state}:
             if isinstance(value := entries[name], Tensor) and value.shape[: len(shape)] == shape:
                 raise error(
-                    f"{self.table_rows.name}: there is a state {name!r} of each row, but the"
-                    f" attached optimizer kept {listed(self.names)} when it was attached: attach"
-                    " one of the class, and with the settings, that the state is of"
+                    f"{self.table_rows.name}: unexpected per-row state {name!r}. At attach() the"
+                    f" optimizer had the per-row state {listed(self.names)}. Attach an optimizer of"
+                    " the class and with the settings that made the unexpected state."
                 )
 
     def to_write(self) -> dict[str, Any] | None:
@@ -180,9 +180,9 @@ class AttachedState(LentState):
         known = forgotten_by(optimizer, self.table_rows.weight, sparse=self.sparse)
         for name, value in known.items():
             raise ValueError(
-                f"{type(optimizer).__name__} begins its state anew in its next step, whatever was"
-                f" loaded, as its {name!r} is {vars(optimizer)[name]!r}: set it to {value!r}, as a"
-                " step does, after attach and before you load; nothing was loaded"
+                f"{type(optimizer).__name__}: the next step would overwrite loaded state, because"
+                f" the attribute {name!r} is {vars(optimizer)[name]!r}. Set it to {value!r}, as a"
+                " step does, after attach() and before loading; nothing was loaded"
             )
 
     def take(self, entries: dict[str, Any] | None, *, was_read: bool = False) -> None:
@@ -372,8 +372,8 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
         handle.remove()
     if not called:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot be used: its own state_dict does not call torch's"
-            " hooks, so that it would save the state of a batch's rows for that of all"
+            f"{type(optimizer).__name__} cannot be used: its own state_dict() does not call torch's"
+            " hooks and would save only the state of a step's rows"
         )
 
 

@@ -42,7 +42,7 @@ class LentState:
     def table_rows(self) -> TrainedRows:
         """The table's rows. Their module or weight keeps the rows, and so this object, alive."""
         if (rows := self._rows_reference()) is None:
-            raise RuntimeError("the rows of an attached optimizer are gone")
+            raise RuntimeError("the Embedding of an attached optimizer was deleted")
         return rows
 
     def entries(self) -> dict[str, Any]:
@@ -86,8 +86,8 @@ class LentState:
 
     def _lost(self, name: str) -> RuntimeError:
         return RuntimeError(
-            f"{self.table_rows.name}: the optimizer has lost its state {name!r} of the held"
-            " rows; detach it before its state is cleared"
+            f"{self.table_rows.name}: the state {name!r} of the step's rows was removed from the"
+            " optimizer. Call detach() before you clear the state."
         )
 
     def follow_table(self) -> None:
@@ -156,9 +156,9 @@ class LentState:
         if probe.row_state.keys() != set(self.names):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {listed(probe.row_state)} of each row of"
-                f" {rows.name} with its settings of now, and kept {listed(self.names)} when it was"
-                " attached: give it its settings first, or detach and attach it again; nothing was"
-                " stepped"
+                f" {rows.name} with its current settings, and {listed(self.names)} with those of"
+                " attach(). Nothing was stepped. Change the settings back, or detach the optimizer"
+                " and attach it again."
             )
         if probe is not before and not self._has_stepped:
             for (name, row), held in zip(probe.row_state.items(), self._held, strict=True):

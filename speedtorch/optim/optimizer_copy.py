@@ -54,7 +54,7 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
             return group
     raise ValueError(
         f"{type(optimizer).__name__} does not hold this parameter of shape"
-        f" {list(parameter.shape)}: build the optimizer with it first"
+        f" {list(parameter.shape)}. Build the optimizer with this parameter."
     )
 
 
@@ -89,7 +89,7 @@ class NotCopied:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"it asks its {self._kind} for {name!r}, which is not copied to try it out"
+            f"it uses {name!r} of a {self._kind}, which a trial step does not copy"
         )
 
 

@@ -84,20 +84,19 @@ def probe_optimizer(
     errors are raised unchanged. With `sparse` all gradients are sparse.
     """
     if parameter.dim() == 0:
-        raise ValueError("a parameter without dimensions has no rows: it needs at least one")
+        raise ValueError("parameter: expected at least one dimension, which counts the rows")
     for attribute, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} cannot be used: it wraps another optimizer"
-                f" ({type(value).__name__}, its {attribute!r}), whose state of a batch's rows would"
-                " be out of reach"
+                f" ({type(value).__name__}, its {attribute!r}), whose per-row state is inaccessible"
             )
     group_of(optimizer, parameter)  # raises if it is not held
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot step rows on their own: its step needs a closure"
-            " that computes the loss of all rows again; use Adam, Adagrad, SGD or one like them"
+            f"{type(optimizer).__name__} cannot step rows separately: its step() needs a closure"
+            " that computes the loss of all rows again. Use Adam, Adagrad, SGD or a similar one."
         )
     with kept_random(parameter.device):
         try:
@@ -198,7 +197,7 @@ class _Probe:
         else:
             raise self._refusal(
                 f"a step of a small parameter {[self._rows, *self._row_shape]} fails with dense"
-                f" zero gradients ({errors[0]}) and with sparse ones ({errors[1]})"
+                f" zero gradients ({errors[0]}) and with sparse zero gradients ({errors[1]})"
             ) from errors[0]
         # A momentum buffer made from the first gradient also contains the row's weight decay.
         for each in (settings, {**settings, "weight_decay": 0.0}):
@@ -211,12 +210,12 @@ class _Probe:
         else:
             name = next(name for name in by_rows if not same[name])
             raise self._refusal(
-                f"its state {name!r} starts from the row's own value or at random, so rows that no"
-                " batch has named yet have no state to start from"
+                f"its state {name!r} starts from the row's own value or at random, so the initial"
+                " state of other rows is unknown"
             )
         for name in by_rows:
             if name == "weight" or not isinstance(name, str):
-                raise self._refusal(f"a table cannot hold a state called {name!r}")
+                raise self._refusal(f"a table cannot store a state with the name {name!r}")
         # Replace -0.0, which comes from a negated zero gradient, with 0.0.
         rows = {name: first[name][0].masked_fill(first[name][0] == 0, 0) for name in by_rows}
         others = {name: value for name, value in first.items() if name not in rows}
@@ -231,8 +230,7 @@ class _Probe:
         copied = self._stepped_once(settings)
         if not isinstance(copied.state, Recorder):
             raise self._refusal(
-                "it replaces the dict that holds its state, so that the start of that state cannot"
-                " be seen"
+                "it replaces the dict that holds its state, so the initial values are unknown"
             )
         for name, value in copied.state.items():
             for leaf in _leaves(value):
@@ -247,8 +245,8 @@ class _Probe:
                 else:
                     continue
                 raise self._refusal(
-                    f"its state {name!r} is a {kind}, but a table keeps tensors that have a row for"
-                    " each of its rows, and the optimizer tensors or numbers for all of them"
+                    f"its state {name!r} is a {kind}. Supported are tensors with a row for each row"
+                    " of the parameter, and tensors or numbers for all rows"
                 )
         return copied.state.first
 
@@ -264,21 +262,21 @@ class _Probe:
                 copied.step(gradient[: len(copied.parameter)], sparse=self._sparse)
         except Exception as error:
             raise_if_no_memory(error)
-            raise self._refusal(f"its step fails where there are many rows ({error})") from error
+            raise self._refusal(f"its step fails with many rows ({error})") from error
         for name in learnt.scalar_state:
             one, other = (getattr(each.state.get(name), "shape", ()) for each in (many, parts))
             if one != other:
                 raise self._refusal(
                     f"its state {name!r} is of size {list(other)} for {few} rows and {list(one)}"
-                    f" for {rows}, and has no row for each of them"
+                    f" for {rows} rows, but has no row for each row of the parameter"
                 )
         for name in learnt.row_state:
             kind, other_kind = (_kind(copied.state.get(name)) for copied in (many, parts))
             if kind != other_kind:
                 raise self._refusal(
-                    f"its state {name!r} is a {other_kind} where a batch has few rows and a {kind}"
-                    " where it has many, and batches change; choose one kind of state for this"
-                    " parameter, if the optimizer has a setting for that"
+                    f"its state {name!r} is a {other_kind} with few rows and a {kind} with many"
+                    " rows, and the number of rows changes from step to step. If the optimizer has"
+                    " a setting for the kind of state, choose one kind for this parameter"
                 )
             self._compare(name, many.state[name][:few], parts.state[name])
         self._compare("", many.parameter[:few], parts.parameter, parts.parameter - values[:few])
@@ -297,21 +295,21 @@ class _Probe:
                 expected, found = fresh.state.get(name), begun.state.get(name)
                 if not agree(expected, found):
                     raise self._refusal(
-                        f"its state {name!r} is first assigned after an update, so that its start"
-                        f" cannot be seen ({expected} after a first step, {found} after one that"
-                        " begins with what was seen)"
+                        f"its state {name!r} is first assigned after an update, so its initial"
+                        f" value is unknown ({expected} after a first step, {found} after a step"
+                        " from the assigned value)"
                     )
             if wrong := [name for name, each in first.items() if not agree(each, after[name])]:
                 for name, each in start.items():
                     if not agree(fresh.state.first[name], each):
                         raise self._refusal(
-                            f"its state {name!r} starts from the first gradient, so rows that no"
-                            " batch has named yet have no state to start from"
+                            f"its state {name!r} starts from the first gradient, so the initial"
+                            " state of other rows is unknown"
                         )
                 what = f"state {wrong[-1]!r}" if wrong[-1] else "rows"
                 raise self._refusal(
-                    f"its {what} after first steps differ from those after steps that begin with"
-                    " the state that it makes"
+                    f"its {what} after first steps differ from its {what} after steps from the"
+                    " initial state"
                 )
 
     def check_separate(self, learnt: OptimizerProbe) -> None:
@@ -344,13 +342,13 @@ class _Probe:
                 for place, value in _shared(together, names).items():
                     if not agree(value, shared.get(place)):
                         raise self._refusal(
-                            f"it keeps {place[1]!r} for all rows at once, and that depends on which"
-                            " rows a batch has"
+                            f"it keeps {place[1]!r} for all rows together, and its value depends on"
+                            " the rows of a batch"
                         )
             for name, each in result.items():
                 table[name][low:high] = each
         if first.numel() and torch.equal(table[""], first):
-            raise self._refusal(f"{len(_BATCHES)} steps of it with random gradients train no row")
+            raise self._refusal(f"{len(_BATCHES)} steps with random gradients change no row")
 
     def find_forgotten(self, learnt: OptimizerProbe) -> dict[str, Any]:
         """See forgotten_by()."""
@@ -405,12 +403,12 @@ class _Probe:
         state = copied.state
         for name in names:
             if not _by_rows(state.get(name), len(gradient)):
-                raise self._refusal(f"its state {name!r} loses its rows")
+                raise self._refusal(f"a step removes the rows of its state {name!r}")
         for name, value in state.items():
             # A batch of one row cannot tell per-row state from state that all rows share.
             by_rows = getattr(value, "shape", None) == gradient.shape and gradient.shape[0] != 1
             if by_rows and name not in names:
-                raise self._refusal(f"it makes its state {name!r} in a later step only")
+                raise self._refusal(f"it makes its state {name!r} only in a later step")
         return _snapshots({"": copied.parameter, **{name: state[name] for name in names}})
 
     def _compare(self, name: str, rows: Tensor, apart: Tensor, scale: Tensor | None = None) -> None:
@@ -418,8 +416,7 @@ class _Probe:
             what = f"state {name!r}" if name else "rows"
             raise self._refusal(
                 f"it does not treat rows separately (its {what} differ between rows stepped"
-                " together and apart), so that a batch cannot be stepped without the rest of its"
-                " table; SGD, Adam, Adamax, Adagrad and others do"
+                " together and apart). Use SGD, Adam, Adamax, Adagrad or a similar optimizer"
             )
 
     def _refusal(self, reason: str) -> ValueError:

@@ -356,9 +356,9 @@ def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:
         except Exception as error:
             if len(tried) < 2:
                 raise NotImplementedError(
-                    f"{kind.__name__}: its step() could not be tried out on a small parameter, so"
-                    f" that it is unknown whether it calls super().step() ({error}); derive the"
-                    " class from torch.optim.Optimizer; nothing was stepped"
+                    f"{kind.__name__}: a trial of its step() on a small parameter failed ({error})."
+                    " Therefore it is unknown whether step() calls super().step(). Derive the class"
+                    " from torch.optim.Optimizer. Nothing was stepped."
                 ) from error
         finally:
             _steps.tried = None
@@ -440,9 +440,9 @@ def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
     numbers = [group for group in optimizer.param_groups if not group.get("capturable")]
     if numbers and type(optimizer) is not torch.optim.SGD:
         raise RuntimeError(
-            f"{type(optimizer).__name__}: a CUDA graph would repeat this very step of it: build it"
-            " with capturable=True (Adam, AdamW, NAdam, RAdam, Adamax, Rprop, RMSprop, ASGD,"
-            " Adadelta, speedtorch.optim.RowWiseAdagrad), or use SGD"
+            f"{type(optimizer).__name__}: a CUDA graph would repeat the numbers of this step. Build"
+            " it with capturable=True (Adam, AdamW, NAdam, RAdam, Adamax, Rprop, RMSprop, ASGD,"
+            " Adadelta, speedtorch.optim.RowWiseAdagrad), or use SGD."
         )
 
 
@@ -495,7 +495,7 @@ def _check(
         if state.optimizer() is not optimizer:
             raise ValueError(
                 f"{rows.name} is attached to another optimizer than this"
-                f" {type(optimizer).__name__}: detach that first"
+                f" {type(optimizer).__name__}. Detach the other optimizer first."
             )
         state.before_step(optimizer, group)
         return
@@ -514,12 +514,12 @@ def _check(
         others = [state_of(other) for other in rows_held_by(optimizer)]
         if any(other is not None and other.optimizer() is optimizer for other in others):
             raise RuntimeError(
-                f"{kept_of}, whose rows come and go: it is attached to other tables only; nothing"
-                " was stepped. Call speedtorch.attach(optimizer, model) again with a model that has"
-                " this table: it keeps the state of the others"
+                f"{kept_of}, but is attached only to other tables. Nothing was stepped. Call"
+                " speedtorch.attach(optimizer, model) again with a model that has this table. The"
+                " state of the other tables does not change."
             )
         raise RuntimeError(
-            f"{kept_of}, whose rows come and go: call speedtorch.attach(optimizer, model) once"
-            " before the first step; nothing was stepped"
+            f"{kept_of}, but is not attached. Call speedtorch.attach(optimizer, model) once before"
+            " the first step. Nothing was stepped."
         )
     known[id(parameter)] = settings

@@ -66,8 +66,8 @@ def stepped_by(optimizer: Any) -> list[Optimizer]:
     for each in found:
         if not isinstance(each, Optimizer):
             raise TypeError(
-                f"expected a torch.optim.Optimizer, got {type(each).__name__}: attach the"
-                " torch.optim.Optimizer that it steps, before it is wrapped"
+                f"expected a torch.optim.Optimizer, got {type(each).__name__}. If it wraps an"
+                " optimizer, attach that optimizer before wrapping it."
             )
     return found
 
@@ -94,7 +94,7 @@ def optimizers_within(given: Iterable[Any]) -> list[Optimizer]:
             )
         found += stepped_by(each)
     if len(set(map(id, found))) < len(found):
-        raise ValueError("optimizer: one of them is given twice")
+        raise ValueError("optimizer: one optimizer occurs twice")
     return found
 
 
@@ -128,8 +128,8 @@ class _Shown:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "torchrec's wrapper of an attached optimizer is not copied or pickled: build another,"
-            " attach it, and load the state_dict()"
+            "torchrec's wrapper of an attached optimizer cannot be copied or pickled. Build another"
+            " one, attach it, and load the state_dict()."
         )
 
     def state_dict(self, wrapper: Any) -> dict[str, Any]:

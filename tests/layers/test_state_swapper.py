@@ -774,7 +774,7 @@ def test_wrong_arguments_are_told(device: str) -> None:
     adam = optim.Adam(layer.parameters())
     with pytest.raises(ValueError, match="budget: expected a text such as '12GiB'"):
         StateSwapper(adam, budget="much")
-    with pytest.raises(ValueError, match="one of them is given twice"):
+    with pytest.raises(ValueError, match="one optimizer occurs twice"):
         StateSwapper([adam, adam], budget=100)
     emb = speedtorch.Embedding(5, 2, device=device)
     with pytest.raises(ValueError, match="has the rows of an Embedding"):

@@ -128,8 +128,8 @@ def test_an_optimizer_that_steps_all_parameters_at_once_is_refused() -> None:
 @pytest.mark.parametrize(
     ("optimizers", "kind", "message"),
     [
-        (lambda o: [o, o], ValueError, "one of them is given twice"),
-        (lambda o: [o, AcceleratedOptimizer(o)], ValueError, "one of them is given twice"),
+        (lambda o: [o, o], ValueError, "one optimizer occurs twice"),
+        (lambda o: [o, AcceleratedOptimizer(o)], ValueError, "one optimizer occurs twice"),
         (lambda o: [o, "adam"], TypeError, "expected a torch.optim.Optimizer, got str"),
         (lambda _: "adam", TypeError, "expected a torch.optim.Optimizer, got str"),
     ],

@@ -86,11 +86,11 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         RuntimeError,
         r"got torch.float32 of shape \[1\]. Convert them with ids.long\(\)",
     ),
-    (a_list_of_modules, TypeError, r"got Adam, list: give several modules as one nn.ModuleList"),
+    (a_list_of_modules, TypeError, r"got Adam, list. Pass several modules as one nn.ModuleList"),
     (
         attached_to_one_of_two,
         RuntimeError,
-        r"it is attached to other tables only; nothing was stepped. Call speedtorch.attach",
+        r"attached only to other tables. Nothing was stepped. Call speedtorch.attach",
     ),
     (
         lambda: speedtorch.EmbeddingBagCollection(
@@ -144,7 +144,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: speedtorch.detach(adam(speedtorch.Embedding(10, 4))),
         ValueError,
-        r"Adam is not attached: give detach\(\) the optimizer that attach\(\) was given",
+        r"Adam is not attached. Pass detach\(\) the optimizer that was passed to attach",
     ),
     (closed, ValueError, "this table is closed .* Close a table after its last use"),
 ]

@@ -95,7 +95,7 @@ MESSAGES: list[Raises] = [
     ),
     ("data_type must be one of … got", ValueError, lambda: tables(torch.int8)),
     (
-        "keeps … of each row of tables … call speedtorch.attach",
+        "keeps … of each row of tables … Call speedtorch.attach",
         RuntimeError,
         stepped_without_attach,
     ),

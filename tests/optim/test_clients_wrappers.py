@@ -87,7 +87,7 @@ def test_a_wrapper_trains_and_resumes_as_in_plain_torch(wrap: Any, make: Any) ->
 
 def test_a_wrapper_is_not_copied() -> None:
     (_, _), (_, optimizer) = pair(wrapped, optim.Adam)
-    with pytest.raises(TypeError, match="wrapper of an attached optimizer is not copied"):
+    with pytest.raises(TypeError, match="wrapper of an attached optimizer cannot be copied"):
         copy.deepcopy(optimizer)
 
 

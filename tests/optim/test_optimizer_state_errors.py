@@ -296,39 +296,39 @@ REFUSED = [
     (optim.Muon, rf"Muon cannot be used: it {NOT_SEPARATE} \(its rows differ"),
     (lambda p: optim.Muon(p, lr=0.0), f"Muon cannot be used: it {NOT_SEPARATE}"),
     (optim.Adafactor, f"Adafactor cannot be used: it {NOT_SEPARATE}"),
-    (optim.LBFGS, "LBFGS cannot step rows on their own: its step needs a closure"),
+    (optim.LBFGS, r"LBFGS cannot step rows separately: its step\(\) needs"),
     (TrustRatio, f"TrustRatio cannot be used: it {NOT_SEPARATE}"),
     (Noisy, f"Noisy cannot be used: it {NOT_SEPARATE}"),
     (LowRank, rf"LowRank cannot be used: it {NOT_SEPARATE} \(its state 'company'"),
     (Anchored, "Anchored cannot be used: its state 'anchor' starts from the row's own value"),
     (HiddenDict, "HiddenDict cannot be used: it replaces the dict that holds its state"),
-    (OutsideState, "OutsideState cannot be used: it keeps 'buffers' for all rows at once"),
-    (LateState, "LateState cannot be used: it makes its state 'late' in a later step only"),
+    (OutsideState, "OutsideState cannot be used: it keeps 'buffers' for all rows together"),
+    (LateState, "LateState cannot be used: it makes its state 'late' only in a later step"),
     (MadeSecond, "MadeSecond cannot be used: .*'made'"),
     (CountsFromOne, "CountsFromOne cannot be used: its state 'step' is first assigned after an"),
     (FirstGradient, "FirstGradient cannot be used: its state 'before' starts from the first"),
-    (SharedMean, "SharedMean cannot be used: it keeps 'mean' for all rows at once, and that"),
-    (SharedInGroup, "SharedInGroup cannot be used: it keeps 'mean' for all rows at once"),
-    (SharedInAttribute, "SharedInAttribute cannot be used: it keeps 'mean' for all rows at once"),
+    (SharedMean, "SharedMean cannot be used: it keeps 'mean' for all rows together, and its value"),
+    (SharedInGroup, "SharedInGroup cannot be used: it keeps 'mean' for all rows together"),
+    (SharedInAttribute, "SharedInAttribute cannot be used: it keeps 'mean' for all rows together"),
     (ByPlace, f"ByPlace cannot be used: it {NOT_SEPARATE}"),
     (Momenta, "Momenta cannot be used: its state 'momenta' is a dict of tensors of all rows"),
     (MomentaInDeque, "MomentaInDeque cannot be used: its state 'momenta' is a deque of tensors"),
     (Transposed, r"Transposed .* its state 'both' is a tensor \[2, 19, 5\] whose rows are not its"),
     (
         HalfWhereLarge,
-        r"its state 'mean' is a Tensor of torch.float32, \[5\] a row where a batch has few rows and"
-        r" a Tensor of torch.float16, \[5\] a row where it has many",
+        r"its state 'mean' is a Tensor of torch.float32, \[5\] a row with few rows and"
+        r" a Tensor of torch.float16, \[5\] a row with many rows",
     ),
     (InBlocks, r"InBlocks cannot be used: its state 'largest' is of size \[13\] for 19 rows and"),
-    (SmallOnly, r"SmallOnly cannot be used: its step fails where there are many rows \(too large"),
-    (KeepsMarked, "KeepsMarked cannot be used: its state 'mean' is a Marked, but a table keeps"),
-    (NamesItWeight, "NamesItWeight cannot be used: a table cannot hold a state called 'weight'"),
+    (SmallOnly, r"SmallOnly cannot be used: its step fails with many rows \(too large"),
+    (KeepsMarked, "KeepsMarked cannot be used: its state 'mean' is a Marked. Supported are"),
+    (NamesItWeight, "NamesItWeight cannot be used: a table cannot store a .* the name 'weight'"),
     (OfOneLength, r"OfOneLength .* its step fails when the rows change \(another number of rows\)"),
-    (LargerFirst, "LargerFirst cannot be used: its rows after first steps differ from those after"),
-    (NoneWhereLarge, r"'mean' is a Tensor .* has few rows and a NoneType where it has many"),
-    (TrainsNothing, "TrainsNothing cannot be used: 8 steps of it with random gradients train no"),
+    (LargerFirst, "LargerFirst cannot be used: its rows after first steps differ from its rows"),
+    (NoneWhereLarge, r"'mean' is a Tensor .* with few rows and a NoneType with many"),
+    (TrainsNothing, "TrainsNothing cannot be used: 8 steps with random gradients change no row"),
     (Wrapper, r"Wrapper cannot be used: it wraps another optimizer \(Adam, its 'inner'\)"),
-    (Forgetful, "Forgetful cannot be used: its state 'mean' loses its rows"),
+    (Forgetful, "Forgetful cannot be used: a step removes the rows of its state 'mean'"),
     (Picky, r"Picky cannot be used: .*\(no torch.strided please\).*\(no torch.sparse_coo please\)"),
 ]
 
@@ -352,5 +352,5 @@ def test_a_parameter_that_the_optimizer_does_not_hold_is_refused() -> None:
 
 def test_a_parameter_without_dimensions_is_refused() -> None:
     parameter = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="a parameter without dimensions has no rows"):
+    with pytest.raises(ValueError, match="parameter: expected at least one dimension"):
         probe_optimizer(optim.Adam([parameter]), parameter)

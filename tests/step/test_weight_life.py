@@ -244,7 +244,7 @@ def test_a_weight_in_a_cycle_brings_its_rows_to_the_table_when_that_is_collected
 
 # A step's frame keeps those of its callers, and what these have: they get the module in a list.
 def not_attached(held: list[Any]) -> None:
-    with pytest.raises(RuntimeError, match="call speedtorch.attach"):
+    with pytest.raises(RuntimeError, match="Call speedtorch.attach"):
         optim.Adam(held[0].parameters()).step()
 
 
