@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant(
         "rows that became others in the table are not read again",
         "step/held_rows.py",
-        "        if self.now.copy is Copy.STALE:\n            self.show_anew()\n",
+        "        if self.now.copy is Copy.STALE:\n            self.reload_rows()\n",
         "",
     ),
     Mutant(
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "a planned batch is taken for lookups of other ids",
         "step/exchange.py",
-        "            if asked.held != batch.held or asked.new_row_count:\n",
+        "            if requested.held != batch.held or requested.new_row_count:\n",
         "            if False:\n",
     ),
     # ---- exchange.py: announcements and gradients
@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         "announced rows do not begin the step",
         "step/exchange.py",
-        "told = batch or (None if announced is None else announced.batch)",
-        "told = batch",
+        "expected = batch or (None if announced is None else announced.batch)",
+        "expected = batch",
         "tests/nn/test_loops.py::test_rows_and_state_are_those_of_the_plain_loop",
     ),
     Mutant(
@@ -224,7 +224,7 @@ MUTANTS = [
     Mutant(
         "an earlier step's gradient is taken for this one's",
         "step/whole_weight.py",
-        "        if not self.exchange.holds(number):\n",
+        "        if not self.exchange.can_reach(number):\n",
         "        if False:\n",
         "tests/nn/test_embedding.py::test_backward_through_rows_that_have_left_is_an_error",
     ),
@@ -326,7 +326,7 @@ MUTANTS = [
     Mutant(
         "rows beyond the count stay what an optimizer made of them",
         "step/block_memory.py",
-        "            self.held.view.put_back(self.held.now)\n        self._blocks.clear_others()\n",
+        "            self.held.view.put_back(self.held.now)\n        self._blocks.clear_unused()\n",
         "            self.held.view.put_back(self.held.now)\n",
         "tests/nn/test_capacity.py::test_rows_beyond_the_count_are_zeros_before_and_after_a_step",
     ),
@@ -339,8 +339,8 @@ MUTANTS = [
     Mutant(
         "rows that were put aside stay there",
         "step/fixed_blocks.py",
-        "Counted(self._left, self._left_ids, self._every, self._left_count)",
-        "Counted(self._left, self._left_ids, self._every, self._none)",
+        "Counted(self._outgoing_rows, self._outgoing_ids, self._every, self._outgoing_count)",
+        "Counted(self._outgoing_rows, self._outgoing_ids, self._every, self._none)",
     ),
     Mutant(
         "rows of a capacity are not read again",
@@ -358,7 +358,7 @@ MUTANTS = [
     Mutant(
         "a plan of a batch ahead is taken for a fault",
         "step/fixed_blocks.py",
-        "following.compared(self.ids, self._status, halt, untold)",
+        "following.compared(self.ids, self._status, halt, unreported)",
         "following.compared(self.ids, self._status, self._halt, self._fault)",
         "tests/nn/test_capacity.py::test_batches_around_a_prefetched_one_that_does_not_fit_are_trained",
     ),

@@ -66,7 +66,7 @@ class _Batch:
         """Whether this batch has these ids at this place."""
         if place != self.place or len(ids) != len(self.seen):
             return False
-        return all(seen.are(part) for seen, part in zip(self.seen, ids, strict=True))
+        return all(seen.matches(part) for seen, part in zip(self.seen, ids, strict=True))
 
 
 class PlanMemo:

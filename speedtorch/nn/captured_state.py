@@ -205,13 +205,13 @@ def kept_as_before(
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
     with as_plain():
         for memory in memories.values():
-            memory.stand_still()
+            memory.pause_rows()
     try:
         yield
     finally:
         with as_plain():
             for memory in memories.values():
-                memory.move_again()
+                memory.unpause_rows()
         torch.set_rng_state(random[0])
         torch.cuda.set_rng_state(random[1], device)
         with torch.no_grad(), as_plain():

@@ -130,7 +130,7 @@ class _Captured(GraphedStep):
         ):
             for module, parts in self._next.items():
                 memory = memories[module.trained_rows]
-                foreseen.enter_context(memory.foreseeing(parts))
+                foreseen.enter_context(memory.prefetching_for_replay(parts))
             result = step(*self._inputs)
         # Autograd nodes belong to the capture's stream permanently, so the result has none.
         self._result = _without_nodes(result)

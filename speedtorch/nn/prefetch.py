@@ -144,7 +144,7 @@ class _Plans:
                 continue
             ids = [alone.pop(module) for module in modules]
             self._joint[exchange] = exchange.plan_ahead(ids, self._joint.get(exchange))
-            last |= zip(modules, self._joint[exchange].take_apart(), strict=True)
+            last |= zip(modules, self._joint[exchange].split_by_table(), strict=True)
         with together(alone, trains=True):
             for module, of_module in alone.items():
                 plan_ahead = module.lookups.steps.plan_ahead

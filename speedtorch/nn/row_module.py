@@ -235,7 +235,7 @@ class RowModule(nn.Module):
             self._cache.add(self, self.trained_rows, self._cache_rows)
             self._cache.share()
         # The weight and the table may outlive the module: the finalizer writes rows back only.
-        self._end = weakref.finalize(self, self.trained_rows.let_go)
+        self._end = weakref.finalize(self, self.trained_rows.release)
         self._end.atexit = False
 
     def share_out(

@@ -153,7 +153,7 @@ def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds 
     for form, seen, where, made in reversed(entries):
         # An equal form also means an equal number of tensors.
         same_form = (form, where) == (source.form, place)
-        if same_form and all(each.are(source.tensors) for each in seen):
+        if same_form and all(each.matches(source.tensors) for each in seen):
             return made()
     return None
 

@@ -257,7 +257,7 @@ class OptimizerStep:
             # The rows may refer to an interrupted call for a while: drop references to them here.
             self._frame, self._rows, self._weights, self._places = None, [], [], []
 
-    def leave(self) -> bool:
+    def clean_up(self) -> bool:
         """See OptimizerCall."""
         if self._is_within():
             return False
@@ -327,7 +327,7 @@ def _forget(call: OptimizerStep) -> None:
 @not_compiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for call in [*_steps.calls]:
-        if call.leave():
+        if call.clean_up():
             _forget(call)
     known = _known_of(optimizer)
     has_weights = known.look(optimizer)  # hooks may read gradients of the weights

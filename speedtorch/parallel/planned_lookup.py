@@ -37,4 +37,4 @@ class PlannedLookup:
 
     def matches(self, ids: Ids) -> bool:
         """Whether `ids` is the same tensor object, unchanged since."""
-        return isinstance(ids, Tensor) and all(seen.are(ids) for seen in self._seen)
+        return isinstance(ids, Tensor) and all(seen.matches(ids) for seen in self._seen)

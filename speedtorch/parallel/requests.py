@@ -214,7 +214,7 @@ class Requests:
         self._planning = SideStream("planning")
         self._latest: PlannedRequests | None = None
         """The batch of the latest lookup."""
-        exchange.steps.leave_lookups_unchecked()
+        exchange.steps.disable_lookup_check()
         exchange.steps.agree_on_steps(WeakMethod(self.before_step))
         self._consensus: FaultConsensus | None = None
         fixed = None

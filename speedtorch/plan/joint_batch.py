@@ -51,7 +51,7 @@ def _ranges(rows: tuple[int, ...], place: tuple[torch.device, int]) -> Tensor:
 class JointBatch:
     """The unique rows of a batch in several tables, in ascending order, table after table.
 
-    take_apart() returns one batch per table. `following()` is the joint batch that was planned
+    split_by_table() returns one batch per table. `following()` is the joint batch that was planned
     after this one. If count() returns True, `bounds` is the range of each table in the list of all
     rows. The lists of incoming, kept and outgoing rows relative to `after` are then also valid.
 
@@ -74,11 +74,11 @@ class JointBatch:
     ) -> None:
         self.parts = parts
         self.following: Callable[[], JointBatch | None] = lambda: None
-        rows = tuple(each.rows for each in parts)
-        sizes = tuple(each.count for each in parts)
+        rows = tuple(part.rows for part in parts)
+        sizes = tuple(part.count for part in parts)
         place = _place(device)
         offsets, ranges = _ascending(sizes, place), _ranges(rows, place)
-        ids = torch.cat([each.ids for each in parts if each.ids is not None])
+        ids = torch.cat([part.ids for part in parts if part.ids is not None])
         numbers, _ = table_ids(ids, offsets, ranges, 1)
         held = numbers[:0] if after is None else after.numbers
         held_status = held if after is None else after._status
@@ -87,9 +87,9 @@ class JointBatch:
         self._lists = made[5:11]
         *split, status, bounds = _ops.split_plan(plan, offsets, ranges, sum(rows))
         lengths = [sizes, sizes, sizes, tuple(size + 1 for size in sizes)]
-        pieces = [each.split(size) for each, size in zip(split, lengths, strict=True)]
-        for each, *of_table in zip(parts, *pieces, status.unbind(), strict=True):
-            each.planned_as(of_table)
+        by_table = [tensor.split(size) for tensor, size in zip(split, lengths, strict=True)]
+        for part, *of_table in zip(parts, *by_table, status.unbind(), strict=True):
+            part.planned_as(of_table)
         self.numbers, self._status = plan[0], plan[4]
         self._numbers = HostCopy(torch.cat([counts, bounds]))
         self.bounds: list[int] = []
@@ -103,8 +103,8 @@ class JointBatch:
     def planned_until(self, event: torch.cuda.Event | None) -> None:
         """Sets the event after which the plans are complete; see BatchIds."""
         self._planned = event
-        for each in self.parts:
-            each.planned_until(event)
+        for part in self.parts:
+            part.planned_until(event)
 
     def join(self) -> None:
         """Makes the current stream wait until the plans are complete."""
@@ -115,8 +115,8 @@ class JointBatch:
     def tensors(self) -> Iterator[Tensor]:
         """All tensors that this batch keeps on the device of the rows."""
         yield from (self.numbers, self._status, *self._lists)
-        for each in self.parts:
-            yield from each.tensors()
+        for part in self.parts:
+            yield from part.tensors()
 
     def count(self) -> bool:
         """Waits for the counts and returns whether all ids are in range."""
@@ -125,21 +125,21 @@ class JointBatch:
         self.bounds = counts[_STATUS_FIELDS + _COMPARED :]
         return counts[0] == 0
 
-    def take_apart(self) -> list[PlannedBatch]:
+    def split_by_table(self) -> list[PlannedBatch]:
         """Creates one batch per table; this object keeps only weak references to the batches."""
         made = [
-            PlannedBatch(each, each.rows, self._device, joint=self, number=number)
-            for number, each in enumerate(self.parts)
+            PlannedBatch(part, part.rows, self._device, joint=self, number=number)
+            for number, part in enumerate(self.parts)
         ]
-        self._batches = [weakref.ref(each) for each in made]
+        self._batches = [weakref.ref(batch) for batch in made]
         return made
 
     @property
     def batches(self) -> list[PlannedBatch]:
-        """The batches of take_apart() that are still alive; empty after let_go()."""
-        return [batch for each in self._batches if (batch := each()) is not None]
+        """The batches of split_by_table() that are still alive; empty after forget_batches()."""
+        return [batch for reference in self._batches if (batch := reference()) is not None]
 
-    def let_go(self) -> None:
+    def forget_batches(self) -> None:
         """Forgets the batches, because a step of this batch has begun or never will."""
         self._batches = []
 

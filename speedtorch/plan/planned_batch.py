@@ -102,17 +102,17 @@ class SeenIds:
         """The private copy of the ids on the CPU, if they are recognised by value."""
         return self.values if self._is_copy else None
 
-    def are(self, ids: Tensor) -> bool:
+    def matches(self, ids: Tensor) -> bool:
         """Whether `ids` certainly equal the recorded ids."""
         if self._unread is not None:
             return ids is self._unread and _state_of(ids) == self._state
         same_kind = self._is_copy and ids.is_cpu and ids.dtype == self.values.dtype
         return same_kind and torch.equal(ids, self.values)
 
-    def are_those(self, other: SeenIds) -> bool:
+    def matches_seen(self, other: SeenIds) -> bool:
         """Whether both objects certainly record the same ids."""
         if self._unread is None:
-            return other._is_copy and self.are(other.values)
+            return other._is_copy and self.matches(other.values)
         return self._unread is other._unread and self._state == other._state
 
 
@@ -133,18 +133,18 @@ class SeenTensors:
     def __init__(
         self, tensors: Sequence[Tensor], device: torch.device, *, unread: bool = False
     ) -> None:
-        self._each: list[SeenIds] = []
+        self._seen: list[SeenIds] = []
         self._tensors: list[Tensor] = []
         if any(not (unread or ids.is_cuda) or ids.is_inference() for ids in tensors):
-            self._each = [SeenIds(ids, device, unread=unread or ids.is_cuda) for ids in tensors]
+            self._seen = [SeenIds(ids, device, unread=unread or ids.is_cuda) for ids in tensors]
             return
         self._tensors, self._states = [*tensors], [*map(_state_of, tensors)]
         self._memory = [ids.untyped_storage() for ids in tensors]
 
-    def are(self, tensors: Sequence[Tensor]) -> bool:
+    def matches(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `tensors`, of the same number, certainly equal the recorded tensors."""
-        if self._each:
-            return all(seen.are(ids) for seen, ids in zip(self._each, tensors, strict=True))
+        if self._seen:
+            return all(seen.matches(ids) for seen, ids in zip(self._seen, tensors, strict=True))
         if not all(map(is_, self._tensors, tensors)):
             return False
         return [*map(_state_of, tensors)] == self._states
@@ -198,23 +198,23 @@ class BatchIds:
             flat.append(ids)
         self.ids = flat[0] if len(flat) == 1 else torch.cat(flat)
 
-    def plan_by_itself(self, *others: object) -> list[Tensor]:
-        """Plans the ids and returns the results of plan_batch, which also receives `others`.
+    def plan_by_itself(self, *args: object) -> list[Tensor]:
+        """Plans the ids and returns the results of plan_batch, which also receives `args`.
 
         The plan comes first in the results. The number of unique ids is still on the device, so
         their list has as many entries as the batch has ids, padded with -1.
 
         Raises IndexError if the rows are on the CPU and an id is out of range.
         """
-        return self.plan_by(plan_batch, *others)
+        return self.plan_by(plan_batch, *args)
 
-    def plan_by(self, plan: Callable[..., list[Tensor]], *others: object) -> list[Tensor]:
+    def plan_by(self, plan: Callable[..., list[Tensor]], *args: object) -> list[Tensor]:
         """Plans with an op that returns more than a plan, for CPU ids with their copy as last."""
         try:
-            made = plan(self.ids, self.rows, *others)
+            made = plan(self.ids, self.rows, *args)
         except IndexError as error:  # "<op>: id 5 at position 1 of <argument> is ..."
-            told = str(error).partition(": ")[2].replace(" of index", "", 1)
-            raise IndexError(f"{self.name}: {told}") from None
+            text = str(error).partition(": ")[2].replace(" of index", "", 1)
+            raise IndexError(f"{self.name}: {text}") from None
         if self._uncopied is not None:
             self._seen.append(SeenIds.of_copy(made[-1], self._uncopied))
         self.plan, self.ids = made[:5], None
@@ -242,7 +242,7 @@ class BatchIds:
     def part_of(self, ids: Tensor) -> int | None:
         """The index of the part that certainly equals `ids`, or None."""
         for part, seen in enumerate(self._seen):
-            if seen.are(ids):
+            if seen.matches(ids):
                 return part
         return None
 
@@ -252,11 +252,11 @@ class BatchIds:
 
     def is_part(self, part: int, ids: Tensor) -> bool:
         """Whether `ids` certainly equal this part."""
-        return self._seen[part].are(ids)
+        return self._seen[part].matches(ids)
 
-    def is_same(self, part: int, others: BatchIds, other: int) -> bool:
-        """Whether a part certainly equals part `other` of `others`."""
-        return self._seen[part].are_those(others._seen[other])
+    def is_same(self, part: int, batch: BatchIds, number: int) -> bool:
+        """Whether a part certainly equals part `number` of another batch."""
+        return self._seen[part].matches_seen(batch._seen[number])
 
     def shape(self, part: int) -> torch.Size:
         """The shape of a part's ids."""
@@ -364,8 +364,8 @@ class PlannedBatch:
         self.joint, self._number = joint, number
         self._is_counted = False
         if joint is None:
-            others = () if after is None else _held_before(after)
-            made = self.parts.plan_by_itself(-1 if padding is None else padding, -1, *others)
+            before = () if after is None else _held_before(after)
+            made = self.parts.plan_by_itself(-1 if padding is None else padding, -1, *before)
             self._uncounted, self._changes = HostCopy(made[4]), made[5:11]
         if isinstance(after, PlannedBatch):
             after.following = weakref.ref(self)
@@ -449,7 +449,7 @@ class PlannedBatch:
 class LoadedBatch(PlannedBatch):
     """A batch of one lookup's ids, whose rows the planning op has also counted and loaded.
 
-    `brought` are the loaded rows, one tensor per field.
+    `loaded_rows` has the loaded rows, one tensor per field.
 
     Args:
         load: RowStore.load_batch, called with the ids, the number of rows and the padding.
@@ -474,6 +474,6 @@ class LoadedBatch(PlannedBatch):
         self.joint = None
         self.parts = parts = BatchIds([ids], rows, device, name, are_uploaded=True)
         made = parts.plan_by(load, -1 if padding is None else padding)
-        self.ids, self.loaded, *self.brought = made[5:-1] if ids.is_cpu else made[5:]
+        self.ids, self.loaded, *self.loaded_rows = made[5:-1] if ids.is_cpu else made[5:]
         self.held = self.ids.shape[0]
         self._changes, self._is_counted = [], True

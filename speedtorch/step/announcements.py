@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtorch.plan.fixed_size_batch import FixedSizeBatch
 from speedtorch.step.step import Batch, Step
 
-__all__ = ["Announced", "Announcements", "refuse_partial_step"]
+__all__ = ["Announced", "Announcements", "check_all_looked_up"]
 
 Plan: TypeAlias = Callable[[Sequence[Tensor]], Batch]
 """Plans a batch of the ids of a step, one tensor a lookup."""
@@ -112,9 +112,9 @@ class Announcements:
                 begin = 0 if len(begins) == 1 else max(each for each in begins if each <= part)
                 if begin == 0 and not after:
                     return announced, part
-                brought = _planned((*announced.parts[begin:], *after), (0,), plan)
-                brought.batch.count()
-                return brought, part - begin
+                combined = _planned((*announced.parts[begin:], *after), (0,), plan)
+                combined.batch.count()
+                return combined, part - begin
         except (IndexError, RuntimeError):
             self.forget()
             raise
@@ -133,7 +133,7 @@ def _planned(parts: Sequence[Tensor], begins: tuple[int, ...], plan: Plan) -> An
     return Announced(tuple(parts), begins, batch)
 
 
-def refuse_partial_step(
+def check_all_looked_up(
     name: str, now: Step, unseen: Sequence[tuple[int, int]], padding: int | None
 ) -> None:
     """Raises RuntimeError if a step looked up some announced tensors but not others.
@@ -154,10 +154,10 @@ def refuse_partial_step(
     named = [each.reshape(-1).long() for each, _ in looked_up if each is not None]
     if padding is not None:
         named.append(torch.tensor([padding]))
-    has_others = len(now.batches) > len(now.planned)
+    has_other_batches = len(now.batches) > len(now.planned)
     for number, part in unseen:
         parts = now.batches[number].parts
-        if (ids := parts.values(part)) is None and has_others:
+        if (ids := parts.values(part)) is None and has_other_batches:
             continue
         if ids is not None and named and bool(torch.isin(ids, torch.cat(named)).all()):
             continue

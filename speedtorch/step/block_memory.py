@@ -83,18 +83,18 @@ class BlockMemory(RowMemory):
             return False
         taken = (stepped or now.copy is Copy.DIRTY) and blocks.take(view.rows_of(now))
         if taken:
-            blocks.clear_others()  # an optimizer that failed may have written there
+            blocks.clear_unused()  # an optimizer that failed may have written there
         return taken
 
     def after_step(self) -> None:
         """As RowMemory.after_step."""
         if self._take(stepped=True):
             self.held.view.put_back(self.held.now)
-        self._blocks.clear_others()
+        self._blocks.clear_unused()
 
     def after_failed_step(self) -> None:
         """As RowMemory.after_failed_step."""
-        self._blocks.clear_others()
+        self._blocks.clear_unused()
 
     @property
     def halted(self) -> Tensor | None:

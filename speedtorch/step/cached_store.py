@@ -120,7 +120,7 @@ class CachedStore(RowStore):
             raise ValueError(f"{self._name}: no step has loaded rows yet. Train a step first.")
         return self._hot.report()
 
-    def let_go(self) -> None:
+    def free_cache(self) -> None:
         """Frees the cache; its rows must be in the table."""
         if self._hot is not None and self._hot.device.type == "cuda":
             torch.cuda.synchronize(self._hot.device)  # other streams may read it
@@ -142,7 +142,7 @@ class CachedStore(RowStore):
                 )
             if self._made_for is not None and made_for[1] == self._made_for[1]:
                 self.write_back()
-            self.let_go()
+            self.free_cache()
             self._hot, self._made_for = self._made(made_for[0], device), made_for
         hot = self._hot
         if leaves and not captures:

@@ -53,7 +53,7 @@ class ClaimedRows:
             " in host memory. Export the layers after the lookup, with the rows emb(ids) as input,"
             " or a torch.nn module that has loaded the state_dict()."
         )
-        self.is_left = False
+        self.is_released = False
         """Whether the module was deleted, so that a new module may train the rows."""
         if view.parameter.requires_grad and table.writable:
             table.claim.register(self)
@@ -123,7 +123,7 @@ class ClaimedRows:
         holder = self.table.claim.holder
         if holder is self:
             return
-        if holder is None or (isinstance(holder, ClaimedRows) and holder.is_left):
+        if holder is None or (isinstance(holder, ClaimedRows) and holder.is_released):
             self.table.claim.register(self)
         else:
             self._refuse_replaced()
@@ -163,12 +163,12 @@ class ClaimedRows:
         self.exchange.memory.refuse_if_captured(what)
 
     @serialized
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Called when the module is deleted: writes its rows to the table.
 
         A weight that an optimizer or a caller still references keeps the table alive and usable.
         """
-        self.is_left = True
+        self.is_released = True
         self._write_back_at_end()
 
     def _write_back_at_end(self) -> None:

@@ -98,7 +98,7 @@ class CountedMemory(RowMemory):
         return held.now.after(
             batch,
             batch.ids,
-            batch.brought,
+            batch.loaded_rows,
             set(),
             is_planned=False,
             copy=copy,
@@ -122,7 +122,7 @@ class CountedMemory(RowMemory):
     def _joined(self, batch: PlannedBatch, rows: Rows) -> Block | None:
         """Copies rows of both steps to the prefetched rows; returns the rows to write back."""
         held = self.held
-        held.travel.join()
+        held.transfer_stream.join()
         old = held.view.rows_of(held.now)
         places, taken_from = batch.kept
         carry_rows(rows, places, old, taken_from)
@@ -172,8 +172,8 @@ class CountedMemory(RowMemory):
                 following = None  # the lookup of these ids raises the error
         if following is not None or outgoing is not None:
             if outgoing is not None:
-                held.travel.uses(outgoing.tensors)
-            with held.travel.after_current(held.device):
+                held.transfer_stream.uses(outgoing.tensors)
+            with held.transfer_stream.after_current(held.device):
                 if following is not None:  # allocated on the stream that writes to it
                     count = following.held + (held.padding is not None)
                     prefetched = Prefetched(following, self._memory(count))

@@ -64,7 +64,7 @@ class Exchange:
         for step in (lambda: None, move):
             self.held.write_back()
             step()
-            self.hold_none()
+            self.begin_empty()
 
     @serialized
     def end_for_resize(self) -> None:
@@ -72,7 +72,7 @@ class Exchange:
 
         Raises RuntimeError, before it changes anything, if a step or a prefetching loop is open.
         """
-        self.be_own()
+        self.drop_inherited()
         held = self.held
         self.memory.refuse_if_captured("resizing its table")
         self.memory.raise_faults()
@@ -90,12 +90,12 @@ class Exchange:
             )
         held.write_back()
         held.announced.give_up()
-        self.hold_none()
-        held.store.let_go()
+        self.begin_empty()
+        held.store.free_cache()
 
-    def hold_none(self) -> None:
+    def begin_empty(self) -> None:
         """Starts a step without rows, of a table whose size may have changed."""
-        self.held.hold_nothing()
+        self.held.begin_empty()
         self.held.complete()
 
     def end(self) -> None:
@@ -103,9 +103,9 @@ class Exchange:
         vars(self.held).clear()
         vars(self).clear()
 
-    def be_own(self) -> None:
+    def drop_inherited(self) -> None:
         """Drops the rows that a forked child shares with its parent process."""
-        if self.held.be_own():
+        if self.held.drop_inherited():
             self.steps.forget()
 
     # ---- lookups
@@ -120,7 +120,7 @@ class Exchange:
         """
         held = self.held
         if held.process != os.getpid():  # is_of_fork, inlined for speed
-            self.be_own()
+            self.drop_inherited()
         try:
             if self.memory.takes_more:
                 found = self._look_up(ids)
@@ -129,8 +129,8 @@ class Exchange:
         except BaseException:
             held.announced.note_end()
             raise
-        if held.is_left and ids.numel() > 0:  # an empty lookup does not show that the batch is used
-            held.stay()
+        if held.may_be_abandoned and ids.numel() > 0:  # an empty lookup may be of any batch
+            held.note_used()
             if held.view.zeros is not None:
                 held.view.drop_zeros()
         if found is None:  # the lookup was just added as the last batch
@@ -147,8 +147,8 @@ class Exchange:
             named = held.announced.of(ids, held.device, memory.plan)
         if named is not None:
             announced = named[0]
-        if not is_over and held.was_left():
-            is_over = announced is not None or self._goes_on_without(ids)
+        if not is_over and held.is_abandoned():
+            is_over = announced is not None or self._begins_new_step(ids)
         begun = None
         if not is_over:
             held.read_again()
@@ -185,7 +185,7 @@ class Exchange:
             # A joint exchange began a tentative step. If its batch lacks these ids, it is over.
             is_over = self._taken(held.now.batches[0], parts) is None
             held.take(held.now._replace(before=None))
-            held.stay()  # this is the joint step's first lookup of this table
+            held.note_used()  # this is the joint step's first lookup of this table
         return is_over
 
     def _begin(
@@ -203,16 +203,16 @@ class Exchange:
             return batch, announced
         is_part = True
         if batch is None and announced is None and not memory.takes_more:
-            announced, is_part = self.steps.announced_around(ids), False
-        told = batch or (None if announced is None else announced.batch)
-        if told is None:
+            announced, is_part = self.steps.announced_with(ids), False
+        expected = batch or (None if announced is None else announced.batch)
+        if expected is None:
             held.take(memory.begun_alone(ids))
         else:
-            seen = {(0, 0)} if is_part and len(told.parts) == 1 else set()
-            told.count()  # bad ids raise here, before anything changes
-            held.take(memory.begun(told, seen, is_planned=True, prefetches=batch is not None))
+            seen = {(0, 0)} if is_part and len(expected.parts) == 1 else set()
+            expected.count()  # bad ids raise here, before anything changes
+            held.take(memory.begun(expected, seen, is_planned=True, prefetches=batch is not None))
         held.complete(looks_up=True)
-        return told, announced
+        return expected, announced
 
     def extend(self, parts: Sequence[Tensor], *, is_planned: bool = False) -> None:
         """Adds the rows of more ids to the current step.
@@ -241,9 +241,9 @@ class Exchange:
         if any(batch.parts.part_of(part) is None for part in parts):
             if not isinstance(batch, PlannedBatch):
                 return None
-            asked = self.memory.planned(parts, batch.ids)
-            asked.count()
-            if asked.held != batch.held or asked.new_row_count:
+            requested = self.memory.planned(parts, batch.ids)
+            requested.count()
+            if requested.held != batch.held or requested.new_row_count:
                 return None  # a step has exactly the rows that its lookups name
         return batch
 
@@ -262,7 +262,7 @@ class Exchange:
         forget_failed_backward(held.device)  # otherwise its lookups count until the next backward
         return held.is_over()
 
-    def _goes_on_without(self, ids: Tensor) -> bool:
+    def _begins_new_step(self, ids: Tensor) -> bool:
         """Whether a lookup begins a new step, if the current step may have been given up.
 
         If a backward of the old step runs later, rejoin() loads its rows again. Fixed-size blocks
@@ -278,7 +278,7 @@ class Exchange:
 
     # ---- backwards and an optimizer's step
 
-    def holds(self, number: int) -> bool:
+    def can_reach(self, number: int) -> bool:
         """Whether the rows of step `number` are on the device, or rejoin() can load them again.
 
         rejoin() cannot load them after a later optimizer step, or with fixed-size blocks.
@@ -297,13 +297,13 @@ class Exchange:
     def note_zero_grad(self, *, is_zero: bool = False) -> None:
         """Called when zero_grad() or other code makes the gradient None or, if `is_zero`, zeros."""
         held = self.held
-        held.leave()
+        held.note_abandoned()
         held.announced.note_end()
         before = held.now.before
         if before is not None and before.gradient is not None and (before.stepped or not is_zero):
             held.take(held.now._replace(before=before._replace(gradient=None)))
 
-    def note_gradient_asked(self) -> None:
+    def note_gradient_access(self) -> None:
         """Called before user code reads or sets the gradient."""
         before = self.held.now.before
         if before is not None and before.gradient is not None:
@@ -324,5 +324,5 @@ class Exchange:
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called with `lock` held, before an optimizer steps the rows."""
         self.held.complete()
-        self.note_gradient_asked()
+        self.note_gradient_access()
         self.stepping.before(call)

@@ -63,17 +63,17 @@ class FixedBlocks:
     def __init__(self, name: str, store: RowStore, capacity: int, padding: int | None) -> None:
         self.capacity = capacity
         self.rows: list[Tensor] = []
-        self.hold_some = False
+        self.may_have_rows = False
         """False only if the host knows that the blocks hold no row."""
         self._name = name
         self.store = store
         self._padding = padding
         self.begun = 0
         """The number of batches that have begun."""
-        self.left_some = False
-        """Whether `_left` may have rows that are not yet written back."""
-        self._foresees = False
-        """Whether a CUDA graph prefetches the rows of the step after it."""
+        self.has_outgoing = False
+        """Whether `_outgoing_rows` may have rows that are not yet written back."""
+        self._graph_prefetches = False
+        """Whether a CUDA graph prefetches the rows of its next replay."""
         self._device: torch.device | None = None
         """The device of the blocks, or None without blocks."""
         self._fields: Fields = {}
@@ -93,28 +93,30 @@ class FixedBlocks:
         with torch.inference_mode(False):
 
             def block(rows: int) -> list[Tensor]:
+                """Allocates a zero tensor of `rows` rows for each field."""
                 return [
                     torch.zeros((rows, *shape), dtype=dtype, device=device)
                     for shape, dtype in fields.values()
                 ]
 
             def numbers(count: int) -> Tensor:
+                """Allocates zero int64 numbers on the device of the rows."""
                 return torch.zeros(count, dtype=torch.int64, device=device)
 
             rows = block(size + (self._padding is not None))
-            self._trained = rows if self._padding is None else [each[:size] for each in rows]
+            self._trained = rows if self._padding is None else [field[:size] for field in rows]
             """The rows without the padding's."""
-            self._coming, self._left = block(size), block(size)
+            self._incoming_rows, self._outgoing_rows = block(size), block(size)
             self.ids, self._status = numbers(size), numbers(8)
             self._number = self._status[3:4]
             """The number of the step's rows, `[1]`."""
-            self._left_ids, self._left_count = numbers(size), numbers(1)
+            self._outgoing_ids, self._outgoing_count = numbers(size), numbers(1)
             self._halt, self._none = numbers(2), numbers(1)
             self.is_halted = self._halt[:1]
             """`[1]`, not 0 while a fault stops all moves of rows."""
-            self._came = numbers(2 * size + 1)
+            self._prefetched = numbers(2 * size + 1)
             """Ids, places and number of the rows that a graph prefetched; number -1 for none."""
-            self._came[-1:] = -1
+            self._prefetched[-1:] = -1
             self._every = torch.arange(size, device=device)
             # From empty(): ops check at each use whether memory from elsewhere may be freed.
             self._fault = empty(
@@ -124,26 +126,26 @@ class FixedBlocks:
                 self._padding_id = torch.tensor([self._padding], device=device)
         # Every lookup reads this; numpy avoids a torch call.
         self._seen_fault = self._fault.numpy()
-        self.left_some = False
+        self.has_outgoing = False
         self._device, self._fields, self.rows = device, fields, rows
 
     def tensors(self) -> Iterator[Tensor]:
         """All memory of the blocks on their device."""
         if self._device is not None:
-            yield from (*self.rows, *self._coming, *self._left)
-            yield from (self.ids, self._status, self._left_ids, self._left_count)
-            yield from (self._halt, self._none, self._came, self._every)
+            yield from (*self.rows, *self._incoming_rows, *self._outgoing_rows)
+            yield from (self.ids, self._status, self._outgoing_ids, self._outgoing_count)
+            yield from (self._halt, self._none, self._prefetched, self._every)
 
     @property
-    def put_aside(self) -> Counted:
-        """The rows of the last step that are not yet written back."""
-        return Counted(self._left, self._left_ids, self._every, self._left_count)
+    def outgoing(self) -> Counted:
+        """The rows of the last step that send() will write back."""
+        return Counted(self._outgoing_rows, self._outgoing_ids, self._every, self._outgoing_count)
 
     def forget(self, capacity: int) -> None:
         """Frees the memory; the next blocks have `capacity` rows."""
         self.capacity = capacity
         self._device, self.rows = None, []
-        self._coming = self._left = []
+        self._incoming_rows = self._outgoing_rows = []
 
     def ids_held(self, begun: int) -> Tensor:
         """Ids of the last batch's rows, if `begun` still has this value; waits for the device."""
@@ -158,38 +160,38 @@ class FixedBlocks:
     def _held(self) -> Counted:
         return Counted(self.rows, self.ids, self._every, self._number)
 
-    def _nowhere(self, rows: Sequence[Tensor]) -> Counted:
+    def _none_of(self, rows: Sequence[Tensor]) -> Counted:
         return Counted(rows, self.ids, self._every, self._none, are_none=True)
 
-    def begin(self, batch: FixedSizeBatch, *, come: bool | None) -> None:
+    def begin(self, batch: FixedSizeBatch, *, are_prefetched: bool | None) -> None:
         """Replaces the rows of the blocks with those of a batch.
 
-        `come`: True if the new rows were prefetched. The old rows are then put aside, and the next
-        send() writes them back. False writes old rows back and loads new rows now. None is for a
-        CUDA graph that prefetches: the last replay's rows are used if they match, else all load.
+        `are_prefetched`: True if the new rows were prefetched; the next send() then writes the old
+        rows back. False writes old rows back and loads new rows now. None is for a CUDA graph that
+        prefetches: the last replay's rows are used if they match, else all rows are loaded.
         """
         self.begun += 1
-        if self.left_some:
+        if self.has_outgoing:
             self.send(None)
         changes = batch.compared(self.ids, self._status, self._halt, self._fault)
         lists = (changes.incoming, changes.incoming_places)
-        if not come:
-            outgoing, number = self._nowhere(self.rows), changes.counts[2:3]
-            if come is None:
-                number = self._not_foreseen(changes)
+        if not are_prefetched:
+            outgoing, number = self._none_of(self.rows), changes.counts[2:3]
+            if are_prefetched is None:
+                number = self._missing_count(changes)
             else:
-                left = (changes.outgoing, changes.outgoing_places, changes.counts[3:4])
-                outgoing = Counted(self.rows, *left)
-                self._forget_foreseen()
+                lists_of_old = (changes.outgoing, changes.outgoing_places, changes.counts[3:4])
+                outgoing = Counted(self.rows, *lists_of_old)
+                self._drop_prefetched()
             self.store.exchange_counted(
-                self._fields, outgoing, Counted(self._coming, *lists, number)
+                self._fields, outgoing, Counted(self._incoming_rows, *lists, number)
             )
-        put_aside = come is not False
-        self.left_some, self.hold_some = put_aside, True
+        waits = are_prefetched is not False  # the rows for their write-back
+        self.has_outgoing, self.may_have_rows = waits, True
         _ops.hold_rows(
             self._trained,
-            self._coming,
-            self._left if put_aside else [],
+            self._incoming_rows,
+            self._outgoing_rows if waits else [],
             changes.kept_places,
             changes.kept_from,
             changes.outgoing,
@@ -198,24 +200,26 @@ class FixedBlocks:
             batch.named,
             self.ids,
             self._status,
-            self._left_ids,
-            self._left_count,
+            self._outgoing_ids,
+            self._outgoing_count,
         )
         batch.held(self.ids, self._number)
         self.fetch_padding()
 
-    def _not_foreseen(self, changes: Changes) -> Tensor:
+    def _missing_count(self, changes: Changes) -> Tensor:
         """The number of rows still to load, `[1]`: 0 if the graph prefetched exactly these rows."""
         number, size = changes.counts[2:3], self.capacity
-        differ = torch.cat([changes.incoming, changes.incoming_places]) != self._came[:-1]
+        differ = torch.cat([changes.incoming, changes.incoming_places]) != self._prefetched[:-1]
         differ = (differ.view(2, size) & (self._every < number)).any()
-        return number * (differ | (self._came[-1:] != number))
+        return number * (differ | (self._prefetched[-1:] != number))
 
-    def _forget_foreseen(self) -> None:
+    def _drop_prefetched(self) -> None:
         """Marks the rows that a graph prefetched as outdated."""
         # A replay of another graph cannot know that this graph was replayed in between.
-        if self._foresees or (self.ids.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._came[-1:].fill_(-1)
+        if self._graph_prefetches or (
+            self.ids.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
+            self._prefetched[-1:].fill_(-1)
 
     def fetch_padding(self) -> None:
         """Reads all fields of the padding row."""
@@ -223,56 +227,56 @@ class FixedBlocks:
             for name, rows in zip(self._fields, self.rows, strict=True):
                 self.store.read(self._padding_id, rows[-1:], name)
 
-    def send(self, following: FixedSizeBatch | None, *, foreseen: bool = False) -> None:
-        """Writes back the rows put aside and prefetches rows of the next batch.
+    def send(self, following: FixedSizeBatch | None, *, for_replay: bool = False) -> None:
+        """Writes back outgoing rows and prefetches rows of the next batch.
 
-        `foreseen`: A CUDA graph is captured, whose next replay checks whether its batch matches.
+        `for_replay`: A CUDA graph is captured, whose next replay checks whether its batch matches.
         """
-        incoming = self._nowhere(self._coming)
+        incoming = self._none_of(self._incoming_rows)
         if following is not None:
             # Errors of this batch are reported when the batch begins.
-            halt, untold = self._halt.clone(), torch.empty_like(self._status)
-            changes = following.compared(self.ids, self._status, halt, untold)
+            halt, unreported = self._halt.clone(), torch.empty_like(self._status)
+            changes = following.compared(self.ids, self._status, halt, unreported)
             lists = (changes.incoming, changes.incoming_places, changes.counts[2:3])
-            incoming = Counted(self._coming, *lists)
-            if foreseen:
-                torch.cat(lists, out=self._came)
-                self._foresees = True
-        if not foreseen:
-            self._forget_foreseen()
-        self.store.exchange_counted(self._fields, self.put_aside, incoming)
-        self._left_count.zero_()
-        self.left_some = False
+            incoming = Counted(self._incoming_rows, *lists)
+            if for_replay:
+                torch.cat(lists, out=self._prefetched)
+                self._graph_prefetches = True
+        if not for_replay:
+            self._drop_prefetched()
+        self.store.exchange_counted(self._fields, self.outgoing, incoming)
+        self._outgoing_count.zero_()
+        self.has_outgoing = False
 
-    def go_home(self, *, stay: bool) -> None:
-        """Writes the rows to the table; without `stay` the blocks are empty afterwards."""
+    def write_back(self, *, keep: bool) -> None:
+        """Writes the rows to the table; without `keep` the blocks are empty afterwards."""
         if self._device is None:
             return
-        if self.left_some:
+        if self.has_outgoing:
             self.send(None)
-        self._forget_foreseen()
-        self.store.exchange_counted(self._fields, self._held(), self._nowhere(self._coming))
-        if not stay:
-            self.hold_none()
+        self._drop_prefetched()
+        self.store.exchange_counted(self._fields, self._held(), self._none_of(self._incoming_rows))
+        if not keep:
+            self.clear()
 
     def stop(self, fault: Tensor) -> None:
         """If `fault`, `[1]`, is not 0: writes the rows back as they are, then moves no row."""
         number = torch.where(fault > 0, self._number, self._none)
         held = Counted(self.rows, self.ids, self._every, number)
-        self.store.exchange_counted(self._fields, held, self._nowhere(self._coming))
+        self.store.exchange_counted(self._fields, held, self._none_of(self._incoming_rows))
         self._status.masked_fill_(fault > 0, 0)
         torch.maximum(self.is_halted, fault, out=self.is_halted)
 
-    def hold_none(self) -> None:
+    def clear(self) -> None:
         """Marks the blocks as empty."""
-        self._forget_foreseen()
+        self._drop_prefetched()
         self._status.zero_()
-        self.hold_some = False
+        self.may_have_rows = False
 
     def read_again(self) -> None:
         """Reads the blocks' rows from the table again."""
-        self._forget_foreseen()
-        self.store.exchange_counted(self._fields, self._nowhere(self._left), self._held())
+        self._drop_prefetched()
+        self.store.exchange_counted(self._fields, self._none_of(self._outgoing_rows), self._held())
         self.fetch_padding()
 
     def with_fields(self, fields: Fields) -> FixedBlocks:
@@ -287,24 +291,23 @@ class FixedBlocks:
 
     def have(self, rows: Sequence[Tensor]) -> bool:
         """Whether `rows` are the tensors of the blocks."""
-        same = (own is each for own, each in zip(self.rows, rows, strict=False))
+        same = (own is row for own, row in zip(self.rows, rows, strict=False))
         return len(rows) == len(self.rows) and all(same)
 
     def take(self, rows: Sequence[Tensor]) -> bool:
         """Copies rows in other memory to the blocks; returns whether there were any."""
-        others = [
-            (o, r) for o, r in zip(self.rows, rows, strict=True) if o.data_ptr() != r.data_ptr()
-        ]
-        for own, other in others:
-            own.copy_(other)
-        return bool(others)
+        pairs = zip(self.rows, rows, strict=True)
+        moved = [(own, new) for own, new in pairs if own.data_ptr() != new.data_ptr()]
+        for own, new in moved:
+            own.copy_(new)
+        return bool(moved)
 
-    def clear_others(self) -> None:
+    def clear_unused(self) -> None:
         """Zeros the memory after the step's rows, which an optimizer may have changed."""
         if self.rows:  # before the first lookup there are no blocks
             _ops.clear_rows(self._trained, self._number)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resumes the moves of rows after a fault."""
         self._halt.zero_()
 

@@ -64,8 +64,8 @@ class FixedMemory(BlockMemory):
             return
         if now.captured:
             return
-        is_settled = now.stepped and now.transfer is None and not blocks.left_some
-        is_settled = is_settled and not (now.copy is Copy.STALE and blocks.hold_some)
+        is_settled = now.stepped and now.transfer is None and not blocks.has_outgoing
+        is_settled = is_settled and not (now.copy is Copy.STALE and blocks.may_have_rows)
         if not is_settled or not blocks.are_for(held.device, held.fields):
             raise RuntimeError(
                 f"{held.name}: the capture of a CUDA graph must begin a new step. Train one or two"
@@ -80,30 +80,32 @@ class FixedMemory(BlockMemory):
         held = self.held
         blocks, now = self._blocks, held.now
         if self._ranks is not None:
-            fault = self._ask_ranks(self._ranks, batch.fault())
+            fault = self._combine_faults(self._ranks, batch.fault())
             if isinstance(fault, int):
                 self._raise_with_ranks(fault)
             else:
                 batch.spoil(fault)
-        come: bool | None = isinstance(now.transfer, Prefetched) and now.transfer.batch is batch
-        if not come:
+        are_prefetched: bool | None = (
+            isinstance(now.transfer, Prefetched) and now.transfer.batch is batch
+        )
+        if not are_prefetched:
             held.drop_prefetched()
-        elif held.travel.end is not None:
-            held.travel.join()
+        elif held.transfer_stream.end is not None:
+            held.transfer_stream.join()
         captured = held.captures()
         if captured and self._next_ids is not None:
-            come = None
+            are_prefetched = None
         if captured:
             blocks.graphs.watch(blocks.ids)
         if not blocks.are_for(held.device, held.fields):
             blocks.make(held.device, held.fields)
         elif now.copy is Copy.STALE:
             if not captured:  # the blocks are empty; a replay would drop their rows
-                blocks.hold_none()  # the table has these rows, perhaps newer
+                blocks.clear()  # the table has these rows, perhaps newer
         elif now.batches and self._take():
             held.view.put_back(now)  # else an interrupt below would repeat the copy
-        blocks.begin(batch, come=come)
-        outgoing = None if come is False else blocks.put_aside
+        blocks.begin(batch, are_prefetched=are_prefetched)
+        outgoing = None if are_prefetched is False else blocks.outgoing
         return now.after(
             batch,
             blocks.ids,
@@ -134,9 +136,9 @@ class FixedMemory(BlockMemory):
         """As RowMemory.sent."""
         assert following is None or isinstance(following, FixedSizeBatch)
         held = self.held
-        with held.travel.after_current(held.device):
+        with held.transfer_stream.after_current(held.device):
             if held.now.captured and self._next_ids is not None:
-                self._blocks.send(self.plan(self._next_ids), foreseen=True)
+                self._blocks.send(self.plan(self._next_ids), for_replay=True)
             else:
                 self._blocks.send(following)
         return None if following is None else Prefetched(following, [])
@@ -155,13 +157,13 @@ class FixedMemory(BlockMemory):
         captured, is_stale = blocks.graphs.are_alive, now.copy is Copy.STALE
         view = held.view
         has_gradient = view.has_gradient() if now.stepped else view.parameter.grad is not None
-        stay = not held.is_over() or (not captured and has_gradient)
+        keep = not held.is_over() or (not captured and has_gradient)
         if not is_stale:
             self._take()
-            blocks.go_home(stay=stay)
-        if captured and not stay:
+            blocks.write_back(keep=keep)
+        if captured and not keep:
             if is_stale:
-                blocks.hold_none()
+                blocks.clear()
             return now._replace(rows=[*now.rows], copy=Copy.CLEAN)
         # Once the blocks are empty, the optimizer state may be replaced or gone.
         return now._replace(copy=Copy.STALE if is_stale or changes else Copy.CLEAN)
@@ -182,7 +184,7 @@ class FixedMemory(BlockMemory):
     @serialized
     def resume(self) -> None:
         """Ends stop(): rows move again, and the next lookup begins a step."""
-        self._blocks.go_on()
+        self._blocks.resume()
         self.held.give_up_step()
 
     # ---- ranks that make every lookup together
@@ -210,17 +212,17 @@ class FixedMemory(BlockMemory):
             found = look_up(*args, **kwargs)
         except Exception:
             if not self._is_agreed:
-                self._ask_ranks(ranks, torch.full((1,), REFUSED, device=device))
+                self._combine_faults(ranks, torch.full((1,), REFUSED, device=device))
             raise
         if not self._is_agreed:
-            fault = self._ask_ranks(ranks, torch.zeros(1, dtype=torch.int64, device=device))
+            fault = self._combine_faults(ranks, torch.zeros(1, dtype=torch.int64, device=device))
             # extended() counts rows on the host, on a GPU too, so its faults raise at once.
             found_more = len(held.now.batches) > len(before.batches)
             if raises_at_once(device) or (found_more and held.now.number == before.number):
                 self._raise_with_ranks(fault)
         return found
 
-    def _ask_ranks(self, ranks: FaultAllReduce, fault: Tensor) -> Tensor | int:
+    def _combine_faults(self, ranks: FaultAllReduce, fault: Tensor) -> Tensor | int:
         self._is_agreed = True
         return ranks.agree(fault)
 
@@ -233,8 +235,8 @@ class FixedMemory(BlockMemory):
     # ---- CUDA graphs
 
     @serialized
-    def stand_still(self) -> None:
-        """Moves no row until move_again(): lookups return zeros, and no row is trained."""
+    def pause_rows(self) -> None:
+        """Moves no row until unpause_rows(): lookups return zeros, and no row is trained."""
         held = self.held
         held.write_back()
         self.raise_faults()
@@ -243,16 +245,16 @@ class FixedMemory(BlockMemory):
         self._blocks.is_halted.fill_(1)
 
     @serialized
-    def move_again(self) -> None:
-        """Ends stand_still()."""
+    def unpause_rows(self) -> None:
+        """Ends pause_rows()."""
         held = self.held
         held.drop_prefetched()
         held.announced.forget()
-        self._blocks.go_on()
+        self._blocks.resume()
         held.take(held.now._replace(stepped=True))  # the next lookup begins a step
 
     @contextmanager
-    def foreseeing(self, parts: Sequence[Tensor] | None) -> Iterator[None]:
+    def prefetching_for_replay(self, parts: Sequence[Tensor] | None) -> Iterator[None]:
         """A CUDA graph captured in this context prefetches the rows of the next step.
 
         Each replay reads the ids from the tensors in `parts`. With None it prefetches no rows.
@@ -263,9 +265,9 @@ class FixedMemory(BlockMemory):
         finally:
             self._next_ids = None
             try:
-                self.held.travel.join()
+                self.held.transfer_stream.join()
             finally:
-                self.held.travel.forget()  # its last event belongs to the graph
+                self.held.transfer_stream.forget()  # its last event belongs to the graph
 
     @serialized
     def before_replay(self) -> None:

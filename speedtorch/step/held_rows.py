@@ -44,7 +44,7 @@ _Arguments = ParamSpec("_Arguments")
 class Joint(Protocol):
     """Exchanges the rows of several tables together."""
 
-    def begin(self, batch: JointBatch, asker: HeldRows) -> bool:
+    def begin(self, batch: JointBatch, requester: HeldRows) -> bool:
         """Begins a step in all tables; returns False if one of them must begin it separately."""
 
     def complete(self, *, ahead: bool = True) -> None:
@@ -216,9 +216,9 @@ class HeldRows:
         named_rows: Ids must be below this number, which includes a padding id after the last row.
         backwards: The autograd graphs that may still add a gradient to the rows.
         announced: Announced ids that wait for a lookup.
-        travel: The side stream of transfers, parallel to computation.
+        transfer_stream: The side stream of transfers, parallel to computation.
         joint: Exchanges these rows with the rows of a loop's other tables, or None.
-        is_left: Whether the current step's lookups may be given up, unless they have a gradient.
+        may_be_abandoned: Whether the step's lookups may be given up, unless they have a gradient.
         process: Id of the process that made the last lookup.
     """
 
@@ -236,12 +236,12 @@ class HeldRows:
         self.lock = RowLock()
         self.backwards = PendingBackwards()
         self.announced = Announcements()
-        self.travel = SideStream("exchange")
+        self.transfer_stream = SideStream("exchange")
         self.joint: Joint | None = None
-        self.is_left = False
+        self.may_be_abandoned = False
         self.process = os.getpid()
         self.memory = memory(self)
-        self.hold_nothing(0)
+        self.begin_empty(0)
 
     def settle_by(self, stepping: Stepping) -> None:
         """Sets the tracker of an optimizer's changes to the rows."""
@@ -252,7 +252,7 @@ class HeldRows:
         """Names, shapes and dtypes of the exchanged fields, the weight first."""
         return self.view.kept.fields
 
-    def hold_nothing(self, number: int | None = None) -> None:
+    def begin_empty(self, number: int | None = None) -> None:
         """Begins a step without rows, with this number or by default the next number."""
         number = self.now.number + 1 if number is None else number
         self.named_rows = self.store.rows + (self.padding == self.store.rows)
@@ -274,7 +274,7 @@ class HeldRows:
         self.write_back()
         before, self.store = self.store, store
         self.memory.use(store)
-        before.let_go()
+        before.free_cache()
 
     def join(self, joint: Joint | None) -> None:
         """Sets the Joint that exchanges rows together with other tables, or None."""
@@ -322,8 +322,8 @@ class HeldRows:
         """Writes prefetched rows back to the table, because some have no current copy there."""
         if self.joint is not None:
             self.joint.drop_prefetched()
-        if self.travel.end is not None:
-            self.travel.join()
+        if self.transfer_stream.end is not None:
+            self.transfer_stream.join()
         if (transfer := self.now.transfer) is not None:
             if isinstance(transfer, Prefetched):
                 self.memory.put_back(transfer)
@@ -341,7 +341,7 @@ class HeldRows:
         copy = Copy.STALE if self.now.copy is Copy.STALE else Copy.CLEAN
         self.now = self.now._replace(stepped=True, copy=copy)
 
-    def show_anew(self) -> None:
+    def reload_rows(self) -> None:
         """Reads all present fields of the step's rows again; the table must have current copies."""
         gradient = self.view.parameter.grad
         ids, rows = self.memory.loaded_again(self.now)
@@ -351,7 +351,7 @@ class HeldRows:
     def read_again(self) -> None:
         """Reads the step's rows again if the table may have newer copies."""
         if self.now.copy is Copy.STALE:
-            self.show_anew()
+            self.reload_rows()
 
     @serialized
     def change(self) -> None:
@@ -395,20 +395,20 @@ class HeldRows:
         """Whether a backward may still add a gradient to the step's rows."""
         return self.backwards.are_expected(self.now.number)
 
-    def leave(self) -> None:
+    def note_abandoned(self) -> None:
         """Notes that the caller may have given up the current step's lookups."""
-        self.is_left = True
+        self.may_be_abandoned = True
 
-    def stay(self) -> None:
+    def note_used(self) -> None:
         """Notes that the current step has a lookup that was not given up."""
-        self.is_left = False
+        self.may_be_abandoned = False
 
-    def was_left(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether the step's lookups may be given up, although their autograd graphs exist.
 
         If a backward through these graphs runs later, Exchange.rejoin() loads the rows again.
         """
-        return self.is_left and not self.view.has_gradient()
+        return self.may_be_abandoned and not self.view.has_gradient()
 
     # ---- processes
 
@@ -425,12 +425,12 @@ class HeldRows:
         """Whether this is a forked child that has made no lookup."""
         return self.process != os.getpid()
 
-    def be_own(self) -> bool:
+    def drop_inherited(self) -> bool:
         """Drops rows of the parent process of a fork; returns whether there were any."""
         if is_inherited := self.is_inherited:
-            self.store.let_go()
+            self.store.free_cache()
             self.announced.forget()
             self.joint = None
-            self.hold_nothing()
+            self.begin_empty()
         self.process = os.getpid()
         return is_inherited

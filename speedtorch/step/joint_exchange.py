@@ -37,7 +37,7 @@ class Prefetched(NamedTuple):
 
     batch: JointBatch
     rows: list[Tensor]
-    passed: bool
+    has_newer_rows: bool
     """Whether some rows may be copies from a step and newer than the tables' rows."""
 
 
@@ -67,14 +67,14 @@ class JointExchange:
 
     def __init__(self, tables: Sequence[JointTable]) -> None:
         self._tables = tables
-        self._fields = [each.held.fields for each in tables]
-        self._planning, self._travel = SideStream("planning"), SideStream("exchange")
+        self._fields = [table.held.fields for table in tables]
+        self._planning, self._transfer_stream = SideStream("planning"), SideStream("exchange")
         self._now = Moves()
         self._memory_stream = MemoryStream(self._device)
         with torch.inference_mode(False):  # the tensors are kept and may be trained later
             self._nothing = self._memory(0)
-        for each in tables:
-            each.held.join(self)
+        for table in tables:
+            table.held.join(self)
 
     def plan_ahead(self, parts: Sequence[Sequence[Tensor]], after: JointBatch | None) -> JointBatch:
         """Plans a loop's batch from the ids of each table and the joint batch before it."""
@@ -84,8 +84,10 @@ class JointExchange:
             try:
                 batch = JointBatch(apart, self._device, after)
             except IndexError:
-                for each in apart:
-                    each.plan_by_itself(-1, -1)  # raises an error that names the ids and the table
+                for ids_of_table in apart:
+                    ids_of_table.plan_by_itself(
+                        -1, -1
+                    )  # raises an error that names the ids and the table
                 raise
         batch.planned_until(self._planning.end)
         return batch
@@ -99,9 +101,9 @@ class JointExchange:
         now = self._now
         self._memory_stream.follow(self._held_tensors)
         if not now.taken:
-            for each, step in zip(self._tables, now.steps, strict=True):
-                if each.held.now.number < step.number:
-                    each.take(step)
+            for table, step in zip(self._tables, now.steps, strict=True):
+                if table.held.now.number < step.number:
+                    table.take(step)
             now = self._now = now._replace(taken=True)
         if (pending := due(now.transfer, ahead=ahead)) is not None:
             if torch.is_inference_mode_enabled():  # the next rows could not be trained
@@ -120,7 +122,7 @@ class JointExchange:
         elif transfer is not None and transfer.outgoing is not None:
             yield from (*transfer.outgoing.rows, transfer.outgoing.ids)
 
-    def begin(self, batch: JointBatch, asker: HeldRows) -> bool:
+    def begin(self, batch: JointBatch, requester: HeldRows) -> bool:
         """Begins a step in all tables; returns False if the tables must exchange separately."""
         if len(parts := batch.batches) != len(self._tables):  # the batch is already released
             return False
@@ -130,23 +132,24 @@ class JointExchange:
         if self._memory_stream.has_changed:  # planned beside a stream that is no longer current
             self._memory_stream.record(batch.tensors())
         if not batch.count() or not all(
-            each.may_begin(part, fields, asked=each.held is asker) for each, part, fields in pairs
+            table.may_begin(part, fields, starts=table.held is requester)
+            for table, part, fields in pairs
         ):
             self.drop_prefetched()
-            batch.let_go()
+            batch.forget_batches()
             return False
-        now, came, outgoing = self._now, self._now.transfer, None
-        if isinstance(came, Prefetched) and came.batch is batch and self._hold_all(now):
-            rows = came.rows
-            self._travel.join()
+        now, ahead, outgoing = self._now, self._now.transfer, None
+        if isinstance(ahead, Prefetched) and ahead.batch is batch and self._are_current(now):
+            rows = ahead.rows
+            self._transfer_stream.join()
             before = self._rows_now(now)
             places, taken_from = batch.kept
             carry_rows(rows, places, before, taken_from)
             outgoing = Block(before, *batch.outgoing)
         else:  # load all rows from the tables
             self.drop_prefetched()
-            for each in self._tables:
-                each.held.write_back(changes=False)
+            for table in self._tables:
+                table.held.write_back(changes=False)
             rows = self._memory(batch.bounds[-1])
             numbers = batch.numbers[: batch.bounds[-1]]
             self._exchange(None, Block(rows, numbers))
@@ -155,26 +158,26 @@ class JointExchange:
         apart = zip(*(split_apart(field, held) for field in rows), strict=True)
         copy = Copy.CLEAN if outgoing is None else Copy.DIRTY
         steps = tuple(
-            each.begun(part, list(own), self._nothing, asked=each.held is asker, copy=copy)
-            for (each, part, _), own in zip(pairs, apart, strict=True)
+            table.begun(part, list(own), self._nothing, starts=table.held is requester, copy=copy)
+            for (table, part, _), own in zip(pairs, apart, strict=True)
         )
         transfer = PendingTransfer(outgoing, prefetches=batch.following() is not None)
         self._now = Moves(batch, rows, steps, taken=False, transfer=transfer)
-        batch.let_go()
+        batch.forget_batches()
         self.complete()
         return True
 
-    def _hold_all(self, now: Moves) -> bool:
+    def _are_current(self, now: Moves) -> bool:
         """Whether every table still has the rows of its Step, newer than those of the table."""
         return all(
-            each.held.now.rows is step.rows and each.held.now.copy is Copy.DIRTY
-            for each, step in zip(self._tables, now.steps, strict=True)
+            table.held.now.rows is step.rows and table.held.now.copy is Copy.DIRTY
+            for table, step in zip(self._tables, now.steps, strict=True)
         )
 
     def _rows_now(self, now: Moves) -> Sequence[Tensor]:
         """The rows of all tables with the optimizers' current values."""
-        for each, step in zip(self._tables, now.steps, strict=True):
-            for own, trained in zip(step.rows, each.trained(), strict=True):
+        for table, step in zip(self._tables, now.steps, strict=True):
+            for own, trained in zip(step.rows, table.trained(), strict=True):
                 if own.data_ptr() != trained.data_ptr():
                     own.copy_(trained)
         return now.rows
@@ -196,13 +199,13 @@ class JointExchange:
             transfer = PendingTransfer(None, prefetches=True)
         if following is not None or outgoing is not None:
             if outgoing is not None:
-                self._travel.uses(outgoing.tensors)
+                self._transfer_stream.uses(outgoing.tensors)
             if following is not None:
                 following.join()
-            with self._travel.after_current(self._device):
+            with self._transfer_stream.after_current(self._device):
                 if following is not None:  # memory allocated here is reused by this stream only
                     memory = self._memory(following.bounds[-1])
-                    transfer = Prefetched(following, memory, passed=outgoing is not None)
+                    transfer = Prefetched(following, memory, has_newer_rows=outgoing is not None)
                     incoming = Block(memory, *following.incoming)
                 self._exchange(outgoing, incoming)
         self._now = now._replace(transfer=transfer)
@@ -211,17 +214,17 @@ class JointExchange:
         lists = exchanged(outgoing, incoming)
         host_fields = [
             field
-            for each, fields in zip(self._tables, self._fields, strict=True)
-            for field in each.reach(fields)
+            for table, fields in zip(self._tables, self._fields, strict=True)
+            for field in table.host_fields(fields)
         ]
         exchange_rows(host_fields, *lists, len(self._tables))
 
     def drop_prefetched(self) -> None:
         """Writes prefetched rows back if some have no current copy in the tables."""
         self.complete(ahead=False)
-        self._travel.join()
+        self._transfer_stream.join()
         now, transfer = self._now, self._now.transfer
-        if isinstance(transfer, Prefetched) and transfer.passed:
+        if isinstance(transfer, Prefetched) and transfer.has_newer_rows:
             self._exchange(Block(transfer.rows, *transfer.batch.incoming), None)
         if transfer is not None:
             self._now = now._replace(transfer=None)
@@ -230,8 +233,8 @@ class JointExchange:
 def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointExchange]]:
     """Joins two or more exchanges of one layout; returns each JointExchange with its keys."""
     alike: dict[Hashable, dict[_Key, JointTable]] = {}
-    for key, each in exchanges.items():
-        table = JointTable(each)
+    for key, exchange in exchanges.items():
+        table = JointTable(exchange)
         if (layout := table.layout()) is not None:
             alike.setdefault(layout, {})[key] = table
     made = []
@@ -239,9 +242,9 @@ def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointEx
         if len(of_keys) == 1:
             continue
         group = list(of_keys.values())
-        locks = [each.held.lock for each in group]
+        locks = [table.held.lock for table in group]
         with RowLocks(*locks):
-            if all(each.layout() == layout for each in group):
+            if all(table.layout() == layout for table in group):
                 merge_locks(locks)  # a step of one table changes the rows of the others
                 made.append((list(of_keys), JointExchange(group)))
     return made

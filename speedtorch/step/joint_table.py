@@ -40,16 +40,16 @@ class JointTable:
         """The number of rows of the table."""
         return self.held.store.rows
 
-    def reach(self, fields: Fields) -> list[Tensor]:
+    def host_fields(self, fields: Fields) -> list[Tensor]:
         """The host tensors of all rows, one for each field."""
         return self.held.store.fields(fields)
 
-    def may_begin(self, batch: PlannedBatch, fields: Fields, *, asked: bool) -> bool:
-        """Whether a step may begin; `asked` says that this table's own lookup begins the step."""
+    def may_begin(self, batch: PlannedBatch, fields: Fields, *, starts: bool) -> bool:
+        """Whether a step may begin; `starts` says that this table's own lookup begins the step."""
         held, steps = self.held, self._steps
         held.complete(ahead=False)
         is_expected = steps.expected is batch and held.announced.latest is None
-        is_expected = (asked or (is_expected and held.is_over())) and not steps.is_idle
+        is_expected = (starts or (is_expected and held.is_over())) and not steps.is_idle
         alike = held.fields is fields and held.device == batch.device
         return is_expected and alike and self._can_join()
 
@@ -58,15 +58,15 @@ class JointTable:
         return self.held.view.rows_of(self.held.now)
 
     def begun(
-        self, batch: PlannedBatch, rows: Rows, nothing: Rows, *, asked: bool, copy: Copy
+        self, batch: PlannedBatch, rows: Rows, nothing: Rows, *, starts: bool, copy: Copy
     ) -> Step:
         """The Step of a batch and its rows, for take(); `nothing` has zero rows of every field.
 
-        Unless `asked`, the Step is tentative and keeps the step before, without its rows.
+        Unless `starts`, the Step is tentative and keeps the step before, without its rows.
         """
         batch.count()
         now, before = self.held.now, None
-        if not asked:
+        if not starts:
             before = now._replace(rows=nothing, gradient=self.held.view.parameter.grad)
         seen = {(0, 0)} if len(batch.parts) == 1 else set()
         return now.after(batch, batch.ids, rows, seen, is_planned=True, copy=copy, before=before)

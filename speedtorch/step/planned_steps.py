@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.step.announcements import Announced, refuse_partial_step
+from speedtorch.step.announcements import Announced, check_all_looked_up
 from speedtorch.step.held_rows import HeldRows
 from speedtorch.step.row_lock import serialized
 from speedtorch.step.step import Batch
@@ -29,7 +29,7 @@ class AgreeOnStep(Protocol):
 class Lookups(Protocol):
     """The methods of Exchange that PlannedSteps calls; Exchange describes each."""
 
-    def be_own(self) -> None:
+    def drop_inherited(self) -> None:
         """Drops the state inherited from a parent process after a fork."""
 
     def before_rows(self, parts: Sequence[Tensor]) -> bool:
@@ -92,7 +92,7 @@ class PlannedSteps:
         """Implements plan_announced; the rows join a step in progress at once."""
         held, lookups = self._held, self._lookups
         memory = held.memory
-        if lookups.before_rows(parts) or held.was_left():
+        if lookups.before_rows(parts) or held.is_abandoned():
             return held.announced.planned(parts, memory.plan)
         held.read_again()
         if not memory.takes_more and lookups.was_over(parts):
@@ -107,7 +107,7 @@ class PlannedSteps:
             with self.lock:
                 self._held.announced.add(announced)
 
-    def announced_around(self, ids: Tensor) -> Announced | None:
+    def announced_with(self, ids: Tensor) -> Announced | None:
         """Returns the announced batch if it contains all rows of a lookup, else None.
 
         The caller needs this before a lookup because fixed blocks accept no more rows later. The
@@ -117,16 +117,16 @@ class PlannedSteps:
         announced = held.announced.certain
         if announced is None or held.captures():
             return None
-        asked = held.memory.planned([ids], announced.batch)
-        return announced if asked.new_row_count == 0 < asked.held else None
+        requested = held.memory.planned([ids], announced.batch)
+        return announced if requested.new_row_count == 0 < requested.held else None
 
     @serialized
     def give_up(self) -> None:
         """Discards announced ids, and the step's lookups unless they have a gradient."""
         self._held.announced.give_up()
-        self._held.leave()
+        self._held.note_abandoned()
 
-    def leave_lookups_unchecked(self) -> None:
+    def disable_lookup_check(self) -> None:
         """Disables check_lookups() for ranks that exchange rows.
 
         Each rank compares only the ids requested from it, possibly none: only some would raise.
@@ -145,14 +145,14 @@ class PlannedSteps:
     def check_lookups(self) -> None:
         """Raises RuntimeError if an optimizer would change announced rows without a lookup.
 
-        See refuse_partial_step(). Rows without a gradient do not change. The caller holds `lock`.
+        See check_all_looked_up(). Rows without a gradient do not change. The caller holds `lock`.
         """
         held = self._held
         now = held.now
         if now.stepped or now.before is not None or not self._checks_lookups:
             return
         if (unseen := now.unseen()) and held.view.has_gradient():
-            refuse_partial_step(held.name, now, unseen, held.padding)
+            check_all_looked_up(held.name, now, unseen, held.padding)
 
     # ---- batches of a loop
 
@@ -167,7 +167,7 @@ class PlannedSteps:
     @serialized
     def start_loop(self, loop: object) -> bool:
         """Registers a loop, by weak reference; returns False if another loop has not ended."""
-        self._lookups.be_own()
+        self._lookups.drop_inherited()
         if self.has_other_loop(loop):
             return False
         self._loop = weakref.ref(loop)
@@ -207,7 +207,7 @@ class PlannedSteps:
         if batch is None:
             held.announced.end_batch()
         elif held.now.before is not None or held.now.unseen():
-            held.leave()  # the batch before ends without a step: some of its lookups are missing
+            held.note_abandoned()  # some lookups of the batch before are missing
         if held.now.before is not None:
             self.is_idle = True
             self._lookups.return_to_before()

@@ -214,7 +214,7 @@ class RowStore:
     def before_replay(self) -> None:
         """Called before the replay of a CUDA graph that contains exchanges."""
 
-    def let_go(self) -> None:
+    def free_cache(self) -> None:
         """Frees the memory of a cache; the caller has written its rows to the table."""
 
     def settle(self, device: torch.device) -> None:

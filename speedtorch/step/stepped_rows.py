@@ -33,7 +33,7 @@ class OptimizerCall(Protocol):
     def stop(self) -> None:
         """Puts the weights back into the optimizer; may be called repeatedly."""
 
-    def leave(self) -> bool:
+    def clean_up(self) -> bool:
         """Cleans up after a call that an exception ended; returns whether there was one."""
 
 
@@ -57,7 +57,7 @@ class SteppedRows:
         view, as_in_table = held.view, None
         if held.now.copy is Copy.STALE:
             is_idle = call.is_idle and not held.captures()
-            held.show_anew()
+            held.reload_rows()
             if is_idle:
                 as_in_table = [each.clone() for each in view.rows_of(held.now)]
         self._as_in_table = as_in_table
@@ -107,7 +107,7 @@ class SteppedRows:
                     copy = Copy.DIRTY if is_changed else Copy.STALE
                     held.take(now._replace(copy=copy, stepped=True))
             elif not call.paused:
-                left = call.leave()
+                left = call.clean_up()
                 written = is_changed = written or (has_gradient and number == now.number)
                 if left and number == now.number:
                     held.memory.after_failed_step()

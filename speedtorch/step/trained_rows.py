@@ -239,7 +239,7 @@ class TrainedRows(WholeWeight):
         self.exchange.held.write_back()
         has_values = self.table.add_state(self._stored(fields))
         self.parameter_view.keep(state, fields)
-        self.exchange.held.show_anew()
+        self.exchange.held.reload_rows()
         return has_values
 
     @serialized
@@ -252,7 +252,7 @@ class TrainedRows(WholeWeight):
         self.exchange.memory.raise_faults()
         self.exchange.held.write_back()
         self.parameter_view.keep(None, {})
-        self.exchange.held.show_anew()
+        self.exchange.held.reload_rows()
         self.table.note_read(was_read)
 
 

@@ -140,7 +140,7 @@ class WholeWeight(ClaimedRows):
                     table.close()
 
     def _follow_table(self, follow: Callable[[], object]) -> None:
-        self.exchange.hold_none()
+        self.exchange.begin_empty()
         weight = self.weight
         weight.data = self.weight_on(self.parameter.device)
         vars(weight)["_count"] = self.table.whole_rows
@@ -200,7 +200,7 @@ class WholeWeight(ClaimedRows):
 
     def check_held(self, number: int) -> None:
         """Raises RuntimeError if the rows of step `number` were written back and cannot rejoin."""
-        if not self.exchange.holds(number):
+        if not self.exchange.can_reach(number):
             raise RuntimeError(
                 f"{self.name}: backward through a lookup of an earlier step, whose rows were"
                 " written back to the table. Call backward before the first lookup after the"
@@ -322,7 +322,7 @@ class WholeWeight(ClaimedRows):
                     f"{self.name}: its rows are sharded among ranks, so no gradient of all rows can"
                     " be assigned. Scale or clip the existing gradient in place."
                 )
-            self.exchange.note_gradient_asked()
+            self.exchange.note_gradient_access()
             view.show(self.exchange.held.now)
             ids, rows = _with_gradient(value.to(self.exchange.held.device))
             if self._padding is not None and bool((ids == self._padding).any()):

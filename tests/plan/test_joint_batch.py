@@ -40,7 +40,7 @@ def test_the_batch_of_each_table_is_that_of_its_own_ids(device: str, given: str)
     place = torch.device(device)
     counts = [0]
     assert made.count()
-    for batch, of_table, rows in zip(made.take_apart(), ids, ROWS, strict=True):
+    for batch, of_table, rows in zip(made.split_by_table(), ids, ROWS, strict=True):
         alone = PlannedBatch(of_table, rows, place)
         alone.count()
         batch.count()

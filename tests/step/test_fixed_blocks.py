@@ -36,20 +36,20 @@ class Blocks:
     def batch(self, ids: Tensor) -> FixedSizeBatch:
         return FixedSizeBatch([ids.to(self.device)], ROWS, self.device, self.padding, CAPACITY)
 
-    def step(self, ids: Tensor, foreseen: Tensor | None) -> list[Tensor]:
-        """A step that may have been foreseen, and that foresees another; the rows it held."""
+    def step(self, ids: Tensor, prefetched: Tensor | None) -> list[Tensor]:
+        """A step whose rows may be prefetched, and that prefetches another; the rows it held."""
         batch = self.batch(ids)
-        self.blocks.begin(batch, come=False if foreseen is None else None)
-        if foreseen is not None:
-            self.blocks.send(self.batch(foreseen), foreseen=True)
+        self.blocks.begin(batch, are_prefetched=False if prefetched is None else None)
+        if prefetched is not None:
+            self.blocks.send(self.batch(prefetched), for_replay=True)
         held = [each.clone() for each in self.blocks.rows]
         for each in self.blocks.rows:
             each += 1
-        self.blocks.clear_others()
+        self.blocks.clear_unused()
         return held
 
     def home(self) -> list[Tensor]:
-        self.blocks.go_home(stay=True)
+        self.blocks.write_back(keep=True)
         speedtorch.synchronize()
         return [self.table[name].clone() for name in FIELDS]
 
@@ -64,7 +64,7 @@ def between(number: int, which: Blocks) -> None:
     if number % 7 == 3:
         which.step(some_ids(number + 1000), None)
     if number % 11 == 5:
-        which.blocks.go_home(stay=False)
+        which.blocks.write_back(keep=False)
         speedtorch.synchronize()
         which.table["weight"].mul_(-1)
     if number % 13 == 6:
@@ -86,7 +86,7 @@ GUESSES: dict[str, Callable[[int], Tensor]] = {
 @pytest.mark.parametrize("padding", [None, 4])
 @pytest.mark.parametrize("guess", GUESSES.values(), ids=GUESSES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_was_foreseen_changes_no_number(
+def test_prefetched_rows_change_no_number(
     device: str, guess: Callable[[int], Tensor], padding: int | None
 ) -> None:
     ours, plain = Blocks(device, padding), Blocks(device, padding)
@@ -100,9 +100,7 @@ def test_what_was_foreseen_changes_no_number(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_were_foreseen_are_not_read_again(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetched_rows_are_not_read_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Blocks(device)
     read: list[int] = []
     exchange = RowStore.exchange_counted
@@ -147,7 +145,7 @@ def test_a_fault_writes_held_rows_to_the_table_and_lets_none_move_until_they_go_
     assert torch.equal(stopped, trained(5, 6))
     ours.step(some_ids(7), None)
     assert torch.equal(ours.home()[0], stopped)
-    ours.blocks.go_on()
+    ours.blocks.resume()
     ours.step(some_ids(8), None)
     assert torch.equal(ours.home()[0], trained(5, 6, 8))
 

@@ -38,16 +38,16 @@ def test_who_reads_waits_for_rows_on_their_way(
 ) -> None:
     embedding = speedtorch.Embedding(5, 2)
     embedding(IDS).sum().backward()
-    travel, joined = embedding.trained_rows.exchange.held.travel, []
+    stream, joined = embedding.trained_rows.exchange.held.transfer_stream, []
 
     def join(stream: SideStream) -> None:
         joined.append(stream)
         stream.end = None
 
     monkeypatch.setattr(SideStream, "join", join)
-    travel.end = object()  # type: ignore[assignment]
+    stream.end = object()  # type: ignore[assignment]
     read(embedding)
-    assert joined == [travel]
+    assert joined == [stream]
 
 
 class Crossings:
