@@ -63,7 +63,7 @@ def check_gone(folder: str) -> None:
         dist.barrier()
         assert meeting.all_gather(1) == [1] * meeting.size
         if meeting.rank < meeting.size - 1:
-            with pytest.raises(RuntimeError, match=f"rank {meeting.size - 1} has ended, or given"):
+            with pytest.raises(RuntimeError, match=f"rank {meeting.size - 1} has ended, or has"):
                 meeting.all_gather(2)
     removed(meeting, folder)
 
@@ -81,7 +81,7 @@ def check_patience(folder: str) -> None:
         assert meeting.all_gather(meeting.rank) == list(range(meeting.size))
         if meeting.rank == 0:
             begin = time.monotonic()
-            with pytest.raises(RuntimeError, match="rank 1 has ended, or given up"):
+            with pytest.raises(RuntimeError, match="rank 1 has ended, or has left"):
                 meeting.all_gather(None)
             assert 0.3 < time.monotonic() - begin < 30
         dist.barrier()
@@ -124,7 +124,7 @@ def check_killed(folder: str, killed: int) -> None:
     if dist.get_rank() == killed:
         kill = within_saves(system_calls.calls.write, lambda: os.kill(os.getpid(), signal.SIGKILL))
         system_calls.calls.write = kill
-    with pytest.warns(RuntimeWarning, match="in the background"):
+    with pytest.warns(RuntimeWarning, match="the background save"):
         saving = speedtorch.async_save(folder, base=1, **run.parts(), step=0)
         with pytest.raises(RuntimeError, match=f"rank {killed} has ended"):
             saving.result(60)

@@ -98,7 +98,7 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
             # The frames of the error would keep the saved tensors alive with the future.
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-            text = f"speedtorch.async_save, in the background, to {folder}, has failed: {error!r}"
+            text = f"speedtorch.async_save: the background save to {folder} has failed: {error!r}"
             try:
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
             finally:  # also if warnings are errors

@@ -83,7 +83,7 @@ def _collected(
         if of_rank != names:
             raise RuntimeError(
                 f"full_state_dict: rank {rank} has the fields {of_rank}, and rank {ranks.rank} has"
-                f" {names}: give it the same model, with the same optimizers attached, on all ranks"
+                f" {names}. Pass the same model, with the same optimizers attached, on all ranks."
             )
     for number, (module, lookups) in enumerate(modules):
         with module.trained_rows.lock:
@@ -104,9 +104,9 @@ def _room(
             needed += table.whole_rows * field.shape[1:].numel() * field.element_size()
     if host_memory.is_checked() and needed > (available := host_memory.available_bytes()):
         raise MemoryError(
-            f"all rows and their state need {needed:,} bytes of host memory of the first rank, and"
-            f" available are {available:,}: use torch.distributed.checkpoint, which saves each"
-            " rank's rows there"
+            f"all rows and their state need {needed:,} bytes of host memory on the first rank, but"
+            f" {available:,} are available. Use torch.distributed.checkpoint, which saves rows on"
+            " each rank."
         )
     return [
         {name: lookups.empty_for_all(name) for name in fields}

@@ -74,7 +74,7 @@ class GenerationWriter:
             every = (*self.change.own.values(), *self.change.shared.values())
             nbytes, status = sum(each.nbytes for each in every), os.statvfs(self._folder)
             if status.f_blocks and nbytes > (free := status.f_bavail * status.f_frsize):
-                text = f"{nbytes:,} bytes are to be saved, and {free:,} are free"
+                text = f"the checkpoint needs {nbytes:,} bytes, but {free:,} are free"
                 raise OSError(errno.ENOSPC, text, self._folder)
             for each in self._files:
                 each.make(made.folder)
@@ -165,8 +165,8 @@ class GenerationWriter:
             self._write_small("manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
             if against is not None and against.number not in generations_of(self._folder):
                 raise RuntimeError(
-                    f"save: generation {against.number}, the base, was removed meanwhile: save"
-                    " without it"
+                    f"save: the base, generation {against.number}, was removed during the save."
+                    " Save again without base=."
                 )
         nbytes = sum(int(each["bytes"]) for each in self._entries) + len(text)
         return self._generation.number, nbytes, hashlib.sha256(text).hexdigest()

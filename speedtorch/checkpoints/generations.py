@@ -38,7 +38,7 @@ def generations_of(folder: str) -> list[int]:
     NotADirectoryError if `folder` is a file.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
-        text = "is a file; name the folder that has, or is to have, the generations"
+        text = "is a file; pass the folder of the checkpoints"
         raise NotADirectoryError(errno.ENOTDIR, text, folder)
     before: set[str] | None = None
     with suppress(FileNotFoundError):
@@ -59,7 +59,7 @@ def generations_of(folder: str) -> list[int]:
 def check_number(what: str, given: object) -> None:
     """Raises TypeError unless `given` is an int or None."""
     if isinstance(given, bool) or not isinstance(given, int | None):
-        raise TypeError(f"{what}: expected a number, as Saved.generation is, got {given!r}")
+        raise TypeError(f"{what}: expected a number such as Saved.generation, got {given!r}")
 
 
 def chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
@@ -71,13 +71,13 @@ def chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {})
     if generation in there:
         return generation
     if not there or generation is not None:
-        text = "there is no generation of a checkpoint in this folder"
-        text = f"there is no generation {generation}, but {there}" if there else text
+        text = "there is no checkpoint in this folder"
+        text = f"there is no generation {generation}, only {there}" if there else text
         raise FileNotFoundError(errno.ENOENT, text, folder)
     if whole := [each for each in there if each not in damaged]:
         return whole[-1]
     texts = "; ".join(dict.fromkeys(damaged.values()))
-    raise ValueError(f"load: {folder!r} has no whole generation, but {there}: {texts}")
+    raise ValueError(f"load: all generations {there} of {folder!r} are damaged: {texts}")
 
 
 @dataclass

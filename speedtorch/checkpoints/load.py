@@ -106,8 +106,8 @@ def load(
         for name, part in parts.items():
             if wrong := [each for each in _objects(part) if not hasattr(each, "load_state_dict")]:
                 raise TypeError(
-                    f"{name}: expected what has a load_state_dict(), got {type(wrong[0]).__name__};"
-                    " values are in what load() returns"
+                    f"{name}: expected an object with load_state_dict(), got"
+                    f" {type(wrong[0]).__name__}. load() returns values such as numbers."
                 )
         while True:
             number = chosen(folder, generation, damaged)
@@ -139,8 +139,8 @@ def load(
         if None not in digests and len(set(digests)) == 1:
             return ready[0]()
     raise RuntimeError(
-        f"load: {folder!r} has had another last generation at each of {_TRIES} looks, or is not the"
-        " same folder on all ranks: name a generation="
+        f"load: the last generation of {folder!r} has changed during each of {_TRIES} tries, or the"
+        " ranks have different folders. Pass generation=."
     )
 
 
@@ -157,7 +157,7 @@ def _prepared(
         opened.verify(progress)
     saved = opened.manifest["parts"]
     if missing := [name for name in parts if name not in saved]:
-        raise KeyError(f"{missing[0]!r} is none of the parts of {opened.path}: {list(saved)}")
+        raise KeyError(f"{opened.path} has no part {missing[0]!r}. Parts: {list(saved)}.")
     changes = ({} if since is None else opened.changed_since(since)) or {}
     states: dict[str, Any] = {}
     patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
@@ -174,8 +174,8 @@ def _prepared(
             pairs.append((name, part, state))
             continue
         if not isinstance(state, list) or len(part) != len(state):
-            count = len(state) if isinstance(state, list) else "no list"
-            raise ValueError(f"{name}: {count} were saved, {len(part)} are given")
+            text = f"a list of {len(state)}" if isinstance(state, list) else "no list"
+            raise ValueError(f"{name}: {text} was saved, got a list of {len(part)}")
         names = [f"{name}[{at}]" for at in range(len(part))]
         pairs += zip(names, part, state, strict=True)
     known = [check_loads(*each) for each in pairs]
@@ -233,7 +233,7 @@ def _warn_of(damaged: Mapping[int, str], number: int) -> None:
     if later := {each: text for each, text in damaged.items() if each > number}:
         texts = "; ".join(dict.fromkeys(later.values()))
         warnings.warn(
-            f"load: generation {number} is loaded instead of {sorted(later)}, damaged: {texts}",
+            f"load: loads generation {number}, because {sorted(later)} are damaged: {texts}",
             RuntimeWarning,
             stacklevel=5,
         )

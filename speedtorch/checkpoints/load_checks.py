@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from speedtorch.torch_internals import as_plain, load_hooks, loads_by_own_code
 
 __all__ = ["check_loads", "shares_rows"]
 
-_UNCHANGED = "nothing has been loaded"
+_UNCHANGED = "Nothing has been loaded."
 _SHAPED_OTHERWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers whose state tensors do not have the shapes of their parameters."""
 
@@ -49,8 +50,8 @@ def check_loads(name: str, part: Any, state: Any) -> bool:
     is_known = isinstance(part, nn.Module | Optimizer)
     if not isinstance(state, Mapping) and (is_known or isinstance(part.state_dict(), Mapping)):
         raise ValueError(
-            f"{name}: a {type(part).__name__} loads a dict, and a {type(state).__name__} was saved:"
-            f" give what was saved under this name; {_UNCHANGED}"
+            f"{name}: a {type(part).__name__} loads a dict, but a {type(state).__name__} was saved"
+            f" under this name. Pass the object that was saved. {_UNCHANGED}"
         )
     if isinstance(part, nn.Module):
         return _check_module(name, part, state)
@@ -62,7 +63,7 @@ def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> boo
         own = module.state_dict()
     for key, value in own.items():
         if isinstance(value, ReadOnlyRows):
-            raise ValueError(f"{name}: loading {key!r}: the table {value.remedy}; {_UNCHANGED}")
+            raise ValueError(f"{name}: cannot load {key!r}: the table {value.remedy} {_UNCHANGED}")
     if not (wrong := [*_differences(module, own, state)]):
         # Tensors of other classes do their own checks when they load.
         known = (Tensor, nn.Parameter, RowShard)
@@ -71,8 +72,8 @@ def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> boo
         return False
     more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
     raise RuntimeError(
-        f"{name}: {type(module).__name__} does not take what was saved: {'; '.join(wrong[:10])}"
-        f"{more}; {_UNCHANGED}"
+        f"{name}: the saved state does not fit {type(module).__name__}: {'; '.join(wrong[:10])}"
+        f"{more}. {_UNCHANGED}"
     )
 
 
@@ -90,10 +91,10 @@ def _differences(
                 yield f"missing key {key!r}"
         elif isinstance(value := own[key], Tensor) and not is_lazy(value):
             if not isinstance(given := state[key], Tensor):
-                yield f"{key} is a {type(given).__name__}, and a tensor in the module"
+                yield f"{key} was saved as a {type(given).__name__}, but the module has a tensor"
             elif given.shape != value.shape and (value.dim() or given.dim() != 1):
                 yield (
-                    f"size mismatch for {key}: {tuple(given.shape)} was saved, and the module has"
+                    f"size mismatch for {key}: {tuple(given.shape)} was saved, but the module has"
                     f" {tuple(value.shape)}"
                 )
 
@@ -108,18 +109,18 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
         sizes = [len(each["params"]) for each in groups]
         own = [len(each["params"]) for each in optimizer.param_groups]
         if sizes != own:
-            raise ValueError(f"groups of {sizes} parameters were saved, and there are {own}")
+            raise ValueError(f"groups of {sizes} parameters were saved, expected {own}")
         if not all(isinstance(each, Mapping) for each in entries.values()):
-            raise TypeError("its state of a parameter is no dict")
+            raise TypeError("the state of a parameter is not a dict")
         if saved is not None:
             saved.check_loads(optimizer, state)
         if type(optimizer).__module__.startswith("torch.optim."):
             _try(optimizer, groups, entries)
     except Exception as error:
-        no_key = f"it has no {error}" if isinstance(error, KeyError) else ""
-        text = no_key or str(error).removesuffix("; nothing was loaded")
+        no_key = f"the saved state has no {error}" if isinstance(error, KeyError) else ""
+        text = no_key or re.sub(r"\W+nothing was loaded\.?$", "", str(error), flags=re.I)
         raise ValueError(
-            f"{name}: {type(optimizer).__name__} does not take what was saved: {text}; {_UNCHANGED}"
+            f"{name}: the saved state does not fit {type(optimizer).__name__}: {text}. {_UNCHANGED}"
         ) from error
     return True
 
@@ -138,7 +139,7 @@ def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
             if is_tensor and value.shape != parameter.shape and is_shaped_alike:
                 raise ValueError(
                     f"the state {key!r} of parameter {number} has the shape {tuple(value.shape)},"
-                    f" and the parameter {tuple(parameter.shape)}"
+                    f" but the parameter has {tuple(parameter.shape)}"
                 )
     made = object.__new__(type(optimizer))
     hooks = {name: OrderedDict[Any, Any]() for name in vars(optimizer) if "_hooks" in name}

@@ -40,8 +40,8 @@ class LoadRanks(Collectives):
             self._store.wait(keys, timedelta(seconds=self._ranks.patience))
         except RuntimeError as error:
             raise RuntimeError(
-                "load: a rank that shares rows out has not called load() in time: all ranks call it"
-                f" together ({error})"
+                "load: another rank has not called load() in time. All ranks with sharded rows must"
+                f" call it together ({error})."
             ) from error
         said = [json.loads(self._store.get(key)) for key in keys]
         if number > 1:  # all ranks are at this call, and have read the previous values

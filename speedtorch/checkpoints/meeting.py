@@ -111,7 +111,7 @@ class Meeting:
     def _said(self, rank: int) -> Any:
         if line := self._line(rank):
             return json.loads(line)
-        raise RuntimeError(f"save: rank {rank} has ended, or given up")
+        raise RuntimeError(f"save: rank {rank} has ended, or has left the save")
 
     def _others(self) -> list[int]:
         """Without this rank: opening and closing its own file again would release its lock."""

@@ -172,7 +172,7 @@ _OPTIONS = {
 def _check_names(parts: Mapping[str, Any]) -> None:
     """Raises TypeError if a part's name resembles an option."""
     if not parts:
-        raise TypeError("save: expected something to save, such as model=, optimizer= or step=")
+        raise TypeError("save: expected parts to save, such as model=, optimizer= or step=")
     # Without the options of load: `generator` is a good name for a part.
     of_save = [each for each, call in _OPTIONS.items() if call != "load"]
     plain = {each.replace("_", ""): each for each in (*of_save, "background")}
@@ -182,12 +182,14 @@ def _check_names(parts: Mapping[str, Any]) -> None:
         if option is None:
             continue
         if option == "background":
-            remedy = "speedtorch.async_save(path, ...) saves in the background"
+            remedy = "Use speedtorch.async_save(path, ...) to save in the background."
         elif option == name:
-            remedy = f"{option}= is an option of {_OPTIONS[option]}: give the part another name"
+            remedy = (
+                f"{option}= is an option of {_OPTIONS[option]}. Choose another name for the part."
+            )
         else:
-            remedy = f"write {option}= for the option, or give the part another name"
-        raise TypeError(f"save: {name!r} is no name of a part: {remedy}; nothing was saved")
+            remedy = f"Write {option}= for the option, or choose another name for the part."
+        raise TypeError(f"save: a part cannot have the name {name!r}. {remedy} Nothing was saved.")
 
 
 def _begun(
@@ -205,7 +207,7 @@ def _begun(
     A save `beside` training has then written or copied all parts.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep: expected 1 generation or more, got {keep!r}")
+        raise ValueError(f"keep: expected an int of 1 or more, got {keep!r}")
     _check_names(parts)
     begin = time.perf_counter()
     check_number("base", base)
@@ -247,7 +249,6 @@ def _check_same(ranks: Collectives, shared: Mapping[str, RowShard], how: Mapping
         if theirs != mine:
             (tables, way), (own, _) = theirs, mine
             raise ValueError(
-                f"save: rank {rank} saves the rows of {[key for key, *_ in tables]} with {way}, and"
-                f" rank {ranks.rank} those of {[key for key, *_ in own]} with {how}, or of other"
-                " shapes"
+                f"save: all ranks must save the same tables with the same options. Rank {rank}"
+                f" saves {tables} with {way}, and rank {ranks.rank} saves {own} with {how}."
             )

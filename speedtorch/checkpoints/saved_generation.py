@@ -39,8 +39,8 @@ _LARGEST_MANIFEST = 1 << 30
 class DamagedError(ValueError):
     """A file of a checkpoint is missing or has wrong bytes; `text` names the file."""
 
-    def __init__(self, generation: int, text: str, others: str) -> None:
-        super().__init__("; ".join(filter(None, (text, others))))
+    def __init__(self, generation: int, text: str, remedy: str) -> None:
+        super().__init__(". ".join(filter(None, (text, remedy))))
         self.generation, self.text = generation, text
 
 
@@ -88,7 +88,7 @@ class SavedGeneration:
             text = read_file(os.path.join(self.path, "manifest.json"), _LARGEST_MANIFEST)
             digest = read_file(os.path.join(self.path, "manifest.crc32"), _LARGEST_MANIFEST)
             if f"{zlib.crc32(text):08x}\n".encode() != digest:
-                raise ValueError("its bytes are not those that were written")
+                raise ValueError("its bytes do not match their digest")
             content = json.loads(text)
             versions = (_CRC32_VERSIONS["base" in content], VERSION)
             if content["format"] != FORMAT or content["version"] not in versions:
@@ -96,20 +96,20 @@ class SavedGeneration:
             self._digests = "crc32c" if content["version"] == VERSION else "crc32"
             self.digest = hashlib.sha256(text).hexdigest()
             if not isinstance(content["parts"], dict):
-                raise ValueError("its parts have no names")
+                raise ValueError("its 'parts' are not a dict")
             self.manifest = dict(content)
             for each in self.manifest["files"]:
                 name, numbers = each["name"], [each["bytes"], *each[self._digests]]
                 if not all(type(number) is int and number >= 0 for number in numbers):
-                    raise ValueError("it has bytes or digests that are no numbers")
+                    raise ValueError("it has byte counts or digests that are not numbers")
                 is_name = os.path.basename(name) == name and name.endswith(".safetensors")
                 if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
-                    raise ValueError(f"it names the file {name[:300]!r}")
+                    raise ValueError(f"it has the invalid file name {name[:300]!r}")
         for each in self.manifest["files"]:
             name, nbytes = each["name"], each["bytes"]
             with self._damage(name), open_to_read(os.path.join(self.path, name)) as file:
                 if file.size != nbytes:
-                    raise ValueError(f"it has {file.size:,} bytes of {nbytes:,}")
+                    raise ValueError(f"it has {file.size:,} bytes instead of {nbytes:,}")
                 arrays = safetensors_format.read_arrays(file.read, file.size)
                 mapped = file.map(calls.map_copy)  # writes to the mapping do not change the file
             first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
@@ -119,20 +119,20 @@ class SavedGeneration:
     @contextmanager
     def _damage(self, name: str) -> Iterator[None]:
         """Turns errors into DamagedError with the file's path and the latest older checkpoint."""
-        path, others = os.path.join(self.path, name), ""
+        path, remedy = os.path.join(self.path, name), ""
         if self._older:
-            others = f"load(..., generation={self._older[-1]}) is there"
+            remedy = f"Use load(..., generation={self._older[-1]}) for the checkpoint before it"
         try:
             yield
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError) as error:
-            text = f"{path}: is damaged, or none of ours: {error}"
+            text = f"{path}: is damaged, or not of a speedtorch checkpoint: {error}"
             if isinstance(error, FileNotFoundError):
-                text = f"{error.filename}: is not there"
+                text = f"{error.filename}: is missing"
             if self._later is not None:
-                text += f"; generation {self._later} was written against generation {self.number}"
-            raise DamagedError(self.number, text, others) from error
+                text += f". Generation {self._later} has the base generation {self.number}"
+            raise DamagedError(self.number, text, remedy) from error
         except OSError as error:
-            with about(error.filename or path, others):
+            with about(error.filename or path, remedy):
                 raise error
 
     def _open_base(self) -> SavedGeneration:
@@ -140,14 +140,16 @@ class SavedGeneration:
             entry = self.manifest["base"]
             number, digest = _base_in(entry)
             if number >= self.number:
-                raise ValueError(f"it was written against generation {number}, which came later")
+                raise ValueError(f"its base is generation {number}, which is not older")
             if not isinstance(entry["rows"], dict):
-                raise ValueError("its changed rows have no names")
+                raise ValueError("the 'rows' of its base are not a dict")
             self.ids_of = {str(key): str(ids) for key, ids in entry["rows"].items()}
         self.base = SavedGeneration(self._folder, number, self.number)
         with self._damage("manifest.json"):
             if self.base.digest != digest:
-                raise ValueError(f"generation {number} is another than it was written against")
+                raise ValueError(
+                    f"its base, generation {number}, was replaced by another checkpoint"
+                )
         return self.base
 
     def _check_base(self) -> None:
@@ -159,7 +161,7 @@ class SavedGeneration:
                     fits = rows.dtype == whole.dtype and rows.shape[1:] == whole.shape[1:]
                     are_ids = of_ids.dtype == torch.int64 and of_ids.shape == rows.shape[:1]
                     if not fits or not are_ids or not whole.shape:
-                        text = f"rows {rows.shape} with ids {of_ids.shape} are none of"
+                        text = f"rows {rows.shape} with ids {of_ids.shape} do not fit a tensor of"
                         raise ValueError(f"{text} {whole.shape}")
 
     def array(self, key: str) -> StoredArray:
@@ -196,7 +198,7 @@ class SavedGeneration:
         ids, count = self._mapped(self.ids_of[key]), self.array(key).shape[0]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
             with self._damage(self.ids_of[key]):
-                raise ValueError(f"it has ids that are none of {count:,} rows")
+                raise ValueError(f"it has ids outside of its {count:,} rows")
         return ids, self._mapped(key)
 
     def verify(self, progress: bool | None) -> None:
@@ -215,12 +217,14 @@ class SavedGeneration:
                 digest_of = crc32c if of._digests == "crc32c" else zlib.crc32
                 with of._damage(name), open_to_read(os.path.join(of.path, name)) as file:
                     if len(expected) != (count := chunk_count(nbytes)):
-                        raise ValueError(f"it has {count} chunks of {len(expected)}")
+                        raise ValueError(f"it has {count} chunks, but {len(expected)} digests")
                     found = all_digests(file.read, nbytes, told, digest_of)
                     for number, (digest, other) in enumerate(zip(found, expected, strict=True)):
                         if digest != other:
                             begin = number * CHUNK_BYTES
-                            raise ValueError(f"its bytes from {begin:,} on are not those written")
+                            raise ValueError(
+                                f"its bytes from {begin:,} on do not match their digest"
+                            )
 
     def value(self, name: str, instead: Mapping[str, Tensor], *, copies: bool) -> Any:
         """The value of a part; its tensors are mapped from the file, or copies if `copies`.
@@ -268,7 +272,7 @@ def _base_in(entry: Any) -> tuple[int, str]:
     """The base's number and digest in a manifest; raises ValueError if they are malformed."""
     number, digest = entry["generation"], entry["sha256"]
     if type(number) is not int or number < 1 or not isinstance(digest, str):
-        raise ValueError(f"it was written against {str(entry)[:80]}")
+        raise ValueError(f"it has the invalid base {str(entry)[:80]}")
     return number, digest
 
 

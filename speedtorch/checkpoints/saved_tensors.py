@@ -73,23 +73,23 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
     """A dense tensor with contiguous rows to write; raises if a tensor has no plain elements."""
     if isinstance(tensor, RowWeight):
         raise TypeError(
-            f"{name}: stands for all rows of {tensor._rows.name}: give the module, its"
-            " state_dict(), or weight.detach().clone()"
+            f"{name}: this weight represents all rows of {tensor._rows.name}. Pass the module, its"
+            " state_dict(), or weight.detach().clone()."
         )
     if is_lazy(tensor) or tensor.is_nested:
-        what = "nested" if tensor.is_nested else "yet to be initialized, as of a lazy module"
-        raise ValueError(f"{name}: is {what}; expected a dense tensor with elements")
+        what = "a nested tensor" if tensor.is_nested else "an uninitialized one of a lazy module"
+        raise ValueError(f"{name}: expected a dense tensor with elements, got {what}")
     tensor = tensor.rows if isinstance(tensor, ReadOnlyRows) else tensor.detach()
     if type(tensor) is not Tensor:
         kind = type(tensor)
-        remedy = "save its plain values, or this object by torch.save(part.state_dict(), file)"
+        remedy = "Save its plain values, or save the part by torch.save(part.state_dict(), file)."
         raise TypeError(
-            f"{name}: is a {kind.__module__}.{kind.__qualname__}; expected a plain tensor: {remedy}"
+            f"{name}: expected a plain tensor, got {kind.__module__}.{kind.__qualname__}. {remedy}"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        what = "quantized" if tensor.is_quantized else "of layout " + str(tensor.layout)
-        what = "on the device meta" if tensor.is_meta else what
-        raise ValueError(f"{name}: is {what}; expected a dense tensor with elements")
+        what = "a quantized one" if tensor.is_quantized else f"the layout {tensor.layout}"
+        what = "one on the meta device" if tensor.is_meta else what
+        raise ValueError(f"{name}: expected a dense tensor with elements, got {what}")
     if tensor.dtype not in safetensors_format.DTYPES.values():
         raise ValueError(f"{name}: safetensors files cannot hold {tensor.dtype}")
     tensor = tensor.resolve_conj().resolve_neg()

@@ -69,13 +69,13 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
             return [kind.__name__.lower(), *entries]
         metadata = getattr(value, "_metadata", None)  # state_dict() of a module has it
         return ["ordered", inner("'s metadata", metadata), *entries]
-    remedy = "what has a state_dict() by itself, or save that object's state_dict()"
+    remedy = "its state_dict(), or the object as a part of its own if it has a state_dict()"
     if isinstance(value, np.generic | np.ndarray):
         remedy = "a plain array of numbers, such as np.asarray(array, dtype=np.float32)"
     raise TypeError(
-        f"{name}: is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without code"
-        " cannot hold; expected None, numbers, strings, bytes, tensors, and dicts, lists and tuples"
-        f" of them: give {remedy}"
+        f"{name}: a checkpoint has no pickled objects, so it cannot hold a {kind.__module__}."
+        f"{kind.__qualname__}. Expected None, numbers, strings, bytes, tensors, and dicts, lists"
+        f" and tuples of them. Pass {remedy}."
     )
 
 

@@ -61,8 +61,8 @@ def fill_shards(name: str, part: Any, state: Any) -> None:
                 what = f"{name}: the state {key!r} of parameter {number}"
                 if value.shape != param.shape:
                     raise ValueError(
-                        f"{what} has the shape {tuple(value.shape)}, and the DTensor"
-                        f" {tuple(param.shape)}; nothing has been loaded"
+                        f"{what} has the shape {tuple(value.shape)}, but the DTensor"
+                        f" has {tuple(param.shape)}. Nothing has been loaded."
                     )
                 entry[key] = _like(what, param, value)
 
@@ -98,7 +98,7 @@ def _shard(name: str, tensor: Any) -> tuple[range, bool]:
         if len(tensor.to_local()) == len(rows):
             return rows, not any(replicas)
     raise TypeError(
-        f"{name}: is a DTensor with the placements {placements} on {mesh.size()} ranks of"
-        f" {dist.get_world_size()}; expected the rows of all ranks, Shard(0): use"
-        " torch.distributed.checkpoint, or save its full_tensor()"
+        f"{name}: a DTensor must be sharded by Shard(0) on all {dist.get_world_size()} ranks, got"
+        f" the placements {placements} on {mesh.size()} ranks. Use torch.distributed.checkpoint, or"
+        " save its full_tensor()."
     )

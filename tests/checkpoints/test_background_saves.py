@@ -152,7 +152,7 @@ def test_an_error_is_told_and_leaves_what_was_there(
     speedtorch.save(tmp_path, **run.parts, step=1)
     with monkeypatch.context() as patch:
         fail(patch, "write")
-        with pytest.warns(RuntimeWarning, match="in the background, to .* has failed: OSError"):
+        with pytest.warns(RuntimeWarning, match="the background save to .* has failed: OSError"):
             saving = speedtorch.async_save(tmp_path, **run.parts, step=2)
             with pytest.raises(OSError, match="Input/output error"):
                 saving.result(60)

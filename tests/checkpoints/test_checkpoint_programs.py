@@ -286,7 +286,7 @@ class Program:
         )
         if is_told:
             before = sorted(os.listdir(self.folder))
-            with pytest.raises(ValueError, match="is damaged, or none of ours|is not there"):
+            with pytest.raises(ValueError, match="is damaged, or not of|is missing"):
                 call(self.folder, **how, **given)
             assert sorted(os.listdir(self.folder)) == before
             return
@@ -427,7 +427,7 @@ class Program:
         texts = [str(each.message) for each in told if each.category is RuntimeWarning]
         assert len(texts) == bool(later), (texts, later)
         for text in texts:
-            told_of = re.search(r"generation (\d+) is loaded instead of (\[.*?\]), damaged", text)
+            told_of = re.search(r"loads generation (\d+), because (\[.*?\]) are", text)
             assert told_of is not None and int(told_of[1]) == taken, text
             passed = [each for each in json.loads(told_of[2]) if each in self.there]
             assert passed == later, (text, later)  # beside bases that are not there

@@ -274,11 +274,11 @@ def test_another_base_is_found(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "generation-00000001")
     again = Run("cpu", seed=7)
     before = again.tensors()
-    with pytest.raises(ValueError, match="generation 2 was written against generation 1"):
+    with pytest.raises(ValueError, match="Generation 2 has the base generation 1"):
         speedtorch.load(tmp_path, **again.parts)
     speedtorch.save(tmp_path / "other", **run.train(1).parts)
     shutil.move(tmp_path / "other" / "generation-00000001", tmp_path)
-    with pytest.raises(ValueError, match="generation 1 is another than it was written against"):
+    with pytest.raises(ValueError, match="its base, generation 1, was replaced"):
         speedtorch.load(tmp_path, generation=2, **again.parts)
     for one, other in zip(again.tensors(), before, strict=True):
         assert torch.equal(one, other)
@@ -288,17 +288,17 @@ def test_another_base_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="generation-00000001.*not those written"):
+    with pytest.raises(ValueError, match="generation-00000001.*do not match"):
         speedtorch.load(tmp_path, **again.parts)
 
 
 def test_wrong_bases_are_told(tmp_path: Path) -> None:
     run = Run("cpu")
-    with pytest.raises(FileNotFoundError, match="no generation of a checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in this"):
         speedtorch.save(tmp_path, base=1, **run.parts)
     speedtorch.save(tmp_path, **run.parts)
     for wrong in (2, 0, -1):
-        with pytest.raises(FileNotFoundError, match=rf"no generation {wrong}, but \[1\]"):
+        with pytest.raises(FileNotFoundError, match=rf"no generation {wrong}, only \[1\]"):
             speedtorch.save(tmp_path, base=wrong, **run.parts)
     assert os.listdir(tmp_path) == ["generation-00000001"]
 
@@ -458,10 +458,10 @@ def test_a_damaged_base_names_what_does_not_need_it(tmp_path: Path) -> None:
     for number in range(3):
         speedtorch.save(tmp_path, keep=9, base=max(0, number - 1) or None, rows=table["weight"])
     (tmp_path / "generation-00000002" / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match=r"generation=1\) is there"):
+    with pytest.raises(ValueError, match=r"generation=1\) for the"):
         speedtorch.load(tmp_path, generation=2)
     (tmp_path / "generation-00000001" / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match=r"no whole generation, but \[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"all generations \[1, 2, 3\]"):
         speedtorch.load(tmp_path)
 
 
@@ -485,7 +485,7 @@ def test_a_chain_with_a_damaged_link_falls_back_to_the_last_whole_run(
     monkeypatch.setattr(
         SavedGeneration, "verify", lambda of, bar: (verified.append(of.number), real(of, bar))[1]
     )
-    match = rf"generation 3 is loaded instead of \[4, 5\].*{path.name}"
+    match = rf"loads generation 3, because \[4, 5\].*{path.name}"
     with pytest.warns(RuntimeWarning, match=match):
         assert speedtorch.load(tmp_path, since=since, **reader.parts) == {"step": 2}
     for one, other in zip(reader.tensors(), expected[2], strict=True):
@@ -496,9 +496,9 @@ def test_a_chain_with_a_damaged_link_falls_back_to_the_last_whole_run(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": "changed rows.1"}, "its changed rows have no names"),
-        ({"generation": 0}, "it was written against {'generation': 0"),
-        ({"generation": 7}, "it was written against generation 7, which came later"),
+        ({"rows": "changed rows.1"}, "the 'rows' of its base are not a dict"),
+        ({"generation": 0}, "it has the invalid base {'generation': 0"),
+        ({"generation": 7}, "its base is generation 7, which is not older"),
     ],
 )
 def test_a_base_that_no_save_has_written_is_an_error(
@@ -525,7 +525,7 @@ def test_numbers_are_asked_for(tmp_path: Path) -> None:
         lambda: speedtorch.load(tmp_path, since=saved),
         lambda: speedtorch.load(tmp_path, generation=True),
     ):
-        with pytest.raises(TypeError, match="expected a number, as Saved.generation is, got"):
+        with pytest.raises(TypeError, match="expected a number such as Saved.generation, got"):
             call()
 
 
