@@ -109,8 +109,8 @@ def timed_exchanges(found: list[tuple[Any, Any]]) -> Iterator[None]:
         return timed
 
     with (
-        patch.object(Ranks, "bring", noted(Ranks.bring)),
-        patch.object(Ranks, "give_back", noted(Ranks.give_back)),
+        patch.object(Ranks, "bring", noted(Ranks.send_rows)),
+        patch.object(Ranks, "give_back", noted(Ranks.send_gradients)),
     ):
         yield
 

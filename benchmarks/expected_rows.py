@@ -101,7 +101,7 @@ def _owners(dealt: BlockCyclic, size: int, apart: bool) -> Tensor:
     """The owners of the groups, the first ones; the others are all over the table."""
     first = _groups(dealt.rows, size).first
     ids = spread(first[:_SINGLE_ROWS], dealt.rows) if apart else first
-    owners: Tensor = dealt.numbers(ids) // dealt.room
+    owners: Tensor = dealt.numbers(ids) // dealt.stride
     return owners
 
 

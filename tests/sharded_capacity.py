@@ -41,7 +41,7 @@ TOO_MANY = "Embedding: a step has 5 unique rows, but capacity=4"
 ANOTHERS = "Embedding: another rank could not load the rows of its step, and its error states the"
 FULL = "Embedding: the lookups of all ranks in a step have more unique rows of one rank than its"
 SHARE = "Embedding: a lookup on some rank has more unique rows of one rank than a fair share"
-MORE = "Embedding: a lookup names {} distinct rows of rank 1, {} fit, the fair share of capacity={}"
+MORE = "a lookup has {} unique rows of rank 1, but at most {}{} are allowed.* of capacity={}"
 NEW_ROWS = "all lookups of a step must be announced before the first of them.* has 1 new rows"
 
 
@@ -143,7 +143,7 @@ def check_too_many_rows() -> None:
         training.check_unchanged()
     training = Training()
     ids = owned(1, 0, 1, 2, 3, 4) if dist.get_rank() == 0 else ids_here()
-    more = of_rank(0, MORE.format(5, 4, 4), SHARE)
+    more = of_rank(0, MORE.format(5, 4, "", 4), SHARE)
     raises(RuntimeError, more, lambda: training.module(ids))
     training.check_step(3, 4)
 
@@ -157,7 +157,7 @@ def check_more_than_a_share() -> None:
     """It raises on all ranks at once, and no row has changed; a share fits."""
     share = SHARES[dist.get_world_size()]
     for more in (share + 1, 400, 900):  # what fits all ranks together fits no single one
-        message = of_rank(0, MORE.format(more, share, 400), SHARE)
+        message = of_rank(0, MORE.format(more, share, "", 400), SHARE)
         for way in WAYS:
             training = Training.begun(WIDE, 400)
             ids = of_second(more)
@@ -189,14 +189,14 @@ def check_padding() -> None:
     training.learn(ids if dist.get_rank() == 0 else ids_here())
     training.check_changed(*trained)
     more = owned(1, 0, 1, 2, 3, 4, 5) if dist.get_rank() == 0 else ids_here()
-    message = MORE.format(6, 5, 4) + ".*, that of padding_idx included"
+    message = MORE.format(6, 5, r" \(with the row of padding_idx\)", 4)
     raises(RuntimeError, of_rank(0, message, SHARE), lambda: training.module(more))
 
 
 def most_of_an_owner(ids: Tensor, dealt: BlockCyclic) -> int:
     """The most distinct rows of one rank among ids."""
     numbers = dealt.numbers(ids).unique()
-    return int(torch.bincount(numbers[numbers >= 0] // dealt.room, minlength=1).max())
+    return int(torch.bincount(numbers[numbers >= 0] // dealt.stride, minlength=1).max())
 
 
 def random_batch(choose: random.Random, dealt: BlockCyclic, capacity: int) -> Tensor:
@@ -205,7 +205,7 @@ def random_batch(choose: random.Random, dealt: BlockCyclic, capacity: int) -> Te
     drawn = torch.Generator().manual_seed(choose.getrandbits(32))
     ids = torch.randperm(dealt.rows, generator=drawn)
     if choose.random() < 0.3:
-        ids = ids[dealt.numbers(ids) // dealt.room == choose.randrange(dealt.ranks)]
+        ids = ids[dealt.numbers(ids) // dealt.stride == choose.randrange(dealt.ranks)]
     ids = ids[: int(most * choose.random() ** 2)]
     ids = torch.cat([ids, ids[: choose.randrange(4)]])
     wrong = choose.random() < 0.06
@@ -279,7 +279,7 @@ def check_a_bad_id() -> None:
     for way in WAYS:
         training = Training()
         ids = ids_here(1, ROWS) if dist.get_rank() == 1 else ids_here(1, 2)
-        message = of_rank(1, "id 41 at position 1 is out of range", r"an id on ranks \[1\] is out")
+        message = of_rank(1, "id 41 at position 1 is out of range", r"ids of ranks \[1\] are out")
         raises(IndexError, message, lambda way=way, t=training, ids=ids: way(t.module, ids))
         training.check_unchanged()
 
@@ -341,7 +341,7 @@ def check_late_faults() -> None:
             training.check_unchanged()
 
         more = SHARES[dist.get_world_size()] + 1
-        late_share = of_rank(0, MORE.format(more, more - 1, 400), SHARE)
+        late_share = of_rank(0, MORE.format(more, more - 1, "", 400), SHARE)
         for way in WAYS:
             training = Training.begun(WIDE, 400)
             way(training.module, of_second(more))
@@ -413,7 +413,7 @@ def check_a_capture() -> None:
     """A CUDA graph refuses the lookup by name."""
     training, ids = Training(), ids_here(1, 2)
     training.learn(ids)
-    message = "Embedding: a CUDA graph cannot hold a lookup of rows that are shared out among ranks"
+    message = "Embedding: a CUDA graph cannot capture a lookup of rows that are sharded among ranks"
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         raises(RuntimeError, message, lambda: training.module(ids))
     training.check_step(1, 2)

@@ -71,31 +71,55 @@ def named(*names: str) -> nn.Module:
 
 Make = Callable[[], nn.Module]
 MODELS: dict[str, tuple[Make, Make, str]] = {
-    "rows": (made, lambda: speedtorch.Embedding(ROWS + 1, WIDTH), "num_embeddings=42 .* rank 0"),
+    "rows": (
+        made,
+        lambda: speedtorch.Embedding(ROWS + 1, WIDTH),
+        "num_embeddings=42 on rank 1",
+    ),
     "columns": (
         made,
         lambda: speedtorch.Embedding(ROWS, 4),
-        "embedding_dim=4 where rank 0 has embedding_dim=3;",
+        "embedding_dim=4 on rank 1, but embedding_dim=3 on rank 0",
     ),
-    "dtype": (made, partial(made, dtype=torch.float64), "dtype=torch.float64 where rank 0 has"),
-    "class": (made, bags, "of 'm' rank 1 has class=EmbeddingBag"),
-    "max_norm": (partial(made, max_norm=1.0), made, "max_norm=None where rank 0 has max_norm=1.0"),
-    "norm_type": (made, partial(made, norm_type=1.0), "norm_type=1.0 where rank 0 has norm_type=2"),
+    "dtype": (made, partial(made, dtype=torch.float64), "dtype=torch.float64 on rank 1, but"),
+    "class": (made, bags, "'m' has class=EmbeddingBag.* on rank 1"),
+    "max_norm": (
+        partial(made, max_norm=1.0),
+        made,
+        "max_norm=None on rank 1, but max_norm=1",
+    ),
+    "norm_type": (made, partial(made, norm_type=1.0), "norm_type=1.0 on rank 1, but norm_type=2"),
     "padding": (made, partial(made, padding_idx=3), "padding_idx=3.* padding_idx=None"),
-    "capacity": (partial(made, capacity=4), partial(made, capacity=5), "capacity=5 where rank 0"),
-    "sparse": (partial(made, sparse=True), made, "sparse=False where rank 0 has sparse=True"),
-    "mode": (bags, partial(bags, mode="sum"), "mode=sum where rank 0 has mode=mean"),
+    "capacity": (partial(made, capacity=4), partial(made, capacity=5), "capacity=5 on rank 1"),
+    "sparse": (partial(made, sparse=True), made, "sparse=False on rank 1, but sparse=True"),
+    "mode": (bags, partial(bags, mode="sum"), "mode=sum on rank 1, but mode=mean"),
     "pooling": (tables, partial(tables, pooling="mean"), r"table 'a'=\(5, \['a'\], 'mean'\)"),
-    "frozen": (made, frozen, "weight.requires_grad=False where rank 0 has weight.requires_grad=T"),
+    "frozen": (made, frozen, "requires_grad=False on rank 1, but weight.requires_grad=True"),
     "first values": (
         made,
         lambda: made().init_(nn.init.normal_, 0.0, 2.0),
-        r"init_=\['values of digest .*'\] where rank 0",
+        r"init_=\['values of digest .*'\] on rank 1, but",
     ),
-    "names": (partial(named, "a"), partial(named, "b"), "has 'm.b' where rank 0 has 'm.a'"),
-    "order": (partial(named, "a", "b"), partial(named, "b", "a"), "has 'm.b' where rank 0 has"),
-    "fewer": (partial(named, "a", "b"), partial(named, "a"), "no further module where rank 0 has"),
-    "more": (partial(named, "a"), partial(named, "a", "b"), "rank 1 has 'm.b' where rank 0 has no"),
+    "names": (
+        partial(named, "a"),
+        partial(named, "b"),
+        "has module 'm.b', but .* 'm.a'",
+    ),
+    "order": (
+        partial(named, "a", "b"),
+        partial(named, "b", "a"),
+        "has module 'm.b', but rank 0",
+    ),
+    "fewer": (
+        partial(named, "a", "b"),
+        partial(named, "a"),
+        "no further module, but rank 0 has",
+    ),
+    "more": (
+        partial(named, "a"),
+        partial(named, "a", "b"),
+        "rank 1 has module 'm.b', but .* no",
+    ),
 }
 REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
     "no rows": (lambda: nn.Linear(2, 2), ValueError, "has no speedtorch.Embedding"),
@@ -103,7 +127,7 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
     "frequencies": (
         partial(made, scale_grad_by_freq=True),
         NotImplementedError,
-        "Embedding: scale_grad_by_freq would need",
+        "Embedding: sharded rows do not support scale_grad_by_freq",
     ),
 }
 
@@ -119,7 +143,7 @@ def check_other_models() -> None:
             raises(ValueError, f"shard: .*{message}", lambda model=model: shard(model))  # type: ignore[misc]
         assert model["first"].table.rows == ROWS
     with soon("average"):
-        message = "of 'Embedding' rank .* has average=True where rank 0 has average=False"
+        message = "'Embedding' has average=True on rank .*, but average=False on rank 0"
         raises(ValueError, message, lambda: shard(made(), average=is_last))
     for name, (of_last, kind, message) in REFUSED.items():
         model = nn.ModuleDict({"first": made(), "m": of_last()} if is_last else {"first": made()})
@@ -136,7 +160,7 @@ def check_other_models() -> None:
 def check_meshes() -> None:
     """A mesh says how its group is got."""
     mesh = init_device_mesh(own_device().type, (dist.get_world_size(),), mesh_dim_names=("rows",))
-    message = r"process_group is a DeviceMesh; pass mesh.get_group\(\).*get_group\(name\).*'rows'"
+    message = r"got a DeviceMesh. Pass mesh.get_group\(\).*get_group\(name\).*'rows'"
     raises(TypeError, message, lambda: shard(made(), process_group=mesh))
     shard(made(), process_group=mesh.get_group())
 
@@ -161,8 +185,8 @@ def check_replicas() -> None:
         shard(model, process_group=mesh.get_group("rows"))
         wrapped = nn.parallel.DistributedDataParallel(model)
         message = (
-            r"shared out among ranks \[(0, 1|2, 3)\], and DistributedDataParallel .* on ranks"
-            r" \[(2, 3|0, 1)\], too.* with the same process_group"
+            r"sharded among ranks \[(0, 1|2, 3)\], but DistributedDataParallel .* on ranks"
+            r" \[(2, 3|0, 1)\].* with the same process_group"
         )
         ids = ids_here(1, 2).view(-1, 1)
         with soon("replicas"):
@@ -178,7 +202,7 @@ def check_join() -> None:
     wrapped = nn.parallel.DistributedDataParallel(model)
     with wrapped.join(), soon("join"):
         raises(
-            NotImplementedError, r"join\(\) a rank .* empty batches", lambda: wrapped(ids_here(1))
+            NotImplementedError, r"join\(\). A rank .* empty batches", lambda: wrapped(ids_here(1))
         )
 
 
@@ -187,7 +211,7 @@ def check_replicas_of_meshes() -> None:
     device = own_device().type
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicas", "rows"))
     every, rows = init_device_mesh(device, (4,)), mesh["rows"]
-    message = r"ranks \[(0, 1|2, 3)\], and (fully_shard|replicate) .* on ranks \[(2, 3|0, 1)\]"
+    message = r"ranks \[(0, 1|2, 3)\], but (fully_shard|replicate) .* on ranks \[(2, 3|0, 1)\]"
     for wrap, of in (fully_shard, mesh), (fully_shard, every), (replicate_on, every):
         for part in (lambda model: model, lambda model: model[1]):
             lookup = _wrapped_lookup(partial(_wrap, wrap, part, of), rows)
@@ -347,7 +371,7 @@ CALLS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
 
 def check_other_calls(capacity: int | None, part: slice) -> None:
     """Whatever one rank does otherwise raises on all, which name both; then they go on."""
-    assert Ranks.of().meets_beside_the_device
+    assert Ranks.of().has_barrier
     check_each_other_call(capacity, part)
 
 
@@ -363,7 +387,7 @@ def check_each_other_call(capacity: int | None, part: slice) -> None:
         pair = Pair(capacity)
         time.sleep(0.1 * is_odd())  # the others wait for it
         with soon(name):
-            message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
+            message = rf"ranks \[0.*\] are at {first}.*, ranks \[1\] are at {odd}"
             raises(RuntimeError, message, partial(differ, pair))
         for module, before in zip(pair.model.values(), pair.before, strict=True):
             module.flush()
@@ -402,7 +426,7 @@ OWN = "keeps exp_avg, exp_avg_sq, max_exp_avg_sq of each row of Embedding with i
 STEPS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
     "no backward": (a_backward_left_out, BACK.format(1, "b"), STEP),
     "no step": (a_step_left_out, STEP, NEW.format("a")),
-    "refused": (a_step_that_one_rank_refuses, STEP, f"an error of their own in {STEP}"),
+    "refused": (a_step_that_one_rank_refuses, STEP, f"an error in {STEP}"),
 }
 
 
@@ -411,7 +435,7 @@ def check_other_steps(capacity: int | None) -> None:
     for name, (differ, first, odd) in STEPS.items():
         pair = Pair(capacity)
         time.sleep(0.1 * is_odd())  # the others wait for it
-        message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
+        message = rf"ranks \[0.*\] are at {first}.*, ranks \[1\] are at {odd}"
         with soon(name):
             is_own = is_odd() and name == "refused"
             raises(RuntimeError, OWN if is_own else message, partial(differ, pair))
@@ -457,7 +481,7 @@ def own_error(pair: Pair, where: str, seconds: float) -> None:
     except ValueError:
         time.sleep(seconds)
     except RuntimeError as error:
-        assert "rows of other ranks did not come" in str(error)
+        assert "an exchange with other ranks failed" in str(error)
 
 
 def raise_if(fails: bool) -> None:
@@ -472,9 +496,13 @@ def check_own_errors(where: str, on_machine: bool, timeout: float) -> None:
         pair = Pair()
         own_error(pair, where, 1.5 * timeout)
         for _ in range(3):
-            raises(RuntimeError, "did not come|are at", lambda: pair.good_step(7))
+            raises(
+                RuntimeError,
+                "with other ranks failed|are at",
+                lambda: pair.good_step(7),
+            )
         begin = time.monotonic()
-        raises(RuntimeError, "begin anew from the last checkpoint", lambda: pair.good_step(7))
+        raises(RuntimeError, "restart from the last checkpoint", lambda: pair.good_step(7))
         assert time.monotonic() - begin < SOON
 
 
@@ -515,7 +543,7 @@ def check_late_calls() -> None:
             backwards_in_another_order(pair)
             pair.optimizers[0].step()
             message = (
-                "ranks .* at the backward of lookup 1 of .*; ranks .* at the backward of lookup 1"
+                "ranks .* at the backward of lookup 1 of .*, ranks .* at the backward of lookup 1"
             )
             if flushes:
                 raises(RuntimeError, message, pair.model["a"].flush)

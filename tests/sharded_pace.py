@@ -65,7 +65,7 @@ def check_decisions() -> None:
         assert all(each == seen for each in every)
         assert all(seen) if is_busy else seen[:12] == [True] * 12 and not any(seen[12:])
     is_odd = rank == 1
-    message = r"ranks \[0.*\] are at a step of prefetch\(\) .*; ranks \[1\] are at a new lookup"
+    message = r"ranks \[0.*\] are at a step of prefetch\(\) .*, ranks \[1\] are at a new lookup"
     raises(
         RuntimeError,
         message,

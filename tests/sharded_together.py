@@ -48,15 +48,15 @@ def of_machines(on_machine: bool) -> Any:
 
 
 @contextmanager
-def told_late() -> Iterator[None]:
-    """Ranks of several machines read what others have told them when they ask, as on GPUs."""
-    begun = CountedRound._begun
+def read_late() -> Iterator[None]:
+    """Ranks of several machines read gathered counts only when they exchange ids, as on GPUs."""
+    gather_counts = CountedRound._gather_counts
 
-    def told(*args: Any) -> Any:
-        with patch.object(CountedRound, "_counts"):
-            return begun(*args)
+    def gather(*args: Any) -> Any:
+        with patch.object(CountedRound, "_read_counts"):
+            return gather_counts(*args)
 
-    with patch.object(CountedRound, "_begun", told):
+    with patch.object(CountedRound, "_gather_counts", gather):
         yield
 
 
@@ -340,7 +340,7 @@ def check_an_error_of_one_rank(on_machine: bool) -> None:
             time.sleep(3)
         else:
             call = partial(tables.model, features(3, 5))
-            raises(RuntimeError, "rows of other ranks did not come", call)
+            raises(RuntimeError, "an exchange with other ranks failed", call)
 
 
 def check_bad_ids(capacity: int | None, on_machine: bool) -> None:
@@ -353,7 +353,7 @@ def check_bad_ids(capacity: int | None, on_machine: bool) -> None:
                 tables, batch = Tables(capacity), features(3, 5)
                 if is_odd:
                     batch[f"t{bad}"][1] = ROWS
-                message = rf"table 't{bad}'.* ranks \[1\] is out of range"
+                message = rf"table 't{bad}'.* ranks \[1\] are out of range"
                 if is_odd:
                     message = rf"feature 't{bad}': id {ROWS} at position 1 is out of range"
                 raises(IndexError, message, partial(way, tables, batch))
@@ -371,7 +371,7 @@ def check_no_ids(capacity: int | None, on_machine: bool) -> None:
                 if is_odd:
                     batch["t1"] = torch.rand(5, device=own_device())
                 kind = TypeError if is_odd else IndexError
-                message = "t1" if is_odd else r"ranks \[1\] is out of range"
+                message = "t1" if is_odd else r"ranks \[1\] are out of range"
                 raises(kind, message, partial(way, tables, batch))
                 tables.model._groups()[0].weight.requires_grad_(True)
                 tables.check_unchanged()
@@ -410,7 +410,7 @@ def check_other_tables(capacity: int | None, on_machine: bool, of_gpus: bool) ->
     """Ranks that prefetch other tables raise, and name the first that is not the same."""
     paces.choose(paces.AHEAD)
     end = r"no further lookup \(or"
-    with of_machines(on_machine), told_late() if of_gpus else nullcontext():
+    with of_machines(on_machine), read_late() if of_gpus else nullcontext():
         for names, of_odd, first, odd in (
             ("abc", "acb", "a new lookup of 'b'", "a new lookup of 'c'"),
             ("abc", "ab", "a new lookup of 'c'", end),
@@ -421,7 +421,7 @@ def check_other_tables(capacity: int | None, on_machine: bool, of_gpus: bool) ->
                 shard(model)
                 before = [each.table["weight"].clone() for each in model.values()]
                 third = of_odd if dist.get_rank() == 1 else names
-                message = rf"ranks \[0.*\] are at {first}.*; ranks \[1\] are at {odd}"
+                message = rf"ranks \[0.*\] are at {first}.*, ranks \[1\] are at {odd}"
                 own = third if every else names
                 call = partial(other_tables, dict(model.items()), own, third)
                 raises(RuntimeError, message, call)

@@ -63,7 +63,7 @@ def _collected(
     ranks: Ranks, modules: list[tuple[RowModule, ShardedRows]]
 ) -> list[tuple[RowModule, Mapping[str, Tensor]]]:
     """Gathers all rows of modules, by field, on the first rank; empty on the other ranks."""
-    modules[0][1].meet_for_all()
+    modules[0][1].check_collect()
     full: list[dict[str, Tensor]] = []
     names: list[list[str]] = []
 
@@ -88,7 +88,7 @@ def _collected(
     for number, (module, lookups) in enumerate(modules):
         with module.trained_rows.lock:
             for name in names[number]:
-                lookups.collect(name, full[number][name] if full else None)
+                lookups.gather_field(name, full[number][name] if full else None)
     return [(module, each) for (module, _), each in zip(modules, full, strict=False)]
 
 
@@ -109,6 +109,6 @@ def _room(
             " each rank."
         )
     return [
-        {name: lookups.empty_for_all(name) for name in fields}
+        {name: lookups.allocate_all_rows(name) for name in fields}
         for (_, lookups), fields in zip(modules, names, strict=True)
     ]

@@ -37,7 +37,7 @@ class LoadRanks(Collectives):
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
         keys = [f"{number}/{rank}" for rank in range(self.size)]
         try:
-            self._store.wait(keys, timedelta(seconds=self._ranks.patience))
+            self._store.wait(keys, timedelta(seconds=self._ranks.timeout))
         except RuntimeError as error:
             raise RuntimeError(
                 "load: another rank has not called load() in time. All ranks with sharded rows must"

@@ -229,7 +229,7 @@ def _begun(
         writing.make(keep)
         writing.begin(tensors, later, progress)
         if beside and isinstance(ranks, Ranks):
-            writing.go_beside(ranks.patience)
+            writing.go_beside(ranks.timeout)
         rest = stack.pop_all()
     waited = time.perf_counter() - begin if beside else None
 

@@ -26,7 +26,7 @@ class BlockCyclic(NamedTuple):
     """The rows of a table, sharded among ranks.
 
     The rows of all shards are numbered in the order of the ranks. The numbers of a rank's rows
-    begin at `rank * room`.
+    begin at `rank * stride`.
     """
 
     rows: int
@@ -35,12 +35,12 @@ class BlockCyclic(NamedTuple):
     """Rows in a block; the last block may have fewer."""
 
     @classmethod
-    def of(cls, rows: int, ranks: int, unit: int = 1) -> BlockCyclic:
-        """Shards `rows` rows in blocks of `unit` rows times or divided by a power of two.
+    def of(cls, rows: int, ranks: int, initialized: int = 1) -> BlockCyclic:
+        """Shards `rows` rows in blocks of `initialized` rows times or divided by a power of two.
 
-        So blocks of `unit` rows, which are initialized together, are seldom split.
+        So blocks of `initialized` rows, which are initialized together, are seldom split.
         """
-        block = max(1, unit)
+        block = max(1, initialized)
         while block * _MOST_BLOCKS * ranks < rows:
             block *= 2
         while block > 1 and (block // 2) * _MOST_BLOCKS * ranks >= rows:
@@ -50,33 +50,35 @@ class BlockCyclic(NamedTuple):
         return cls(rows, ranks, block)
 
     @property
-    def rounds(self) -> int:
+    def cycles(self) -> int:
         """The maximum number of blocks of a rank."""
         return -(-self.rows // (self.block * self.ranks))
 
     @property
-    def room(self) -> int:
+    def stride(self) -> int:
         """The size of each rank's range of numbers."""
-        return self.rounds * self.block
+        return self.cycles * self.block
 
     def blocks(self, rank: int) -> Iterator[tuple[range, range]]:
         """A rank's blocks, in order: their rows in the whole table, and in the rank's shard."""
-        for turn in range(self.rounds):
-            first = (turn * self.ranks + self._seat(turn, rank)) * self.block
+        for cycle in range(self.cycles):
+            first = (cycle * self.ranks + self._place_in_cycle(cycle, rank)) * self.block
             if first < self.rows:
                 rows = range(first, min(first + self.block, self.rows))
-                begin = turn * self.block
+                begin = cycle * self.block
                 yield rows, range(begin, begin + len(rows))
 
-    def _seat(self, turn: int, rank: _Rank) -> _Rank:
-        return self.ranks - 1 - rank if turn % 2 else rank
+    def _place_in_cycle(self, cycle: int, rank: _Rank) -> _Rank:
+        return self.ranks - 1 - rank if cycle % 2 else rank
 
     def distances(self) -> Tensor:
         """The difference of number and id for each block: `[blocks]`, at most 8 kB per rank."""
         block = torch.arange(max(1, -(-self.rows // self.block)))
-        turn, seat = block // self.ranks, block % self.ranks
-        rank = torch.where(turn % 2 == 0, self._seat(0, seat), self._seat(1, seat))
-        return rank * self.room + (turn - block) * self.block
+        cycle, position = block // self.ranks, block % self.ranks
+        rank = torch.where(
+            cycle % 2 == 0, self._place_in_cycle(0, position), self._place_in_cycle(1, position)
+        )
+        return rank * self.stride + (cycle - block) * self.block
 
     def numbers(self, ids: Tensor) -> Tensor:
         """The row numbers of ids, int64 of the same shape; -1 if an id is out of range."""
@@ -89,6 +91,8 @@ class BlockCyclic(NamedTuple):
     def ids(self, rank: int, places: range) -> Tensor:
         """The ids of the rows at these places of a rank's shard: int64 `[n]`."""
         place = torch.arange(places.start, places.stop)
-        turn = place.div(self.block, rounding_mode="floor")
-        seat = torch.where(turn % 2 == 0, self._seat(0, rank), self._seat(1, rank))
-        return (turn * self.ranks + seat) * self.block + place % self.block
+        cycle = place.div(self.block, rounding_mode="floor")
+        position = torch.where(
+            cycle % 2 == 0, self._place_in_cycle(0, rank), self._place_in_cycle(1, rank)
+        )
+        return (cycle * self.ranks + position) * self.block + place % self.block

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from speedtorch.step.disagreement import DisagreementError
 
-__all__ = ["END", "Call", "Kind", "are_counts", "differing"]
+__all__ = ["END", "Call", "Kind", "are_counts", "disagreement"]
 
 _NUMBERED = 1 << 40  # more than any count of rows or lookups
 
@@ -65,7 +65,7 @@ class Call(NamedTuple):
         table, kind = divmod(place, len(Kind))
         return cls(Kind(kind), table, 0 if kind in _WITH_NUMBER else number)
 
-    def said(self, tables: Sequence[str]) -> str:
+    def text(self, tables: Sequence[str]) -> str:
         """The call as text, with the table's name."""
         table = tables[self.table] if self.table < len(tables) else f"table {self.table}"
         return {
@@ -75,10 +75,10 @@ class Call(NamedTuple):
             Kind.ROWS: f"lookup {self.lookup} of {table}, which was announced or prefetched",
             Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table}",
             Kind.FULL: f"full_state_dict() of {table}",
-            Kind.NONE: f"an error of their own in prefetch() of {table}",
-            Kind.PACE: f"a step of prefetch() of {table} after which its pace is decided",
+            Kind.NONE: f"an error in prefetch() of {table}",
+            Kind.PACE: f"a step of prefetch() of {table} whose duration ranks compare",
             Kind.STEP: f"optimizer.step() of {table}",
-            Kind.NO_STEP: f"an error of their own in optimizer.step() of {table}",
+            Kind.NO_STEP: f"an error in optimizer.step() of {table}",
             Kind.END: "no further lookup (or its announce() or prefetch())",
         }[self.kind]
 
@@ -94,15 +94,15 @@ def are_counts(numbers: Sequence[int]) -> bool:
     return min(numbers) >= -1 and max(numbers) < _NUMBERED - 1
 
 
-def differing(name: str, calls: Sequence[Call], tables: Sequence[str]) -> DisagreementError:
+def disagreement(name: str, calls: Sequence[Call], tables: Sequence[str]) -> DisagreementError:
     """The error about ranks at different exchanges."""
     ranks: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)
-    said = "; ".join(f"ranks {at} are at {call.said(tables)}" for call, at in ranks.items())
+    texts = ", ".join(f"ranks {group} are at {call.text(tables)}" for call, group in ranks.items())
     return DisagreementError(
-        f"{name}: {said}. All ranks make the same lookups in the same order, with an empty batch"
-        " where they have none, look up announced and prefetched tensors in the order in which they"
-        " were named, or each a tensor of its own, go backward through the same results in the same"
-        " order, and step together. No row has changed"
+        f"{name}: {texts}. No row has changed. All ranks must make the same lookups, backward"
+        " passes and optimizer steps in the same order. A rank without data looks up an empty"
+        " batch. All ranks look up announced and prefetched tensors in the order of announce() and"
+        " prefetch(), or all look up other tensors."
     )

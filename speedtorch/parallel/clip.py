@@ -49,7 +49,7 @@ def clip_grad_norm_(
         >>> layer = torch.nn.Linear(2, 2)
         >>> layer(torch.full((3, 2), 100.0)).sum().backward()
         >>> norm = clip_grad_norm_(layer.parameters(), max_norm=1.0)
-        >>> after = torch.stack([each.grad.norm() for each in layer.parameters()]).norm()
+        >>> after = torch.stack([param.grad.norm() for param in layer.parameters()]).norm()
         >>> bool(norm > 400), round(after.item(), 3)
         (True, 1.0)
     """
@@ -83,22 +83,26 @@ def clip_grad_norm_(
     largest, device = norm_type == float("inf"), given[0].device
 
     def power_of(gradients: list[Tensor]) -> Tensor:
+        """The norm to the power of its order, or the norm itself if the order is inf."""
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device)
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # powers overflow float16
         return norm if largest else norm**norm_type
 
     parts = [power_of(gradients) for gradients in _apart(whole)]
-    for ranks in sorted(own, key=lambda each: each.name):  # parameter order may differ among ranks
+    for ranks in sorted(own, key=lambda ranks: ranks.name):  # the order may differ among ranks
         device_of_rows, dtype = places[ranks]
         part = power_of(own[ranks]).to(device_of_rows, dtype)
-        parts.append((ranks.most_(part) if largest else ranks.summed_(part)).to(device))
+        parts.append(
+            (ranks.all_reduce_max_(part) if largest else ranks.all_reduce_sum_(part)).to(device)
+        )
     total = reduce(torch.maximum if largest else torch.add, parts)
     norm = total if largest else total ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so"
-            " that they cannot be clipped; pass error_if_nonfinite=False to multiply them by it"
+            f"clip_grad_norm_: the gradients' norm of order {norm_type} must be finite, got"
+            f" {norm.item()}. No gradient has changed. Pass error_if_nonfinite=False to clip them"
+            " anyway."
         )
     for parameters in _apart(given):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
@@ -107,5 +111,5 @@ def clip_grad_norm_(
 
 def _apart(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Splits plain tensors from DTensors, because torch cannot mix both in one call."""
-    shared = [each for each in tensors if hasattr(each, "full_tensor")]
-    return [each for each in tensors if not hasattr(each, "full_tensor")], shared
+    shared = [tensor for tensor in tensors if hasattr(tensor, "full_tensor")]
+    return [tensor for tensor in tensors if not hasattr(tensor, "full_tensor")], shared

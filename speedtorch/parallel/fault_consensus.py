@@ -1,4 +1,4 @@
-"""FaultConsensus: a step of rows with a capacity begins on all ranks or on none.
+"""FaultConsensus: all ranks begin a step of rows with a capacity, or none does.
 
 Only the owner of the rows finds that a step has too many rows. On the CPU all ranks raise at once.
 On a GPU no rank waits: a fault on one rank moves no row on any rank. All ranks raise at the next
@@ -34,31 +34,31 @@ class FaultConsensus:
     def __init__(self, memory: FixedMemory, ranks: Ranks) -> None:
         self._memory, self._ranks = memory, ranks
         self._last: list[HostCopy] = []
-        """Agreed fault codes that last() has not read."""
-        self._known: Tensor | None = None
+        """All-reduced fault codes that last() has not read."""
+        self._expected: Tensor | None = None
         self._calls: list[HostCopy] = []
         """The ranks' call codes since the last lookup, not compared yet."""
 
     @property
     def compares_at_once(self) -> bool:
         """Whether ranks compare their calls before they exchange anything."""
-        return raises_at_once(self._memory.held.device) or self._ranks.meets_beside_the_device
+        return raises_at_once(self._memory.held.device) or self._ranks.has_barrier
 
-    def meet(self, calls: Sequence[Call]) -> Tensor | None:
-        """As Requests.meet; more than one call only if compares_at_once."""
+    def compare_calls(self, calls: Sequence[Call]) -> Tensor | None:
+        """As Requests.compare_calls; more than one call only if compares_at_once."""
         name, device = self._memory.held.name, self._memory.held.device
         if self.compares_at_once:
-            self._ranks.meet(name, calls, device)
+            self._ranks.compare_calls(name, calls, device)
             return None
         (call,) = calls
-        codes = self._ranks.calls(name, calls, device)
+        codes = self._ranks.gather_codes(name, calls, device)
         self._calls.append(HostCopy(codes.reshape(-1)))
         return (codes[:, 0] != call.code).any().long().view(1)
 
     def check(self) -> None:
         """As FaultAllReduce.check."""
         while self._calls:
-            self._ranks.refuse_if_differing(self._memory.held.name, self._calls[0], 1)
+            self._ranks.compare_codes(self._memory.held.name, self._calls[0], 1)
             del self._calls[0]
 
     def settle_calls(self) -> None:
@@ -77,32 +77,32 @@ class FaultConsensus:
 
     def expect(self, faults: list[Tensor]) -> None:
         """Sets the fault codes of the next lookup's ids: `[1]` each, on the device."""
-        self._known = None
+        self._expected = None
         if not raises_at_once(self._memory.held.device):  # otherwise faults are already raised
-            self._known = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
+            self._expected = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
 
     def agree(self, fault: Tensor) -> Tensor | int:
         """As FaultAllReduce.agree."""
-        if self._known is not None:
-            fault = torch.maximum(fault, self._known)
-        agreed = self._ranks.most_(fault)
-        if not raises_at_once(agreed.device):
-            self._last.append(HostCopy(agreed))
-            return agreed
-        if found := int(agreed):
-            self._ranks.count_fault()
-        return found
+        if self._expected is not None:
+            fault = torch.maximum(fault, self._expected)
+        largest = self._ranks.all_reduce_max_(fault)
+        if not raises_at_once(largest.device):
+            self._last.append(HostCopy(largest))
+            return largest
+        if code := int(largest):
+            self._ranks.count_error()
+        return code
 
     def last(self) -> int:
         """Reads the largest fault code since the previous read; 0: no fault. Waits for the GPU."""
         last, self._last = self._last, []
         name = self._memory.held.name
-        return max((self._ranks.read(name, each)[0] for each in last), default=0)
+        return max((self._ranks.read(name, code)[0] for code in last), default=0)
 
     def settle(self, fault: int) -> None:
         """Raises the fault of the last lookup on all ranks, if some rank still has an error.
 
-        A rank at fault raises its exchange's IndexError or RuntimeError; others raise rank_error().
+        A rank at fault raises the error of its exchange; the other ranks raise rank_error().
         """
         error: IndexError | RuntimeError | None = None
         device = self._memory.held.device
@@ -113,7 +113,7 @@ class FaultConsensus:
         except (IndexError, RuntimeError) as found:
             error = found
         is_new = torch.tensor([error is not None], device=device).long()
-        if int(self._ranks.most_(is_new)):
-            self._ranks.count_fault()
+        if int(self._ranks.all_reduce_max_(is_new)):
+            self._ranks.count_error()
             outcome = "Its lookup returned zeros. No row of a table was moved or changed."
             raise error or rank_error(self._memory.held.name, fault, outcome)

@@ -17,7 +17,7 @@ from speedtorch.parallel.calls import Kind
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fault_consensus import FaultConsensus
 from speedtorch.parallel.lookup_request import Lookup, LookupRequest, LookupRound
-from speedtorch.parallel.ranks import LOOKUPS, Asked
+from speedtorch.parallel.ranks import LOOKUPS, RequestedRows
 from speedtorch.plan.fixed_size_batch import BAD_IDS, raises_at_once
 from speedtorch.step.fixed_blocks import OTHER_MODULE, rank_error
 from speedtorch.step.trained_rows import Bags
@@ -33,14 +33,15 @@ class FixedRound(LookupRound["FixedRequest"]):
 
     def _exchange(self, requests: Sequence[FixedRequest]) -> None:
         first, sent = requests[0], [request.ids.sent for request in requests]
-        differs = first.consensus.meet([request.call for request in requests])
+        differs = first.consensus.compare_calls([request.call for request in requests])
         if len(sent) == 1:
-            told = [self._ranks.exchanged(first.name, sent[0])]
+            received = [self._ranks.all_to_all(first.name, sent[0])]
         else:
-            every = self._ranks.exchanged(first.name, torch.cat(sent, 1))
-            told = [each.contiguous() for each in torch.split(every, [len(n[0]) for n in sent], 1)]
-        for request, blocks in zip(requests, told, strict=True):
-            request.take(blocks, differs)
+            joint = self._ranks.all_to_all(first.name, torch.cat(sent, 1))
+            parts = torch.split(joint, [len(blocks[0]) for blocks in sent], 1)
+            received = [blocks.contiguous() for blocks in parts]
+        for request, blocks in zip(requests, received, strict=True):
+            request.set_blocks(blocks, differs)
 
 
 class FixedRequest(LookupRequest):
@@ -49,8 +50,8 @@ class FixedRequest(LookupRequest):
     Args:
         lookup: The lookup, whose ShardedIds have a share.
         shares: The sizes of the blocks.
-        none: The id that stands for no row in a block: a row of each rank that is never trained.
-        consensus: The consensus of the ranks that own the rows.
+        no_row: The id that stands for no row in a block: a row of each rank that is never trained.
+        consensus: The fault codes of the ranks that own the rows.
     """
 
     kind, round_type = Kind.BLOCKS, FixedRound
@@ -58,32 +59,32 @@ class FixedRequest(LookupRequest):
     """The fault code of all ranks, `[1]`, on the device; 0 if there is no fault."""
 
     def __init__(
-        self, lookup: Lookup, shares: FairShares, none: int, consensus: FaultConsensus
+        self, lookup: Lookup, shares: FairShares, no_row: int, consensus: FaultConsensus
     ) -> None:
         super().__init__(lookup)
-        self.consensus, self._shares, self._none = consensus, shares, none
+        self.consensus, self._shares, self._no_row = consensus, shares, no_row
 
     @property
-    def most_at_once(self) -> int:
+    def max_lookups(self) -> int:
         """1 unless ranks compare first: blocks of different sizes need a comparison before."""
         return LOOKUPS if self.consensus.compares_at_once else 1
 
-    def take(self, told: Tensor, differs: Tensor | None) -> None:
+    def set_blocks(self, blocks: Tensor, differs: Tensor | None) -> None:
         """Sets the received blocks of all ranks.
 
         `differs`: whether the ranks' lookups differ, `[1]`; None: the lookups are the same.
         """
-        self._told = told
-        ids, self.fault = _ops.requested_ids(told, self._none, differs)
-        every = [self._shares.rows] * self._shares.dealt.ranks
-        self.asked = Asked(ids, every, every)
+        self._blocks = blocks
+        ids, self.fault = _ops.requested_ids(blocks, self._no_row, differs)
+        counts = [self._shares.rows] * self._shares.sharding.ranks
+        self.requested = RequestedRows(ids, counts, counts)
 
-    def ask(self) -> None:
-        """As LookupRequest.ask; on a GPU faults are found later, and no row is moved."""
-        self.round.ask()
-        if raises_at_once(self.asked.ids.device) and (fault := int(self.fault)):
+    def exchange_ids(self) -> None:
+        """As LookupRequest.exchange_ids; on a GPU faults are found later, and no row is moved."""
+        self.round.exchange_ids()
+        if raises_at_once(self.requested.ids.device) and (fault := int(self.fault)):
             if fault != OTHER_MODULE:
-                bad = (self._told[:, -1] == BAD_IDS).nonzero()[:, 0].tolist()
+                bad = (self._blocks[:, -1] == BAD_IDS).nonzero()[:, 0].tolist()
                 if bad or self.own_error() is not None:
                     raise self.bad_ids(bad)
             raise rank_error(self.name, fault, "Nothing has changed.")
@@ -93,8 +94,8 @@ class FixedRequest(LookupRequest):
         if (bad := super().own_error()) is not None:
             return bad
         shares = self._shares
-        named, owner = (int(each) for each in self.ids.counts.max(0))
-        return shares.exceeded(self.name, named, owner) if named > shares.rows else None
+        named, owner = map(int, self.ids.counts.max(0))
+        return shares.error(self.name, named, owner) if named > shares.rows else None
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
         """As LookupRequest.summed."""

@@ -39,8 +39,8 @@ class GradScaler(HostGradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         held = rows_held_by(optimizer)
-        sharing = [(ranks, each) for each in held if (ranks := ranks_of(each)) is not None]
-        if not sharing:
+        sharded = [(ranks, rows) for rows in held if (ranks := ranks_of(rows)) is not None]
+        if not sharded:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         own: dict[int, Tensor] = {}
         for rows in held:
@@ -48,15 +48,15 @@ class GradScaler(HostGradScaler):
                 rows.own_gradient()
             own[id(rows.weight)] = rows.parameter
         groups = [
-            {"params": [own.get(id(each), each) for each in group["params"]]}
+            {"params": [own.get(id(param), param) for param in group["params"]]}
             for group in optimizer.param_groups
         ]
         of_rows: Any = SimpleNamespace(param_groups=groups)
         found = super()._unscale_grads_(of_rows, inv_scale, found_inf, allow_fp16)
-        most = found_inf.clone()  # `found` is empty if no parameter has a gradient
-        for each in found.values():
-            most = torch.maximum(most, each.to(most.device))
+        largest = found_inf.clone()  # `found` is empty if no parameter has a gradient
+        for inf in found.values():
+            largest = torch.maximum(largest, inf.to(largest.device))
         # Sorted, because the order of parameters may differ among ranks, for example from a set.
-        for ranks, rows in sorted(dict(sharing).items(), key=lambda each: each[0].name):
-            most = ranks.most_(most.to(rows.exchange.held.device))
-        return {most.device: most}
+        for ranks, rows in sorted(dict(sharded).items(), key=lambda item: item[0].name):
+            largest = ranks.all_reduce_max_(largest.to(rows.exchange.held.device))
+        return {largest.device: largest}

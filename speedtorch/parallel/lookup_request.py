@@ -10,11 +10,11 @@ from torch import Tensor
 
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.planned_lookup import PlannedLookup
-from speedtorch.parallel.ranks import LOOKUPS, Asked, Ranks
+from speedtorch.parallel.ranks import LOOKUPS, Ranks, RequestedRows
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.step.trained_rows import Bags
 
-__all__ = ["Lookup", "LookupRequest", "LookupRound", "in_rounds"]
+__all__ = ["Lookup", "LookupRequest", "LookupRound", "group_in_rounds"]
 
 
 class Lookup(NamedTuple):
@@ -31,12 +31,12 @@ class Lookup(NamedTuple):
 
 
 class LookupRequest(ABC):
-    """The unique rows of a lookup, and after ask() the rows requested by all ranks (`asked`)."""
+    """The unique rows of a lookup, and after exchange_ids() the rows that all ranks request."""
 
     kind: ClassVar[Kind]
     round_type: ClassVar[type[LookupRound[Any]]]
     round: LookupRound[Any]
-    asked: Asked
+    requested: RequestedRows
 
     def __init__(self, lookup: Lookup) -> None:
         self.name, table, self.planned, self.ids, self.lookup = lookup
@@ -47,7 +47,7 @@ class LookupRequest(ABC):
         self.round = to
 
     @property
-    def most_at_once(self) -> int:
+    def max_lookups(self) -> int:
         """The maximum number of lookups in a round."""
         return LOOKUPS
 
@@ -63,11 +63,11 @@ class LookupRequest(ABC):
     def bad_ids(self, ranks: list[int]) -> Exception:
         """The error about ids of these ranks."""
         return self.own_error() or IndexError(
-            f"{self.name}: an id on ranks {ranks} is out of range, or no integer; no row was moved"
+            f"{self.name}: ids of ranks {ranks} are out of range or not integers. No row was moved."
         )
 
     @abstractmethod
-    def ask(self) -> None:
+    def exchange_ids(self) -> None:
         """Exchanges the ids of the round; bad ids on one rank raise on all ranks."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class LookupRound(ABC, Generic[_Request]):
         ranks: The ranks that own the rows.
     """
 
-    is_asked = False
+    is_exchanged = False
     """Whether the exchange of ids has been tried."""
 
     def __init__(self, requests: Sequence[_Request], ranks: Ranks) -> None:
@@ -98,17 +98,17 @@ class LookupRound(ABC, Generic[_Request]):
         for request in requests:
             request.join(self)
 
-    def tell(self) -> None:
-        """Sends each rank all that needs no wait for the device; the default is ask().
+    def send_counts(self) -> None:
+        """Sends all data that needs no wait for the device; the default is exchange_ids().
 
         Raises DisagreementError on all ranks if the ranks are at different lookups.
         """
-        self.ask()
+        self.exchange_ids()
 
-    def ask(self) -> None:
-        """Exchanges the ids, once, and sets the answer of each request."""
-        if not self.is_asked:
-            self.is_asked = True
+    def exchange_ids(self) -> None:
+        """Exchanges the ids, once, and sets the result of each request."""
+        if not self.is_exchanged:
+            self.is_exchanged = True
             requests, self._requests = self._requests, ()  # no reference cycle: requests have this
             self._exchange(requests)
 
@@ -117,10 +117,10 @@ class LookupRound(ABC, Generic[_Request]):
         """Exchanges the ids of the requests."""
 
 
-def in_rounds(requests: Sequence[LookupRequest], ranks: Ranks) -> None:
-    """Groups requests of one type into rounds of at most `most_at_once` requests."""
+def group_in_rounds(requests: Sequence[LookupRequest], ranks: Ranks) -> None:
+    """Groups requests of one type into rounds of at most `max_lookups` requests."""
     while requests:
         first = requests[0]
-        alike = [each for each in requests if type(each) is type(first)][: first.most_at_once]
+        alike = [other for other in requests if type(other) is type(first)][: first.max_lookups]
         first.round_type(alike, ranks)
-        requests = [each for each in requests if each not in alike]
+        requests = [request for request in requests if request not in alike]

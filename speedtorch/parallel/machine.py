@@ -10,13 +10,13 @@ from typing import NamedTuple
 from speedtorch.memory import host_memory
 from speedtorch.parallel.ranks import Ranks
 
-__all__ = ["refuse_if_short", "this_machine"]
+__all__ = ["check_host_memory", "this_machine"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class _Need(NamedTuple):
-    """The message that each rank sends to the others; `needed` and `available` are bytes."""
+class _Report(NamedTuple):
+    """The message that each rank sends to the other ranks; `needed` and `available` are bytes."""
 
     machine: tuple[str, str]
     needed: int
@@ -35,7 +35,7 @@ def this_machine() -> tuple[str, str]:
     return socket.gethostname(), boot
 
 
-def refuse_if_short(ranks: Ranks, needed: int) -> None:
+def check_host_memory(ranks: Ranks, needed: int) -> None:
     """Raises MemoryError on all ranks if the ranks of some machine need more memory than it has.
 
     Args:
@@ -43,17 +43,17 @@ def refuse_if_short(ranks: Ranks, needed: int) -> None:
         needed: Bytes of host memory that this rank is about to allocate.
     """
     available = host_memory.available_bytes() if host_memory.is_checked() else None
-    machines: dict[tuple[str, str], list[_Need]] = {}
-    for each in ranks.all_gather(_Need(this_machine(), needed, available)):
-        machines.setdefault(each.machine, []).append(each)
-    for (host, _), needs in machines.items():
-        total = sum(each.needed for each in needs)
+    machines: dict[tuple[str, str], list[_Report]] = {}
+    for report in ranks.all_gather(_Report(this_machine(), needed, available)):
+        machines.setdefault(report.machine, []).append(report)
+    for (host, _), reports in machines.items():
+        total = sum(report.needed for report in reports)
         # The limits of some ranks may be lower (cgroups, for example).
-        least = min((each.available for each in needs if each.available is not None), default=total)
+        limits = [report.available for report in reports if report.available is not None]
+        least = min(limits, default=total)
         if total > least:
             raise MemoryError(
-                f"shard: the rows of {len(needs)} ranks on {host!r} need {total:,} bytes of host"
-                f" memory there together; available are {least:,}: free memory, use fewer or"
-                " narrower rows, or more machines, or set SPEEDTORCH_MEMORY_CHECK=0 to try all the"
-                " same"
+                f"shard: the rows of {len(reports)} ranks on host {host!r} need {total:,} bytes of"
+                f" host memory, but only {least:,} bytes are available. Free memory, use fewer or"
+                " narrower rows, or use more machines. SPEEDTORCH_MEMORY_CHECK=0 skips this check."
             )

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.parallel.calls import END, Call, are_counts, differing
+from speedtorch.parallel.calls import END, Call, are_counts, disagreement
 from speedtorch.parallel.shared_memory_barrier import WORDS, SharedMemoryBarrier
 from speedtorch.plan.host_copy import HostCopy
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.torch_internals import group_like, timeout_of
 
-__all__ = ["LOOKUPS", "Asked", "Ranks", "divided"]
+__all__ = ["LOOKUPS", "Ranks", "RequestedRows", "split_evenly"]
 
 LOOKUPS = WORDS - 1
 """The maximum number of lookups in one comparison; END follows the last one."""
@@ -28,15 +28,15 @@ LOOKUPS = WORDS - 1
 _Value = TypeVar("_Value")
 
 
-class Asked(NamedTuple):
+class RequestedRows(NamedTuple):
     """The rows that ranks request from each other at one lookup."""
 
     ids: Tensor
     """The ids of this rank's rows that ranks request, `[n]`, in the order of the ranks."""
-    given: list[int]
-    """How many of them each rank requests."""
-    got: list[int]
-    """How many rows this rank requests from each rank."""
+    sent_counts: list[int]
+    """The number of rows that this rank sends to each rank."""
+    received_counts: list[int]
+    """The number of rows that this rank requests from each rank."""
 
 
 class Ranks:
@@ -47,25 +47,25 @@ class Ranks:
 
     Attributes:
         tables: The names of the tables in errors, by their numbers, the same on all ranks.
-        faults: The number of errors that all ranks have raised.
+        error_count: The number of errors that all ranks have raised.
         members: Global ranks of the processes.
-        patience: Seconds for which a rank waits for the others.
+        timeout: Seconds for which a rank waits for the other ranks.
     """
 
-    faults = 0
-    _lost = ""
-    """The first error after which the ranks cannot get in step again."""
+    error_count = 0
+    _aborted = ""
+    """The text of the first error of _abort(); after it all calls raise."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.tables: list[str] = []
         # New groups, so that collectives of others (DistributedDataParallel) keep their order.
-        self._giving, self._asking = group_like(group), group_like(group)
-        self._meeting = SideStream("meeting")
-        self.rank, self.size = dist.get_rank(self._giving), dist.get_world_size(self._giving)
+        self._row_group, self._id_group = group_like(group), group_like(group)
+        self._rendezvous = SideStream("rendezvous")
+        self.rank, self.size = dist.get_rank(self._row_group), dist.get_world_size(self._row_group)
         self.members = frozenset(dist.get_process_group_ranks(group))
         self._barrier = SharedMemoryBarrier.of_ranks(self)
         # At the full timeout NCCL ends the process without naming the missing ranks.
-        self.patience = 0.9 * timeout_of(group).total_seconds()
+        self.timeout = 0.9 * timeout_of(group).total_seconds()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Ranks:
@@ -80,58 +80,58 @@ class Ranks:
         return _ranks[group]
 
     @property
-    def meets_beside_the_device(self) -> bool:
-        """Whether meet() waits for the other ranks only, and not for the device."""
+    def has_barrier(self) -> bool:
+        """Whether compare_calls() waits for the other ranks only, and not for the device."""
         return self._barrier is not None
 
     @property
     def name(self) -> str:
         """The group's name: the same on all its ranks, and unique among groups."""
-        return str(self._giving.group_name)
+        return str(self._row_group.group_name)
 
-    def numbered(self, name: str) -> int:
-        """The number of a new table with this qualified name."""
-        said = repr(name)
-        if said in self.tables:  # a table of another model
-            said += f" (table {len(self.tables)})"
-        self.tables.append(said)
+    def add_table(self, name: str) -> int:
+        """Adds a table with this qualified name; returns the table's number."""
+        text = repr(name)
+        if text in self.tables:  # a table of another model
+            text += f" (table {len(self.tables)})"
+        self.tables.append(text)
         return len(self.tables) - 1
 
-    def count_fault(self) -> None:
+    def count_error(self) -> None:
         """Counts an error that all ranks raise."""
-        self.faults += 1
+        self.error_count += 1
 
-    def meet(self, name: str, calls: Sequence[Call], device: torch.device) -> None:
+    def compare_calls(self, name: str, calls: Sequence[Call], device: torch.device) -> None:
         """Waits until all ranks make the same calls, LOOKUPS at most.
 
         Raises DisagreementError on all ranks if the calls differ.
         """
         if self._barrier is not None:
             words = [[*(call.code for call in calls), END]] * self.size
-            if (found := self.met(name, words)) != words:
-                raise self.differing(name, found)
+            if (found := self.exchange_words(name, words)) != words:
+                raise self.disagreement(name, found)
             return
-        with self._meeting.after(device):  # need not wait for work queued on the current stream
-            codes = HostCopy(self.calls(name, calls, device).reshape(-1))
-        self.refuse_if_differing(name, codes, len(calls))
+        with self._rendezvous.after(device):  # need not wait for work on the current stream
+            codes = HostCopy(self.gather_codes(name, calls, device).reshape(-1))
+        self.compare_codes(name, codes, len(calls))
 
-    def tell_each(self, name: str, call: Call) -> list[int]:
-        """All-gathers the number in `call.lookup`; raises as meet().
+    def all_gather_number(self, name: str, call: Call) -> list[int]:
+        """All-gathers the number in `call.lookup`; raises as compare_calls().
 
-        Needs meets_beside_the_device.
+        Needs has_barrier.
         """
-        found = self.met(name, [[call.code, END]] * self.size)
-        told = [words[0] - call.code + call.lookup for words in found]
-        if not are_counts(told):
-            raise self.differing(name, found)
-        return told
+        found = self.exchange_words(name, [[call.code, END]] * self.size)
+        numbers = [words[0] - call.code + call.lookup for words in found]
+        if not are_counts(numbers):
+            raise self.disagreement(name, found)
+        return numbers
 
-    def met(self, name: str, words: list[list[int]]) -> list[list[int]]:
+    def exchange_words(self, name: str, words: list[list[int]]) -> list[list[int]]:
         """As SharedMemoryBarrier.exchange; raises RuntimeError if a rank is missing."""
         assert self._barrier is not None
-        self._refuse_if_lost(name)
-        if (found := self._barrier.exchange(words, self.patience)) is None:
-            raise self._lose(name, "they have ended, stay away, or have lost others")
+        self._raise_if_aborted(name)
+        if (found := self._barrier.exchange(words, self.timeout)) is None:
+            raise self._abort(name, f"a rank has ended or failed, or is {self.timeout:.0f} s late")
         return found
 
     def words(self, codes: list[int], device: torch.device) -> Tensor:
@@ -141,74 +141,78 @@ class Ranks:
             words = words.pin_memory().to(device, non_blocking=True)
         return words.expand(self.size, WORDS)
 
-    def calls(self, name: str, calls: Sequence[Call], device: torch.device) -> Tensor:
+    def gather_codes(self, name: str, calls: Sequence[Call], device: torch.device) -> Tensor:
         """All-gathers codes of calls, and the word behind them: `[size, calls + 1]`, on the device.
 
         The host does not wait.
         """
         words = self.words([call.code for call in calls], device)
-        return self.exchanged(name, words)[:, : len(calls) + 1]
+        return self.all_to_all(name, words)[:, : len(calls) + 1]
 
-    def refuse_if_differing(self, name: str, codes: HostCopy, count: int) -> None:
-        """Raises DisagreementError on all ranks if the results of calls() differ."""
-        words = divided(self.read(name, codes), count + 1)
-        if any(each != words[self.rank] for each in words):
-            raise self.differing(name, words)
+    def compare_codes(self, name: str, codes: HostCopy, count: int) -> None:
+        """Raises DisagreementError on all ranks if the results of gather_codes() differ."""
+        words = split_evenly(self.read(name, codes), count + 1)
+        if any(codes_of_rank != words[self.rank] for codes_of_rank in words):
+            raise self.disagreement(name, words)
 
-    def differing(self, name: str, words: Sequence[Sequence[int]]) -> DisagreementError:
+    def disagreement(self, name: str, words: Sequence[Sequence[int]]) -> DisagreementError:
         """The error about the first calls that are not the same on all ranks."""
-        self.count_fault()
-        calls = list(zip(*([Call.of(word) for word in each] for each in words), strict=True))
-        # All calls are equal if one rank compares codes in tell() and another sends counts.
-        first = next((each for each in calls if each.count(each[0]) < self.size), calls[0])
-        return differing(name, first, self.tables)
+        self.count_error()
+        calls = list(zip(*([Call.of(code) for code in codes] for codes in words), strict=True))
+        # All calls are equal if one rank only compares codes and another sends counts.
+        first = next((of_ranks for of_ranks in calls if len(set(of_ranks)) > 1), calls[0])
+        return disagreement(name, first, self.tables)
 
     def read(self, name: str, numbers: HostCopy) -> list[int]:
         """Waits for numbers from other ranks; RuntimeError if a rank is too late."""
-        if not numbers.is_complete(self.patience):
-            raise self._lose(name, f"nothing for {self.patience:.0f} s")
+        if not numbers.is_complete(self.timeout):
+            raise self._abort(name, f"no data for {self.timeout:.0f} s")
         return numbers.read()
 
     @torch.no_grad()
-    def bring(self, name: str, rows: Sequence[Tensor], asked: Sequence[Asked]) -> list[Tensor]:
+    def send_rows(
+        self, name: str, rows: Sequence[Tensor], requests: Sequence[RequestedRows]
+    ) -> list[Tensor]:
         """Sends the rows `[n, ...]` that ranks request; returns the rows that this one requests."""
-        got, given = [each.got for each in asked], [each.given for each in asked]
-        return self.exchanged_jointly(name, rows, got, given, group=self._giving)
+        received = [request.received_counts for request in requests]
+        sent = [request.sent_counts for request in requests]
+        return self.all_to_all_jointly(name, rows, received, sent, group=self._row_group)
 
-    def give_back(self, name: str, rows: Tensor, asked: Asked) -> Tensor:
-        """Sends gradients back to the rows' owners: the reverse of bring()."""
-        return self.exchanged(name, rows, asked.given, asked.got, group=self._giving)
+    def send_gradients(self, name: str, rows: Tensor, requested: RequestedRows) -> Tensor:
+        """Sends gradients back to the rows' owners: the reverse of send_rows()."""
+        received, sent = requested.sent_counts, requested.received_counts
+        return self.all_to_all(name, rows, received, sent, group=self._row_group)
 
-    def collected(self, name: str, rows: Tensor, counts: list[int]) -> Tensor:
+    def gather_rows(self, name: str, rows: Tensor, counts: list[int]) -> Tensor:
         """Gathers rows `[n, ...]` on rank 0, where `counts` has the number of rows per rank."""
         if self.rank:
             counts = [0] * self.size
-        given = [len(rows)] + [0] * (self.size - 1)
-        return self.exchanged(name, rows, counts, given, group=self._giving)
+        sent = [len(rows)] + [0] * (self.size - 1)
+        return self.all_to_all(name, rows, counts, sent, group=self._row_group)
 
     def broadcast(self, value: _Value) -> _Value:
         """Broadcasts the first rank's value."""
         values = [value]
-        dist.broadcast_object_list(values, group=self._asking, group_src=0)
+        dist.broadcast_object_list(values, group=self._id_group, group_src=0)
         return values[0]
 
     def all_gather(self, value: _Value) -> list[_Value]:
         """All-gathers a value."""
         values = [value] * self.size
-        dist.all_gather_object(values, value, group=self._asking)
+        dist.all_gather_object(values, value, group=self._id_group)
         return values
 
-    def summed_(self, number: Tensor) -> Tensor:
+    def all_reduce_sum_(self, number: Tensor) -> Tensor:
         """All-reduces a tensor by its sum, in place."""
-        dist.all_reduce(number, dist.ReduceOp.SUM, group=self._giving)
+        dist.all_reduce(number, dist.ReduceOp.SUM, group=self._row_group)
         return number
 
-    def most_(self, number: Tensor) -> Tensor:
+    def all_reduce_max_(self, number: Tensor) -> Tensor:
         """All-reduces numbers by their maximum, in place."""
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._giving)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._row_group)
         return number
 
-    def exchanged(
+    def all_to_all(
         self,
         name: str,
         sent: Tensor,
@@ -223,20 +227,20 @@ class Ranks:
         """
         if self.size == 1:
             return sent.clone()
-        self._refuse_if_lost(name)
+        self._raise_if_aborted(name)
         size = len(sent) if received is None else sum(received)
         out = sent.new_empty((size, *sent.shape[1:]))
         # Threads of the group keep references to both tensors for a while. Detached tensors keep
         # no graph, or ranks would disagree on whether a step still waits for its backward.
         sent = sent.detach().contiguous()
         try:
-            group = group or self._asking
+            group = group or self._id_group
             dist.all_to_all_single(out.detach(), sent, received, counts, group=group)
         except RuntimeError as error:
-            raise self._lose(name, str(error)) from error
+            raise self._abort(name, str(error)) from error
         return out
 
-    def exchanged_jointly(
+    def all_to_all_jointly(
         self,
         name: str,
         sent: Sequence[Tensor],
@@ -245,57 +249,58 @@ class Ranks:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> list[Tensor]:
-        """As exchanged(), for several tensors of one dtype in one collective."""
+        """As all_to_all(), for several tensors of one dtype in one collective."""
         if len(sent) == 1:
-            return [self.exchanged(name, sent[0], received[0], counts[0], group=group)]
-        got, given = (
+            return [self.all_to_all(name, sent[0], received[0], counts[0], group=group)]
+        received_elements, sent_elements = (
             [
-                [n * each.shape[1:].numel() for n in part]
-                for each, part in zip(sent, of, strict=True)
+                [count * rows.shape[1:].numel() for count in row_counts]
+                for rows, row_counts in zip(sent, counts_of_tensors, strict=True)
             ]
-            for of in (received, counts)
+            for counts_of_tensors in (received, counts)
         )
-        of_ranks, to_ranks = list(zip(*got, strict=True)), list(zip(*given, strict=True))
-        flat = _transposed(torch.cat([each.reshape(-1) for each in sent]), given)
+        of_ranks = list(zip(*received_elements, strict=True))
+        to_ranks = list(zip(*sent_elements, strict=True))
+        flat = _transposed(torch.cat([rows.reshape(-1) for rows in sent]), sent_elements)
         sums = list(map(sum, of_ranks)), list(map(sum, to_ranks))
-        every = _transposed(self.exchanged(name, flat, *sums, group=group), of_ranks)
-        apart = torch.unsafe_split_with_sizes(every, list(map(sum, got)))
-        rows = zip(apart, received, sent, strict=True)
-        return [part.view(sum(of), *each.shape[1:]) for part, of, each in rows]
+        flat = _transposed(self.all_to_all(name, flat, *sums, group=group), of_ranks)
+        parts = torch.unsafe_split_with_sizes(flat, list(map(sum, received_elements)))
+        tensors = zip(parts, received, sent, strict=True)
+        return [part.view(sum(of), *rows.shape[1:]) for part, of, rows in tensors]
 
-    def _lose(self, name: str, what: str) -> RuntimeError:
+    def _abort(self, name: str, reason: str) -> RuntimeError:
         """The error about missing ranks, which would take later data for the data of this call.
 
-        All further calls raise, here at once and on the ranks that wait for this one.
+        All further calls raise, on this rank at once and on the ranks that wait for this rank.
         """
         error = RuntimeError(
-            f"{name}: rows of other ranks did not come; all ranks make the same lookups in the same"
-            " order, with an empty batch where they have none, and go backward through the results"
-            f" of all or of none: {what}"
+            f"{name}: an exchange with other ranks failed ({reason}). All ranks must make the same"
+            " lookups in the same order. A rank without data looks up an empty batch. Either all"
+            " ranks or none call backward on the result of a lookup."
         )
-        self._lost = str(error)
+        self._aborted = str(error)
         if self._barrier is not None:
             self._barrier.abort()
         return error
 
-    def _refuse_if_lost(self, name: str) -> None:
-        if self._lost:
+    def _raise_if_aborted(self, name: str) -> None:
+        if self._aborted:
             raise RuntimeError(
-                f"{name}: this rank has waited for other ranks in vain, and they cannot get in step"
-                " again: end all ranks and begin anew from the last checkpoint;"
-                " docs/several_gpus.md says how one rank skips a batch. What happened first:"
-                f" {self._lost}"
+                f"{name}: an earlier exchange with other ranks failed, so ranks can no longer"
+                " exchange rows. End all ranks and restart from the last checkpoint."
+                " docs/several_gpus.md shows how one rank skips a batch. The first error was:"
+                f" {self._aborted}"
             )
 
 
-def divided(numbers: list[int], size: int) -> list[list[int]]:
+def split_evenly(numbers: list[int], size: int) -> list[list[int]]:
     """Splits numbers into lists of one size."""
     return [numbers[begin : begin + size] for begin in range(0, len(numbers), size)]
 
 
 def _transposed(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     """Reorders parts of `counts[i][j]` rows from i-major to j-major order."""
-    parts = torch.unsafe_split_with_sizes(rows, [count for each in counts for count in each])
+    parts = torch.unsafe_split_with_sizes(rows, [count for row in counts for count in row])
     size = len(counts[0])
     return torch.cat([part for j in range(size) for part in parts[j::size]])
 

@@ -20,11 +20,11 @@ from speedtorch.memory.side_stream import SideStream
 from speedtorch.nn.shared_lookups import Ids
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
-from speedtorch.parallel.counted_requests import Request
+from speedtorch.parallel.counted_requests import CountedRequest
 from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fault_consensus import FaultConsensus
 from speedtorch.parallel.fixed_requests import FixedRequest
-from speedtorch.parallel.lookup_request import Lookup, LookupRequest, in_rounds
+from speedtorch.parallel.lookup_request import Lookup, LookupRequest, group_in_rounds
 from speedtorch.parallel.planned_lookup import PlannedLookup
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
@@ -47,9 +47,9 @@ class PlannedRequests:
         self.after = after
         self.own: Batch | None = None
         self.announced: Announced | None = None
-        """What exchange.steps.announce() expects."""
+        """The argument of exchange.steps.announce()."""
         self.error: Exception | None = None
-        self.is_asked = False
+        self.is_exchanged = False
         self._until: torch.cuda.Event | None = None
 
     def planned_until(self, event: torch.cuda.Event | None) -> None:
@@ -65,20 +65,20 @@ class PlannedRequests:
     @property
     def waits_for_ranks(self) -> bool:
         """Whether some ids have not been sent to the other ranks."""
-        return not all(each.round.is_asked for each in self.requests)
+        return not all(request.round.is_exchanged for request in self.requests)
 
-    def tell(self) -> None:
-        """Sends the other ranks the numbers of requested rows; see LookupRound.tell."""
-        for each in self.requests:
-            each.round.tell()
+    def send_counts(self) -> None:
+        """Sends the other ranks the numbers of requested rows; see LookupRound.send_counts."""
+        for request in self.requests:
+            request.round.send_counts()
 
-    def ask(self) -> bool:
+    def exchange_ids(self) -> bool:
         """Exchanges the ids with the other ranks, once; False if that failed and `error` is set."""
-        if not self.is_asked:
-            self.is_asked = True
+        if not self.is_exchanged:
+            self.is_exchanged = True
             try:
-                for each in self.requests:
-                    each.ask()
+                for request in self.requests:
+                    request.exchange_ids()
             except Exception as error:
                 self.error = error
         return self.error is None
@@ -90,12 +90,12 @@ class PlannedRequests:
     @property
     def ids(self) -> list[Tensor]:
         """For each lookup the ids of the rows that all ranks request from this rank."""
-        return [each.asked.ids for each in self.requests]
+        return [request.requested.ids for request in self.requests]
 
     @property
     def faults(self) -> list[Tensor]:
         """The fault code of each FixedRequest, `[1]`, on the device."""
-        return [each.fault for each in self.requests if isinstance(each, FixedRequest)]
+        return [request.fault for request in self.requests if isinstance(request, FixedRequest)]
 
 
 class RequestMaker:
@@ -103,7 +103,7 @@ class RequestMaker:
 
     Args:
         exchange: The exchange of the rows that this rank owns.
-        dealt: Maps each row to its owner.
+        sharding: Maps each row to its owner.
         ranks: The ranks that own the rows.
         number: The table's number, the same on all ranks.
         fixed: Arguments of FixedRequest if the exchange has a capacity.
@@ -112,15 +112,15 @@ class RequestMaker:
     def __init__(
         self,
         exchange: Exchange,
-        dealt: BlockCyclic,
+        sharding: BlockCyclic,
         ranks: Ranks,
         number: int,
         fixed: tuple[FairShares, int, FaultConsensus] | None,
     ) -> None:
-        self._exchange, self._dealt, self._ranks = exchange, dealt, ranks
+        self._exchange, self._sharding, self._ranks = exchange, sharding, ranks
         self._number, self._fixed = number, fixed
-        self._distances = dealt.distances()
-        self._others: JointRequests | None = None
+        self._distances = sharding.distances()
+        self._joint: JointRequests | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -138,54 +138,58 @@ class RequestMaker:
             self._distances = self._distances.to(device)
         return self._distances
 
-    def join(self, others: JointRequests | None) -> None:
-        """Makes the next requests together with those of other tables; None: separately."""
-        self._others = others
+    def join(self, joint: JointRequests | None) -> None:
+        """Makes the next requests together with the requests of other tables; None: separately."""
+        self._joint = joint
         self.distances()
 
     def requests(self, parts: Sequence[Ids], *, trains: bool = True) -> list[LookupRequest]:
-        """The requests of lookups, in one round with those of the tables of join()."""
-        made = None if self._others is None else self._others.take(self)
-        if made is None:
-            in_rounds(made := self.made(parts, trains), self._ranks)
-        return made
+        """The requests of lookups, in one round with the requests of the tables of join()."""
+        requests = None if self._joint is None else self._joint.pop(self)
+        if requests is None:
+            group_in_rounds(requests := self.make(parts, trains), self._ranks)
+        return requests
 
-    def made(self, parts: Sequence[Ids], trains: bool) -> list[LookupRequest]:
+    def make(self, parts: Sequence[Ids], trains: bool) -> list[LookupRequest]:
         """New requests of lookups, without any communication."""
         fixed, device = self._fixed if trains else None, self._exchange.held.device
         share, distances = -1 if fixed is None else fixed[0].rows, self.distances()
-        made: list[LookupRequest] = []
+        requests: list[LookupRequest] = []
         for ids in parts:
             planned = PlannedLookup(ids, device)
             on_device = planned.ids.to(device, non_blocking=True)
-            sharded = ShardedIds(on_device, self._dealt, distances, share)
+            sharded = ShardedIds(on_device, self._sharding, distances, share)
             number, name = next(self._lookups), self._exchange.name
             lookup = Lookup(name, self._number, planned, sharded, number)
-            made.append(Request(lookup) if fixed is None else FixedRequest(lookup, *fixed))
-        return made
+            request = CountedRequest(lookup) if fixed is None else FixedRequest(lookup, *fixed)
+            requests.append(request)
+        return requests
 
 
 class JointRequests:
-    """Lookups of several tables; the first table's take() makes the requests of all tables."""
+    """Lookups of several tables; the first pop() makes the requests of all tables."""
 
     def __init__(self, lookups: Mapping[RequestMaker, tuple[Sequence[Ids], bool]]) -> None:
         self._lookups = lookups
-        self._made: dict[RequestMaker, list[LookupRequest]] | None = None
+        self._requests: dict[RequestMaker, list[LookupRequest]] | None = None
 
-    def take(self, maker: RequestMaker) -> list[LookupRequest] | None:
+    def pop(self, maker: RequestMaker) -> list[LookupRequest] | None:
         """Returns a table's requests on its first call; None afterwards."""
-        if self._made is None:
-            self._made = {each: each.made(*lookups) for each, lookups in self._lookups.items()}
-            in_rounds([each for made in self._made.values() for each in made], maker.shared_by[0])
-        return self._made.pop(maker, None)
+        if self._requests is None:
+            self._requests = {
+                table: table.make(*lookups) for table, lookups in self._lookups.items()
+            }
+            every = [request for made in self._requests.values() for request in made]
+            group_in_rounds(every, maker.shared_by[0])
+        return self._requests.pop(maker, None)
 
 
 class Requests:
     """Requests a table's rows from their owners, also ahead; all ranks make every call together.
 
     Args:
-        exchange, dealt, ranks, number: As for RequestMaker.
-        none: With a capacity the id that stands for no row, or the id of the padding's row.
+        exchange, sharding, ranks, number: As for RequestMaker.
+        no_row: With a capacity the id that stands for no row, or the id of the padding's row.
         padded: Whether some rank owns the padding's row.
     """
 
@@ -195,22 +199,22 @@ class Requests:
     def __init__(
         self,
         exchange: Exchange,
-        dealt: BlockCyclic,
+        sharding: BlockCyclic,
         ranks: Ranks,
         number: int,
-        none: int | None,
+        no_row: int | None,
         *,
         padded: bool,
     ) -> None:
         self._exchange, self._ranks, self._number = exchange, ranks, number
-        self._told: list[PlannedRequests] = []
+        self._announced: list[PlannedRequests] = []
         """The batches of announce() calls since the latest lookup before them."""
-        self._told_in = 0
+        self._announced_in = 0
         """`exchange.steps.batches_over` at the last announce()."""
         self._expected: PlannedRequests | None = None
         """The prefetched batch that a loop has yielded last."""
         self._was_looked_up = False
-        self._faults = ranks.faults
+        self._error_count = ranks.error_count
         self._planning = SideStream("planning")
         self._latest: PlannedRequests | None = None
         """The batch of the latest lookup."""
@@ -219,11 +223,11 @@ class Requests:
         self._consensus: FaultConsensus | None = None
         fixed = None
         if isinstance(memory := exchange.memory, FixedMemory):
-            assert none is not None
+            assert no_row is not None
             self._consensus = FaultConsensus(memory, ranks)
             memory.agree_with(self._consensus)
-            fixed = FairShares.of(memory.capacity, dealt, padded=padded), none, self._consensus
-        self._maker = RequestMaker(exchange, dealt, ranks, number, fixed)
+            fixed = FairShares.of(memory.capacity, sharding, padded=padded), no_row, self._consensus
+        self._maker = RequestMaker(exchange, sharding, ranks, number, fixed)
 
     def of(self, ids: Ids) -> LookupRequest:
         """The request of a step's lookup, exchanged now unless it was exchanged ahead.
@@ -239,72 +243,75 @@ class Requests:
             (request,) = self._maker.requests([ids])
             found = PlannedRequests([request], None), request
         planned, request = found
-        self._ask(planned)
+        self._exchange_ids(planned)
         request.planned.mark_used()
         self._latest = planned
-        self._expect([*self._told, planned], fault)
+        self._expect([*self._announced, planned], fault)
         return request
 
     def _planned_for(
         self, ids: Ids
     ) -> tuple[tuple[PlannedRequests, LookupRequest] | None, Tensor | None]:
-        """The batch and request planned for a lookup, and the result of meet()."""
+        """The batch and request planned for a lookup, and the result of compare_calls()."""
         self._was_looked_up = True
-        found, is_next, some_wait = None, False, False
-        for batches in (self._told, [] if self._expected is None else [self._expected]):
-            every = [(batch, each) for batch in batches for each in batch.requests]
-            waiting = [(batch, each) for batch, each in every if not each.planned.is_used]
-            some_wait = some_wait or bool(waiting)
-            places = [n for n, (_, each) in enumerate(waiting) if each.planned.matches(ids)]
+        found, is_next, any_unused = None, False, False
+        for batches in (self._announced, [] if self._expected is None else [self._expected]):
+            every = [(batch, request) for batch in batches for request in batch.requests]
+            unused = [(batch, request) for batch, request in every if not request.planned.is_used]
+            any_unused = any_unused or bool(unused)
+            places = [n for n, (_, request) in enumerate(unused) if request.planned.matches(ids)]
             if places:
-                found, is_next = waiting[places[0]], places[0] == 0
+                found, is_next = unused[places[0]], places[0] == 0
                 break
         fault = None
-        if some_wait:
+        if any_unused:
             fault = (
-                self.meet(Kind.COUNTS) if found is None else self.meet(Kind.ROWS, found[1].lookup)
+                self.compare_calls(Kind.COUNTS)
+                if found is None
+                else self.compare_calls(Kind.ROWS, found[1].lookup)
             )
-        for planned in self._told:
-            if not planned.is_asked:
-                self._ask_all(planned)
+        for planned in self._announced:
+            if not planned.is_exchanged:
+                self._exchange_and_plan(planned)
                 self._exchange.steps.announce(planned.announced)
         if found is not None and not is_next and self._consensus is not None:
-            self._ask(found[0])
+            self._exchange_ids(found[0])
             raise RuntimeError(
-                f"{self._exchange.name}: with a capacity ranks take lookups for those that come"
-                " next: make them in the order of announce() and of prefetch's ids"
+                f"{self._exchange.name}: rows with a capacity must be looked up in the order of"
+                " announce() and of the ids of prefetch(). Look up the earlier tensors first."
             )
         return found, fault
 
-    def meet(self, kind: Kind, lookup: int = 0) -> Tensor | None:
+    def compare_calls(self, kind: Kind, lookup: int = 0) -> Tensor | None:
         """Raises DisagreementError on all ranks if the ranks are at different exchanges.
 
         If errors of rows with a capacity are raised later, returns whether the ranks differ, `[1]`.
         """
         calls = [Call(kind, self._number, lookup)]
         if self._consensus is not None:
-            return self._consensus.meet(calls)
-        self._ranks.meet(self._exchange.name, calls, self._exchange.held.device)
+            return self._consensus.compare_calls(calls)
+        self._ranks.compare_calls(self._exchange.name, calls, self._exchange.held.device)
         return None
 
-    def before_gradients(self, lookup: int) -> None:
-        """Compares the ranks as meet() does, before a lookup's gradients are sent to the owners."""
-        fault = self.meet(Kind.GRADIENTS, lookup)
+    def compare_before_backward(self, lookup: int) -> None:
+        """As compare_calls(), before a lookup's gradients are sent to the owners."""
+        fault = self.compare_calls(Kind.GRADIENTS, lookup)
         if fault is not None and self._consensus is not None:
             self._consensus.stop(fault)
 
-    def before_step(self, met: set[object], *, fails: bool) -> None:
+    def before_step(self, compared: set[object], *, fails: bool) -> None:
         """Raises DisagreementError on all ranks unless all are about to step.
 
-        An optimizer calls this before it steps the rows, or `fails` to, without holding a turn.
-        Ranks compare once for all tables, which `met` records. Ranks on several machines do not.
+        An optimizer calls this before it steps the rows, or `fails` to, without holding a lock.
+        Ranks compare once for all tables, which `compared` records. Ranks on several machines do
+        not compare.
         """
-        if self._ranks.meets_beside_the_device and self._ranks not in met:
-            met.add(self._ranks)
+        if self._ranks.has_barrier and self._ranks not in compared:
+            compared.add(self._ranks)
             call = Call(Kind.NO_STEP if fails else Kind.STEP, self._number)
-            self._ranks.meet(self._exchange.name, [call], self._exchange.held.device)
+            self._ranks.compare_calls(self._exchange.name, [call], self._exchange.held.device)
 
-    def of_no_step(self, ids: Ids) -> LookupRequest:
+    def without_step(self, ids: Ids) -> LookupRequest:
         """The request of a lookup that trains nothing, for any number of rows.
 
         Raises IndexError on all ranks if an id on one of them is out of range.
@@ -313,17 +320,17 @@ class Requests:
             return self.of(ids)
         self._before_lookup()
         (request,) = self._maker.requests([ids], trains=False)
-        self._ask(PlannedRequests([request], None))
+        self._exchange_ids(PlannedRequests([request], None))
         return request
 
-    def _forget_after_faults(self) -> None:
+    def _forget_after_errors(self) -> None:
         """Discards all plans after an error on all ranks.
 
         The next lookups may use the planned tensors on some ranks and different ones on others.
         """
-        if self._faults != self._ranks.faults:
-            self._faults = self._ranks.faults
-            self._told, self._expected = [], None
+        if self._error_count != self._ranks.error_count:
+            self._error_count = self._ranks.error_count
+            self._announced, self._expected = [], None
             self._maker.restart()
             with self._exchange.lock:
                 self._exchange.held.announced.give_up()
@@ -332,23 +339,24 @@ class Requests:
         """Raises the errors found at the last lookup, and RuntimeError during graph capture."""
         if self._exchange.held.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{self._exchange.name}: a CUDA graph cannot hold a lookup of rows that are shared"
-                " out among ranks; capture what comes after it"
+                f"{self._exchange.name}: a CUDA graph cannot capture a lookup of rows that are"
+                " sharded among ranks. Capture only the code after the lookup."
             )
-        self._forget_after_faults()
+        self._forget_after_errors()
         latest, self._latest = self._latest, None
         if self._consensus is None:
             return
         self._consensus.settle_calls()
         if not (fault := self._consensus.last()):
             return
-        self._told = []
+        self._announced = []
         try:
             self._consensus.settle(fault)
         except (IndexError, RuntimeError):
             if fault in (BAD_IDS, OVER_SHARE):
-                for each in [] if latest is None else latest.requests:
-                    if isinstance(each, FixedRequest) and (own := each.own_error()) is not None:
+                for request in [] if latest is None else latest.requests:
+                    own = request.own_error() if isinstance(request, FixedRequest) else None
+                    if own is not None:
                         raise own from None
             raise
 
@@ -361,35 +369,35 @@ class Requests:
 
     def plan_announced(self, parts: Sequence[Ids]) -> PlannedRequests:
         """As PlannedSteps.plan_announced; discards batches announced before the latest lookup."""
-        self._forget_after_faults()
-        if self._was_looked_up or self._told_in != self._exchange.steps.batches_over:
-            self._told, self._was_looked_up = [], False
+        self._forget_after_errors()
+        if self._was_looked_up or self._announced_in != self._exchange.steps.batches_over:
+            self._announced, self._was_looked_up = [], False
         planned = PlannedRequests(self._maker.requests(parts), None)
         if self._exchange.held.device.type == "cpu":  # a later wait would save no time
-            self._ask_all(planned)
+            self._exchange_and_plan(planned)
         else:
-            planned.tell()
+            planned.send_counts()
         return planned
 
     def announce(self, announced: PlannedRequests) -> None:
         """As PlannedSteps.announce."""
-        self._told_in = self._exchange.steps.batches_over
-        self._told.append(announced)
-        if announced.is_asked:
+        self._announced_in = self._exchange.steps.batches_over
+        self._announced.append(announced)
+        if announced.is_exchanged:
             self._exchange.steps.announce(announced.announced)
 
     def give_up(self) -> None:
         """As PlannedSteps.give_up."""
-        self._told = []
+        self._announced = []
         self._exchange.steps.give_up()
 
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
         """As PlannedSteps.plan_ahead; also plans the batch before, whose counts are received."""
-        self._forget_after_faults()
+        self._forget_after_errors()
         self._maker.distances()  # copied on the current stream, which the side stream waits for
         with self._planning.after_current(self._exchange.held.device):
             planned = PlannedRequests(self._maker.requests(parts), after)
-            planned.tell()
+            planned.send_counts()
         planned.planned_until(self._planning.end)
         if after is not None:
             self._plan(after)
@@ -397,11 +405,11 @@ class Requests:
 
     def expect(self, batch: PlannedRequests | None) -> None:
         """As PlannedSteps.expect."""
-        self._forget_after_faults()
+        self._forget_after_errors()
         self._expected = batch
         if batch is not None:
             if batch.waits_for_ranks:  # the last batch of a loop
-                self.meet(Kind.IDS, batch.requests[0].lookup)
+                self.compare_calls(Kind.IDS, batch.requests[0].lookup)
             self._plan(batch)
         self._exchange.steps.expect(None if batch is None else batch.own)
 
@@ -418,14 +426,14 @@ class Requests:
         self._exchange.steps.end_loop(loop)
 
     def _plan(self, batch: PlannedRequests) -> None:
-        """Exchanges a batch's ids and plans the rows requested here, after the batch before.
+        """Exchanges a batch's ids and plans the requested rows, after the batch before.
 
-        The lookup raises errors about ids. DisagreementError is raised here.
+        The lookup raises errors about ids. This method raises DisagreementError.
         """
-        if batch.is_asked:
+        if batch.is_exchanged:
             return
         with self._planning.after_current(self._exchange.held.device):
-            batch.ask()
+            batch.exchange_ids()
         batch.planned_until(self._planning.end)
         if isinstance(batch.error, DisagreementError):  # all ranks discard their batches
             raise batch.error
@@ -434,21 +442,21 @@ class Requests:
             batch.own = self._exchange.steps.plan_ahead(batch.ids, before)
         batch.after = None
 
-    def _ask_all(self, planned: PlannedRequests) -> None:
+    def _exchange_and_plan(self, planned: PlannedRequests) -> None:
         """Exchanges the ids of a batch, and plans the rows requested from this rank."""
-        self._ask(planned)
-        self._expect([*self._told, planned])
+        self._exchange_ids(planned)
+        self._expect([*self._announced, planned])
         try:
             planned.plan_announced(self._exchange)
         except (IndexError, RuntimeError):
-            self._ranks.count_fault()
+            self._ranks.count_error()
             raise
 
-    def _ask(self, planned: PlannedRequests) -> None:
+    def _exchange_ids(self, planned: PlannedRequests) -> None:
         """Exchanges the ids of a batch; raises its error on all ranks."""
-        if not planned.ask():
+        if not planned.exchange_ids():
             assert planned.error is not None
-            self._ranks.count_fault()
+            self._ranks.count_error()
             raise planned.error
         planned.join()
 
@@ -457,13 +465,13 @@ class Requests:
     def together(lookups: Sequence[tuple[Requests, Sequence[Ids], bool]]) -> Iterator[None]:
         """As SharedLookups.together."""
         alike: dict[object, dict[RequestMaker, tuple[Sequence[Ids], bool]]] = {}
-        for each, parts, trains in lookups:
-            each._forget_after_faults()
-            alike.setdefault(each._maker.shared_by, {})[each._maker] = parts, trains
+        for table, parts, trains in lookups:
+            table._forget_after_errors()
+            alike.setdefault(table._maker.shared_by, {})[table._maker] = parts, trains
         with ExitStack() as end:
-            for some in alike.values():
-                joint = JointRequests(some)
-                for maker in some:
+            for by_maker in alike.values():
+                joint = JointRequests(by_maker)
+                for maker in by_maker:
                     end.callback(maker.join, None)
                     maker.join(joint)
             yield

@@ -33,4 +33,4 @@ def row_parameters(model: nn.Module) -> set[nn.Parameter]:
         >>> speedtorch.row_parameters(model) == {model[0].weight}
         True
     """
-    return {each.weight for each in model.modules() if isinstance(each, RowModule)}
+    return {module.weight for module in model.modules() if isinstance(module, RowModule)}

@@ -73,47 +73,49 @@ def shard(
     """
     if not dist.is_initialized():
         raise RuntimeError(
-            "shard: torch.distributed is not initialised; call"
-            " torch.distributed.init_process_group() first, in processes that torchrun begins"
+            "shard: torch.distributed is not initialised. Start the processes with torchrun, and"
+            " call torch.distributed.init_process_group() first."
         )
     if isinstance(process_group, DeviceMesh):
         raise TypeError(
-            "shard: process_group is a DeviceMesh; pass mesh.get_group(), or for a mesh of several"
-            " dimensions mesh.get_group(name) of one of them: this mesh's are"
-            f" {process_group.mesh_dim_names or list(range(process_group.ndim))}"
+            "shard: process_group must be a ProcessGroup, got a DeviceMesh. Pass mesh.get_group(),"
+            " or mesh.get_group(name) for one dimension of a mesh with several. The dimensions are"
+            f" {process_group.mesh_dim_names or list(range(process_group.ndim))}."
         )
     if dist.get_rank(process_group) < 0:
-        raise ValueError("shard: this process is none of process_group; call it in those that are")
+        raise ValueError(
+            "shard: this process is not in process_group. Call shard only in its processes."
+        )
     is_part = dist.get_world_size(process_group) < dist.get_world_size()
     if is_part and dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
         raise ValueError(
-            "shard: process_group is a part of the processes, whose communicators NCCL would split"
-            " from that of all, and the others do not come: leave device_id out of"
-            " torch.distributed.init_process_group()"
+            "shard: process_group must contain all processes if init_process_group() has a"
+            " device_id. NCCL would split a communicator of all processes, and wait for the"
+            " processes outside of the group. Omit device_id."
         )
     ranks = Ranks.of(process_group)
     named = same_modules(ranks, model, average=average)
     modules = list(named.values())
-    deals, shard_specs, needed = [], [], waiting_bytes()
+    shardings, specs, needed = [], [], waiting_bytes()
     for module in modules:
-        unit = rows_of_a_block((module.embedding_dim,))
-        deals.append(BlockCyclic.of(module.num_embeddings, ranks.size, unit))
-        blocks = list(deals[-1].blocks(ranks.rank))
-        shard_specs.append(ShardSpec(module.num_embeddings, blocks, ranks.broadcast))
-        needed += module.trained_rows.table.new.bytes_of(shard_specs[-1].size)
-    machine.refuse_if_short(ranks, needed)
+        block = rows_of_a_block((module.embedding_dim,))
+        shardings.append(BlockCyclic.of(module.num_embeddings, ranks.size, block))
+        blocks = list(shardings[-1].blocks(ranks.rank))
+        specs.append(ShardSpec(module.num_embeddings, blocks, ranks.broadcast))
+        needed += module.trained_rows.table.new.bytes_of(specs[-1].size)
+    machine.check_host_memory(ranks, needed)
     own = row_parameters(model)
-    for each in model.modules():  # DistributedDataParallel may wrap any submodule
-        if names := [name for name, parameter in each.named_parameters() if parameter in own]:
-            ignored_by_data_parallel(each, names)
-    for (name, module), dealt, shard_spec in zip(named.items(), deals, shard_specs, strict=True):
+    for submodule in model.modules():  # DistributedDataParallel may wrap any of these
+        if names := [name for name, param in submodule.named_parameters() if param in own]:
+            ignored_by_data_parallel(submodule, names)
+    for (name, module), sharding, spec in zip(named.items(), shardings, specs, strict=True):
         module.share_out(
-            shard_spec,
+            spec,
             partial(
                 ShardedRows,
-                dealt=dealt,
+                sharding=sharding,
                 ranks=ranks,
-                number=ranks.numbered(name),
+                number=ranks.add_table(name),
                 padding=module.padding_idx,
                 average=average,
                 sparse=bool(getattr(module, "sparse", False)),

@@ -16,8 +16,8 @@ class ShardedIds:
 
     Args:
         ids: `[...]`, on the device.
-        dealt: Maps each row to its owner.
-        distances: dealt.distances(), on the device.
+        sharding: Maps each row to its owner.
+        distances: sharding.distances(), on the device.
         share: The number of rows in each rank's block, the most to request; -1: no blocks.
 
     Attributes:
@@ -30,8 +30,11 @@ class ShardedIds:
         entries: With a share, the index of each block row among the unique rows; n: no row.
     """
 
-    def __init__(self, ids: Tensor, dealt: BlockCyclic, distances: Tensor, share: int = -1) -> None:
-        self._dealt, of_rows = dealt, (dealt.rows, dealt.block, dealt.room, dealt.ranks)
+    def __init__(
+        self, ids: Tensor, sharding: BlockCyclic, distances: Tensor, share: int = -1
+    ) -> None:
+        self._sharding = sharding
+        of_rows = sharding.rows, sharding.block, sharding.stride, sharding.ranks
         made: list[Tensor] = _ops.shard_ids(ids, distances, *of_rows, share)
         self.numbers, self._plan, self.unique = made[0], made[1:6], made[1]
         self.counts, self.sent = made[6:8]
@@ -41,19 +44,19 @@ class ShardedIds:
     def summed(self, gradient: Tensor, bags: Bags | None, most: int) -> Tensor:
         """Sums the gradient of a lookup's result for each unique row: `[most, ...]`, then zeros."""
         rows, source = rows_of_ids(gradient, bags)
-        plan, end = self._plan, self._dealt.room * self._dealt.ranks
-        added: Tensor = _ops.sum_rows(rows, list(plan), end + 1, 0, most, source, plan[4][3:4])
-        return added
+        plan, end = self._plan, self._sharding.stride * self._sharding.ranks
+        sums: Tensor = _ops.sum_rows(rows, list(plan), end + 1, 0, most, source, plan[4][3:4])
+        return sums
 
     def out_of_range(self, name: str, ids: Tensor) -> IndexError | None:
         """The error about ids out of range, if there are any."""
-        end, rows = self._dealt.room * self._dealt.ranks, self._dealt.rows
+        end, rows = self._sharding.stride * self._sharding.ranks, self._sharding.rows
         bad = (self.numbers.reshape(-1) == end).nonzero()[:, 0]
         if len(bad) == 0:
             return None
         position = int(bad[0])
         return IndexError(
             f"{name}: id {int(ids.reshape(-1)[position])} at position {position} is out of range"
-            f" for a table of {rows} rows ({len(bad)} of {ids.numel()} ids are out of range); no"
-            " row was moved"
+            f" for a table of {rows} rows ({len(bad)} of {ids.numel()} ids are out of range). No"
+            " row was moved."
         )

@@ -21,7 +21,7 @@ from speedtorch.ops.functions import rows_at
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.calls import Call, Kind
 from speedtorch.parallel.lookup_request import LookupRequest
-from speedtorch.parallel.ranks import Asked, Ranks
+from speedtorch.parallel.ranks import Ranks, RequestedRows
 from speedtorch.parallel.requests import Requests
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
@@ -33,7 +33,7 @@ from speedtorch.torch_internals import (
 
 __all__ = ["ShardedRows", "ranks_of"]
 
-_COLLECTED_BYTES = 16 << 20  # from each rank in one collective of collect()
+_COLLECTED_BYTES = 16 << 20  # from each rank in one collective of gather_field()
 
 _MOST_MICROSECONDS = 1 << 38  # twice this, plus a flag, fits into a Call
 
@@ -52,7 +52,7 @@ class ShardedRows(SharedLookups):
     Args:
         rows: The rows that this rank owns.
         own_padding: Index of the padding's row among them; None if this rank does not own it.
-        dealt: Maps each row to its owner.
+        sharding: Maps each row to its owner.
         ranks: The ranks that own the rows.
         number: The table's number, the same on all ranks.
         padding: Id of the row that is never trained, or None.
@@ -66,7 +66,7 @@ class ShardedRows(SharedLookups):
         rows: TrainedRows,
         own_padding: int | None,
         *,
-        dealt: BlockCyclic,
+        sharding: BlockCyclic,
         ranks: Ranks,
         number: int,
         padding: int | None,
@@ -78,15 +78,15 @@ class ShardedRows(SharedLookups):
         self._model = model
         self._wrapped = 0
         """The number of modules of fully_shard and replicate that are already checked."""
-        self._dealt, self._number = dealt, number
+        self._sharding, self._number = sharding, number
         self._owns_padding = own_padding is not None
-        self._padding = None if padding is None else int(dealt.numbers(torch.tensor(padding)))
+        self._padding = None if padding is None else int(sharding.numbers(torch.tensor(padding)))
         rows.parameter_view.divide_by(ranks.size if average else 1)
         self._sparse = sparse
         _ranks[rows] = ranks
         padded = padding is not None
         self._joint: JointRows | None = None
-        self.exchange = Requests(rows.exchange, dealt, ranks, number, own_padding, padded=padded)
+        self.exchange = Requests(rows.exchange, sharding, ranks, number, own_padding, padded=padded)
         self.steps = self.exchange
 
     def rows_of(
@@ -95,19 +95,19 @@ class ShardedRows(SharedLookups):
         """As TrainedRows.rows_of; the rows are copies of the owners' rows."""
         self._refuse_replicas()
         request = self.exchange.of(ids)
-        places, held = self._rows.rows_of(request.asked.ids, max_norm, norm_type)
+        places, held = self._rows.rows_of(request.requested.ids, max_norm, norm_type)
         padding = len(held) - 1 if self._owns_padding else -1
         sparse = self._rows.gives_sparse(asked=self._sparse)
         rows = torch.embedding(held, places, padding, False, sparse)
-        brought = self._brought(rows, request, self._given(rows, request))
-        return self._operand(request, brought)
+        received = self._exchange_rows(rows, request)
+        return self._operand(request, self._with_backward(rows, request, received))
 
     def summed(self, ids: Ids, bags: Bags | None = None) -> Tensor:
         """As TrainedRows.summed."""
         self._refuse_replicas()
-        request, rows, came = (self._joint or JointRows({self: ids})).take(self)
-        brought = self._brought(rows, request, came)
-        result: Tensor = _Spread.apply(brought, request, bags)  # type: ignore[no-untyped-call]
+        request, rows, received = (self._joint or JointRows({self: ids})).pop(self)
+        received = self._with_backward(rows, request, received)
+        result: Tensor = _SpreadRows.apply(received, request, bags)  # type: ignore[no-untyped-call]
         return result
 
     def _refuse_replicas(self) -> None:
@@ -115,13 +115,13 @@ class ShardedRows(SharedLookups):
         if (active := active_data_parallel()) is not None:
             if takes_uneven_inputs(active):
                 raise NotImplementedError(
-                    f"{self._rows.name}: its rows are sharded among ranks, and within"
-                    " DistributedDataParallel.join() a rank that has no more batches makes no"
-                    " lookups, for which the others would wait: leave join() out, and let such a"
-                    " rank go on with empty batches"
+                    f"{self._rows.name}: sharded rows cannot be looked up within"
+                    " DistributedDataParallel.join(). A rank without further batches makes no"
+                    " lookups there, and the other ranks would wait for it. Do not use join(). A"
+                    " rank without further batches must look up empty batches."
                 )
             ranks = dist.get_process_group_ranks(active.process_group)
-            self._refuse_others("DistributedDataParallel", ranks)
+            self._check_members("DistributedDataParallel", ranks)
         if self._ranks.size == dist.get_world_size():
             return
         wrapped = composable_data_parallel()
@@ -131,61 +131,61 @@ class ShardedRows(SharedLookups):
         model = self._model()
         own = set() if model is None else set(model.modules())
         for module, name, ranks in wrapped:
-            if module in own or any(weight is each for each in module.parameters()):
-                self._refuse_others(name, ranks)
+            if module in own or any(weight is param for param in module.parameters()):
+                self._check_members(name, ranks)
         self._wrapped = len(wrapped)
 
-    def _refuse_others(self, wrapper: str, ranks: Iterable[int]) -> None:
+    def _check_members(self, wrapper: str, ranks: Iterable[int]) -> None:
         """Raises NotImplementedError if the rows are not sharded among all ranks of a wrapper."""
-        if others := set(ranks) - self._ranks.members:
+        if other_ranks := set(ranks) - self._ranks.members:
             same = "the same process_group"
             if wrapper != "DistributedDataParallel":
                 same = "a mesh of the same ranks"
             raise NotImplementedError(
-                f"{self._rows.name}: its rows are shared out among ranks"
-                f" {sorted(self._ranks.members)}, and {wrapper} trains the model on"
-                f" ranks {sorted(others)}, too, whose rows would become others: call"
-                f" speedtorch.shard() and {wrapper} with {same}"
+                f"{self._rows.name}: the rows are sharded among ranks"
+                f" {sorted(self._ranks.members)}, but {wrapper} also trains the model on ranks"
+                f" {sorted(other_ranks)}. The copies of the rows would differ. Call"
+                f" speedtorch.shard() and {wrapper} with {same}."
             )
 
     @property
     def can_agree(self) -> bool:
         """Whether ranks can compare calls without waiting for their GPUs."""
-        return self._ranks.meets_beside_the_device
+        return self._ranks.has_barrier
 
     def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
         """The seconds of the slowest rank, and whether the GPUs of all ranks were idle."""
-        told = min(int(seconds * 1e6), _MOST_MICROSECONDS) * 2 + is_idle
-        call = Call(Kind.PACE, self._number, told)
-        every = self._ranks.tell_each(self._rows.name, call)
-        return max(each >> 1 for each in every) / 1e6, all(each & 1 for each in every)
+        number = min(int(seconds * 1e6), _MOST_MICROSECONDS) * 2 + is_idle
+        call = Call(Kind.PACE, self._number, number)
+        numbers = self._ranks.all_gather_number(self._rows.name, call)
+        return max(number >> 1 for number in numbers) / 1e6, all(n & 1 for n in numbers)
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
-        """Joins the ranks' lookups, which all raise: here `error`, unless the ranks disagree."""
-        none = NoIds(error)
+        """Joins the ranks' lookups, which all raise; here `error` if the ranks agree."""
+        no_ids = NoIds(error)
         if announced:
-            self.exchange.plan_announced([none] * announced)
+            self.exchange.plan_announced([no_ids] * announced)
         else:
-            self.summed(none) if trains else self.read(none)
+            self.summed(no_ids) if trains else self.read(no_ids)
 
     def end_by_error(self) -> None:
         """Makes the other ranks raise at their next call, unless their loops raise as well."""
         with suppress(DisagreementError):  # the caller raises this rank's own error
-            self.exchange.meet(Kind.NONE)
+            self.exchange.compare_calls(Kind.NONE)
 
     def read(self, ids: Ids) -> Tensor:
         """As TrainedRows.read."""
-        request = self.exchange.of_no_step(ids)
-        rows = self._given(self._rows.read(request.asked.ids), request)
+        request = self.exchange.without_step(ids)
+        rows = self._exchange_rows(self._rows.read(request.requested.ids), request)
         return torch.embedding(rows, request.places)
 
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
         """As TrainedRows.borrow."""
-        request = self.exchange.of_no_step(ids)
-        places, held = self._rows.borrow(request.asked.ids, max_norm, norm_type)
-        return self._operand(request, self._given(held[places], request))
+        request = self.exchange.without_step(ids)
+        places, held = self._rows.borrow(request.requested.ids, max_norm, norm_type)
+        return self._operand(request, self._exchange_rows(held[places], request))
 
     @property
     def ranks(self) -> Ranks:
@@ -197,31 +197,32 @@ class ShardedRows(SharedLookups):
         """The ranks that own the rows, and the device of a step's rows."""
         return self._ranks, self._rows.exchange.held.device
 
-    def meet_for_all(self) -> None:
-        """Raises DisagreementError on all ranks unless all are about to call collect()."""
+    def check_collect(self) -> None:
+        """Raises DisagreementError on all ranks unless all are about to call gather_field()."""
         calls = [Call(Kind.FULL, self._number)]
-        self._ranks.meet(self._rows.name, calls, self._rows.exchange.held.device)
+        self._ranks.compare_calls(self._rows.name, calls, self._rows.exchange.held.device)
 
-    def empty_for_all(self, name: str) -> Tensor:
+    def allocate_all_rows(self, name: str) -> Tensor:
         """Allocates host memory for all rows of a field."""
-        field, rows = self._rows.table.field(name), self._dealt.rows
+        field, rows = self._rows.table.field(name), self._sharding.rows
         return torch.empty((rows, *field.shape[1:]), dtype=field.dtype, device="cpu")
 
-    def collect(self, name: str, every: Tensor | None) -> None:
-        """Copies all rows of a field from their owners to `every`, which only rank 0 passes."""
-        dealt, ranks, field = self._dealt, self._ranks, self._rows.table.field(name)
-        owned = [sum(len(here) for _, here in dealt.blocks(rank)) for rank in range(ranks.size)]
+    def gather_field(self, name: str, out: Tensor | None) -> None:
+        """Copies all rows of a field from their owners to `out`, which only rank 0 passes."""
+        sharding, ranks, field = self._sharding, self._ranks, self._rows.table.field(name)
+        owned = [sum(len(rows) for rows, _ in sharding.blocks(rank)) for rank in range(ranks.size)]
         elements = field.shape[1:].numel()
         most = max(1, _COLLECTED_BYTES // (elements * field.element_size()))
-        for begin in range(0, dealt.room, most):
+        for begin in range(0, sharding.stride, most):
             parts = [range(min(begin, rows), min(begin + most, rows)) for rows in owned]
             own = parts[ranks.rank]
             sent = field[own.start : own.stop].reshape(len(own), elements).view(torch.uint8)
             sent = sent.to(self._rows.exchange.held.device)
-            got = ranks.collected(self._rows.name, sent, list(map(len, parts)))
-            if every is not None:
-                ids = torch.cat([dealt.ids(rank, part) for rank, part in enumerate(parts)])
-                every.view(dealt.rows, elements).view(torch.uint8).index_copy_(0, ids, got.cpu())
+            received = ranks.gather_rows(self._rows.name, sent, list(map(len, parts)))
+            if out is not None:
+                ids = torch.cat([sharding.ids(rank, part) for rank, part in enumerate(parts)])
+                whole = out.view(sharding.rows, elements).view(torch.uint8)
+                whole.index_copy_(0, ids, received.cpu())
 
     def gives_sparse(self, *, asked: bool) -> bool:
         """Never: ranks exchange dense gradients; the owner makes them sparse."""
@@ -233,13 +234,13 @@ class ShardedRows(SharedLookups):
             return request.places, rows
         return request.with_padding(rows, self._padding)
 
-    def _given(self, rows: Tensor, request: LookupRequest) -> Tensor:
-        (came,) = self._ranks.bring(self._rows.name, [rows], [request.asked])
-        return came
+    def _exchange_rows(self, rows: Tensor, request: LookupRequest) -> Tensor:
+        (received,) = self._ranks.send_rows(self._rows.name, [rows], [request.requested])
+        return received
 
-    def _brought(self, rows: Tensor, request: LookupRequest, came: Tensor) -> Tensor:
-        brought: Tensor = _Brought.apply(rows, [came], request, self)  # type: ignore[no-untyped-call]
-        return brought
+    def _with_backward(self, rows: Tensor, request: LookupRequest, received: Tensor) -> Tensor:
+        out: Tensor = _ReceivedRows.apply(rows, [received], request, self)  # type: ignore[no-untyped-call]
+        return out
 
     @contextmanager
     def together(
@@ -252,9 +253,9 @@ class ShardedRows(SharedLookups):
                 alike.setdefault(rows.shared_by, {})[rows] = parts[0]
         with Requests.together([(rows.exchange, ids, trains) for rows, ids, trains in lookups]):
             try:
-                for some in alike.values():
-                    joint = JointRows(some)
-                    for rows in some:
+                for ids_of in alike.values():
+                    joint = JointRows(ids_of)
+                    for rows in ids_of:
                         rows._joint = joint
                 yield
             finally:
@@ -264,12 +265,12 @@ class ShardedRows(SharedLookups):
     def begin(self, ids: Ids) -> tuple[LookupRequest, Tensor]:
         """The request of a step's lookup, and the rows that all ranks request from this rank."""
         request = self.exchange.of(ids)
-        return request, self._rows.summed(request.asked.ids)
+        return request, self._rows.summed(request.requested.ids)
 
-    def give_back(self, gradient: Tensor, asked: Asked, lookup: int) -> Tensor:
+    def send_gradients(self, gradient: Tensor, requested: RequestedRows, lookup: int) -> Tensor:
         """Sends the gradients of a lookup's rows to the owners; returns the gradients received."""
-        self.exchange.before_gradients(lookup)
-        return self._ranks.give_back(self._rows.name, gradient, asked)
+        self.exchange.compare_before_backward(lookup)
+        return self._ranks.send_gradients(self._rows.name, gradient, requested)
 
 
 class JointRows:
@@ -277,63 +278,67 @@ class JointRows:
 
     def __init__(self, lookups: Mapping[ShardedRows, Ids]) -> None:
         self._lookups = lookups
-        self._made: dict[ShardedRows, tuple[LookupRequest, Tensor, Tensor]] | None = None
+        self._results: dict[ShardedRows, tuple[LookupRequest, Tensor, Tensor]] | None = None
         self._error: Exception | None = None
         """The error that all ranks raise at one lookup, after which they make no further lookup."""
 
-    def take(self, table: ShardedRows) -> tuple[LookupRequest, Tensor, Tensor]:
+    def pop(self, table: ShardedRows) -> tuple[LookupRequest, Tensor, Tensor]:
         """A table's request, rows requested by all ranks, and rows received; once per table."""
-        if self._made is None:
-            self._made = self._brought(table.ranks)
-        if table not in self._made and self._error is not None:
+        if self._results is None:
+            self._results = self._exchange(table.ranks)
+        if table not in self._results and self._error is not None:
             raise self._error
-        return self._made.pop(table)
+        return self._results.pop(table)
 
-    def _brought(self, ranks: Ranks) -> dict[ShardedRows, tuple[LookupRequest, Tensor, Tensor]]:
-        made, begun, faults = {}, [], ranks.faults
+    def _exchange(self, ranks: Ranks) -> dict[ShardedRows, tuple[LookupRequest, Tensor, Tensor]]:
+        results, begun, error_count = {}, [], ranks.error_count
         for table, ids in self._lookups.items():
             try:
                 begun.append((table, *table.begin(ids)))
             except Exception as error:
-                if ranks.faults == faults:  # the other ranks wait for this one
+                if ranks.error_count == error_count:  # the other ranks wait for this rank
                     raise
                 self._error = error
                 break
         for dtype in dict.fromkeys(rows.dtype for *_, rows in begun):
-            some = [each for each in begun if each[2].dtype == dtype]
-            given, asked = [rows for *_, rows in some], [request.asked for _, request, _ in some]
-            came = ranks.bring(some[0][1].name, given, asked)
-            for (table, request, rows), brought in zip(some, came, strict=True):
-                made[table] = request, rows, brought
-        return made
+            lookups = [lookup for lookup in begun if lookup[2].dtype == dtype]
+            sent, requested = [it[2] for it in lookups], [it[1].requested for it in lookups]
+            received = ranks.send_rows(lookups[0][1].name, sent, requested)
+            for (table, request, rows), received_rows in zip(lookups, received, strict=True):
+                results[table] = request, rows, received_rows
+        return results
 
 
-class _Brought(torch.autograd.Function):
+class _ReceivedRows(torch.autograd.Function):
     """Received rows; the backward sends their gradients to the owners."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, came: list[Tensor], request: LookupRequest, sharded: ShardedRows
+        ctx: Any, rows: Tensor, received: list[Tensor], request: LookupRequest, table: ShardedRows
     ) -> Tensor:
-        ctx.asked, ctx.lookup, ctx.sharded = request.asked, request.lookup, sharded
-        return came.pop()
+        """Returns the tensor in `received`; its gradient becomes the gradient of `rows`."""
+        ctx.requested, ctx.lookup, ctx.table = request.requested, request.lookup, table
+        return received.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Sends gradients to the rows' owners; a collective call of all ranks."""
         check_once(gradient)
-        return ctx.sharded.give_back(gradient, ctx.asked, ctx.lookup), None, None, None
+        return ctx.table.send_gradients(gradient, ctx.requested, ctx.lookup), None, None, None
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadRows(torch.autograd.Function):
     """Received rows in the order of the ids; the backward sums gradients by the plan of the ids."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, request: LookupRequest, bags: Bags | None) -> Tensor:
+        """Returns one row per id, or the pooled rows of `bags`."""
         ctx.request, ctx.bags = request, bags
         places = request.places
         return rows_at(rows, places) if bags is None else bags.pool(rows, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Sums the gradients of each received row's ids."""
         check_once(gradient)
         return ctx.request.summed(gradient, ctx.bags), None, None

@@ -22,7 +22,7 @@ __all__ = ["AgreeOnStep", "PlannedSteps"]
 class AgreeOnStep(Protocol):
     """See Requests.before_step."""
 
-    def __call__(self, met: set[object], *, fails: bool) -> None:
+    def __call__(self, compared: set[object], *, fails: bool) -> None:
         """Raises DisagreementError on all ranks unless all ranks are about to step."""
 
 

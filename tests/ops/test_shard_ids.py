@@ -30,7 +30,7 @@ DEALT = {
 
 def shard_ids(ids: Tensor, dealt: BlockCyclic, share: int) -> list[Tensor]:
     """The reference, in torch's ops."""
-    ranks, room, end = dealt.ranks, dealt.room, dealt.ranks * dealt.room
+    ranks, room, end = dealt.ranks, dealt.stride, dealt.ranks * dealt.stride
     numbers = torch.full(ids.shape, end)
     if dealt.rows:
         numbers = dealt.numbers(ids)
@@ -58,7 +58,7 @@ def shard_ids(ids: Tensor, dealt: BlockCyclic, share: int) -> list[Tensor]:
 
 def called(ids: Tensor, dealt: BlockCyclic, share: int, device: str) -> list[Tensor]:
     """The op, on a device."""
-    distances, of_rows = dealt.distances().to(device), (dealt.rows, dealt.block, dealt.room)
+    distances, of_rows = dealt.distances().to(device), (dealt.rows, dealt.block, dealt.stride)
     made = _ops.shard_ids(ids.to(device), distances, *of_rows, dealt.ranks, share)
     assert all(each.device.type == device for each in made)
     return [each.cpu() for each in made]
@@ -76,7 +76,7 @@ def test_a_small_table(device: str) -> None:
     """Of rows 0 to 6 in blocks of two the first rank owns 0, 1 and 6, the second the others."""
     dealt, ids = BlockCyclic(7, 2, 2), torch.tensor([[5, 6, 5], [0, 2, 3]])
     assert dealt.numbers(torch.arange(7)).tolist() == [0, 1, 4, 5, 6, 7, 2]
-    assert dealt.room == 4
+    assert dealt.stride == 4
     numbers, unique, inverse, *_, counts, sent = called(ids, dealt, -1, device)
     assert numbers.tolist() == [[7, 2, 7], [0, 4, 5]]
     assert unique.tolist() == [0, 2, 4, 5, 7, -1]
@@ -134,7 +134,7 @@ def test_they_run_on_the_current_stream() -> None:
     dealt, share = DEALT["uneven"], 9
     ids, side = torch.randint(97, (400,)), torch.cuda.Stream()
     there, distances = torch.zeros_like(ids).cuda(), dealt.distances().cuda()
-    pinned, of_rows = ids.pin_memory(), (dealt.rows, dealt.block, dealt.room, dealt.ranks)
+    pinned, of_rows = ids.pin_memory(), (dealt.rows, dealt.block, dealt.stride, dealt.ranks)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(100_000_000)

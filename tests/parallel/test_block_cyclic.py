@@ -19,10 +19,10 @@ def test_every_row_has_one_owner_and_a_place_there(rows: int, ranks: int, unit: 
     for rank in range(ranks):
         own = 0
         for there, here in dealt.blocks(rank):
-            expected[there.start : there.stop] = rank * dealt.room + torch.tensor(here)
+            expected[there.start : there.stop] = rank * dealt.stride + torch.tensor(here)
             assert here.start == own  # a share has no gaps
             own = here.stop
-        assert own <= dealt.room
+        assert own <= dealt.stride
     assert torch.equal(numbers, expected)
     for rank in range(ranks):
         for there, here in dealt.blocks(rank):
@@ -83,6 +83,6 @@ def test_no_rank_has_many_more_distinct_rows_than_others(
     if order == "permuted":
         ids = (ids * 7_368_787 + 12_345) % rows  # a permutation, as it is prime
     dealt = BlockCyclic.of(rows, ranks, 8192)
-    counts = torch.bincount(dealt.numbers(ids) // dealt.room, minlength=ranks)
+    counts = torch.bincount(dealt.numbers(ids) // dealt.stride, minlength=ranks)
     assert counts.sum() == len(ids)
     assert float(counts.max() / counts.double().mean()) <= most

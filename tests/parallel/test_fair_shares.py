@@ -80,7 +80,7 @@ def test_a_lookup_of_spread_ids_fits_the_shares_of_its_distinct_rows(
         ids = (torch.rand(count, generator=random).double() ** steep * ROWS).long()
         numbers = dealt.numbers((ids * 7_368_787 % ROWS).unique())  # a prime
         share = fair_share(len(numbers), dealt)
-        assert int(torch.bincount(numbers // dealt.room).max()) <= share
+        assert int(torch.bincount(numbers // dealt.stride).max()) <= share
 
 
 @pytest.mark.parametrize(("capacity", "ranks"), [(400, 2), (400, 3), (4096, 8), (4096, 64)])
@@ -89,6 +89,6 @@ def test_the_error_names_the_least_capacity_whose_share_is_enough(
 ) -> None:
     dealt = BlockCyclic.of(ROWS, ranks)
     shares = FairShares.of(capacity, dealt)
-    said = str(shares.exceeded("rows", shares.rows + 7, 1))
-    enough = int(said.partition("capacity (")[2].split()[0])
+    text = str(shares.error("rows", shares.rows + 7, 1))
+    enough = int(text.partition("capacity of at least ")[2].rstrip("."))
     assert fair_share(enough, dealt) >= shares.rows + 7 > fair_share(enough - 1, dealt)

@@ -45,8 +45,8 @@ def check_one_machine() -> None:
         patch.setattr(host_memory, "available_bytes", lambda: available)
         model, module = made()
         refused(
-            f"the rows of {ranks} ranks on .* need {NBYTES} bytes of host memory there together;"
-            f" available are {NBYTES - 1}: .*SPEEDTORCH_MEMORY_CHECK=0",
+            f"the rows of {ranks} ranks on host .* need {NBYTES} bytes of host memory, but only"
+            f" {NBYTES - 1} bytes are available.*SPEEDTORCH_MEMORY_CHECK=0",
             model,
         )
         assert module.trained_rows.table.shard_spec is None
@@ -77,7 +77,7 @@ def check_several_machines() -> None:
         patch.setattr(host_memory, "available_bytes", lambda: NBYTES - 1)
         waiting, _ = made()
         shard(waiting)
-        message = f"the rows of {ranks - 1} ranks on 'host' need ([\\d,]+) bytes"
+        message = f"the rows of {ranks - 1} ranks on host 'host' need ([\\d,]+) bytes"
         model, _ = made()
         with pytest.raises(MemoryError, match=message) as caught:
             shard(model)

@@ -135,5 +135,5 @@ def test_the_others_end_with_an_error_when_a_rank_is_killed(tmp_path: Path, back
     folder = tmp_path / "saved"
     codes = exit_codes(2, check_a_killed_rank, str(folder), timeout=20, backend=backend)
     assert codes == [3, -signal.SIGKILL]
-    assert "rows of other ranks did not come" in (folder / "said").read_text()
+    assert "an exchange with other ranks failed" in (folder / "said").read_text()
     in_processes(2, check_saved_before, str(folder), backend=backend)

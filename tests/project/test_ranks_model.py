@@ -59,7 +59,7 @@ def test_owners_have_as_many_rows_as_were_drawn(apart: bool) -> None:
         drawn = [place[ids] for ids in drawn]
 
     def by_owner(ids: Tensor) -> Tensor:
-        return torch.bincount(dealt.numbers(ids.unique()) // dealt.room, minlength=8).double()
+        return torch.bincount(dealt.numbers(ids.unique()) // dealt.stride, minlength=8).double()
 
     asked, held = torch.stack([by_owner(ids) for ids in drawn]).mean(0), by_owner(torch.cat(drawn))
     assert (float(asked.max() / asked.mean()) > 1.5) == (not apart)
@@ -91,12 +91,12 @@ def sends_as_the_model_says(rows: int, columns: int, drawn: list[Tensor]) -> Non
         seen.append([count * given[:1].numel() * given.itemsize for count in counts])
         return all_to_all(out, given, got, parts, **others)
 
-    alone = mock.patch.object(Ranks.of(), "_board", None)
+    alone = mock.patch.object(Ranks.of(), "_barrier", None)
     with alone, mock.patch.object(dist, "all_to_all_single", see):
         module(drawn[rank]).sum().backward()
         torch.optim.SGD(module.parameters(), lr=0.1).step()
     dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((columns,)))
-    owners = [dealt.numbers(ids.unique()) // dealt.room for ids in drawn]
+    owners = [dealt.numbers(ids.unique()) // dealt.stride for ids in drawn]
     asked = torch.stack([torch.bincount(each, minlength=ranks) for each in owners])
     calls = sent(asked, 4 * columns)
     assert len(seen) == len(calls)
