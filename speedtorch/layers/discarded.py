@@ -95,8 +95,8 @@ class Discarded:
         if lost := [name for name, is_lost in zip(flags, found, strict=True) if is_lost]:
             more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
             raise RuntimeError(
-                f"{', '.join(lost[:_NAMED])}{more}: discarded by sleep(), and not loaded since, or"
-                f" in part: {self._remedy}"
+                f"{', '.join(lost[:_NAMED])}{more}: values discarded by sleep() have not been"
+                f" loaded completely since. {self._remedy}"
             )
         self._blank.clear()
         self._hooks.close()

@@ -89,8 +89,8 @@ def check_packable(name: str, tensor: object) -> None:
     if not is_plain_tensor(tensor):
         kind = type(tensor)
         raise TypeError(
-            f"{name}: expected a plain tensor, got {kind.__module__}.{kind.__qualname__}, whose"
-            " elements a copy of bytes may not be"
+            f"{name}: expected a plain tensor, got {kind.__module__}.{kind.__qualname__}. Only"
+            " bytes are copied, and a subclass may keep elements elsewhere."
         )
     assert isinstance(tensor, Tensor)
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -98,16 +98,17 @@ def check_packable(name: str, tensor: object) -> None:
         raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {what}")
     if tensor.device.type == "meta":
         raise ValueError(
-            f"{name}: it is on the meta device and has no elements; to_empty(device='cpu') or"
-            " load_state_dict(..., assign=True) first"
+            f"{name}: the tensor is on the meta device and has no elements. Call"
+            " to_empty(device='cpu') or load_state_dict(..., assign=True) first."
         )
     if tensor.is_inference():
         raise ValueError(
-            f"{name}: it was made in torch.inference_mode(), where torch does not count changes;"
-            " clone() it outside"
+            f"{name}: torch does not count changes of tensors that were created in"
+            " torch.inference_mode(). Replace the tensor with its clone() outside of that mode."
         )
     if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(f"{name}: a lazily conjugated or negated view; resolve_conj() first")
+        view = "a lazily conjugated or negated view"
+        raise ValueError(f"{name}: got {view}. Call resolve_conj().resolve_neg() first.")
 
 
 def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:

@@ -61,7 +61,7 @@ def is_pinned(host: Tensor) -> bool:
 @cache
 def _warn_once(why: str) -> None:
     warnings.warn(
-        f"units are in host memory that is not pinned, and come and go more slowly: {why}",
+        f"Offloaded tensors are in pageable host memory, whose copies are slower: {why}",
         stacklevel=2,
     )
 

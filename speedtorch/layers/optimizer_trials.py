@@ -93,10 +93,10 @@ def check_steps_apart(
         except _CannotStepError as error:
             errors.append(error.args[0])
     raise ValueError(
-        f"optimizer: {type(optimizer).__name__} cannot be tried out on {where}: a step of small"
-        f" copies of its parameters fails ({errors[0]}), so that nothing shows whether it steps"
-        " each parameter by itself; move the parameters to the device where it can step them, or"
-        " step it without a StateSwapper or Swapper"
+        f"optimizer: {type(optimizer).__name__} must step each parameter separately. This cannot be"
+        f" checked on {where}, because a step of small parameter copies fails ({errors[0]}). Move"
+        " the parameters to a device where it can step them, or step it without a StateSwapper or"
+        " Swapper."
     ) from errors[0]
 
 
@@ -169,13 +169,13 @@ def _try_out(
     def refusal(why: str) -> ValueError:
         name = type(optimizer).__name__
         return ValueError(
-            f"optimizer: {name} does not step each parameter by itself: {why}. Use one that does,"
-            f" such as AdamW, or step {name} without a StateSwapper or Swapper"
+            f"optimizer: {name} does not step each parameter separately: {why}. Use an optimizer"
+            f" that does, such as AdamW, or step {name} without a StateSwapper or Swapper."
         )
 
     def failed_apart(error: Exception) -> ValueError:
         return refusal(
-            f"a step of some of them after others fails ({type(error).__name__}: {error})"
+            f"a step of one parameter after another fails ({type(error).__name__}: {error})"
         )
 
     values = {n: {place: drawn(of) for place, of in some.items()} for n, some in shapes.items()}
@@ -214,11 +214,11 @@ def _try_out(
             parts.settle()
             is_alike = following == _next_random()
         if not is_alike:
-            raise refusal("it draws random numbers for all of them at once")
+            raise refusal("its step draws random numbers for all parameters at once")
         found, others = dict(_numbers(together, its)), dict(_numbers(apart, theirs))
         for name in dict.fromkeys((*found, *others)):
             if not agree(found.get(name), others.get(name)):
-                raise refusal(f"{name} differs if they are stepped together and one by one")
+                raise refusal(f"{name} differs after steps together and one by one")
 
 
 def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Any]]:

@@ -211,7 +211,7 @@ class StateSwapper:
         self.budget = bytes_of("budget", budget)
         self.device = None if device is None else exact_device(device)
         if self.device is not None and self.device.type == "meta":
-            raise ValueError("device: expected one with memory, as 'cuda', got 'meta'")
+            raise ValueError("device: expected a device with memory, such as 'cuda', got 'meta'")
         self._traffic = TransferStats()
         for each in self._optimizers:
             check_can_be_split(each)
@@ -486,7 +486,8 @@ def check_can_be_split(optimizer: Optimizer) -> None:
     """Calls check_steps_separately(); raises ValueError if the optimizer has a StateSwapper."""
     if optimizer in _swapped:
         raise ValueError(
-            f"optimizer: {type(optimizer).__name__} has a StateSwapper already: close() that before"
+            f"optimizer: {type(optimizer).__name__} already has a StateSwapper. Call its close()"
+            " first."
         )
     check_steps_separately(optimizer)
 
@@ -496,16 +497,17 @@ def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> N
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
-            f"optimizer: {name} has differentiable=True, whose backward needs its state on the"
-            " device"
+            f"optimizer: {name} has differentiable=True. Backward through its step would need state"
+            " that is offloaded. Set differentiable=False."
         )
     for each in parameters:
         if rows_of_parameter(each) is not None:
             raise ValueError(
-                f"optimizer: {name} has the rows of an Embedding, whose state is in host memory"
-                " once it is attached: give them an optimizer of their own"
+                f"optimizer: {name} has the rows of an Embedding, whose state attach() offloads."
+                " Create a separate optimizer for the rows."
             )
         if is_offloaded(each):
             raise ValueError(
-                f"optimizer: {name} has a parameter of a Swapper's unit, which brings its state"
+                f"optimizer: {name} has a parameter of a Swapper, which offloads the state too."
+                " Create a separate optimizer for the Swapper's parameters."
             )

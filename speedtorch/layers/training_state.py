@@ -28,9 +28,9 @@ from speedtorch.torch_internals import as_plain, fully_sharded, storage_id
 __all__ = ["SleepReport", "TrainingState"]
 
 _REMEDIES: dict[StatePart, str] = {
-    "weights": "wake() the state and load all of its weights, as model.load_state_dict() does",
-    "gradients": "drop them before the backward, as zero_grad() does",
-    "optimizer": "wake() the state and optimizer.load_state_dict() before the step",
+    "weights": "Call wake() and load all weights, for example with model.load_state_dict().",
+    "gradients": "Drop gradients before the backward, for example with zero_grad().",
+    "optimizer": "Call wake() and optimizer.load_state_dict() before the step.",
 }
 """Per part, how a caller restores discarded values or avoids needing them (in error texts)."""
 
@@ -217,7 +217,7 @@ class TrainingState:
         """
         wanted, lost = _chosen("parts", parts), _chosen("discard", discard)
         if outside := [each for each in lost if each not in wanted]:
-            raise ValueError(f"discard: {outside[0]!r} is none of the parts that sleep, {wanted}")
+            raise ValueError(f"discard: expected some of `parts`, {wanted}, got {outside[0]!r}")
         with self._turn:
             begin, free = time.perf_counter(), self._free_bytes()
             copied = 0
@@ -332,8 +332,8 @@ class TrainingState:
         for part, others in more.items():
             if any(storage_id(each.storage) in stay for each in others):
                 raise ValueError(
-                    f"keep_addresses: memory of the {part} is also that of a part that stays; let"
-                    " both sleep, or neither"
+                    f"keep_addresses: part {part!r} shares memory with a part that would remain on"
+                    " the device. Pass both parts to sleep(), or neither."
                 )
         # A storage that has moved to another part sleeps with the part that keeps its addresses.
         moved = {storage_id(each.storage) for others in more.values() for each in others}
@@ -375,22 +375,22 @@ class TrainingState:
 def _device_of(model: nn.Module) -> torch.device:
     devices = [each.device for each in (*model.parameters(), *model.buffers())]
     if not devices:
-        raise ValueError("model: it has no parameter and no buffer; give device=")
+        raise ValueError("model: it has no parameter and no buffer. Pass device=.")
     return next((each for each in devices if each.type == "cuda"), devices[0])
 
 
 def _check_can_keep(device: torch.device) -> None:
     if device.type != "cuda":
-        raise ValueError(f"keep_addresses: expected a GPU's state, got one on {str(device)!r}")
+        raise ValueError(f"keep_addresses: expected a state on a GPU, got device {str(device)!r}")
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         raise ValueError(
-            f"keep_addresses: torch's allocator is {backend!r}, which has no memory pools; set"
-            " PYTORCH_ALLOC_CONF=backend:native"
+            f"keep_addresses: torch's allocator {backend!r} has no memory pools. Set"
+            " PYTORCH_ALLOC_CONF=backend:native."
         )
     if (variable := "PYTORCH_NO_CUDA_MEMORY_CACHING") in os.environ:
         raise ValueError(
-            f"keep_addresses: {variable} is set, with which torch's allocator has no memory pools:"
-            " unset it"
+            f"keep_addresses: torch's allocator has no memory pools because {variable} is set."
+            " Unset this environment variable."
         )
 
 
@@ -412,20 +412,21 @@ def _chosen(argument: str, parts: Any) -> list[StatePart]:
 def _check(name: str, tensor: Tensor) -> None:
     """Raises ValueError for a tensor whose memory cannot be replaced."""
     if is_offloaded(tensor):
-        raise ValueError(f"{name}: it belongs to a unit of a Swapper: use its evict(), or close it")
+        raise ValueError(f"{name}: a Swapper offloads this tensor. Use its evict(), or close() it.")
     if tensor.layout != torch.strided:
         raise ValueError(
-            f"{name}: it is a sparse tensor ({tensor.layout}), whose parts torch does not show:"
-            " drop it before (zero_grad()), or leave its part awake"
+            f"{name}: expected a dense tensor, got layout {tensor.layout}, whose memory torch does"
+            " not expose. Drop the tensor first, for example with zero_grad(), or omit its part"
+            " from sleep(parts)."
         )
     if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            f"{name}: expected elements as they are in memory, got a tensor that is quantized,"
-            " nested, conjugated or negated: resolve that (dequantize(), resolve_conj(),"
-            " resolve_neg()), or leave its part awake"
+            f"{name}: expected a tensor that is not quantized, nested, or a lazily conjugated or"
+            " negated view. Convert the tensor with dequantize(), resolve_conj() or resolve_neg(),"
+            " or omit its part from sleep(parts)."
         )
     if tensor.is_inference():
         raise ValueError(
-            f"{name}: it was made in torch.inference_mode(), where torch does not let its memory be"
-            " changed; make the model outside"
+            f"{name}: torch does not replace the memory of tensors that were created in"
+            " torch.inference_mode(). Create the model outside of that mode."
         )

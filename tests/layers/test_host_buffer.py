@@ -47,7 +47,7 @@ def test_what_cannot_be_pinned_moves_all_the_same(
     monkeypatch.setattr(host_buffer, "STAGE_BYTES", 1000)
     for each in (host_buffer._stage, host_buffer._warn_once):
         each.cache_clear()
-    with pytest.warns(UserWarning, match="not pinned, and come and go more slowly: no more pages"):
+    with pytest.warns(UserWarning, match="pageable host memory, whose copies are slower: no more"):
         layer = nn.Linear(30, 30)
         before = layer.weight.detach().clone()
         optimizer = optim.SGD(layer.parameters(), lr=1.0)
