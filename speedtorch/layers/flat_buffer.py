@@ -43,11 +43,11 @@ _SHAPE, _STRIDE = attrgetter("shape"), methodcaller("stride")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a tensor in a buffer: its slot, and its byte offset from the begin of the buffer."""
+    """Place of a tensor in a buffer: its segment, and its byte offset from the buffer's begin."""
 
     begin: int
     nbytes: int
-    slot: int
+    segment: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -69,8 +69,8 @@ def extent(tensor: Tensor) -> int:
     """
     if tensor.numel() == 0:
         return tensor.itemsize
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    highest: int = sum((size - 1) * stride for size, stride in steps)
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    highest: int = sum((size - 1) * stride for size, stride in dims)
     return (highest + 1) * tensor.itemsize
 
 
@@ -94,8 +94,8 @@ def check_packable(name: str, tensor: object) -> None:
         )
     assert isinstance(tensor, Tensor)
     if tensor.layout != torch.strided or tensor.is_quantized:
-        what = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
-        raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {what}")
+        found = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
+        raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {found}")
     if tensor.device.type == "meta":
         raise ValueError(
             f"{name}: the tensor is on the meta device and has no elements. Call"
@@ -111,24 +111,23 @@ def check_packable(name: str, tensor: object) -> None:
         raise ValueError(f"{name}: got {view}. Call resolve_conj().resolve_neg() first.")
 
 
-def _slots(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:
-    """Groups tensors that share memory into slots: `{name: (address, bytes)}` for each slot."""
+def _segments(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:
+    """Groups tensors that share memory: `{name: (address, bytes)}` for each segment."""
     owner: dict[str, str] = {name: name for name in tensors}
     spans = {name: (_address(tensor), extent(tensor)) for name, tensor in tensors.items()}
     # Sorted by device and address: only neighbours can overlap.
-    ranked = sorted(tensors, key=lambda name: (str(tensors[name].device), spans[name]))
     first, end = "", 0
-    for name in ranked:
+    for name in sorted(tensors, key=lambda name: (str(tensors[name].device), spans[name])):
         begin, nbytes = spans[name]
         if tensors[name].numel() == 0:
             continue
         if not first or tensors[name].device != tensors[first].device or begin >= end:
             first, end = name, 0
         owner[name], end = first, max(end, begin + nbytes)
-    slots: dict[str, dict[str, tuple[int, int]]] = {}
+    segments: dict[str, dict[str, tuple[int, int]]] = {}
     for name in tensors:  # in the order of their first names
-        slots.setdefault(owner[name], {})[name] = spans[name]
-    return slots.values()
+        segments.setdefault(owner[name], {})[name] = spans[name]
+    return segments.values()
 
 
 def _order_reuse(load_stream: SharedSideStream, device: torch.device, process: int) -> None:
@@ -169,44 +168,43 @@ class FlatBuffer:
         """Side stream for copies to the host buffer."""
         self.places: dict[str, _Place] = {} if before is None else dict(before.places)
         """Places of all tensors in the layout, by name."""
-        self._slots: list[tuple[int, int]] = [] if before is None else list(before._slots)
-        end = self._slots[-1][1] if self._slots else 0
-        tensors = {name: each for name, each in tensors.items() if name not in self.places}
+        self._segments: list[tuple[int, int]] = [] if before is None else list(before._segments)
+        end = self._segments[-1][1] if self._segments else 0
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in self.places}
         for name, tensor in tensors.items():
             check_packable(name, tensor)
-        for slot in _slots(tensors):
-            lowest = min(start for start, _ in slot.values())
+        for number, segment in enumerate(_segments(tensors), len(self._segments)):
+            lowest = min(start for start, _ in segment.values())
             begin = aligned(end, ALIGNMENT)
-            shift = lowest % _ELEMENT_ALIGNMENT if len(slot) > 1 else 0
-            for name, (start, nbytes) in slot.items():
-                at = begin + shift + start - lowest
-                each = tensors[name]
+            shift = lowest % _ELEMENT_ALIGNMENT if len(segment) > 1 else 0
+            for name, (start, nbytes) in segment.items():
+                at, tensor = begin + shift + start - lowest, tensors[name]
                 self.places[name] = _Place(
-                    at, nbytes, len(self._slots), tuple(each.shape), each.stride(), each.dtype
+                    at, nbytes, number, tuple(tensor.shape), tensor.stride(), tensor.dtype
                 )
                 end = max(end, at + nbytes)
-            self._slots.append((begin, end))
+            self._segments.append((begin, end))
         self.nbytes = aligned(end, ALIGNMENT)
         """Bytes of each memory."""
         self.device = device
         self.host = host_bytes(self.nbytes, device)
         """`[nbytes]`, uint8."""
         # Empty if a tensor has no elements and thus no address: memory_at() cannot compare it.
-        is_known = all(0 not in each.size for each in self.places.values())
+        is_known = all(0 not in place.size for place in self.places.values())
         self._order = self.places if is_known else {}
         ordered = self._order.values()
-        self._begins = [each.begin for each in ordered]
-        self._dtypes = [each.dtype for each in ordered]
-        self._sizes = [each.size for each in ordered]
-        self._strides = [each.stride for each in ordered]
+        self._begins = [place.begin for place in ordered]
+        self._dtypes = [place.dtype for place in ordered]
+        self._sizes = [place.size for place in ordered]
+        self._strides = [place.stride for place in ordered]
         if before is not None:
             before.write_back_stream.finish()
             self.host[: before.nbytes].copy_(before.host)
-        # One storage per slot, so that torch.save() of a view writes only the bytes of its slot.
+        # One storage per segment, so that torch.save() of a view writes only its segment's bytes.
         bytes_of_host = self.host.numpy()
         self._host_storages = [
             torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
-            for begin, end in self._slots
+            for begin, end in self._segments
         ]
         self._storage: torch.UntypedStorage = (
             _no_bytes(device) if before is None else before._storage
@@ -237,7 +235,7 @@ class FlatBuffer:
         # trigger garbage collections.
         if (
             memory is not None
-            and [each.dtype for each in values] == self._dtypes
+            and [tensor.dtype for tensor in values] == self._dtypes
             and all(map(eq, map(_SHAPE, values), self._sizes))
             and all(map(eq, map(_STRIDE, values), self._strides))
         ):
@@ -268,9 +266,9 @@ class FlatBuffer:
         if not order or len(tensors) != len(order) or [*tensors] != [*order]:
             return None
         try:
-            pointers = [each.data_ptr() for each in tensors.values()]
+            pointers = [tensor.data_ptr() for tensor in tensors.values()]
         except RuntimeError:
-            if all(each.layout is torch.strided for each in tensors.values()):
+            if all(tensor.layout is torch.strided for tensor in tensors.values()):
                 raise
             return None  # a sparse tensor has no data_ptr()
         base = pointers[0] - self._begins[0]
@@ -291,10 +289,10 @@ class FlatBuffer:
                 check_packable(name, tensor)
                 if name in self.places and not self.places[name].is_like(tensor):
                     return False
-        for slot in _slots(tensors):
+        for segment in _segments(tensors):
             placed = {
-                (place.slot, place.begin - start) if (place := self.places.get(name)) else None
-                for name, (start, _) in slot.items()
+                (place.segment, place.begin - start) if (place := self.places.get(name)) else None
+                for name, (start, _) in segment.items()
             }
             if len(placed) > 1:
                 return False
@@ -302,15 +300,15 @@ class FlatBuffer:
 
     def view(self, name: str, memory: Memory) -> Tensor:
         """The named tensor in one of the memories; the device buffer must have memory."""
-        made = self._views[memory]
-        if name not in made:
+        views = self._views[memory]
+        if name not in views:
             place = self.places[name]
             storage, begin = self._storage, place.begin
             if memory is Memory.HOST:
-                storage = self._host_storages[place.slot]
-                begin -= self._slots[place.slot][0]
-            made[name] = elements(storage, begin, place.size, place.stride, place.dtype)
-        return made[name]
+                storage = self._host_storages[place.segment]
+                begin -= self._segments[place.segment][0]
+            views[name] = elements(storage, begin, place.size, place.stride, place.dtype)
+        return views[name]
 
     def store(self, name: str, tensor: Tensor) -> None:
         """Copies a tensor outside the buffer, which matches the named place, to the host buffer."""
@@ -336,9 +334,9 @@ class FlatBuffer:
         """
         is_load = memory is Memory.DEVICE
         is_new = is_load and not self.is_filled
-        must = self.places if is_new else changed
-        if settled or len(must) < len(self.places):
-            spans = self._spans(must, settled)
+        copied = self.places if is_new else changed
+        if settled or len(copied) < len(self.places):
+            spans = self._spans(copied, settled)
         else:
             spans = [(0, self.nbytes)]
         if not spans or not self.nbytes:
@@ -359,9 +357,9 @@ class FlatBuffer:
                 self._whole = elements(self._storage, 0, (self.nbytes,))
             begun = self.traffic.begin(stream)
             copy_spans(self.host, self._whole, spans, to=memory)
-        copied = sum([end - begin for begin, end in spans])
+        nbytes = sum([end - begin for begin, end in spans])
         side = self.load_stream if is_load else self.write_back_stream
-        self.traffic.end(begun, side.end, copied, memory)
+        self.traffic.end(begun, side.end, nbytes, memory)
         self.is_filled = self.is_filled or is_load
 
     def empty(self, after: torch.cuda.Event | None = None) -> int:
@@ -395,17 +393,19 @@ class FlatBuffer:
         The search scans all objects of the garbage collector.
         """
         own = {id(view) for view in [self._whole, *self._views[Memory.DEVICE].values(), *members]}
-        found = [
-            each
-            for each in gc.get_objects()
-            if is_plain_tensor(each) and id(each) not in own and self.has(each)
+        views = [
+            value
+            for value in gc.get_objects()
+            if is_plain_tensor(value) and id(value) not in own and self.has(value)
         ]
-        return {weakref.ref(each): self._described(each) for each in found}
+        return {weakref.ref(view): self._described(view) for view in views}
 
-    def _described(self, tensor: Tensor) -> str:
-        begin = tensor.storage_offset() * tensor.itemsize
-        of = [n for n, p in self.places.items() if p.begin <= begin < p.begin + max(1, p.nbytes)]
-        return f"a {list(tensor.shape)} {str(tensor.dtype)[6:]} view of {of[0] if of else 'it'}"
+    def _described(self, view: Tensor) -> str:
+        begin = view.storage_offset() * view.itemsize
+        ends = {name: place.begin + max(1, place.nbytes) for name, place in self.places.items()}
+        names = (name for name, end in ends.items() if self.places[name].begin <= begin < end)
+        kind = f"a {list(view.shape)} {str(view.dtype)[6:]} view"
+        return f"{kind} of {next(names, 'offloaded memory')}"
 
     def drop_device_storage(self) -> None:
         """Drops the device storage, which remaining views keep; the next load makes a new one."""
@@ -420,22 +420,22 @@ class FlatBuffer:
         self,
         stream: SharedSideStream,
         after: torch.cuda.Event | None,
-        *more: torch.cuda.Event | None,
+        *ends: torch.cuda.Event | None,
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
         if after is None:
             return stream.after_current(self.device)
-        return stream.after(self.device, after, *more)
+        return stream.after(self.device, after, *ends)
 
     def _spans(self, changed: Iterable[str], settled: Iterable[str]) -> list[tuple[int, int]]:
-        """The fewest byte spans that cover all slots of `changed`, and no slot of `settled`."""
-        must = {self.places[name].slot for name in changed}
-        barred = {self.places[name].slot for name in settled}
+        """The fewest byte spans that cover all segments of `changed`, and none of `settled`."""
+        copied = {self.places[name].segment for name in changed}
+        excluded = {self.places[name].segment for name in settled}
         spans: list[tuple[int, int]] = []
         is_open = False
-        for number, (begin, end) in enumerate(self._slots):
-            if number in barred:
+        for number, (begin, end) in enumerate(self._segments):
+            if number in excluded:
                 is_open = False
-            elif number in must:
+            elif number in copied:
                 spans[-1 if is_open else len(spans) :] = [(spans[-1][0] if is_open else begin, end)]
                 is_open = True
         return spans

@@ -70,7 +70,7 @@ class TensorGroup:
         """Views that keep a device buffer alive after evict(), with their descriptions."""
         self._placed: dict[str, weakref.ref[Tensor]] = {}
         """The tensor in the place of each name."""
-        self._counted: dict[str, int] = {}
+        self._replaced_addresses: dict[str, int] = {}
         """Device addresses of tensors whose memory was replaced, once they have a new version."""
         # Not one dict of pairs: thousands of pairs would trigger garbage collections.
         self._host_versions: dict[str, int] = {}
@@ -87,7 +87,7 @@ class TensorGroup:
     def has_all(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether each tensor has moved under its name before."""
         placed = self._placed
-        return all(name in placed and placed[name]() is each for name, each in tensors.items())
+        return all(name in placed and placed[name]() is value for name, value in tensors.items())
 
     def held_by(self) -> list[str]:
         """Descriptions of views that keep device memory alive after evict()."""
@@ -151,7 +151,7 @@ class TensorGroup:
                 if at := self._packed(members, search=False):
                     if not self.buffer.is_filled:
                         self.buffer.copy_to(Memory.DEVICE, tensors, ())
-                    self._count(self._changed(tensors), tensors, at)
+                    self._record_versions(self._changed(tensors), tensors, at)
         except BaseException:
             self.buffer.empty()  # no tensor is in the device buffer
             raise
@@ -165,41 +165,41 @@ class TensorGroup:
         `search` is passed to evict().
         """
         at = self.buffer.where(members.tensors)
-        if self._is_there(members, at):
-            self._count_given(members, at)
+        if self._is_on_device(members, at):
+            self._count_replaced(members, at)
             return {}
         if None in at.values():
             self.evict(members, search=search)
             at = self.buffer.where(members.tensors)
         return at
 
-    def _is_there(self, members: Members, at: Mapping[str, Memory | None]) -> bool:
+    def _is_on_device(self, members: Members, at: Mapping[str, Memory | None]) -> bool:
         """Whether all tensors are on the device, in the buffer or elsewhere."""
         if Memory.HOST in at.values():
             return False
-        others = [members.tensors[name] for name, memory in at.items() if memory is None]
-        return all(each.device == self.buffer.device for each in others)
+        outside = [members.tensors[name] for name, memory in at.items() if memory is None]
+        return all(tensor.device == self.buffer.device for tensor in outside)
 
     def new_bytes(self, members: Members) -> int:
         """Bytes on the device that evict() would copy now."""
         at = self.buffer.where(members.tensors)
-        there = {n: each for n, each in members.tensors.items() if at[n] is not Memory.HOST}
-        changed = self._changed(there).union(members.written)
-        return sum(each.nbytes for name, each in there.items() if name in changed)
+        loaded = {n: value for n, value in members.tensors.items() if at[n] is not Memory.HOST}
+        changed = self._changed(loaded).union(members.written)
+        return sum(tensor.nbytes for name, tensor in loaded.items() if name in changed)
 
     def other_bytes(self, members: Members) -> int:
         """Bytes of tensors added on the device since load(); raises like evict() for them."""
         at, count = self.buffer.where(members.tensors), 0
-        for name, each in members.tensors.items():
-            if at[name] is None and each.device == self.buffer.device:
-                check_packable(name, each)
-                count += each.nbytes
+        for name, tensor in members.tensors.items():
+            if at[name] is None and tensor.device == self.buffer.device:
+                check_packable(name, tensor)
+                count += tensor.nbytes
         return count
 
     def missing_bytes(self, members: Members) -> int:
         """Bytes of device memory that load() would allocate."""
         missing = self.buffer.missing_bytes
-        if missing and self._is_there(members, self.buffer.where(members.tensors)):
+        if missing and self._is_on_device(members, self.buffer.where(members.tensors)):
             return 0
         return missing
 
@@ -237,12 +237,12 @@ class TensorGroup:
         with _plain_tensors():
             copied = self.begin_write_back(members, after)
             at = buffer.where(tensors)
-            there = {name: each for name, each in tensors.items() if at[name] is Memory.DEVICE}
-            new = self._changed(there)
+            loaded = {name: value for name, value in tensors.items() if at[name] is Memory.DEVICE}
+            new = self._changed(loaded)
             settled = [name for name, memory in at.items() if memory is Memory.HOST]
-            changed = new.union(there.keys() & members.written).difference(copied)
+            changed = new.union(loaded.keys() & members.written).difference(copied)
             buffer.copy_to(Memory.HOST, changed, settled, after)
-        self._count(new, there, at)
+        self._record_versions(new, loaded, at)
 
     def evict(
         self,
@@ -269,27 +269,27 @@ class TensorGroup:
 
         After such an error all tensors are where they were.
         """
-        tensors, left = members.tensors, self.buffer
-        if not tensors and not left.device_bytes:
+        tensors, former = members.tensors, self.buffer
+        if not tensors and not former.device_bytes:
             self.memory = Memory.HOST
             return 0
         with _plain_tensors():
-            at = left.where(tensors)
+            at = former.where(tensors)
             if None in at.values():
-                if not left.fits(tensors, at) or self._is_replaced(tensors, at):
-                    self.buffer = FlatBuffer(tensors, left.device, traffic=left.traffic)
-                    # Graphs may have saved the memory that each of the tensors leaves.
-                    self._placed = {name: weakref.ref(each) for name, each in tensors.items()}
-                    self._counted.clear()
-                elif not tensors.keys() <= left.places.keys():
+                if not former.fits(tensors, at) or self._is_replaced(tensors, at):
+                    self.buffer = FlatBuffer(tensors, former.device, traffic=former.traffic)
+                    # Graphs may have saved the former memory of each tensor.
+                    self._placed = {name: weakref.ref(value) for name, value in tensors.items()}
+                    self._replaced_addresses.clear()
+                elif not tensors.keys() <= former.places.keys():
                     self._grow(members, at)
                 at = self.buffer.where(tensors)
             self._move(members, at, Memory.HOST, copied)
         self.memory = Memory.HOST
         # All tensors are on the host: they need no buffer's device memory.
-        buffers = dict.fromkeys((left, self.buffer))
-        if search and left.device_bytes and left.is_held:
-            held = left.held_by(list(tensors.values()))
+        buffers = dict.fromkeys((former, self.buffer))
+        if search and former.device_bytes and former.is_held:
+            held = former.held_by(list(tensors.values()))
             self._held |= held
             if held:
                 for buffer in buffers:
@@ -299,19 +299,19 @@ class TensorGroup:
 
     def _is_replaced(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
         """Whether a new tensor's place is still occupied by another living tensor."""
-        came = [name for name, memory in at.items() if memory is None and name in self._placed]
-        former = [(name, each) for name in came if (each := self._placed[name]()) is not None]
+        new = [name for name, memory in at.items() if memory is None and name in self._placed]
+        former = [(name, tensor) for name in new if (tensor := self._placed[name]()) is not None]
         return any(
-            each is not tensors[name] and self.has_place(name, each) for name, each in former
+            tensor is not tensors[name] and self.has_place(name, tensor) for name, tensor in former
         )
 
     def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
         """Moves tensors with a place to the host, and creates a larger buffer with their memory."""
-        left, tensors = self.buffer, members.tensors
-        held = {name: each for name, each in tensors.items() if name in left.places}
-        self._move(Members(held, members.written), at, Memory.HOST)
-        self.buffer = FlatBuffer(tensors, left.device, left, left.traffic)
-        for name, tensor in held.items():
+        former, tensors = self.buffer, members.tensors
+        placed = {name: value for name, value in tensors.items() if name in former.places}
+        self._move(Members(placed, members.written), at, Memory.HOST)
+        self.buffer = FlatBuffer(tensors, former.device, former, former.traffic)
+        for name, tensor in placed.items():
             # The new buffer keeps the old buffer's elements, so versions do not change.
             tensor.data = self.buffer.view(name, Memory.HOST)
 
@@ -327,33 +327,33 @@ class TensorGroup:
         The tensors in `copied` are not copied again.
         """
         buffer = self.buffer
-        leaving, settled = members.tensors, [name for name in at if at[name] is memory]
+        moved, settled = members.tensors, [name for name in at if at[name] is memory]
         if settled:
-            leaving = {name: each for name, each in leaving.items() if at[name] is not memory}
-        if not leaving:
+            moved = {name: tensor for name, tensor in moved.items() if at[name] is not memory}
+        if not moved:
             return
-        elsewhere = [name for name in leaving if at[name] is None]
-        new = self._changed(leaving).union(elsewhere)
-        changed = new.union(members.written).intersection(leaving).difference(elsewhere, copied)
+        elsewhere = [name for name in moved if at[name] is None]
+        new = self._changed(moved).union(elsewhere)
+        changed = new.union(members.written).intersection(moved).difference(elsewhere, copied)
         buffer.copy_to(memory, changed, settled)
-        self._count(new, leaving, at)
-        comes = memory is Memory.DEVICE
-        of_memory = self._device_versions if comes else self._host_versions
-        versions = tuple([of_memory[name] for name in leaving])
-        views = [buffer.view(name, memory) for name in leaving]
-        if not comes:
+        self._record_versions(new, moved, at)
+        is_load = memory is Memory.DEVICE
+        of_memory = self._device_versions if is_load else self._host_versions
+        versions = tuple([of_memory[name] for name in moved])
+        views = [buffer.view(name, memory) for name in moved]
+        if not is_load:
             buffer.write_back_stream.finish()  # the copy may span places that store() fills below
         for name in elsewhere:
-            buffer.store(name, leaving[name])
+            buffer.store(name, moved[name])
         self.memory = None
-        set_versions(tuple(leaving.values()), versions)
-        for tensor, view in zip(leaving.values(), views, strict=True):
+        set_versions(tuple(moved.values()), versions)
+        for tensor, view in zip(moved.values(), views, strict=True):
             tensor.data = view
         for name in elsewhere:
-            self._placed[name] = weakref.ref(leaving[name])
-            self._counted.pop(name, None)
+            self._placed[name] = weakref.ref(moved[name])
+            self._replaced_addresses.pop(name, None)
 
-    def _count_given(self, members: Members, at: Mapping[str, Memory | None]) -> None:
+    def _count_replaced(self, members: Members, at: Mapping[str, Memory | None]) -> None:
         """Sets a new version for tensors whose memory on the device was replaced.
 
         Torch does not count `tensor.data = values`. With the new version, graphs created from here
@@ -365,7 +365,7 @@ class TensorGroup:
                 version, device = version_of(tensor), self._device_versions.get(name, 0)
                 on_device = version if version < _HOST_VERSIONS else 0
                 set_versions((tensor,), (max(on_device, device) + 1,))
-                self._counted[name] = tensor.data_ptr()
+                self._replaced_addresses[name] = tensor.data_ptr()
 
     def _is_known(self, name: str, tensor: Tensor) -> bool:
         """Whether graphs that saved a tensor outside the buffer have saved its current elements."""
@@ -373,18 +373,18 @@ class TensorGroup:
             return False
         placed = self._placed.get(name)
         is_other = placed is None or placed() is not tensor
-        return is_other or self._counted.get(name) == tensor.data_ptr()
+        return is_other or self._replaced_addresses.get(name) == tensor.data_ptr()
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Names of tensors that have changed since their last copy, or were never copied."""
         host, device = self._host_versions, self._device_versions
         return {
             name
-            for name, each in tensors.items()
-            if device.get(name) != version_of(each) != host.get(name)
+            for name, tensor in tensors.items()
+            if device.get(name) != version_of(tensor) != host.get(name)
         }
 
-    def _count(
+    def _record_versions(
         self,
         names: Iterable[str],
         tensors: Mapping[str, Tensor],
@@ -392,20 +392,20 @@ class TensorGroup:
     ) -> None:
         """Records the versions of changed tensors, and advances the count of the other memory.
 
-        Graphs of the memory that a tensor leaves remain valid if they saved its current elements.
+        Graphs of a tensor's former memory remain valid if they saved its current elements.
         """
         on_host, on_device = self._host_versions, self._device_versions
         for name in names:
-            version, left = version_of(tensors[name]), at[name]
+            version, former = version_of(tensors[name]), at[name]
             host, device = on_host.get(name, _HOST_VERSIONS), on_device.get(name, 0)
-            if left is None and version < _HOST_VERSIONS and self._is_known(name, tensors[name]):
+            if former is None and version < _HOST_VERSIONS and self._is_known(name, tensors[name]):
                 on_device[name] = version
                 on_host[name] = host + 1
                 continue
             # The second assignment marks the tensor as counted, so Ctrl-C between is harmless.
             if version >= _HOST_VERSIONS:
                 on_device[name] = device + 1
-                on_host[name] = max(host, version + (left is not Memory.HOST))
+                on_host[name] = max(host, version + (former is not Memory.HOST))
             else:
                 on_host[name] = host + 1
-                on_device[name] = max(device, version + (left is not Memory.DEVICE))
+                on_device[name] = max(device, version + (former is not Memory.DEVICE))
