@@ -1,10 +1,10 @@
-"""Device memory of storages: freed while they are offloaded, allocated when they wake."""
+"""Device memory of storages: freed while they are offloaded, allocated when they are loaded."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,12 +17,15 @@ __all__ = ["DeviceMemory", "KeptAddresses"]
 
 # Torch's allocator takes allocations up to this size from segments of 2 MiB.
 _SMALL = 1 << 20
-# The first piece is copied while CUDA allocates memory for the rest.
-_PIECE = 1 << 26
+# The first chunk is copied while CUDA allocates memory for the rest.
+_CHUNK = 1 << 26
 # CUDA allocations begin at multiples of this size. One copy must not cross an allocation's end.
 _SEGMENT = 2 << 20
 # Torch's allocator creates segments of 20 MiB, or of large_segment_size_mb, for a few MiB.
 _SPARE_ADDRESSES = 1 << 30
+
+
+_Storages: TypeAlias = Sequence[OffloadedStorage]
 
 
 class DeviceMemory:
@@ -33,64 +36,64 @@ class DeviceMemory:
         # Only torch's own allocator is known to place neighbours in one CUDA allocation.
         self._is_known = device.type == "cpu" or torch.cuda.get_allocator_backend() == "native"
 
-    def is_here(self, slot: OffloadedStorage) -> bool:
+    def has_memory(self, storage: OffloadedStorage) -> bool:
         """Whether a storage has memory."""
-        return slot.storage.nbytes() > 0
+        return storage.untyped.nbytes() > 0
 
-    def leave(self, slots: Sequence[OffloadedStorage]) -> None:
+    def free(self, storages: _Storages) -> None:
         """Frees the memory of storages, whose values are lost; call again after an error."""
-        for slot in slots:
-            slot.storage.resize_(0)
+        for storage in storages:
+            storage.untyped.resize_(0)
 
-    def come(self, slots: Sequence[OffloadedStorage]) -> Iterator[Sequence[OffloadedStorage]]:
+    def allocate(self, storages: _Storages) -> Iterator[_Storages]:
         """Allocates memory for storages, and yields groups of storages that have memory.
 
         Raises torch.OutOfMemoryError if the device has too little memory.
         """
         # resize_() would copy bytes left after an error, possibly over bytes loaded from the host.
-        self.leave([each for each in slots if self.is_here(each)])
+        self.free([storage for storage in storages if self.has_memory(storage)])
         begin = nbytes = 0
-        for number, slot in enumerate(slots, 1):
-            nbytes += aligned(slot.nbytes, ALIGNMENT)
-            if nbytes >= _PIECE or number == len(slots):
-                _fill(slots[begin:number], self._device)
-                yield slots[begin:number]
+        for number, storage in enumerate(storages, 1):
+            nbytes += aligned(storage.nbytes, ALIGNMENT)
+            if nbytes >= _CHUNK or number == len(storages):
+                _fill(storages[begin:number], self._device)
+                yield storages[begin:number]
                 begin, nbytes = number, 0
 
-    def goes_on(self, address: int) -> bool:
+    def is_contiguous(self, address: int) -> bool:
         """Whether one copy may include the bytes before and after an address."""
         return self._is_known and address % _SEGMENT != 0
 
-    def place(self, slot: OffloadedStorage) -> int:
-        """The sort key of a storage for a sleep."""
+    def sort_key(self, storage: OffloadedStorage) -> int:
+        """The sort key of a storage when storages are offloaded."""
         return 0
 
-    def others(self, slots: Sequence[OffloadedStorage]) -> list[OffloadedStorage]:
+    def neighbours(self, storages: _Storages) -> list[OffloadedStorage]:
         """Other storages that lose their memory together with these."""
         return []
 
     @property
-    def absent_bytes(self) -> int:
+    def unmapped_bytes(self) -> int:
         """Bytes that torch's allocator counts but that have no memory."""
         return 0
 
 
-def _fill(slots: Sequence[OffloadedStorage], device: torch.device) -> None:
+def _fill(storages: _Storages, device: torch.device) -> None:
     """Allocates neighbouring memory of torch's allocator for empty storages."""
     # Torch's allocator caches this block, and splits it for the storages.
     torch.empty(
-        sum(aligned(each.nbytes, ALIGNMENT) for each in slots if each.nbytes > _SMALL),
+        sum(aligned(storage.nbytes, ALIGNMENT) for storage in storages if storage.nbytes > _SMALL),
         dtype=torch.uint8,
         device=device,
     )
-    for each in slots:
-        each.storage.resize_(each.nbytes)
+    for storage in storages:
+        storage.untyped.resize_(storage.nbytes)
 
 
 class KeptAddresses(DeviceMemory):
     """Address ranges of a GPU that keep storages' addresses while the memory is unmapped.
 
-    The first sleep moves storages to a range, one range per call. Storages of one range are
+    The first offload moves storages to a range, one range per call. Storages of one range are
     offloaded and loaded together.
     """
 
@@ -98,74 +101,73 @@ class KeptAddresses(DeviceMemory):
         super().__init__(device)
         self._ranges: dict[AddressRange, list[Any]] = {}
 
-    def is_here(self, slot: OffloadedStorage) -> bool:
+    def has_memory(self, storage: OffloadedStorage) -> bool:
         """Whether memory is mapped at a storage's addresses."""
-        of = self._range_at(slot.storage.data_ptr())
-        return super().is_here(slot) if of is None else of.is_mapped
+        kept = self._range_at(storage.address)
+        return super().has_memory(storage) if kept is None else kept.is_mapped
 
-    def leave(self, slots: Sequence[OffloadedStorage]) -> None:
+    def free(self, storages: _Storages) -> None:
         """Moves new storages to a range, and unmaps the memory of all their ranges."""
-        self._move(slots)
-        for each in self._ranges_of(slots):
-            each.unmap()
+        self._move(storages)
+        for kept in self._ranges_of(storages):
+            kept.unmap()
 
-    def come(self, slots: Sequence[OffloadedStorage]) -> Iterator[Sequence[OffloadedStorage]]:
+    def allocate(self, storages: _Storages) -> Iterator[_Storages]:
         """Maps memory for their ranges, in less than a millisecond."""
-        self._move([each for each in slots if each.storage.nbytes() == 0])
-        for each in self._ranges_of(slots):
-            each.map()
+        self._move([storage for storage in storages if storage.untyped.nbytes() == 0])
+        for kept in self._ranges_of(storages):
+            kept.map()
         # Frozen storages are copied first: their fingerprints overlap with the other copies.
         for is_frozen in (True, False):
-            if some := [each for each in slots if each.is_frozen == is_frozen]:
-                yield some
+            if mapped := [storage for storage in storages if storage.is_frozen == is_frozen]:
+                yield mapped
 
-    def goes_on(self, address: int) -> bool:
+    def is_contiguous(self, address: int) -> bool:
         """Only the begin of a range divides copies, because a range maps one block of memory."""
-        of = self._range_at(address)
-        return super().goes_on(address) if of is None else address != of.base
+        kept = self._range_at(address)
+        return super().is_contiguous(address) if kept is None else address != kept.base
 
-    def place(self, slot: OffloadedStorage) -> int:
+    def sort_key(self, storage: OffloadedStorage) -> int:
         """The address, so that few copies suffice; storages outside a range are last."""
-        address = slot.storage.data_ptr()
+        address = storage.address
         return sys.maxsize if self._range_at(address) is None else address
 
-    def others(self, slots: Sequence[OffloadedStorage]) -> list[OffloadedStorage]:
+    def neighbours(self, storages: _Storages) -> list[OffloadedStorage]:
         """Storages in the ranges that other objects own, but no longer the training state."""
-        known = {storage_id(each.storage) for each in slots}
-        for empty in [each for each in self._ranges if each.nbytes == 0]:
+        known = {storage_id(storage.untyped) for storage in storages}
+        for empty in [kept for kept in self._ranges if kept.nbytes == 0]:
             del self._ranges[empty]  # torch has freed all its allocations there
-        here = [
-            (each, ref) for each, refs in self._ranges.items() if each.is_mapped for ref in refs
-        ]
+        mapped = {kept: refs for kept, refs in self._ranges.items() if kept.is_mapped}
         return [
-            OffloadedStorage(each, each.nbytes(), is_kept=True, is_frozen=False)
-            for of, ref in here
-            if (each := storage_of(ref)) is not None
-            and storage_id(each) not in known
-            and self._range_at(each.data_ptr()) is of  # a resize may have moved the storage
+            OffloadedStorage(untyped, untyped.nbytes(), is_kept=True, is_frozen=False)
+            for kept, refs in mapped.items()
+            for ref in refs
+            if (untyped := storage_of(ref)) is not None
+            and storage_id(untyped) not in known
+            and self._range_at(untyped.data_ptr()) is kept  # a resize may have moved the storage
         ]
 
     @property
-    def absent_bytes(self) -> int:
+    def unmapped_bytes(self) -> int:
         """Bytes of unmapped ranges."""
-        return sum(each.nbytes for each in self._ranges if not each.is_mapped)
+        return sum(kept.nbytes for kept in self._ranges if not kept.is_mapped)
 
-    def _ranges_of(self, slots: Sequence[OffloadedStorage]) -> set[AddressRange]:
-        found = {self._range_at(each.storage.data_ptr()) for each in slots}
-        return {each for each in found if each is not None}
+    def _ranges_of(self, storages: _Storages) -> set[AddressRange]:
+        found = {self._range_at(storage.address) for storage in storages}
+        return {kept for kept in found if kept is not None}
 
     def _range_at(self, address: int) -> AddressRange | None:
-        return next((each for each in self._ranges if each.base <= address < each.end), None)
+        return next((kept for kept in self._ranges if kept.base <= address < kept.end), None)
 
-    def _move(self, slots: Sequence[OffloadedStorage]) -> None:
+    def _move(self, storages: _Storages) -> None:
         """Moves storages outside any range to unmapped addresses in a new one; values are lost."""
-        moving = [each for each in slots if self._range_at(each.storage.data_ptr()) is None]
-        if not moving:
+        new = [storage for storage in storages if self._range_at(storage.address) is None]
+        if not new:
             return
-        nbytes = 4 * sum(aligned(each.nbytes, ALIGNMENT) for each in moving) + _SPARE_ADDRESSES
-        made = AddressRange(nbytes, self._device)
-        self._ranges[made] = [storage_reference(each.storage) for each in moving]
-        with made.allocating():
-            for each in moving:
-                each.storage.resize_(0)
-            _fill(moving, self._device)
+        nbytes = 4 * sum(aligned(storage.nbytes, ALIGNMENT) for storage in new) + _SPARE_ADDRESSES
+        kept = AddressRange(nbytes, self._device)
+        self._ranges[kept] = [storage_reference(storage.untyped) for storage in new]
+        with kept.allocating():
+            for storage in new:
+                storage.untyped.resize_(0)
+            _fill(new, self._device)

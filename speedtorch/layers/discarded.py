@@ -21,7 +21,7 @@ BLANK = 255
 """The value of all bytes of a discarded tensor after `wake()`: a NaN, or the integer -1."""
 _NAMED = 4
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 24
+_CHUNK = 1 << 24
 
 
 class _Blank(NamedTuple):
@@ -35,13 +35,13 @@ class _Blank(NamedTuple):
         if not tensor.numel():  # the tensor is offloaded
             return torch.ones((), dtype=torch.bool, device=tensor.device)
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        # A comparison allocates one byte per element, so pieces bound its memory.
-        pieces = torch.split(values.view(_INTEGERS[values.itemsize]).reshape(-1), _PIECE)
-        are_blank = [each == -1 for each in pieces]
+        # A comparison allocates one byte per element, so chunks bound its memory.
+        chunks = torch.split(values.view(_INTEGERS[values.itemsize]).reshape(-1), _CHUNK)
+        are_blank = [chunk == -1 for chunk in chunks]
         if values.is_floating_point() and values.itemsize > 1:
-            return torch.stack([each.any() for each in are_blank]).any()
+            return torch.stack([blank.any() for blank in are_blank]).any()
         # For integers and 8-bit floats, this bit pattern may also be a loaded value.
-        is_blank = torch.stack([each.all() for each in are_blank]).all()
+        is_blank = torch.stack([blank.all() for blank in are_blank]).all()
         return is_blank & (version_of(tensor) == self.version)
 
 
@@ -60,7 +60,7 @@ class Discarded:
 
     def add(
         self,
-        slots: Iterable[OffloadedStorage],
+        storages: Iterable[OffloadedStorage],
         names: Mapping[int, str],
         users: Iterable[nn.Module | Optimizer],
     ) -> None:
@@ -69,17 +69,17 @@ class Discarded:
         `names` has the tensors' names by `id()`. The forward or `step()` of `users` uses the
         tensors, and checks them first.
         """
-        for slot in slots:
-            for member, tensor in () if slot.is_kept else slot.living():
+        for storage in storages:
+            for member, tensor in () if storage.is_kept else storage.live_members():
                 if tensor.numel():
                     self._blank[names[id(tensor)]] = _Blank(member.ref, member.version + 1)
         self._hooks.close()
         hook = ModuleHook(self._check)
-        for each in users if self._blank else ():
-            if isinstance(each, nn.Module):
-                self._hooks.enter_context(each.register_forward_pre_hook(hook, prepend=True))
+        for user in users if self._blank else ():
+            if isinstance(user, nn.Module):
+                self._hooks.enter_context(user.register_forward_pre_hook(hook, prepend=True))
             else:
-                self._hooks.enter_context(each.register_step_pre_hook(hook))
+                self._hooks.enter_context(user.register_step_pre_hook(hook))
 
     def _check(self, *_: object) -> None:
         """Checks the tensors before a forward or an optimizer step."""
@@ -87,9 +87,9 @@ class Discarded:
             return  # values cannot be read during a capture
         with as_plain(), torch.no_grad():
             flags = {
-                name: each.is_not_loaded(tensor)
-                for name, each in self._blank.items()
-                if (tensor := each.ref()) is not None and tensor.device == self._device
+                name: blank.is_not_loaded(tensor)
+                for name, blank in self._blank.items()
+                if (tensor := blank.ref()) is not None and tensor.device == self._device
             }
             found = torch.stack(list(flags.values())).tolist() if flags else []
         if lost := [name for name, is_lost in zip(flags, found, strict=True) if is_lost]:

@@ -18,13 +18,20 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["ALIGNMENT", "OffloadedStorage", "bytes_at", "fall_asleep", "wake_up", "waking"]
+__all__ = [
+    "ALIGNMENT",
+    "OffloadedStorage",
+    "bytes_at",
+    "planned_loads",
+    "point_to_device",
+    "point_to_host",
+]
 
 # The alignment of torch's CUDA allocator: neighbours on the device are neighbours on the host.
 ALIGNMENT = 512
 # Added to the 32-bit version of an offloaded tensor. No tensor on the device has so high a version,
 # so autograd raises for saved tensors while they are offloaded.
-_ASLEEP = 1 << 31
+_OFFLOADED_VERSIONS = 1 << 31
 
 
 def bytes_at(address: int, count: int, device: torch.device) -> Tensor:
@@ -35,11 +42,11 @@ def bytes_at(address: int, count: int, device: torch.device) -> Tensor:
 class _Member:
     """A tensor that uses a storage, and its layout there: first byte, size, stride and dtype.
 
-    `here` is an alias in the device storage, which has no memory while offloaded. `shown` is the
-    tensor's address while offloaded. `version` is the tensor's version on the device.
+    `device_view` is an alias in the device storage, which has no memory while offloaded.
+    `host_address` is the tensor's address while offloaded, and `version` its version on the device.
     """
 
-    __slots__ = ("here", "layout", "ref", "shown", "version")
+    __slots__ = ("device_view", "host_address", "layout", "ref", "version")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.ref = weakref.ref(tensor)
@@ -48,10 +55,10 @@ class _Member:
         self.version = version_of(tensor)
         # A subclass may override `data`; elements() is slower but always works.
         is_plain = type(tensor) in (Tensor, nn.Parameter)
-        self.here = tensor.data if is_plain else self.of(storage)
-        self.shown = -1
+        self.device_view = tensor.data if is_plain else self.view_in(storage)
+        self.host_address = -1
 
-    def of(self, storage: torch.UntypedStorage) -> Tensor:
+    def view_in(self, storage: torch.UntypedStorage) -> Tensor:
         """A tensor with this layout in a storage."""
         return elements(storage, *self.layout)
 
@@ -61,7 +68,7 @@ class OffloadedStorage:
     """A device storage, and the known tensors that use it.
 
     Attributes:
-        storage: the storage, which has no memory while offloaded.
+        untyped: the torch storage, which has no memory while offloaded.
         nbytes: bytes of the storage while loaded.
         members: the tensors, which use the host copy while offloaded. Members that were deleted
             meanwhile are skipped.
@@ -69,7 +76,7 @@ class OffloadedStorage:
         is_frozen: whether the bytes probably do not change until the next offload.
     """
 
-    storage: torch.UntypedStorage
+    untyped: torch.UntypedStorage
     nbytes: int
     members: list[_Member] = field(default_factory=list)
     is_kept: bool = False
@@ -78,93 +85,98 @@ class OffloadedStorage:
     """Byte offset in host memory."""
 
     @property
+    def address(self) -> int:
+        """Address of the first byte on the device."""
+        return self.untyped.data_ptr()
+
+    @property
     def end(self) -> int:
         """The next free byte offset in host memory."""
         return self.begin + (aligned(self.nbytes, ALIGNMENT) if self.is_kept else 0)
 
     def add(self, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
         """Adds a tensor that uses the storage, with its current layout."""
-        if not self.members or not any(each.ref() is tensor for each in self.members):
-            self.members.append(_Member(tensor, self.storage))
+        if not self.members or not any(member.ref() is tensor for member in self.members):
+            self.members.append(_Member(tensor, self.untyped))
         self.is_kept = self.is_kept or is_kept
         self.is_frozen = self.is_frozen and is_frozen
 
-    def take_place(self, begin: int) -> int:
+    def set_offset(self, begin: int) -> int:
         """Sets the offset in host memory, and returns the end."""
         self.begin = begin
         return self.end
 
-    def living(self) -> Iterator[tuple[_Member, Tensor]]:
+    def live_members(self) -> Iterator[tuple[_Member, Tensor]]:
         """The members whose tensors still exist."""
-        for each in self.members:
-            if (tensor := each.ref()) is not None:
-                yield each, tensor
+        for member in self.members:
+            if (tensor := member.ref()) is not None:
+                yield member, tensor
 
     def layout(self) -> tuple[object, ...]:
         """The bytes of the storage, and the layouts of its tensors."""
-        return self.nbytes, *[each.layout for each in self.members]
+        return self.nbytes, *[member.layout for member in self.members]
 
-    def asleep(self, host: torch.UntypedStorage | None) -> list[Tensor]:
+    def host_views(self, host: torch.UntypedStorage | None) -> list[Tensor]:
         """Aliases of the tensors in a host storage; None: empty tensors, as the values are lost."""
         if host is not None:
-            return [each.of(host) for each in self.members]
-        device = self.storage.device
-        return [torch.empty(0, dtype=each.layout[-1], device=device) for each in self.members]
+            return [member.view_in(host) for member in self.members]
+        device = self.untyped.device
+        return [torch.empty(0, dtype=member.layout[-1], device=device) for member in self.members]
 
     @property
     def is_needed(self) -> bool:
         """Whether a tensor is still offloaded, or another object such as a view has the storage."""
-        if any(self.sleeps(member, tensor) for member, tensor in self.living()):
+        if any(self.is_offloaded(member, tensor) for member, tensor in self.live_members()):
             return True
-        return storage_uses(self.storage) > 1 + len(self.members)
+        return storage_uses(self.untyped) > 1 + len(self.members)
 
-    def sleeps(self, member: _Member, tensor: Tensor) -> bool:
+    def is_offloaded(self, member: _Member, tensor: Tensor) -> bool:
         """Whether a tensor still has the memory that it was offloaded to."""
-        return member.shown == tensor.data_ptr() and (self.is_kept or not tensor.numel())
+        return member.host_address == tensor.data_ptr() and (self.is_kept or not tensor.numel())
 
 
-def fall_asleep(slots: Iterable[OffloadedStorage], views: Iterable[Sequence[Tensor]]) -> None:
-    """Points the tensors of storages to the aliases that OffloadedStorage.asleep() has made."""
-    falling = [
+def point_to_host(storages: Iterable[OffloadedStorage], views: Iterable[Sequence[Tensor]]) -> None:
+    """Points the tensors of storages to the aliases that OffloadedStorage.host_views() has made."""
+    offloaded = [
         (member, tensor, view)
-        for slot, its_views in zip(slots, views, strict=True)
-        for member, view in zip(slot.members, its_views, strict=True)
+        for storage, storage_views in zip(storages, views, strict=True)
+        for member, view in zip(storage.members, storage_views, strict=True)
         if (tensor := member.ref()) is not None
-        and storage_id(tensor.untyped_storage()) == storage_id(slot.storage)
+        and storage_id(tensor.untyped_storage()) == storage_id(storage.untyped)
     ]
-    versions = tuple([_ASLEEP + member.version for member, _, _ in falling])
-    set_versions(tuple([tensor for _, tensor, _ in falling]), versions)
-    for member, tensor, view in falling:
-        member.shown = view.data_ptr()
+    versions = tuple([_OFFLOADED_VERSIONS + member.version for member, _, _ in offloaded])
+    set_versions(tuple([tensor for _, tensor, _ in offloaded]), versions)
+    for member, tensor, view in offloaded:
+        member.host_address = view.data_ptr()
         tensor.data = view
 
 
-def waking(slots: Iterable[OffloadedStorage]) -> list[tuple[Tensor, int, Tensor | None]]:
-    """The tensors to wake, each with its new version and its alias on the device.
+def planned_loads(storages: Iterable[OffloadedStorage]) -> list[tuple[Tensor, int, Tensor | None]]:
+    """The tensors to load, each with its new version and its alias on the device.
 
     Tensors are included if they are offloaded or have an offloaded version. An alias of None means
     that the tensor keeps its current memory, which is not the memory it was offloaded to.
     """
     found = []
-    for slot in slots:
-        for member, tensor in slot.living():
-            now, version, here = version_of(tensor), member.version, None
-            if slot.sleeps(member, tensor):
-                here = member.here
+    for storage in storages:
+        for member, tensor in storage.live_members():
+            now, version, view = version_of(tensor), member.version, None
+            if storage.is_offloaded(member, tensor):
+                view = member.device_view
                 # An error may have ended the last call after versions were set.
-                is_same = slot.is_kept and now in (version, _ASLEEP + version)
-            elif now < _ASLEEP:
+                is_same = storage.is_kept and now in (version, _OFFLOADED_VERSIONS + version)
+            elif now < _OFFLOADED_VERSIONS:
                 continue
             else:  # never offloaded, or assigned other memory meanwhile
-                is_same = member.shown < 0 and now == _ASLEEP + version
-            found.append((tensor, version if is_same else version + 1, here))
+                is_same = member.host_address < 0 and now == _OFFLOADED_VERSIONS + version
+            found.append((tensor, version if is_same else version + 1, view))
     return found
 
 
-def wake_up(tensors: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
-    """Restores versions and device memory of the tensors that waking() has returned."""
+def point_to_device(tensors: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
+    """Restores versions and device memory of the tensors that planned_loads() has returned."""
     versions = tuple([version for _, version, _ in tensors])
     set_versions(tuple([tensor for tensor, _, _ in tensors]), versions)
-    for tensor, _, here in tensors:
-        if here is not None:
-            tensor.data = here
+    for tensor, _, view in tensors:
+        if view is not None:
+            tensor.data = view

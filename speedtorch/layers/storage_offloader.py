@@ -1,4 +1,4 @@
-"""StorageOffloader: storages whose memory is on the device, or in host memory while offloaded.
+"""StorageOffloader: moves the values of storages to host memory and back to the device.
 
 A storage loses its memory and receives memory again, at new or at the same addresses (see
 device_memory.py), but remains the same object. All its views therefore have the same values again:
@@ -9,7 +9,7 @@ remain the same for autograd and its hooks.
 
 **Exceptions at any line.** First all bytes are copied, then the tensors are pointed to the copy one
 by one, and only then is the device memory freed. Each tensor is complete at any time. An exception
-in sleep() wakes all storages. The next call completes a wake that an exception interrupted.
+in offload() loads all storages. The next call completes a load that an exception interrupted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from speedtorch.layers.host_buffer import copy_spans
 from speedtorch.layers.offloaded_storage import (
     OffloadedStorage,
     bytes_at,
-    fall_asleep,
-    wake_up,
-    waking,
+    planned_loads,
+    point_to_device,
+    point_to_host,
 )
 from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
@@ -60,31 +60,31 @@ def _count_move() -> None:
 
 
 @dataclass(slots=True)
-class _Known:
+class _HostCopy:
     """Owners and fingerprint of a group's bytes in host memory."""
 
     owners: list[tuple[weakref.ref[Tensor], int]]
     """For each storage, one tensor that uses it, and its byte count."""
     fingerprint: Tensor
 
-    def is_of(self, group: Sequence[OffloadedStorage]) -> bool:
+    def matches(self, group: Sequence[OffloadedStorage]) -> bool:
         """Whether the group consists of the same storages."""
         return len(group) == len(self.owners) and all(
-            owner() is slot.members[0].ref() and nbytes == slot.nbytes
-            for slot, (owner, nbytes) in zip(group, self.owners, strict=True)
+            owner() is storage.members[0].ref() and nbytes == storage.nbytes
+            for storage, (owner, nbytes) in zip(group, self.owners, strict=True)
         )
 
 
-def _groups(slots: Iterable[OffloadedStorage]) -> Iterator[list[OffloadedStorage]]:
+def _groups(storages: Iterable[OffloadedStorage]) -> Iterator[list[OffloadedStorage]]:
     """Groups consecutive storages, up to _GROUP bytes if there are several."""
     group: list[OffloadedStorage] = []
     nbytes = 0
-    for slot in slots:
-        if group and nbytes + slot.nbytes > _GROUP:
+    for storage in storages:
+        if group and nbytes + storage.nbytes > _GROUP:
             yield group
             group, nbytes = [], 0
-        group.append(slot)
-        nbytes += slot.nbytes
+        group.append(storage)
+        nbytes += storage.nbytes
     if group:
         yield group
 
@@ -100,13 +100,13 @@ class StorageOffloader:
         self.memory = (KeptAddresses if keep_addresses else DeviceMemory)(device)
         self._host = self._host_bytes(0)
         self._copies = SharedSideStream("training state")
-        self._slots: list[OffloadedStorage] = []
+        self._storages: list[OffloadedStorage] = []
         """Offloaded storages, and partly offloaded ones after an exception."""
         self._filling: list[OffloadedStorage] = []
         """Storages that have device memory again, but not yet their values."""
-        self._known: dict[int, _Known] = {}
+        self._host_copies: dict[int, _HostCopy] = {}
         """Owners and fingerprints of host bytes, by host offset."""
-        self._shown: dict[int, tuple[tuple[object, ...], Sequence[Tensor]]] = {}
+        self._host_views: dict[int, tuple[tuple[object, ...], Sequence[Tensor]]] = {}
         """By host offset, the layout of tensors, and their aliases in host memory."""
 
     @property
@@ -117,177 +117,182 @@ class StorageOffloader:
     @property
     def nbytes(self) -> int:
         """Bytes of offloaded storages."""
-        return sum(each.nbytes for each in self._slots)
+        return sum(storage.nbytes for storage in self._storages)
 
     @property
-    def is_asleep(self) -> bool:
-        """Whether any storage must be woken."""
-        return bool(self._slots)
+    def is_offloaded(self) -> bool:
+        """Whether any storage must be loaded."""
+        return bool(self._storages)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The offloaded tensors."""
-        return [each for slot in self._slots for _, each in slot.living()]
+        return [tensor for storage in self._storages for _, tensor in storage.live_members()]
 
     @property
-    def is_half_way(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether an exception has left some storages on the device."""
-        return any(map(self.memory.is_here, self._slots))
+        return any(map(self.memory.has_memory, self._storages))
 
-    def sleep(self, slots: Sequence[OffloadedStorage]) -> int:
+    def offload(self, storages: Sequence[OffloadedStorage]) -> int:
         """Copies storages to host memory and frees their memory; returns the copied bytes.
 
         Nothing of this part may be offloaded before. Raises MemoryError if the host has too little
         memory, and RuntimeError if CUDA cannot pin more. All storages are then on the device.
         """
         # Frozen storages are sorted to the front and form contiguous groups for fingerprints.
-        slots = sorted(slots, key=lambda each: (not each.is_frozen, self.memory.place(each)))
+        storages = sorted(storages, key=lambda it: (not it.is_frozen, self.memory.sort_key(it)))
         end = 0
-        for slot in slots:
-            end = slot.take_place(end)
+        for storage in storages:
+            end = storage.set_offset(end)
         if end > self._host.nbytes:
             self.release()
             self._host = self._host_bytes(end)
-        kept = [each for each in slots if each.is_kept]
-        perhaps = [
+        kept = [storage for storage in storages if storage.is_kept]
+        groups = [
             group
-            for group in _groups(each for each in kept if each.is_frozen)
-            if (known := self._known.get(group[0].begin)) is not None and known.is_of(group)
+            for group in _groups(storage for storage in kept if storage.is_frozen)
+            if (copy := self._host_copies.get(group[0].begin)) is not None and copy.matches(group)
         ]
         # Fingerprints of bytes about to be overwritten are dropped first, in case of an exception.
-        self._forget_but({each[0].begin for each in perhaps})
-        looked_at = {id(slot) for each in perhaps for slot in each}
-        surely = [each for each in kept if id(each) not in looked_at]
+        self._drop_copies_except({group[0].begin for group in groups})
+        compared = {id(storage) for group in groups for storage in group}
+        written = [storage for storage in kept if id(storage) not in compared]
         # These copies overlap the fingerprints of the rest.
-        self._copy(surely, Memory.HOST)
-        same = self._unchanged(perhaps)
-        changed = [slot for each in perhaps if each[0].begin not in same for slot in each]
-        self._forget_but(same)
+        self._copy(written, Memory.HOST)
+        same = self._unchanged(groups)
+        changed = [storage for group in groups if group[0].begin not in same for storage in group]
+        self._drop_copies_except(same)
         self._copy(changed, Memory.HOST)
-        self._shown = {slot.begin: self._asleep(slot) for slot in slots if slot.is_kept}
-        asleep = [
-            self._shown[slot.begin][1] if slot.is_kept else slot.asleep(None) for slot in slots
+        self._host_views = {storage.begin: self._views_of(storage) for storage in kept}
+        views = [
+            self._host_views[storage.begin][1] if storage.is_kept else storage.host_views(None)
+            for storage in storages
         ]
         self._wait()
-        self._slots = slots
+        self._storages = storages
         _count_move()
         try:
-            fall_asleep(slots, asleep)
-            self.memory.leave(slots)
+            point_to_host(storages, views)
+            self.memory.free(storages)
         except BaseException:
-            self.wake()
+            self.load()
             raise
-        return sum(each.nbytes for each in (*surely, *changed))
+        return sum(storage.nbytes for storage in (*written, *changed))
 
-    def wake(self) -> int:
+    def load(self) -> int:
         """Allocates and fills storages that are still needed; returns the copied bytes.
 
         All remain offloaded if the device has too little memory (torch.OutOfMemoryError).
         """
-        is_here, unfilled = self.memory.is_here, {id(each) for each in self._filling}
-        without = [each for each in self._slots if id(each) in unfilled or not is_here(each)]
-        empty = [each for each in without if each.is_needed]
-        seldom_written: list[OffloadedStorage] = []
+        has_memory, unfilled = self.memory.has_memory, {id(storage) for storage in self._filling}
+        empty = [
+            storage
+            for storage in self._storages
+            if (id(storage) in unfilled or not has_memory(storage)) and storage.is_needed
+        ]
+        frozen: list[OffloadedStorage] = []
         try:
             self._filling = empty  # remains set if an exception interrupts the undo below
-            for some in self.memory.come(empty):
-                here = [each for each in some if each.is_kept]
-                self._copy(here, Memory.DEVICE)
-                if frozen := [each for each in here if each.is_frozen]:
+            for storages in self.memory.allocate(empty):
+                kept = [storage for storage in storages if storage.is_kept]
+                self._copy(kept, Memory.DEVICE)
+                if new := [storage for storage in kept if storage.is_frozen]:
                     self._copies.join()
-                    seldom_written += frozen
+                    frozen += new
             # Fingerprints overlap the copies of the remaining storages.
-            known = {each[0].begin: self._known_of(each) for each in _groups(seldom_written)}
-            for slot in empty:
-                if not slot.is_kept:
-                    bytes_at(slot.storage.data_ptr(), slot.nbytes, self._device).fill_(BLANK)
-            tensors = waking(self._slots)
+            copies = {group[0].begin: self._fingerprinted(group) for group in _groups(frozen)}
+            for storage in empty:
+                if not storage.is_kept:
+                    bytes_at(storage.address, storage.nbytes, self._device).fill_(BLANK)
+            tensors = planned_loads(self._storages)
             self._wait()  # otherwise another thread could read memory before its copy ends
         except BaseException:
             self._wait()
-            self.memory.leave(empty)
+            self.memory.free(empty)
             raise
         self._filling = []
         _count_move()
-        wake_up(tensors)
-        self._slots, self._known = [], known
-        return sum(each.nbytes for each in empty if each.is_kept)
+        point_to_device(tensors)
+        self._storages, self._host_copies = [], copies
+        return sum(storage.nbytes for storage in empty if storage.is_kept)
 
-    def spare(self, storages: Iterable[torch.UntypedStorage]) -> None:
+    def release_if_used(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Releases the host memory if one of the storages uses it, so it is not overwritten.
 
         load_state_dict(assign=True) can assign them. No storage of this part may be offloaded.
         """
         begin, count = self._host.data_ptr(), self._host.nbytes
-        if count and any(0 <= each.data_ptr() - begin < count for each in storages):
+        if count and any(0 <= storage.data_ptr() - begin < count for storage in storages):
             self.release()
 
     def release(self) -> None:
         """Releases host memory, which is freed once no tensor uses it."""
-        self._host, self._known, self._shown = self._host_bytes(0), {}, {}
+        self._host, self._host_copies, self._host_views = self._host_bytes(0), {}, {}
 
     def _host_bytes(self, count: int) -> Tensor:
         """Host memory `[count]` that device kernels can access."""
         memory: HostMemoryKind = "registered" if self._device.type == "cuda" else "plain"
         return host_memory.empty(count, dtype=torch.uint8, memory=memory)
 
-    def _asleep(self, slot: OffloadedStorage) -> tuple[tuple[object, ...], Sequence[Tensor]]:
-        layout, shown = slot.layout(), self._shown.get(slot.begin)
-        if shown is not None and shown[0] == layout:
-            return shown
-        # A storage of the device over the slot's bytes of host memory.
-        storage = storage_at(self._host.data_ptr() + slot.begin, self._device, slot.nbytes)
-        vars(storage)["host"] = self._host  # keeps host memory alive as long as the storage
-        return layout, slot.asleep(storage)
+    def _views_of(self, storage: OffloadedStorage) -> tuple[tuple[object, ...], Sequence[Tensor]]:
+        layout, cached = storage.layout(), self._host_views.get(storage.begin)
+        if cached is not None and cached[0] == layout:
+            return cached
+        # A torch storage of the device over the storage's bytes of host memory.
+        untyped = storage_at(self._host.data_ptr() + storage.begin, self._device, storage.nbytes)
+        vars(untyped)["host"] = self._host  # keeps host memory alive as long as the torch storage
+        return layout, storage.host_views(untyped)
 
-    def _known_of(self, group: Sequence[OffloadedStorage]) -> _Known:
+    def _fingerprinted(self, group: Sequence[OffloadedStorage]) -> _HostCopy:
         parts = [bytes_at(address, count, self._device) for address, _, count in self._runs(group)]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return _Known([(each.members[0].ref, each.nbytes) for each in group], fingerprint(values))
+        owners = [(storage.members[0].ref, storage.nbytes) for storage in group]
+        return _HostCopy(owners, fingerprint(values))
 
-    def _forget_but(self, begins: Collection[int]) -> None:
+    def _drop_copies_except(self, begins: Collection[int]) -> None:
         """Drops all fingerprints except those at these host offsets."""
-        self._known = {begin: each for begin, each in self._known.items() if begin in begins}
+        self._host_copies = {at: copy for at, copy in self._host_copies.items() if at in begins}
 
     def _unchanged(self, groups: Sequence[Sequence[OffloadedStorage]]) -> set[int]:
         """Host offsets of groups whose bytes equal the host's bytes, by fingerprint."""
         if not groups:
             return set()
-        before = torch.stack([self._known[each[0].begin].fingerprint for each in groups])
-        now = torch.stack([self._known_of(each).fingerprint for each in groups])
+        before = torch.stack([self._host_copies[group[0].begin].fingerprint for group in groups])
+        now = torch.stack([self._fingerprinted(group).fingerprint for group in groups])
         same = (before == now).tolist()
-        return {each[0].begin for each, is_same in zip(groups, same, strict=True) if is_same}
+        return {group[0].begin for group, is_same in zip(groups, same, strict=True) if is_same}
 
-    def _copy(self, slots: Sequence[OffloadedStorage], to: Memory) -> None:
+    def _copy(self, storages: Sequence[OffloadedStorage], to: Memory) -> None:
         """Starts copies of storages between device and host on a side stream.
 
         The caller must have waited for all earlier work that reads or writes the storages.
         """
         with self._copies.after(self._device):
-            for address, begin, count in self._runs(slots):
+            for address, begin, count in self._runs(storages):
                 host = self._host[begin : begin + count]
-                there = bytes_at(address, count, self._device)
-                copy_spans(host, there, [(0, count)], to=to)
+                on_device = bytes_at(address, count, self._device)
+                copy_spans(host, on_device, [(0, count)], to=to)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _runs(self, slots: Sequence[OffloadedStorage]) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, storages: Sequence[OffloadedStorage]) -> Iterator[tuple[int, int, int]]:
         """Yields (device address, host offset, bytes) of runs that one copy can move."""
         on_gpu = self._device.type == "cuda"
         address = begin = count = 0
         end = -1
-        for slot in slots:
-            at = slot.storage.data_ptr()
-            is_next = at - address == slot.begin - begin and slot.begin == end
-            if not (is_next and self.memory.goes_on(at)):
+        for storage in storages:
+            at = storage.address
+            is_next = at - address == storage.begin - begin and storage.begin == end
+            if not (is_next and self.memory.is_contiguous(at)):
                 if count:
                     yield address, begin, count
-                address, begin = at, slot.begin
-            count = slot.begin + slot.nbytes - begin
+                address, begin = at, storage.begin
+            count = storage.begin + storage.nbytes - begin
             # On a GPU, the gap between two storages belongs to the first storage's allocation.
-            end = slot.end if on_gpu else slot.begin + slot.nbytes
+            end = storage.end if on_gpu else storage.begin + storage.nbytes
         if count:
             yield address, begin, count
 
@@ -301,12 +306,12 @@ def fingerprint(values: Tensor) -> Tensor:
     words = values[:end].view(torch.int64)
     parts = [*torch.split(words, _CHUNK)] + ([values[end:].long()] if end < len(values) else [])
     # Not cached, because this tensor is as large as the longest part.
-    places = torch.arange(max(map(len, parts)), device=values.device) * _GOLDEN
-    return torch.stack([_mixed(part, number, places) for number, part in enumerate(parts)]).sum()
+    offsets = torch.arange(max(map(len, parts)), device=values.device) * _GOLDEN
+    return torch.stack([_mixed(part, number, offsets) for number, part in enumerate(parts)]).sum()
 
 
-def _mixed(words: Tensor, number: int, places: Tensor) -> Tensor:
-    mixed = words + places[: len(words)]
+def _mixed(words: Tensor, number: int, offsets: Tensor) -> Tensor:
+    mixed = words + offsets[: len(words)]
     mixed += number * 0x632BE59BD9B4E019
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed ^= mixed >> shift

@@ -46,6 +46,7 @@ def _without_collections(method: _Method) -> _Method:
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Calls the method, and then enables garbage collection if it was enabled before."""
         collects = gc.isenabled()
         try:
             try:
@@ -93,7 +94,7 @@ class SleepReport:
             f" {'taken' if self.device_bytes < 0 else 'freed'}",
             f"host       {text_of(self.host_bytes)}",
             f"reserved   {text_of(self.reserved_bytes)}",
-            *(f"left       {each}" for each in self.left),
+            *(f"left       {name}" for name in self.left),
         ]
         return "\n".join(lines)
 
@@ -166,26 +167,26 @@ class TrainingState:
             raise ValueError(f"device: expected 'cuda' or 'cpu', got {str(self.device)!r}")
         if keep_addresses:
             _check_can_keep(self.device)
-        self._turn = RLock()
+        self._lock = RLock()
         self._parts = {
             part: StorageOffloader(self.device, keep_addresses=keep_addresses) for part in PARTS
         }
         self._discarded = {part: Discarded(self.device, _REMEDIES[part]) for part in PARTS}
 
     def __repr__(self) -> str:
-        asleep = [part for part, each in self._parts.items() if each.is_asleep]
-        said = f"{type(self._model).__name__}, {len(self._optimizers)} optimizers"
-        return f"{type(self).__name__}({said}, device={self.device}, asleep={asleep})"
+        asleep = [part for part, offloader in self._parts.items() if offloader.is_offloaded]
+        owners = f"{type(self._model).__name__}, {len(self._optimizers)} optimizers"
+        return f"{type(self).__name__}({owners}, device={self.device}, asleep={asleep})"
 
     @property
     def is_asleep(self) -> bool:
         """Whether any part is offloaded."""
-        return any(each.is_asleep for each in self._parts.values())
+        return any(offloader.is_offloaded for offloader in self._parts.values())
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory in use or kept for reuse."""
-        return sum(each.host_nbytes for each in self._parts.values())
+        return sum(offloader.host_nbytes for offloader in self._parts.values())
 
     @_without_collections
     def sleep(
@@ -216,29 +217,30 @@ class TrainingState:
                 Parts that did not fit remain on the device.
         """
         wanted, lost = _chosen("parts", parts), _chosen("discard", discard)
-        if outside := [each for each in lost if each not in wanted]:
+        if outside := [part for part in lost if part not in wanted]:
             raise ValueError(f"discard: expected some of `parts`, {wanted}, got {outside[0]!r}")
-        with self._turn:
+        with self._lock:
             begin, free = time.perf_counter(), self._free_bytes()
             copied = 0
             self._synchronize()
-            for each in self._parts.values():
-                if each.is_half_way:  # an error interrupted the last call
-                    each.wake()
-            if "weights" in wanted and not self._parts["weights"].is_asleep:
+            for offloader in self._parts.values():
+                if offloader.is_interrupted:  # by an error in the last call
+                    offloader.load()
+            if "weights" in wanted and not self._parts["weights"].is_offloaded:
                 # Gathered FSDP2 parameters would miss writes to a shard while it is offloaded.
                 for module in filter(fully_sharded, self._model.modules()):
                     module.reshard()  # type: ignore[operator]
             found = state_tensors(self._model, self._optimizers)
-            slots, left = self._slots(found, wanted, lost)
-            storages = [_storage_of(each) for of in found.of.values() for each in of.values()]
-            names = {id(each): name for of in found.of.values() for name, each in of.items()}
-            for part, of_part in slots.items():
+            storages, left = self._storages(found, wanted, lost)
+            named = [item for tensors in found.of.values() for item in tensors.items()]
+            used = [untyped for _, value in named if (untyped := _storage_of(value)) is not None]
+            names = {id(tensor): name for name, tensor in named}
+            for part, of_part in storages.items():
                 if part in lost:
                     users = self._model.modules() if part == "weights" else self._optimizers
                     self._discarded[part].add(of_part, names, users)
-                self._parts[part].spare(each for each in storages if each is not None)
-                copied += self._parts[part].sleep(of_part)
+                self._parts[part].release_if_used(used)
+                copied += self._parts[part].offload(of_part)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             return self._report(begin, free, copied, left)
@@ -259,10 +261,10 @@ class TrainingState:
                 not fit remain offloaded.
         """
         wanted = _chosen("parts", parts)
-        with self._turn:
+        with self._lock:
             begin, free = time.perf_counter(), self._free_bytes()
             self._synchronize()
-            copied = sum(self._parts[part].wake() for part in wanted)
+            copied = sum(self._parts[part].load() for part in wanted)
             return self._report(begin, free, copied, [])
 
     @contextmanager
@@ -274,23 +276,23 @@ class TrainingState:
         Parts that were offloaded before remain offloaded. Arguments and exceptions are the same as
         in sleep() and wake().
         """
-        falling = [part for part in _chosen("parts", parts) if not self._parts[part].is_asleep]
+        loaded = [part for part in _chosen("parts", parts) if not self._parts[part].is_offloaded]
         try:
             yield self.sleep(parts, discard=discard)
         finally:
-            self.wake(falling)
+            self.wake(loaded)
 
     def release(self) -> None:
         """Frees the host memory that is kept for reuse; the next sleep() allocates it again.
 
         Offloaded parts keep their host memory.
         """
-        with self._turn:
-            for part in self._parts.values():
-                if not part.is_asleep:
-                    part.release()
+        with self._lock:
+            for offloader in self._parts.values():
+                if not offloader.is_offloaded:
+                    offloader.release()
 
-    def _slots(
+    def _storages(
         self, found: StateTensors, wanted: Collection[StatePart], lost: Collection[StatePart]
     ) -> tuple[dict[StatePart, list[OffloadedStorage]], list[str]]:
         """Returns the storages to offload by part, and the names of tensors that remain.
@@ -298,54 +300,54 @@ class TrainingState:
         A storage that two parts share belongs to the first part. The storage remains on the device
         if either part does.
         """
-        sleeping = {id(each) for part in self._parts.values() for each in part.tensors}
-        rest = [each for part in PARTS if part not in wanted for each in found.of[part].values()]
-        stay = {
-            storage_id(storage)
-            for each in rest
-            if self._is_awake(each, sleeping) and (storage := _storage_of(each)) is not None
+        offloaded = {id(tensor) for part in self._parts.values() for tensor in part.tensors}
+        kept_on_device = {
+            storage_id(untyped)
+            for part in PARTS
+            for tensor in (() if part in wanted else found.of[part].values())
+            if self._is_loaded(tensor, offloaded) and (untyped := _storage_of(tensor)) is not None
         }
-        by_storage: dict[int, OffloadedStorage] = {}
-        slots: dict[StatePart, list[OffloadedStorage]] = {part: [] for part in wanted}
+        by_id: dict[int, OffloadedStorage] = {}
+        storages: dict[StatePart, list[OffloadedStorage]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
-            is_lost, is_asleep = part in lost, self._parts[part].is_asleep
-            for name, each in found.of[part].items():
-                if not self._is_awake(each, sleeping):
+            is_lost, is_offloaded = part in lost, self._parts[part].is_offloaded
+            for name, tensor in found.of[part].items():
+                if not self._is_loaded(tensor, offloaded):
                     continue
-                storage = _storage_of(each)
-                if storage is not None and not (nbytes := storage.nbytes()):
+                untyped = _storage_of(tensor)
+                if untyped is not None and not (nbytes := untyped.nbytes()):
                     continue
-                _check(name, each)
-                assert storage is not None
-                key = storage_id(storage)
-                if key in stay or not storage.resizable() or is_asleep:
+                _check(name, tensor)
+                assert untyped is not None
+                key = storage_id(untyped)
+                if key in kept_on_device or not untyped.resizable() or is_offloaded:
                     left.append(name)
-                    stay.add(key)
+                    kept_on_device.add(key)
                     continue
-                if (slot := by_storage.get(key)) is None:
-                    slot = by_storage[key] = OffloadedStorage(storage, nbytes)
-                    slots[part].append(slot)
+                if (storage := by_id.get(key)) is None:
+                    storage = by_id[key] = OffloadedStorage(untyped, nbytes)
+                    storages[part].append(storage)
                 is_kept = not is_lost or name in found.unsaved
-                slot.add(each, is_kept=is_kept, is_frozen=name in found.frozen)
-        more = {part: self._parts[part].memory.others(some) for part, some in slots.items()}
-        for part, others in more.items():
-            if any(storage_id(each.storage) in stay for each in others):
+                storage.add(tensor, is_kept=is_kept, is_frozen=name in found.frozen)
+        more = {part: self._parts[part].memory.neighbours(own) for part, own in storages.items()}
+        for part, neighbours in more.items():
+            if any(storage_id(storage.untyped) in kept_on_device for storage in neighbours):
                 raise ValueError(
                     f"keep_addresses: part {part!r} shares memory with a part that would remain on"
                     " the device. Pass both parts to sleep(), or neither."
                 )
-        # A storage that has moved to another part sleeps with the part that keeps its addresses.
-        moved = {storage_id(each.storage) for others in more.values() for each in others}
-        for part, others in more.items():
-            own = [each for each in slots[part] if storage_id(each.storage) not in moved]
-            known = [by_storage.get(storage_id(each.storage), each) for each in others]
-            slots[part] = own + known
-        return {part: some for part, some in slots.items() if some}, left
+        # A storage that moved to another part is offloaded with the part that keeps its addresses.
+        moved = {storage_id(storage.untyped) for group in more.values() for storage in group}
+        for part, neighbours in more.items():
+            own = [item for item in storages[part] if storage_id(item.untyped) not in moved]
+            known = [by_id.get(storage_id(storage.untyped), storage) for storage in neighbours]
+            storages[part] = own + known
+        return {part: own for part, own in storages.items() if own}, left
 
-    def _is_awake(self, tensor: Tensor, sleeping: Collection[int]) -> bool:
+    def _is_loaded(self, tensor: Tensor, offloaded: Collection[int]) -> bool:
         """Whether a tensor is on the device and not offloaded."""
-        return tensor.device == self.device and id(tensor) not in sleeping
+        return tensor.device == self.device and id(tensor) not in offloaded
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
@@ -353,8 +355,8 @@ class TrainingState:
     def _reserved_bytes(self) -> int:
         if self.device.type != "cuda":
             return 0
-        absent = sum(each.memory.absent_bytes for each in self._parts.values())
-        return torch.cuda.memory_reserved(self.device) - absent
+        unmapped = sum(offloader.memory.unmapped_bytes for offloader in self._parts.values())
+        return torch.cuda.memory_reserved(self.device) - unmapped
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -362,7 +364,7 @@ class TrainingState:
 
     def _report(self, begin: float, free: int, copied: int, left: Iterable[str]) -> SleepReport:
         return SleepReport(
-            asleep={p: each.nbytes for p, each in self._parts.items() if each.is_asleep},
+            asleep={name: part.nbytes for name, part in self._parts.items() if part.is_offloaded},
             bytes_copied=copied,
             seconds=time.perf_counter() - begin,
             device_bytes=self._free_bytes() - free,
@@ -373,10 +375,10 @@ class TrainingState:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    devices = [each.device for each in (*model.parameters(), *model.buffers())]
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
     if not devices:
         raise ValueError("model: it has no parameter and no buffer. Pass device=.")
-    return next((each for each in devices if each.type == "cuda"), devices[0])
+    return next((device for device in devices if device.type == "cuda"), devices[0])
 
 
 def _check_can_keep(device: torch.device) -> None:
@@ -404,7 +406,7 @@ def _chosen(argument: str, parts: Any) -> list[StatePart]:
     if parts is None:
         return list(PARTS)
     named = [parts] if isinstance(parts, str) else list(parts)
-    if unknown := [each for each in named if each not in PARTS]:
+    if unknown := [part for part in named if part not in PARTS]:
         raise ValueError(f"{argument}: expected some of {list(PARTS)}, got {unknown[0]!r}")
     return [part for part in PARTS if part in named]
 

@@ -309,12 +309,12 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a state of the CPU keep its addresses in pretended ranges."""
     fill = device_memory._fill
 
-    def filled(slots: Sequence[OffloadedStorage], device: torch.device) -> None:
+    def filled(storages: Sequence[OffloadedStorage], device: torch.device) -> None:
         try:
-            fill(slots, device)
+            fill(storages, device)
         finally:
             if (of := PretendedRange.open) is not None:
-                of.has += [(storage_reference(e.storage), e.storage.data_ptr()) for e in slots]
+                of.has += [(storage_reference(e.untyped), e.untyped.data_ptr()) for e in storages]
                 of.overwrite(0xEF)
 
     def range_at(memory: KeptAddresses, address: int) -> PretendedRange | None:
@@ -406,7 +406,7 @@ def test_a_second_error_while_a_wake_is_undone_loses_nothing(
     of = trained.state._parts["weights"]
     with monkeypatch.context() as patch:
         patch.setattr(of, "_copy", fails)
-        patch.setattr(of.memory, "leave", fails)
+        patch.setattr(of.memory, "free", fails)
         with pytest.raises(KeyboardInterrupt):
             trained.state.wake()
     assert_equal(trained.tensors(), expected)
@@ -434,7 +434,7 @@ def test_all_sleeps_on_where_there_is_too_little_memory(
             patch.setattr(full, "map", fails)
             with pytest.raises(torch.OutOfMemoryError):
                 trained.state.wake()
-        assert trained.state._parts[part].is_asleep
+        assert trained.state._parts[part].is_offloaded
         assert_equal(trained.tensors(), expected)
     trained.state.wake()
     assert_equal(trained.tensors(), expected)

@@ -297,15 +297,15 @@ def test_tensors_are_moved_when_the_host_has_waited_for_the_copies(
     streams.pretend_on_cpu()
     monkeypatch.setattr(StorageOffloader, "_wait", synchronize)
     streams.works(storage_offloader, "bytes_at", "bytes")
-    streams.works(storage_offloader, "fall_asleep", "asleep")
-    streams.works(storage_offloader, "wake_up", "awake")
+    streams.works(storage_offloader, "point_to_host", "offloaded")
+    streams.works(storage_offloader, "point_to_device", "loaded")
     state = TrainingState(nn.Linear(8, 8))
     state.sleep()
     left = {name for name, on in streams.on.items() if on == "training state"}
-    assert left and left <= streams.before("asleep 1")
+    assert left and left <= streams.before("offloaded 1")
     state.wake()
     come = {name for name, on in streams.on.items() if on == "training state"} - left
-    assert come and come <= streams.before("awake 1")
+    assert come and come <= streams.before("loaded 1")
 
 
 class NumberedSGD(optim.SGD):

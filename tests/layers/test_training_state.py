@@ -401,7 +401,7 @@ def test_of_many_pieces_only_what_has_changed_is_copied(
 ) -> None:
     model = nn.ParameterList(torch.zeros(256, 256, device=device) for _ in range(40))
     state, nbytes = TrainingState(model), 1 << 18
-    monkeypatch.setattr(device_memory, "_PIECE", 3 * nbytes)
+    monkeypatch.setattr(device_memory, "_CHUNK", 3 * nbytes)
     monkeypatch.setattr(storage_offloader, "_GROUP", 5 * nbytes)
     for each in model[:30]:
         each.requires_grad_(False)
