@@ -63,7 +63,7 @@ def _collected(
     ranks: Ranks, modules: list[tuple[RowModule, ShardedRows]]
 ) -> list[tuple[RowModule, Mapping[str, Tensor]]]:
     """Gathers all rows of modules, by field, on the first rank; empty on the other ranks."""
-    modules[0][1].check_collect()
+    modules[0][1].check_gather()
     full: list[dict[str, Tensor]] = []
     names: list[list[str]] = []
 

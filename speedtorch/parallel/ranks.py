@@ -215,27 +215,26 @@ class Ranks:
     def all_to_all(
         self,
         name: str,
-        sent: Tensor,
-        received: list[int] | None = None,
-        counts: list[int] | None = None,
+        rows: Tensor,
+        received_counts: list[int] | None = None,
+        sent_counts: list[int] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Sends `counts[i]` rows to rank i and receives `received[i]` rows from rank i.
+        """Sends `sent_counts[i]` rows to rank i; receives `received_counts[i]` rows from rank i.
 
         The default is one row for each rank, in the group for ids.
         """
         if self.size == 1:
-            return sent.clone()
+            return rows.clone()
         self._raise_if_aborted(name)
-        size = len(sent) if received is None else sum(received)
-        out = sent.new_empty((size, *sent.shape[1:]))
+        size = len(rows) if received_counts is None else sum(received_counts)
+        out = rows.new_empty((size, *rows.shape[1:]))
         # Threads of the group keep references to both tensors for a while. Detached tensors keep
         # no graph, or ranks would disagree on whether a step still waits for its backward.
-        sent = sent.detach().contiguous()
+        rows, counts = rows.detach().contiguous(), (received_counts, sent_counts)
         try:
-            group = group or self._id_group
-            dist.all_to_all_single(out.detach(), sent, received, counts, group=group)
+            dist.all_to_all_single(out.detach(), rows, *counts, group=group or self._id_group)
         except RuntimeError as error:
             raise self._abort(name, str(error)) from error
         return out
@@ -243,30 +242,28 @@ class Ranks:
     def all_to_all_jointly(
         self,
         name: str,
-        sent: Sequence[Tensor],
-        received: Sequence[list[int]],
-        counts: Sequence[list[int]],
+        tensors: Sequence[Tensor],
+        received_counts: Sequence[list[int]],
+        sent_counts: Sequence[list[int]],
         *,
         group: dist.ProcessGroup | None = None,
     ) -> list[Tensor]:
         """As all_to_all(), for several tensors of one dtype in one collective."""
-        if len(sent) == 1:
-            return [self.all_to_all(name, sent[0], received[0], counts[0], group=group)]
-        received_elements, sent_elements = (
-            [
-                [count * rows.shape[1:].numel() for count in row_counts]
-                for rows, row_counts in zip(sent, counts_of_tensors, strict=True)
-            ]
-            for counts_of_tensors in (received, counts)
+        if len(tensors) == 1:
+            counts = received_counts[0], sent_counts[0]
+            return [self.all_to_all(name, tensors[0], *counts, group=group)]
+        widths = [rows.shape[1:].numel() for rows in tensors]
+        received, sent = (
+            [[count * width for count in counts] for counts, width in zip(of, widths, strict=True)]
+            for of in (received_counts, sent_counts)
         )
-        of_ranks = list(zip(*received_elements, strict=True))
-        to_ranks = list(zip(*sent_elements, strict=True))
-        flat = _transposed(torch.cat([rows.reshape(-1) for rows in sent]), sent_elements)
+        of_ranks, to_ranks = list(zip(*received, strict=True)), list(zip(*sent, strict=True))
+        flat = _transposed(torch.cat([rows.reshape(-1) for rows in tensors]), sent)
         sums = list(map(sum, of_ranks)), list(map(sum, to_ranks))
         flat = _transposed(self.all_to_all(name, flat, *sums, group=group), of_ranks)
-        parts = torch.unsafe_split_with_sizes(flat, list(map(sum, received_elements)))
-        tensors = zip(parts, received, sent, strict=True)
-        return [part.view(sum(of), *rows.shape[1:]) for part, of, rows in tensors]
+        parts = torch.unsafe_split_with_sizes(flat, list(map(sum, received)))
+        results = zip(parts, received_counts, tensors, strict=True)
+        return [part.view(sum(counts), *rows.shape[1:]) for part, counts, rows in results]
 
     def _abort(self, name: str, reason: str) -> RuntimeError:
         """The error about missing ranks, which would take later data for the data of this call.

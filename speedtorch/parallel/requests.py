@@ -176,9 +176,7 @@ class JointRequests:
     def pop(self, maker: RequestMaker) -> list[LookupRequest] | None:
         """Returns a table's requests on its first call; None afterwards."""
         if self._requests is None:
-            self._requests = {
-                table: table.make(*lookups) for table, lookups in self._lookups.items()
-            }
+            self._requests = {key: key.make(*lookups) for key, lookups in self._lookups.items()}
             every = [request for made in self._requests.values() for request in made]
             group_in_rounds(every, maker.shared_by[0])
         return self._requests.pop(maker, None)
@@ -229,7 +227,7 @@ class Requests:
             fixed = FairShares.of(memory.capacity, sharding, padded=padded), no_row, self._consensus
         self._maker = RequestMaker(exchange, sharding, ranks, number, fixed)
 
-    def of(self, ids: Ids) -> LookupRequest:
+    def for_step(self, ids: Ids) -> LookupRequest:
         """The request of a step's lookup, exchanged now unless it was exchanged ahead.
 
         A lookup without gradients never uses a planned request, because the tensor may be a
@@ -265,11 +263,8 @@ class Requests:
                 break
         fault = None
         if any_unused:
-            fault = (
-                self.compare_calls(Kind.COUNTS)
-                if found is None
-                else self.compare_calls(Kind.ROWS, found[1].lookup)
-            )
+            kind, lookup = (Kind.COUNTS, 0) if found is None else (Kind.ROWS, found[1].lookup)
+            fault = self.compare_calls(kind, lookup)
         for planned in self._announced:
             if not planned.is_exchanged:
                 self._exchange_and_plan(planned)
@@ -303,8 +298,7 @@ class Requests:
         """Raises DisagreementError on all ranks unless all are about to step.
 
         An optimizer calls this before it steps the rows, or `fails` to, without holding a lock.
-        Ranks compare once for all tables, which `compared` records. Ranks on several machines do
-        not compare.
+        Ranks on one machine compare once for all tables, which `compared` records.
         """
         if self._ranks.has_barrier and self._ranks not in compared:
             compared.add(self._ranks)
@@ -317,7 +311,7 @@ class Requests:
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
         if self._consensus is None:
-            return self.of(ids)
+            return self.for_step(ids)
         self._before_lookup()
         (request,) = self._maker.requests([ids], trains=False)
         self._exchange_ids(PlannedRequests([request], None))

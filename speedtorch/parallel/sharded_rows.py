@@ -93,8 +93,8 @@ class ShardedRows(SharedLookups):
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
         """As TrainedRows.rows_of; the rows are copies of the owners' rows."""
-        self._refuse_replicas()
-        request = self.exchange.of(ids)
+        self._check_replicas()
+        request = self.exchange.for_step(ids)
         places, held = self._rows.rows_of(request.requested.ids, max_norm, norm_type)
         padding = len(held) - 1 if self._owns_padding else -1
         sparse = self._rows.gives_sparse(asked=self._sparse)
@@ -104,13 +104,13 @@ class ShardedRows(SharedLookups):
 
     def summed(self, ids: Ids, bags: Bags | None = None) -> Tensor:
         """As TrainedRows.summed."""
-        self._refuse_replicas()
+        self._check_replicas()
         request, rows, received = (self._joint or JointRows({self: ids})).pop(self)
         received = self._with_backward(rows, request, received)
         result: Tensor = _SpreadRows.apply(received, request, bags)  # type: ignore[no-untyped-call]
         return result
 
-    def _refuse_replicas(self) -> None:
+    def _check_replicas(self) -> None:
         """Raises NotImplementedError if ranks that own no rows train the model too."""
         if (active := active_data_parallel()) is not None:
             if takes_uneven_inputs(active):
@@ -197,7 +197,7 @@ class ShardedRows(SharedLookups):
         """The ranks that own the rows, and the device of a step's rows."""
         return self._ranks, self._rows.exchange.held.device
 
-    def check_collect(self) -> None:
+    def check_gather(self) -> None:
         """Raises DisagreementError on all ranks unless all are about to call gather_field()."""
         calls = [Call(Kind.FULL, self._number)]
         self._ranks.compare_calls(self._rows.name, calls, self._rows.exchange.held.device)
@@ -264,7 +264,7 @@ class ShardedRows(SharedLookups):
 
     def begin(self, ids: Ids) -> tuple[LookupRequest, Tensor]:
         """The request of a step's lookup, and the rows that all ranks request from this rank."""
-        request = self.exchange.of(ids)
+        request = self.exchange.for_step(ids)
         return request, self._rows.summed(request.requested.ids)
 
     def send_gradients(self, gradient: Tensor, requested: RequestedRows, lookup: int) -> Tensor:
