@@ -17,6 +17,6 @@ RANKS = pytest.mark.parametrize(
     ("ranks", "backend"), [(2, "gloo"), _THREE, pytest.param(2, "nccl", marks=NEEDS_GPUS)]
 )
 # Where two ranks and three have tests of their own in the ordinary run.
-DEALT_RANKS = pytest.mark.parametrize(
+TWO_AND_THREE_RANKS = pytest.mark.parametrize(
     ("ranks", "backend"), [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=NEEDS_GPUS)]
 )

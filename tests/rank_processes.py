@@ -59,21 +59,21 @@ def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> No
         torch.cuda.set_device(rank)
     paces.install()
     waits = datetime.timedelta(seconds=timeout)
-    meeting = f"file://{folder}/meet"
-    dist.init_process_group(backend, meeting, timeout=waits, rank=rank, world_size=size)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group(backend, rendezvous, timeout=waits, rank=rank, world_size=size)
 
 
-def _serve(rank: int, asked: Any, said: Any, *how: Any) -> None:
+def _serve(rank: int, calls: Any, results: Any, *how: Any) -> None:
     begin(rank, *how)
-    while (call := asked.get()) is not None:
+    while (call := calls.get()) is not None:
         function, arguments = call
         paces.choose()
         try:
             function(*arguments)
         except BaseException:
-            said.put((rank, traceback.format_exc()))
+            results.put((rank, traceback.format_exc()))
         else:
-            said.put((rank, None))
+            results.put((rank, None))
 
 
 class Ranks:
@@ -82,52 +82,52 @@ class Ranks:
     def __init__(self, size: int, backend: str, timeout: float) -> None:
         context = _context()
         self._folder = tempfile.TemporaryDirectory()
-        self._asked = [context.SimpleQueue() for _ in range(size)]
-        self._said: Any = context.Queue()
-        how = (self._said, size, self._folder.name, timeout, backend)
+        self._calls = [context.SimpleQueue() for _ in range(size)]
+        self._results: Any = context.Queue()
+        how = (self._results, size, self._folder.name, timeout, backend)
         self._processes = [
-            context.Process(target=_serve, args=(rank, asked, *how), daemon=True)
-            for rank, asked in enumerate(self._asked)
+            context.Process(target=_serve, args=(rank, calls, *how), daemon=True)
+            for rank, calls in enumerate(self._calls)
         ]
-        for each in self._processes:
-            each.start()
+        for process in self._processes:
+            process.start()
 
     @property
     def alive(self) -> bool:
-        """Whether all of them go on."""
-        return all(each.is_alive() for each in self._processes)
+        """Whether all processes are running."""
+        return all(process.is_alive() for process in self._processes)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Calls function(*arguments) on each; fails with what every rank that failed has said."""
-        for asked in self._asked:
-            asked.put((function, arguments))
-        waiting, said = set(range(len(self._asked))), []
+        """Calls function(*arguments) on each rank; fails with the tracebacks of all ranks."""
+        for calls in self._calls:
+            calls.put((function, arguments))
+        waiting, errors = set(range(len(self._calls))), []
         give_up = time.monotonic() + AT_MOST
         while waiting and time.monotonic() < give_up:
             try:
-                rank, error = self._said.get(timeout=0.2)
+                rank, error = self._results.get(timeout=0.2)
             except queue.Empty:
                 error, rank = (None if self.alive else "a rank has ended"), None
             waiting.discard(rank)
             if error is not None:
-                said.append(error)
-                give_up = min(give_up, time.monotonic() + 5)  # others wait for this one
-        if said or waiting:
-            said += [f"rank {rank} has not answered" for rank in waiting]
+                errors.append(error)
+                give_up = min(give_up, time.monotonic() + 5)  # the other ranks wait for this one
+        if errors or waiting:
+            errors += [f"rank {rank} has not answered" for rank in waiting]
             for rank in waiting:  # says where it is
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.5 if waiting else 0)
             self.end()
-            raise AssertionError("\n".join(dict.fromkeys(said)))
+            raise AssertionError("\n".join(dict.fromkeys(errors)))
 
     def end(self) -> None:
         """Ends the processes; those that wait for a call end by themselves, which counts lines."""
-        for asked in self._asked:
-            asked.put(None)
-        for each in self._processes:
-            each.join(2)
-            each.kill()
-            each.join()
+        for calls in self._calls:
+            calls.put(None)
+        for process in self._processes:
+            process.join(2)
+            process.kill()
+            process.join()
         self._folder.cleanup()
 
 
@@ -143,9 +143,9 @@ def in_processes(
     timeout: float | None = None,
     backend: str = "gloo",
 ) -> None:
-    """Calls function(*arguments) on each rank; fails with what every rank that failed has said.
+    """Calls function(*arguments) on each rank; fails with the tracebacks of all ranks.
 
-    The processes are kept for the next call, unless a timeout of their own is asked for.
+    The processes serve later calls, unless the call has a timeout.
     """
     if timeout is not None:
         ranks = Ranks(size, backend, timeout)
@@ -174,16 +174,16 @@ def exit_codes(
     timeout: float = TIMEOUT,
     backend: str = "gloo",
 ) -> list[int | None]:
-    """How each rank ends, while the others go on; None of one that does not end."""
+    """The exit code of each rank; None if a rank does not end."""
     context = _context()
     with tempfile.TemporaryDirectory() as folder:
         how = (function, arguments, size, folder, timeout, backend)
         ranks = [context.Process(target=_once, args=(rank, *how)) for rank in range(size)]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join(timeout + 60)
-        codes = [each.exitcode for each in ranks]
-        for each in ranks:
-            each.kill()
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout + 60)
+        codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            process.kill()
     return codes

@@ -46,9 +46,9 @@ def _trained(
 def check_cache(capacity: int | None) -> None:
     """Ranks train with a cache each as without."""
     with patch.multiple(hot_rows, **RESTLESS):
-        each = [_trained(cache, capacity, own_device()) for cache in (None, "1KiB")]
-    for rows, others in zip(*each, strict=True):
-        assert torch.equal(rows, others)
+        results = [_trained(cache, capacity, own_device()) for cache in (None, "1KiB")]
+    for rows, expected in zip(*results, strict=True):
+        assert torch.equal(rows, expected)
 
 
 def check_too_little_memory() -> None:
@@ -68,16 +68,16 @@ def check_too_little_memory() -> None:
         return fails
 
     methods = ("refresh", "_take_slots_again")
-    failing_here = {name: failing(getattr(hot_rows.HotRows, name)) for name in methods}
+    failing_methods = {name: failing(getattr(hot_rows.HotRows, name)) for name in methods}
     with patch.multiple(hot_rows, **RESTLESS):
         plain = _trained(None, None, own_device())
         if torch.distributed.get_rank() == 1:
-            with patch.multiple(hot_rows.HotRows, **failing_here):
+            with patch.multiple(hot_rows.HotRows, **failing_methods):
                 cached = _trained("1KiB", None, own_device(), failures=5)
         else:
             cached = _trained("1KiB", None, own_device())
-    for rows, others in zip(cached, plain, strict=True):
-        assert torch.equal(rows, others)
+    for rows, expected in zip(cached, plain, strict=True):
+        assert torch.equal(rows, expected)
 
 
 def check_fewer_rows_than_ranks() -> None:

@@ -20,7 +20,7 @@ from sharded_training import (
     WIDTH,
     Case,
     check_training,
-    ids_here,
+    local_ids,
     module_of,
     raises,
     share_of,
@@ -79,7 +79,7 @@ class Training:
     def begun(cls, *given: Any) -> Training:
         """One that has made a step."""
         training = cls(*given)
-        training.learn(ids_here(1, 2))
+        training.learn(local_ids(1, 2))
         training.before = training.rows()
         return training
 
@@ -90,7 +90,7 @@ class Training:
 
     def check_step(self, *ids: int) -> None:
         """A step of these ids on all ranks changes their rows, and no others."""
-        self.learn(ids_here(*ids))
+        self.learn(local_ids(*ids))
         self.check_changed(*ids)
 
     def check_changed(self, *ids: int) -> None:
@@ -103,9 +103,9 @@ class Training:
 
 def owned(rank: int, *places: int, of: int = ROWS) -> Tensor:
     """Ids of rows of a rank, of a table of so many."""
-    dealt = BlockCyclic.of(of, dist.get_world_size(), rows_of_a_block((WIDTH,)))
-    rows = [row for there, _ in dealt.blocks(rank) for row in there]
-    return ids_here(*(rows[each] for each in places))
+    sharding = BlockCyclic.of(of, dist.get_world_size(), rows_of_a_block((WIDTH,)))
+    rows = [row for in_table, _ in sharding.blocks(rank) for row in in_table]
+    return local_ids(*(rows[place] for place in places))
 
 
 def too_many() -> Tensor:
@@ -113,9 +113,9 @@ def too_many() -> Tensor:
     return owned(1, 0, 1, 2) if dist.get_rank() == 0 else owned(1, 2, 3, 4)
 
 
-def of_rank(own: int, message: str, others: str = ANOTHERS) -> str:
-    """What a rank says, and what the others do."""
-    return message if dist.get_rank() == own else others
+def of_rank(own: int, message: str, elsewhere: str = ANOTHERS) -> str:
+    """The error text of rank `own`, and of the other ranks."""
+    return message if dist.get_rank() == own else elsewhere
 
 
 def announced(module: RowModule, ids: Tensor) -> None:
@@ -142,7 +142,7 @@ def check_too_many_rows() -> None:
         )
         training.check_unchanged()
     training = Training()
-    ids = owned(1, 0, 1, 2, 3, 4) if dist.get_rank() == 0 else ids_here()
+    ids = owned(1, 0, 1, 2, 3, 4) if dist.get_rank() == 0 else local_ids()
     more = of_rank(0, MORE.format(5, 4, "", 4), SHARE)
     raises(RuntimeError, more, lambda: training.module(ids))
     training.check_step(3, 4)
@@ -150,7 +150,7 @@ def check_too_many_rows() -> None:
 
 def of_second(count: int) -> Tensor:
     """So many rows of the second rank, which one rank alone asks for."""
-    return owned(1, *range(count), of=WIDE.rows) if dist.get_rank() == 0 else ids_here()
+    return owned(1, *range(count), of=WIDE.rows) if dist.get_rank() == 0 else local_ids()
 
 
 def check_more_than_a_share() -> None:
@@ -186,30 +186,30 @@ def check_padding() -> None:
     ids = owned(1, 0, 1, 2, 3, 4)
     case = replace(CASES["Adam"], settings={"padding_idx": int(ids[-1])})
     training, trained = Training(case, 4), ids[:-1].tolist()
-    training.learn(ids if dist.get_rank() == 0 else ids_here())
+    training.learn(ids if dist.get_rank() == 0 else local_ids())
     training.check_changed(*trained)
-    more = owned(1, 0, 1, 2, 3, 4, 5) if dist.get_rank() == 0 else ids_here()
+    more = owned(1, 0, 1, 2, 3, 4, 5) if dist.get_rank() == 0 else local_ids()
     message = MORE.format(6, 5, r" \(with the row of padding_idx\)", 4)
     raises(RuntimeError, of_rank(0, message, SHARE), lambda: training.module(more))
 
 
-def most_of_an_owner(ids: Tensor, dealt: BlockCyclic) -> int:
+def most_of_an_owner(ids: Tensor, sharding: BlockCyclic) -> int:
     """The most distinct rows of one rank among ids."""
-    numbers = dealt.numbers(ids).unique()
-    return int(torch.bincount(numbers[numbers >= 0] // dealt.stride, minlength=1).max())
+    numbers = sharding.numbers(ids).unique()
+    return int(torch.bincount(numbers[numbers >= 0] // sharding.stride, minlength=1).max())
 
 
-def random_batch(choose: random.Random, dealt: BlockCyclic, capacity: int) -> Tensor:
+def random_batch(choose: random.Random, sharding: BlockCyclic, capacity: int) -> Tensor:
     """Ids of one rank: of all owners or of one, few of them or many, of no row now and then."""
-    most = capacity if choose.random() < 0.5 else dealt.rows
+    most = capacity if choose.random() < 0.5 else sharding.rows
     drawn = torch.Generator().manual_seed(choose.getrandbits(32))
-    ids = torch.randperm(dealt.rows, generator=drawn)
+    ids = torch.randperm(sharding.rows, generator=drawn)
     if choose.random() < 0.3:
-        ids = ids[dealt.numbers(ids) // dealt.stride == choose.randrange(dealt.ranks)]
+        ids = ids[sharding.numbers(ids) // sharding.stride == choose.randrange(sharding.ranks)]
     ids = ids[: int(most * choose.random() ** 2)]
     ids = torch.cat([ids, ids[: choose.randrange(4)]])
     wrong = choose.random() < 0.06
-    return torch.cat([ids, torch.full((1,), dealt.rows)]) if wrong else ids
+    return torch.cat([ids, torch.full((1,), sharding.rows)]) if wrong else ids
 
 
 def check_random_batches(first: int, count: int) -> None:
@@ -222,17 +222,17 @@ def check_random_batches(first: int, count: int) -> None:
         padding = choose.choice([None, choose.randrange(rows)])
         capacity = min(choose.randint(1, choose.choice([10, 700, 2000])), rows)
         case = replace(CASES["Adam"], rows=rows, settings={"padding_idx": padding})
-        dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((WIDTH,)))
-        share = fair_share(capacity, dealt, padded=padding is not None)
+        sharding = BlockCyclic.of(rows, ranks, rows_of_a_block((WIDTH,)))
+        share = fair_share(capacity, sharding, padded=padding is not None)
         with raised_late() if choose.random() < 0.5 else nullcontext():
             training, way = Training(case, capacity), choose.choice(WAYS)
             for _ in range(6):
-                batches = [random_batch(choose, dealt, capacity) for _ in range(ranks)]
+                batches = [random_batch(choose, sharding, capacity) for _ in range(ranks)]
                 every = torch.cat(batches).unique()
                 held = every if padding is None else every[every != padding]
                 are_rows = bool((every < rows).all())
-                fits = are_rows and most_of_an_owner(held, dealt) <= capacity
-                shares_fit = all(most_of_an_owner(ids, dealt) <= share for ids in batches)
+                fits = are_rows and most_of_an_owner(held, sharding) <= capacity
+                shares_fit = all(most_of_an_owner(ids, sharding) <= share for ids in batches)
                 ids = batches[rank].to(own_device())
                 if fits and shares_fit:
                     way(training.module, ids)
@@ -243,7 +243,7 @@ def check_random_batches(first: int, count: int) -> None:
                 else:
                     with pytest.raises((IndexError, RuntimeError), match="^Embedding: "):
                         way(training.module, ids)
-                        training.module(ids_here())  # which raises what is found late
+                        training.module(local_ids())  # which raises what is found late
                     assert torch.equal(training.rows(), training.before)
                     uneven += fits
     assert count < 100 or (trained > count and uneven > 0)
@@ -253,10 +253,10 @@ def bytes_sent(learn: Callable[[], object]) -> list[int]:
     """What this rank sends each rank, and gets of it, in the collectives of a step."""
     sent, all_to_all = [], dist.all_to_all_single
 
-    def see(out: Tensor, given: Tensor, *counts: list[int] | None, **others: Any) -> object:
+    def see(out: Tensor, given: Tensor, *counts: list[int] | None, **options: Any) -> object:
         assert out.nbytes == given.nbytes
         sent.append(given.nbytes // dist.get_world_size())
-        return all_to_all(out, given, *counts, **others)
+        return all_to_all(out, given, *counts, **options)
 
     with patch.object(dist, "all_to_all_single", see):
         learn()
@@ -278,7 +278,7 @@ def check_a_bad_id() -> None:
     """It raises on all ranks."""
     for way in WAYS:
         training = Training()
-        ids = ids_here(1, ROWS) if dist.get_rank() == 1 else ids_here(1, 2)
+        ids = local_ids(1, ROWS) if dist.get_rank() == 1 else local_ids(1, 2)
         message = of_rank(1, "id 41 at position 1 is out of range", r"ids of ranks \[1\] are out")
         raises(IndexError, message, lambda way=way, t=training, ids=ids: way(t.module, ids))
         training.check_unchanged()
@@ -306,9 +306,9 @@ def check_dropped_lookups() -> None:
     """Ranks begin the same steps, even if a collective keeps the tensors of one rank."""
     kept, all_to_all = [], dist.all_to_all_single
 
-    def keep(out: Tensor, given: Tensor, *counts: list[int] | None, **others: Any) -> object:
-        kept.extend([out, given])
-        return all_to_all(out, given, *counts, **others)
+    def keep(out: Tensor, sent: Tensor, *counts: list[int] | None, **options: Any) -> object:
+        kept.extend([out, sent])
+        return all_to_all(out, sent, *counts, **options)
 
     training = Training()
     parts = [owned(0, 1), owned(0, 2), owned(0, 3)]
@@ -325,8 +325,8 @@ def check_dropped_lookups() -> None:
 def raised_late() -> Iterator[None]:
     """The CPU raises what is wrong with a batch as late as a GPU does."""
     with ExitStack() as stack:
-        for each in (fixed_size_batch, fixed_memory, fault_consensus, fixed_requests):
-            stack.enter_context(patch.object(each, "raises_at_once", lambda device: False))
+        for module in (fixed_size_batch, fixed_memory, fault_consensus, fixed_requests):
+            stack.enter_context(patch.object(module, "raises_at_once", lambda device: False))
         yield
 
 
@@ -337,7 +337,7 @@ def check_late_faults() -> None:
         for way in WAYS:
             training = Training.begun()
             way(training.module, too_many())
-            raises(RuntimeError, late, lambda t=training: t.module(ids_here(3)))
+            raises(RuntimeError, late, lambda t=training: t.module(local_ids(3)))
             training.check_unchanged()
 
         more = SHARES[dist.get_world_size()] + 1
@@ -345,7 +345,7 @@ def check_late_faults() -> None:
         for way in WAYS:
             training = Training.begun(WIDE, 400)
             way(training.module, of_second(more))
-            raises(RuntimeError, late_share, lambda t=training: t.module(ids_here(3)))
+            raises(RuntimeError, late_share, lambda t=training: t.module(local_ids(3)))
             training.check_unchanged()
         check_a_share()
 
@@ -364,20 +364,20 @@ def check_late_faults() -> None:
         training.learn(too_many())
         if rank == 0:
             raises(RuntimeError, FULL, training.module.flush)
-        raises(RuntimeError, late, lambda: training.module(ids_here(3)))
+        raises(RuntimeError, late, lambda: training.module(local_ids(3)))
         training.check_step(3, 4)
 
         training = Training()
         training.learn(too_many())
         with torch.no_grad():
-            raises(RuntimeError, late, lambda: training.module(ids_here(3)))
+            raises(RuntimeError, late, lambda: training.module(local_ids(3)))
         training.check_step(3, 4)
 
         for way in WAYS:
             training = Training()
-            way(training.module, ids_here(1, ROWS) if rank == 1 else ids_here(1, 2))
+            way(training.module, local_ids(1, ROWS) if rank == 1 else local_ids(1, 2))
             bad = of_rank(1, "id 41 at position 1 is out of range", "an id on some rank is out")
-            raises(IndexError, bad, lambda t=training: t.module(ids_here(3)))
+            raises(IndexError, bad, lambda t=training: t.module(local_ids(3)))
             training.check_unchanged()
 
         training = Training()
@@ -385,9 +385,9 @@ def check_late_faults() -> None:
         if rank == 1:
             raises(RuntimeError, own, lambda: training.module(torch.rand(2, device=own_device())))
         else:
-            assert not training.module(ids_here(1, 2)).any()
+            assert not training.module(local_ids(1, 2)).any()
         bad = of_rank(1, own, "an id on some rank is out")
-        raises(Exception, bad, lambda: training.module(ids_here(3)))
+        raises(Exception, bad, lambda: training.module(local_ids(3)))
         training.check_unchanged()
 
         name = "Adam, two lookups, uneven"
@@ -401,17 +401,17 @@ def check_a_rank_without_rows() -> None:
     optimizer = optim.SGD(module.parameters(), lr=1.0)
     speedtorch.attach(optimizer, module)
     with torch.no_grad():
-        before = module(ids_here(0))
-    module(ids_here(0, 0) if dist.get_rank() else ids_here()).sum().backward()
+        before = module(local_ids(0))
+    module(local_ids(0, 0) if dist.get_rank() else local_ids()).sum().backward()
     optimizer.step()
     with torch.no_grad():
         moved = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
-        assert torch.equal(module(ids_here(0)), before - moved)
+        assert torch.equal(module(local_ids(0)), before - moved)
 
 
 def check_a_capture() -> None:
     """A CUDA graph refuses the lookup by name."""
-    training, ids = Training(), ids_here(1, 2)
+    training, ids = Training(), local_ids(1, 2)
     training.learn(ids)
     message = "Embedding: a CUDA graph cannot capture a lookup of rows that are sharded among ranks"
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):

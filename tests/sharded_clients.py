@@ -45,8 +45,8 @@ def ids_of(step: int, rank: int) -> Tensor:
 
 def ids_of_rank(rank: int) -> list[int]:
     """Those of the rows that a rank owns."""
-    dealt = BlockCyclic.of(ROWS, dist.get_world_size(), rows_of_a_block((WIDTH,)))
-    return [row for rows, _ in dealt.blocks(rank) for row in rows]
+    sharding = BlockCyclic.of(ROWS, dist.get_world_size(), rows_of_a_block((WIDTH,)))
+    return [row for rows, _ in sharding.blocks(rank) for row in rows]
 
 
 class Scored(nn.Module):
@@ -69,7 +69,7 @@ def loss_of(model: nn.Module, step: int, ranks: Sequence[int], **more: Any) -> T
     """The sum of the losses of ranks, each a whole number of results, one lookup for all."""
     batch = [ids_of(step, rank) for rank in ranks]
     found = model(torch.cat(batch), **more)
-    parts = found.split([len(each) for each in batch])
+    parts = found.split([len(ids) for ids in batch])
     losses = [
         (p * factors(p, 100 * step + rank)).sum() for rank, p in zip(ranks, parts, strict=True)
     ]
@@ -94,18 +94,18 @@ def check_fully_shard(through: bool, scaled: bool) -> None:
     shared_out(model.layers[0])
     shared_out(model, weights)
     assert weights == {model.rows.weight}
-    assert all(isinstance(each, DTensor) for each in model.layers.parameters())
-    for each, of_ranks in ((model, [rank]), (whole, range(ranks))):
+    assert all(isinstance(param, DTensor) for param in model.layers.parameters())
+    for training, of_ranks in ((model, [rank]), (whole, range(ranks))):
         # torch steps parameters of a group together on a GPU, but none with those of fully_shard.
-        groups = [{"params": [each.rows.weight]}, {"params": each.layers.parameters()}]
+        groups = [{"params": [training.rows.weight]}, {"params": training.layers.parameters()}]
         apart = [[group] for group in groups] if scaled else [groups]
         made = [optim.AdamW(some, lr=0.1) for some in apart]
-        speedtorch.attach(made[0], each)
+        speedtorch.attach(made[0], training)
         scaler = GradScaler(own_device().type, init_scale=4.0, enabled=scaled)
         for step in range(STEPS):
-            each.zero_grad()
+            training.zero_grad()
             batch = [ids_of(step, k) for k in of_ranks]
-            found, scored = each(torch.cat(batch))
+            found, scored = training(torch.cat(batch))
             loss = scored.square().sum()
             for k, part in zip(of_ranks, found.split([len(ids) for ids in batch]), strict=True):
                 factor = float("inf") if (step, k, scaled) == (2, 0, True) else 1.0
@@ -133,7 +133,7 @@ def check_fully_shard_clipped() -> None:
         shard(model)
         shared_out(model, row_parameters(model))
         model(ids[rank])[1].sum().backward()
-        torch.stack([whole(each)[1].sum() for each in ids]).mean().backward()
+        torch.stack([whole(batch)[1].sum() for batch in ids]).mean().backward()
         found = clip_grad_norm_(model.parameters(), 0.25, norm_type)
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.25, norm_type)
         torch.testing.assert_close(found, expected)
@@ -200,10 +200,10 @@ def check_scaled_by(name: str, unscaled: bool, apart: bool) -> None:
     model, whole = Biased(), Biased()
     shard(model)
     wrapped = DataParallel(model)
-    for each, of_ranks in ((wrapped, [rank]), (whole, range(ranks))):
-        groups = [row_parameters(each), set(each.parameters()) - row_parameters(each)]
-        made = [MAKES[name](group) for group in (groups if apart else [each.parameters()])]
-        speedtorch.attach(made[0], each)
+    for training, of_ranks in ((wrapped, [rank]), (whole, range(ranks))):
+        groups = [row_parameters(training), set(training.parameters()) - row_parameters(training)]
+        made = [MAKES[name](group) for group in (groups if apart else [training.parameters()])]
+        speedtorch.attach(made[0], training)
         scaler = GradScaler("cpu", init_scale=4.0, growth_interval=3)
         scales = []
         for step in range(STEPS):
@@ -211,17 +211,17 @@ def check_scaled_by(name: str, unscaled: bool, apart: bool) -> None:
                 optimizer.zero_grad()
             # The row of id 0 is of one rank alone, and only rows have an infinite gradient.
             factor = float("inf") if step == 2 else 1.0
-            loss = loss_of(each, step, of_ranks)
+            loss = loss_of(training, step, of_ranks)
             if 0 in of_ranks:
-                loss = loss + each(torch.tensor([0]), factor=factor)[0, 0]
-            elif each is wrapped:
-                loss = loss + each(torch.tensor([], dtype=torch.int64)).sum()
-            loss = loss / (ranks if each is whole else 1)
+                loss = loss + training(torch.tensor([0]), factor=factor)[0, 0]
+            elif training is wrapped:
+                loss = loss + training(torch.tensor([], dtype=torch.int64)).sum()
+            loss = loss / (ranks if training is whole else 1)
             scaler.scale(loss).backward()
             for optimizer in made:
                 if unscaled:
                     scaler.unscale_(optimizer)
-                    clip_grad_norm_(each.parameters(), 1e6)
+                    clip_grad_norm_(training.parameters(), 1e6)
                 scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
@@ -279,8 +279,8 @@ def check_wrapped_modules() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = nn.Sequential(Biased())
     shard(whole)
-    for each in (whole[0], whole):
-        wrapped = DataParallel(each)
+    for part in (whole[0], whole):
+        wrapped = DataParallel(part)
         (wrapped(torch.tensor([rank])) * (rank + 1.0)).sum().backward()
         averaged = sum(range(1, ranks + 1)) / ranks
         assert whole[0].bias.grad.tolist() == [averaged] * WIDTH
@@ -301,24 +301,24 @@ def check_accumulation(synchronised: bool) -> None:
     wrapped = DataParallel(model)
     every = torch.arange(ROWS)
     seen: list[list[Tensor]] = []
-    for each, of_ranks in ((wrapped, [rank]), (whole, range(ranks))):
-        optimizer = optim.AdamW(each.parameters(), lr=0.25, weight_decay=0.5)
-        speedtorch.attach(optimizer, each)
+    for training, of_ranks in ((wrapped, [rank]), (whole, range(ranks))):
+        optimizer = optim.AdamW(training.parameters(), lr=0.25, weight_decay=0.5)
+        speedtorch.attach(optimizer, training)
         seen.append([])
         for step in range(STEPS):
             optimizer.zero_grad()
             for number in range(3):
-                alone = each is wrapped and number < 2 and not synchronised
+                alone = training is wrapped and number < 2 and not synchronised
                 with wrapped.no_sync() if alone else nullcontext():
-                    loss = loss_of(each, 10 * step + number, of_ranks)
-                    (loss / (ranks if each is whole else 1)).backward()
-                each.eval()
+                    loss = loss_of(training, 10 * step + number, of_ranks)
+                    (loss / (ranks if training is whole else 1)).backward()
+                training.eval()
                 with torch.no_grad():
-                    seen[-1].append(each(every if number else every[:0]).clone())
-                each.train()
+                    seen[-1].append(training(every if number else every[:0]).clone())
+                training.train()
             optimizer.step()
             with torch.inference_mode():
-                seen[-1].append(each(every).clone())
+                seen[-1].append(training(every).clone())
     assert torch.equal(model.bias, whole.bias) and bool((model.bias != 0).all())
     assert all(map(torch.equal, *seen))
     assert_own_rows(model.rows, whole.rows)
@@ -329,15 +329,15 @@ def check_rows_of_one_rank() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, whole = Biased(), Biased()
     shard(model)
-    for each in (model.rows, whole.rows):
-        optimizer = optim.Adam(each.parameters(), lr=0.25)
-        speedtorch.attach(optimizer, each)
+    for rows in (model.rows, whole.rows):
+        optimizer = optim.Adam(rows.parameters(), lr=0.25)
+        speedtorch.attach(optimizer, rows)
         for step in range(STEPS):
             optimizer.zero_grad()
             ids = torch.tensor([ids_of_rank(step % ranks)[step % 3]])
-            if each is model.rows:
+            if rows is model.rows:
                 ids = ids[: int(rank == step // ranks % ranks)]  # the others have none
-            (each(ids) * (2.0 if each is model.rows else 1.0)).sum().backward()
+            (rows(ids) * (2.0 if rows is model.rows else 1.0)).sum().backward()
             optimizer.step()
         assert int(optimizer.state_dict()["state"][0]["step"]) == STEPS
     assert_own_rows(model.rows, whole.rows)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import own_device
 from sharded_capacity import raised_late
-from sharded_training import ROWS, WIDTH, assert_own_rows, ids_here, raises
+from sharded_training import ROWS, WIDTH, assert_own_rows, local_ids, raises
 from torch import Tensor, nn, optim
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -135,8 +135,8 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
 def check_other_models() -> None:
     """Every setting that differs raises on all ranks, which name it, and nothing changes."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    for name, (others, of_last, message) in MODELS.items():
-        model = nn.ModuleDict({"first": made(), "m": of_last() if is_last else others()})
+    for name, (of_others, of_last, message) in MODELS.items():
+        model = nn.ModuleDict({"first": made(), "m": of_last() if is_last else of_others()})
         if dist.get_world_size() > 2:
             message = message.replace("rank 1", f"rank {dist.get_world_size() - 1}")
         with soon(name):
@@ -174,7 +174,7 @@ class Wrapped(nn.Module):
         self.bias = nn.Parameter(torch.zeros(WIDTH, device=own_device()))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.stack([each(ids) + self.bias for each in self.rows])
+        return torch.stack([module(ids) + self.bias for module in self.rows])
 
 
 def check_replicas() -> None:
@@ -188,7 +188,7 @@ def check_replicas() -> None:
             r"sharded among ranks \[(0, 1|2, 3)\], but DistributedDataParallel .* on ranks"
             r" \[(2, 3|0, 1)\].* with the same process_group"
         )
-        ids = ids_here(1, 2).view(-1, 1)
+        ids = local_ids(1, 2).view(-1, 1)
         with soon("replicas"):
             raises(NotImplementedError, message, partial(wrapped, ids))
         same = {"process_group": mesh.get_group("rows")}
@@ -202,7 +202,7 @@ def check_join() -> None:
     wrapped = nn.parallel.DistributedDataParallel(model)
     with wrapped.join(), soon("join"):
         raises(
-            NotImplementedError, r"join\(\). A rank .* empty batches", lambda: wrapped(ids_here(1))
+            NotImplementedError, r"join\(\). A rank .* empty batches", lambda: wrapped(local_ids(1))
         )
 
 
@@ -230,7 +230,7 @@ def _wrapped_lookup(wrap: Callable[..., object], rows: DeviceMesh) -> Callable[[
     model = nn.Sequential(made(), nn.Linear(WIDTH, WIDTH))
     shard(model, process_group=rows.get_group())
     wrap(model)
-    return lambda: model(ids_here(1, 2))
+    return lambda: model(local_ids(1, 2))
 
 
 class Pair:
@@ -243,7 +243,7 @@ class Pair:
         self.whole = nn.ModuleDict({name: made() for name in "ab"})
         shard(self.model)
         self.optimizers = [
-            optim.Adam(each.parameters(), lr=0.25) for each in (self.model, self.whole)
+            optim.Adam(model.parameters(), lr=0.25) for model in (self.model, self.whole)
         ]
         speedtorch.attach(self.optimizers[0], self.model)
         speedtorch.attach(self.optimizers[1], self.whole)
@@ -252,10 +252,10 @@ class Pair:
 
     def good_step(self, seed: int) -> None:
         """The same lookups in the same order on all ranks; their numbers are those of one."""
-        for each, optimizer in zip((self.model, self.whole), self.optimizers, strict=True):
+        for model, optimizer in zip((self.model, self.whole), self.optimizers, strict=True):
             optimizer.zero_grad()
-            ids = ids_here(seed, seed + 20, 2)
-            found = [module(ids) for module in each.values()]
+            ids = local_ids(seed, seed + 20, 2)
+            found = [module(ids) for module in model.values()]
             torch.cat(found).sum().backward()
             optimizer.step()
         self.assert_as_whole()
@@ -272,38 +272,38 @@ def is_odd() -> bool:
 
 def lookups_in_another_order(pair: Pair) -> None:
     for name in "ba" if is_odd() else "ab":
-        pair.model[name](ids_here(1, 2))
+        pair.model[name](local_ids(1, 2))
 
 
 def backwards_in_another_order(pair: Pair) -> None:
-    losses = [pair.model[name](ids_here(1, 2)).sum() * k for k, name in enumerate("ab", 1)]
+    losses = [pair.model[name](local_ids(1, 2)).sum() * k for k, name in enumerate("ab", 1)]
     for loss in reversed(losses) if is_odd() else losses:
         loss.backward()
 
 
 def backwards_of_one_table_in_another_order(pair: Pair) -> None:
-    pair.model["a"].announce(first := ids_here(1, 2), second := ids_here(3, 4))
+    pair.model["a"].announce(first := local_ids(1, 2), second := local_ids(3, 4))
     losses = [pair.model["a"](ids).sum() for ids in (first, second)]
     for loss in reversed(losses) if is_odd() else losses:
         loss.backward()
 
 
 def a_backward_of_one_rank(pair: Pair) -> None:
-    found = pair.model["a"](ids_here(1, 2))
+    found = pair.model["a"](local_ids(1, 2))
     if not is_odd():
         found.sum().backward()
-    pair.model["a"](ids_here(3, 4))
+    pair.model["a"](local_ids(3, 4))
 
 
 def a_backward_of_another_table(pair: Pair) -> None:
-    found = {name: pair.model[name](ids_here(1, 2)) for name in "ab"}
+    found = {name: pair.model[name](local_ids(1, 2)) for name in "ab"}
     found["b" if is_odd() else "a"].sum().backward()
 
 
 def a_skipped_batch(pair: Pair, skipped: int) -> None:
     """One rank leaves out the backward of a batch that was prefetched."""
     module = pair.model["a"]
-    batches = [ids_here(k, 20 + k) for k in range(6)]
+    batches = [local_ids(k, 20 + k) for k in range(6)]
     for step, ids in enumerate(speedtorch.prefetch(batches, module, ids=lambda batch: batch)):
         module.zero_grad()
         found = module(ids)
@@ -312,7 +312,7 @@ def a_skipped_batch(pair: Pair, skipped: int) -> None:
 
 
 def announced_by_one_rank(pair: Pair) -> None:
-    ids = ids_here(1, 2)
+    ids = local_ids(1, 2)
     if is_odd():
         pair.model["a"].announce(ids)
     pair.model["b"](ids)
@@ -320,21 +320,21 @@ def announced_by_one_rank(pair: Pair) -> None:
 
 
 def another_tensor_than_announced(pair: Pair) -> None:
-    pair.model["a"].announce(ids := ids_here(1, 2))
+    pair.model["a"].announce(ids := local_ids(1, 2))
     pair.model["a"](ids.clone() if is_odd() else ids)
 
 
 def evaluated_by_one_rank(pair: Pair) -> None:
     with torch.set_grad_enabled(not is_odd()):
-        found = pair.model["a"](ids_here(1, 2))
+        found = pair.model["a"](local_ids(1, 2))
     if found.requires_grad:
         found.sum().backward()
-    pair.model["a"](ids_here(1, 2))
+    pair.model["a"](local_ids(1, 2))
 
 
 def saved_by_one_rank(pair: Pair) -> None:
     with speedtorch.full_state_dict(pair.model) if is_odd() else nullcontext():
-        pair.model["a"](ids_here(1, 2))
+        pair.model["a"](local_ids(1, 2))
 
 
 def frozen_later_by_one_rank(pair: Pair) -> None:
@@ -372,16 +372,16 @@ CALLS: dict[str, tuple[Callable[[Pair], None], str, str]] = {
 def check_other_calls(capacity: int | None, part: slice) -> None:
     """Whatever one rank does otherwise raises on all, which name both; then they go on."""
     assert Ranks.of().has_barrier
-    check_each_other_call(capacity, part)
+    check_differing_calls(capacity, part)
 
 
 def check_other_calls_on_machines(capacity: int | None, part: slice) -> None:
     """The same of ranks that share no memory."""
     with patch.object(Ranks.of(), "_barrier", None):
-        check_each_other_call(capacity, part)
+        check_differing_calls(capacity, part)
 
 
-def check_each_other_call(capacity: int | None, part: slice) -> None:
+def check_differing_calls(capacity: int | None, part: slice) -> None:
     """Each of this part of CALLS."""
     for name, (differ, first, odd) in list(CALLS.items())[part]:
         pair = Pair(capacity)
@@ -397,7 +397,7 @@ def check_each_other_call(capacity: int | None, part: slice) -> None:
 
 
 def a_backward_left_out(pair: Pair) -> None:
-    losses = [pair.model[name](ids_here(1, 2)).sum() for name in "ab"]
+    losses = [pair.model[name](local_ids(1, 2)).sum() for name in "ab"]
     losses[0].backward()
     if not is_odd():
         losses[1].backward()
@@ -405,14 +405,14 @@ def a_backward_left_out(pair: Pair) -> None:
 
 
 def a_step_left_out(pair: Pair) -> None:
-    sum(pair.model[name](ids_here(1, 2)).sum() for name in "ab").backward()
+    sum(pair.model[name](local_ids(1, 2)).sum() for name in "ab").backward()
     if not is_odd():
         pair.optimizers[0].step()
-    pair.model["a"](ids_here(3))
+    pair.model["a"](local_ids(3))
 
 
 def a_step_that_one_rank_refuses(pair: Pair) -> None:
-    sum(pair.model[name](ids_here(1, 2)).sum() for name in "ab").backward()
+    sum(pair.model[name](local_ids(1, 2)).sum() for name in "ab").backward()
     (group,) = pair.optimizers[0].param_groups
     group["amsgrad"] = is_odd()
     try:
@@ -448,7 +448,7 @@ def check_other_steps(capacity: int | None) -> None:
 
 def check_skipped_batches() -> None:
     """A batch that one of two ranks cannot use is skipped by that rank, or by both."""
-    pair, ids = Pair(), ids_here(1, 2)
+    pair, ids = Pair(), local_ids(1, 2)
     pair.model.zero_grad()
     pair.model["a"](ids).sum()  # and no backward on any rank
     pair.good_step(7)
@@ -472,7 +472,7 @@ def own_error(pair: Pair, where: str, seconds: float) -> None:
     try:
         if where == "before":
             raise_if(is_odd())
-        loss = pair.model["a"](ids_here(1, 2)).sum()
+        loss = pair.model["a"](local_ids(1, 2)).sum()
         if where == "after":
             raise_if(is_odd())
         if where == "within":
@@ -515,7 +515,7 @@ def check_flagged_errors() -> None:
         pair = Pair()
         failed = torch.zeros(())
         pair.model.zero_grad()
-        ids = ids_here(1, 2)
+        ids = local_ids(1, 2)
         try:
             if where == "before":
                 raise_if(is_odd())
@@ -548,10 +548,10 @@ def check_late_calls() -> None:
             if flushes:
                 raises(RuntimeError, message, pair.model["a"].flush)
             for module in pair.model.values():
-                raises(RuntimeError, message, lambda module=module: module(ids_here(1)))  # type: ignore[misc]
+                raises(RuntimeError, message, lambda module=module: module(local_ids(1)))  # type: ignore[misc]
             for module, before in zip(pair.model.values(), pair.before, strict=True):
                 module.flush()
                 assert torch.equal(module.table["weight"], before)
-            found = pair.model["a"](ids_here(1, 2))
+            found = pair.model["a"](local_ids(1, 2))
             with torch.no_grad():
-                assert torch.equal(found, pair.whole["a"](ids_here(1, 2)))
+                assert torch.equal(found, pair.whole["a"](local_ids(1, 2)))

@@ -9,7 +9,7 @@ import paces
 import torch
 import torch.distributed as dist
 from rank_processes import own_device
-from sharded_training import ids_here, own_rows, raises
+from sharded_training import local_ids, own_rows, raises
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -62,16 +62,16 @@ def check_decisions() -> None:
         )
         every: list[list[bool]] = [[]] * dist.get_world_size()
         dist.all_gather_object(every, seen)
-        assert all(each == seen for each in every)
+        assert all(of_rank == seen for of_rank in every)
         assert all(seen) if is_busy else seen[:12] == [True] * 12 and not any(seen[12:])
     is_odd = rank == 1
     message = r"ranks \[0.*\] are at a step of prefetch\(\) .*, ranks \[1\] are at a new lookup"
     raises(
         RuntimeError,
         message,
-        lambda: module(ids_here(1)) if is_odd else module.lookups.agree_on_pace(1e9, False),
+        lambda: module(local_ids(1)) if is_odd else module.lookups.agree_on_pace(1e9, False),
     )
-    module(ids_here(1))
+    module(local_ids(1))
 
 
 def check_whose_pace() -> None:
@@ -93,7 +93,7 @@ def shared_like(module: RowModule) -> RowModule:
 
 def check_evaluations() -> None:
     """A loop within another hands its batches through; the numbers are those of plain loops."""
-    given = [ids_here(k, 40 - k, 20) for k in range(6)]
+    given = [local_ids(k, 40 - k, 20) for k in range(6)]
 
     def trained(loop: Callable[[nn.Module], list[Tensor]]) -> list[Tensor]:
         module = shared()
@@ -104,7 +104,7 @@ def check_evaluations() -> None:
             module(ids).square().sum().backward()
             adam.step()
             with torch.no_grad():
-                seen = [module(each).clone() for each in loop(module)]
+                seen = [module(ids).clone() for ids in loop(module)]
             assert len(seen) == len(given)
         return [*own_rows(module), *seen]
 
@@ -119,7 +119,7 @@ def check_bad_ids() -> None:
     """An id of one rank that is none raises on all of them when it is its turn."""
     paces.choose(AT_ONCE)
     module, seen = shared(), 0
-    given = [ids_here(1, 40), ids_here(2, ROWS if dist.get_rank() else 3), ids_here(4)]
+    given = [local_ids(1, 40), local_ids(2, ROWS if dist.get_rank() else 3), local_ids(4)]
 
     def loop() -> None:
         nonlocal seen
@@ -129,4 +129,4 @@ def check_bad_ids() -> None:
 
     raises(IndexError, f"id {ROWS} at position 1|ranks .1. is out of range", loop)
     assert seen == 1
-    module(ids_here(1))
+    module(local_ids(1))

@@ -104,10 +104,10 @@ class Plain:
     def backward(self, lookup: Lookup, scale: list[float]) -> None:
         gradient = torch.zeros_like(self.rows) if self.gradient is None else self.gradient
         for ids, coefficients, factor in zip(*lookup, scale, strict=True):
-            each = coefficients * factor
+            gradients = coefficients * factor
             if ids.dim() == 2:  # of bags that are added up
-                each = each[:, None].expand(*ids.shape, -1)
-            gradient.index_add_(0, ids.flatten(), each.reshape(-1, self.rows.shape[1]))
+                gradients = gradients[:, None].expand(*ids.shape, -1)
+            gradient.index_add_(0, ids.flatten(), gradients.reshape(-1, self.rows.shape[1]))
         self.gradient = gradient
 
     def squares(self) -> Tensor:
@@ -128,18 +128,18 @@ class Plain:
         parameter = nn.Parameter(self.rows[held])
         parameter.grad = self.gradient[held] / self.divisor
         optimizer = self.make([parameter])
-        state: dict[str, Any] = {name: each[held] for name, each in self.state.items()}
+        state: dict[str, Any] = {name: values[held] for name, values in self.state.items()}
         if "momentum_buffer" not in state and state:
             state["step"] = torch.tensor(float(self.steps))
         optimizer.state[parameter].update(state)
         optimizer.step()
         self.steps += 1
         self.rows[held] = parameter.detach()
-        for name, each in self.state.items():
-            each[held] = optimizer.state[parameter][name]
+        for name, values in self.state.items():
+            values[held] = optimizer.state[parameter][name]
 
     def copy(self) -> tuple[Tensor, dict[str, Tensor], int]:
-        return self.rows.clone(), {n: each.clone() for n, each in self.state.items()}, self.steps
+        return self.rows.clone(), {n: state.clone() for n, state in self.state.items()}, self.steps
 
 
 class Program:
@@ -172,7 +172,7 @@ class Program:
         self.optimizer = OPTIMIZERS[self.kind][0](self.model.parameters())
         if OPTIMIZERS[self.kind][2]:
             speedtorch.attach(self.optimizer, self.model)
-        whole = {f"{n}.weight": each for n, each in rows.items() if n in self.names}
+        whole = {f"{n}.weight": values for n, values in rows.items() if n in self.names}
         if "tables" in self.names:
             whole |= {f"tables.embedding_bags.{n}.weight": rows[n] for n in TABLES}
         self.model.load_state_dict(whole)
@@ -204,7 +204,7 @@ class Program:
         else:  # of both tables, one after the other, as rows of the group
             left, right = TABLES.values()
             ids = [torch.cat([some(left, n, BAG), some(right, n, BAG) + left]) for n in samples]
-        shapes = [(len(each), WIDTH) for each in ids]
+        shapes = [(len(of_rank), WIDTH) for of_rank in ids]
         return Lookup(ids, [some(9, *shape).float() - 4 for shape in shapes])
 
     def given(self, name: str, lookup: Lookup) -> Any:
@@ -245,12 +245,12 @@ class Program:
         self, batch: list[tuple[str, Lookup]], inputs: dict[str, list[Any]], *, alone: bool
     ) -> None:
         """A batch, whose inputs were planned ahead unless it is `alone`."""
-        draw, waiting = self.random, {name: list(each) for name, each in inputs.items()}
+        draw, waiting = self.random, {name: list(parts) for name, parts in inputs.items()}
         self.optimizer.zero_grad()
         if alone and (self.capacity is not None or draw.random() < 0.5):
             self.say("announce")
-            for name, each in inputs.items():
-                self.model[name].announce(*each)
+            for name, parts in inputs.items():
+                self.model[name].announce(*parts)
         for plain in self.plain.values():
             plain.give_up()
         losses, skips = [], draw.choice(["", "", "", "", "lookups", "step"])
@@ -282,7 +282,7 @@ class Program:
     def clip(self) -> None:
         self.say("clip")
         norm = speedtorch.clip_grad_norm_(self.model.parameters(), 2.0)
-        squares = torch.stack([each.squares() for each in self.plain.values()])
+        squares = torch.stack([plain.squares() for plain in self.plain.values()])
         torch.testing.assert_close(norm, squares.sum().sqrt())
         factor = (2.0 / (norm + 1e-6)).clamp(max=1.0)
         for plain in self.plain.values():
@@ -301,7 +301,7 @@ class Program:
         draw, bad = self.random, self.random.choice([torch.tensor([ROWS]), torch.tensor([0.5])])
         before = self.drawn() if self.capacity is None else []
         name, rank = draw.choice(self.names), draw.randrange(self.ranks)
-        self.say(f"fail {bad.dtype} at {name} of rank {rank} after {[each for each, _ in before]}")
+        self.say(f"fail {bad.dtype} at {name} of rank {rank} after {[n for n, _ in before]}")
         given = self.given(name, self.lookup(name))
         if rank == self.rank:
             wrong = bad if name == "rows" else bad[:, None].expand(1, BAG)
@@ -332,16 +332,16 @@ class Program:
         batches = [self.drawn() for _ in range(self.random.randint(1, 4))]
         self.say(f"loop of {len(batches)}")
         pairs = [(batch, self.by_module(batch)) for batch in batches]
-        leaves = self.random.choice([None, None, 1])
+        last = self.random.choice([None, None, 1])
 
         def ids_of(pair: Any) -> dict[nn.Module, Any]:
-            return {self.model[name]: each for name, each in pair[1].items()}
+            return {self.model[name]: ids for name, ids in pair[1].items()}
 
         for number, (batch, inputs) in enumerate(
             speedtorch.prefetch(pairs, self.model, ids=ids_of)
         ):
             self.train(batch, inputs, alone=False)
-            if number == leaves:
+            if number == last:
                 self.say("break")
                 break
 

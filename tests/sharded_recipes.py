@@ -60,7 +60,7 @@ def samples() -> Tensor:
     return torch.randint(ROWS, (count, 3), generator=torch.Generator().manual_seed(5))
 
 
-def batches_here() -> list[Tensor]:
+def local_batches() -> list[Tensor]:
     """The batches of this rank."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return list(samples().split(BATCH)[rank::ranks])
@@ -164,7 +164,7 @@ class Accelerate(Host):
         if resumes:
             accelerator.load_state(str(self.folder))
             first = SAVED_AFTER
-        for ids in batches_here()[first:steps]:
+        for ids in local_batches()[first:steps]:
             with accelerator.accumulate(model):
                 accelerator.backward(model(ids)["loss"])
                 if accelerator.sync_gradients and self.most:
@@ -174,7 +174,7 @@ class Accelerate(Host):
         if saves:
             with speedtorch.full_state_dict(model):
                 accelerator.save_state(str(self.folder), safe_serialization=self.safe)
-        return own, batches_here()[:steps]
+        return own, local_batches()[:steps]
 
     def refused(self) -> None:
         accelerator, _, _, _ = self._made(False)
@@ -206,7 +206,7 @@ class Fabric(Host):
         if resumes:
             fabric.load(path, state)
             first = SAVED_AFTER
-        for ids in batches_here()[first:steps]:
+        for ids in local_batches()[first:steps]:
             optimizer.zero_grad()
             fabric.backward(model(ids)["loss"])
             if self.most:
@@ -215,7 +215,7 @@ class Fabric(Host):
         if saves:
             with speedtorch.full_state_dict(model):
                 fabric.save(path, state)
-        return own, batches_here()[:steps]
+        return own, local_batches()[:steps]
 
     def refused(self) -> None:
         fabric, _, model, optimizer = self._made(False)
@@ -360,17 +360,17 @@ def begin(host: str, folder: str, name: str, settings: dict[str, Any]) -> None:
     assert len(batches) == STEPS
     expected = plain(name, batches, made.most, made.parts)
     assert_same(content(model), expected)
-    torch.save(expected, Path(folder, f"expected-{rank_here()}.pt"))
+    torch.save(expected, Path(folder, f"expected-{own_rank()}.pt"))
     made.train(SAVED_AFTER, saves=True)
 
 
 def go_on(host: str, folder: str, name: str, settings: dict[str, Any]) -> None:
     """Goes on in a fresh process."""
     model, _ = HOSTS[host](folder, name, **settings).train(STEPS, resumes=True)
-    assert_same(content(model), torch.load(Path(folder, f"expected-{rank_here()}.pt")))
+    assert_same(content(model), torch.load(Path(folder, f"expected-{own_rank()}.pt")))
 
 
-def rank_here() -> int:
+def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -292,9 +292,9 @@ def check_other_tensors_after_an_error() -> None:
         batches, model, ids=lambda batch: {first: batch[0], second: batch[1]}
     )
     seen = 0
-    for ids, others in plans:
+    for ids, other_ids in plans:
         if seen == 1:
-            raises(IndexError, "out of range", lambda others=others: second(others))  # type: ignore[misc]
+            raises(IndexError, "out of range", lambda other_ids=other_ids: second(other_ids))  # type: ignore[misc]
         looked_up(ids, again=seen == 1)
         seen += 1
     assert seen == 3
@@ -321,13 +321,13 @@ def check_sparse_padding() -> None:
     for kind in kinds:
         module, whole = (kind(sparse=True, padding_idx=5) for _ in range(2))
         shard(module)
-        for each, of_ranks in ((module, [rank]), (whole, range(ranks))):
-            optimizer = optim.SparseAdam(list(each.parameters()))
-            speedtorch.attach(optimizer, each)
+        for training, of_ranks in ((module, [rank]), (whole, range(ranks))):
+            optimizer = optim.SparseAdam(list(training.parameters()))
+            speedtorch.attach(optimizer, training)
             for step in range(3):
                 optimizer.zero_grad()
                 ids = torch.tensor([[[1, 5], [step, 2 + k]] for k in of_ranks]).view(-1, 2)
-                (each(ids).sum() / (ranks if each is whole else 1)).backward()
+                (training(ids).sum() / (ranks if training is whole else 1)).backward()
                 optimizer.step()
         with torch.no_grad():
             assert_found(module, whole, torch.arange(ROWS).view(-1, 1))
@@ -339,19 +339,19 @@ def check_checkpointed() -> None:
     for reentrant in (False, True):
         module, whole = rows_module(), rows_module()
         shard(module)
-        for each, of_ranks in ((module, [rank]), (whole, range(ranks))):
-            optimizer = optim.SGD(each.parameters(), lr=0.25)
+        for training, of_ranks in ((module, [rank]), (whole, range(ranks))):
+            optimizer = optim.SGD(training.parameters(), lr=0.25)
             factor = torch.ones((), device=own_device(), requires_grad=True)
 
-            def loss(factor: Tensor, ids: Tensor, each: RowModule = each) -> Tensor:
-                return each(ids).square().sum() * factor
+            def loss(factor: Tensor, ids: Tensor, training: RowModule = training) -> Tensor:
+                return training(ids).square().sum() * factor
 
             for _ in range(2):
                 optimizer.zero_grad()
                 batch = [torch.tensor([1, k, k + 2 * n]) for n in range(2) for k in of_ranks]
-                each.announce(*batch)
+                training.announce(*batch)
                 losses = [checkpoint(loss, factor, ids, use_reentrant=reentrant) for ids in batch]
-                (torch.stack(losses).sum() / (ranks if each is whole else 1)).backward()
+                (torch.stack(losses).sum() / (ranks if training is whole else 1)).backward()
                 optimizer.step()
         with torch.no_grad():
             every = torch.arange(ROWS)
@@ -361,14 +361,15 @@ def check_checkpointed() -> None:
 def check_any_order_of_parameters() -> None:
     """Whoever shares rows out with whom, ranks ask each other in one order."""
     model = nn.ModuleList(rows_module() for _ in range(6))
-    for each in model:
-        shard(each)
+    for embedding in model:
+        shard(embedding)
     parameters = list(model.parameters())
     if dist.get_rank() == 1:
         parameters.reverse()
     optimizer = optim.SGD(parameters, lr=0.0)
     scaler = GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.stack([each(torch.tensor([1])).sum() for each in model]).sum()).backward()
+    losses = [embedding(torch.tensor([1])).sum() for embedding in model]
+    scaler.scale(torch.stack(losses).sum()).backward()
     scaler.unscale_(optimizer)
     torch.testing.assert_close(clip_grad_norm_(parameters, 1.0), torch.tensor(18.0).sqrt())
 

@@ -58,11 +58,11 @@ def check_stored(collection: bool, capacity: int | None) -> None:
     every = [_batches(rank) for rank in range(get_world_size())]
     model, ours = _trained([every[get_rank()]], collection, capacity, shard=True)
     _, theirs = _trained(every, collection, None, shard=False)
-    (rows,) = (each for name, each in model.state_dict().items() if name.endswith("weight"))
+    (rows,) = (values for name, values in model.state_dict().items() if name.endswith("weight"))
     assert isinstance(rows, RowShard)
     expected = theirs.table["weight"]
     assert rows.field.dtype == torch.bfloat16
-    for there, here in rows.blocks:
-        own = rows.field[here.start : here.stop]
-        assert torch.equal(own, expected[there.start : there.stop])
+    for in_table, in_shard in rows.blocks:
+        own = rows.field[in_shard.start : in_shard.stop]
+        assert torch.equal(own, expected[in_table.start : in_table.stop])
     assert ours.rounding_state.tolist() == theirs.rounding_state.tolist()

@@ -25,7 +25,7 @@ from sharded_training import (
     Case,
     assert_own_rows,
     batches_of,
-    ids_here,
+    local_ids,
     loss_of,
     module_of,
     raises,
@@ -181,12 +181,12 @@ def trained(model: nn.ModuleDict, ranks: list[int], way: str) -> None:
     speedtorch.attach(optimizer, model)
     of_tables = {name: batches_of(case, ranks)[:STEPS] for name, (case, _) in KINDS.items()}
     batches: Iterable[Batch] = [
-        {name: each[step] for name, each in of_tables.items()} for step in range(STEPS)
+        {name: ids[step] for name, ids in of_tables.items()} for step in range(STEPS)
     ]
     if way != "at once":
         paces.choose({"ahead": paces.AHEAD, "in part": paces.Turning(), "as it is": None}[way])
         batches = speedtorch.prefetch(
-            batches, model, ids=lambda batch: {model[name]: each for name, each in batch.items()}
+            batches, model, ids=lambda batch: {model[name]: ids for name, ids in batch.items()}
         )
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
@@ -249,8 +249,8 @@ class Tables:
         self.step(batch)
 
     def prefetched(self, batch: dict[str, Tensor]) -> None:
-        for each in speedtorch.prefetch([batch], self.model, ids=lambda batch: batch):
-            self.step(each)
+        for given in speedtorch.prefetch([batch], self.model, ids=lambda batch: batch):
+            self.step(given)
 
     def check_unchanged(self) -> None:
         """No row has changed, and the next steps change some."""
@@ -289,10 +289,8 @@ def check_groups(capacity: int | None, on_machine: bool) -> None:
         batches: list[Any] = []
         for step in range(2 * STEPS):
             drawn = [torch.Generator().manual_seed(10 * step + rank) for rank in ranks]
-            ids = {
-                n: [torch.randint(ROWS, (5, 2), generator=each) for each in drawn] for n in SORTS
-            }
-            batches.append({name: torch.cat(each) for name, each in ids.items()})
+            ids = {n: [torch.randint(ROWS, (5, 2), generator=g) for g in drawn] for n in SORTS}
+            batches.append({name: torch.cat(parts) for name, parts in ids.items()})
         ahead = speedtorch.prefetch(batches[STEPS:], model, ids=lambda batch: batch)
         for step, batch in enumerate(chain(batches[:STEPS], ahead)):
             optimizer.zero_grad()
@@ -303,8 +301,8 @@ def check_groups(capacity: int | None, on_machine: bool) -> None:
             sum(found[name].double().sum() * 2 for name in used).backward()
             optimizer.step()
         with torch.no_grad():
-            each = torch.arange(ROWS).view(-1, 1)
-            found = model(dict.fromkeys(SORTS, each))
+            every_id = torch.arange(ROWS).view(-1, 1)
+            found = model(dict.fromkeys(SORTS, every_id))
         return {name: found[name] for name in SORTS}
 
     whole = trained(made(None), list(range(dist.get_world_size())))
@@ -320,8 +318,8 @@ def check_a_group_that_is_too_large(on_machine: bool) -> None:
     with of_machines(on_machine):
         model = collection_of(3, capacity=4)
         shard(model)
-        batch = {name: ids_here(1, 2) for name in ("t0", "t1", "t2")}
-        full = batch | ({"t1": ids_here(*range(20))} if is_odd else {})
+        batch = {name: local_ids(1, 2) for name in ("t0", "t1", "t2")}
+        full = batch | ({"t1": local_ids(*range(20))} if is_odd else {})
         message = "" if is_odd else "on some rank has more unique rows of one rank"
         raises(RuntimeError, f"'t1'.*{message}", partial(model, full))
         found = model(batch).values()
@@ -396,13 +394,13 @@ def check_no_ids_late(on_machine: bool) -> None:
 
 
 def other_tables(tables: dict[str, Any], names: str, of_third: str) -> None:
-    batches = [{name: ids_here(1, 2) for name in each} for each in (names, names, of_third)]
+    batches = [{name: local_ids(1, 2) for name in of_step} for of_step in (names, names, of_third)]
     model = nn.ModuleDict(tables)
     loop = speedtorch.prefetch(
         batches, model, ids=lambda batch: {model[name]: ids for name, ids in batch.items()}
     )
-    for each in loop:
-        for name, ids in each.items():
+    for given in loop:
+        for name, ids in given.items():
             model[name](ids)
 
 
@@ -419,12 +417,12 @@ def check_other_tables(capacity: int | None, on_machine: bool, of_gpus: bool) ->
             for every in (True, False):
                 model = nn.ModuleDict({name: module_of(CASES["Adam"], capacity) for name in "abc"})
                 shard(model)
-                before = [each.table["weight"].clone() for each in model.values()]
+                before = [module.table["weight"].clone() for module in model.values()]
                 third = of_odd if dist.get_rank() == 1 else names
                 message = rf"ranks \[0.*\] are at {first}.*, ranks \[1\] are at {odd}"
                 own = third if every else names
                 call = partial(other_tables, dict(model.items()), own, third)
                 raises(RuntimeError, message, call)
                 other_tables(dict(model.items()), "abc", "abc")
-                after = [each.table["weight"] for each in model.values()]
+                after = [module.table["weight"] for module in model.values()]
                 assert all(map(torch.equal, after, before))

@@ -103,7 +103,7 @@ def ids_of(case: Case, step: int, lookup: int, rank: int) -> Tensor:
     return ids.where(torch.rand(count, 2, generator=random) < 0.8, 5).to(own_device())
 
 
-def ids_here(*ids: int) -> Tensor:
+def local_ids(*ids: int) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=own_device())
 
 
@@ -157,11 +157,11 @@ def train(
     for step, batch in enumerate(batches):
         if step % 5 == 2:
             with torch.no_grad():
-                seen.append(module(ids_here(*range(case.rows)).view(-1, 1)).clone())
+                seen.append(module(local_ids(*range(case.rows)).view(-1, 1)).clone())
         optimizer.zero_grad()
         if way == "announced" or (way == "now and then" and step % 3 == 1):
             module.announce(*batch)
-        parts = [[each] for each in batch] if case.apart else [batch]
+        parts = [[ids] for ids in batch] if case.apart else [batch]
         for number, part in enumerate(parts):
             loss_of(module, case, step, ranks, part, number).backward()  # type: ignore[no-untyped-call]
         if divisor != 1 and (gradient := module.weight.grad) is not None:
@@ -184,8 +184,8 @@ def own_gradient(module: RowModule) -> Tensor | None:
 
 def share_of(values: Tensor, rank: int, ranks: int) -> Tensor:
     """The rows of a rank."""
-    dealt = BlockCyclic.of(len(values), ranks, rows_of_a_block((WIDTH,)))
-    return torch.cat([values[there.start : there.stop] for there, _ in dealt.blocks(rank)])
+    sharding = BlockCyclic.of(len(values), ranks, rows_of_a_block((WIDTH,)))
+    return torch.cat([values[rows.start : rows.stop] for rows, _ in sharding.blocks(rank)])
 
 
 def assert_own_rows(module: RowModule, whole: RowModule, where: str = "") -> None:
@@ -202,9 +202,9 @@ WAYS = ["at once", "announced", "now and then", "prefetched", "prefetched in par
 WAYS_OF = {2: ["at once", "prefetched"], 3: ["announced", "now and then", "prefetched in part"]}
 # Every optimizer of torch that treats rows separately, once.
 OPTIMIZERS = {
-    name: Case(each.make, optimizer=dict(each.settings), uneven=True)
-    for name, each in optimizer_cases.CASES.items()
-    if each.make is not optim.SparseAdam  # which wants sparse gradients
+    name: Case(case.make, optimizer=dict(case.settings), uneven=True)
+    for name, case in optimizer_cases.CASES.items()
+    if case.make is not optim.SparseAdam  # which wants sparse gradients
 }
 
 
@@ -233,7 +233,7 @@ def check_training(
 
 def check_programs(first: int, count: int) -> None:
     """Random programs, with and without averages, give the bits of one process."""
-    kinds = [each for cases in (CASES, FIXED, OPTIMIZERS) for each in cases.items()]
+    kinds = [items for cases in (CASES, FIXED, OPTIMIZERS) for items in cases.items()]
     for seed in range(first, first + count):
         choose = random.Random(seed)
         name, case = choose.choice(kinds)
@@ -273,8 +273,8 @@ def check_repeated() -> None:
                 looked_up.backward(torch.randn(looked_up.shape, generator=random).to(looked_up))
                 optimizer.step()
             found.append(own_rows(module))
-    for each in found[1:]:
-        assert all(map(torch.equal, each, found[0]))
+    for run in found[1:]:
+        assert all(map(torch.equal, run, found[0]))
 
 
 def check_errors() -> None:
@@ -286,27 +286,27 @@ def check_errors() -> None:
     optimizer = optim.Adam(model.parameters())
     speedtorch.attach(optimizer, model)
     before = module.table["weight"].clone()
-    ids, message = ids_here(1, 2), r"ids of ranks \[1\] are out of range or not integers. No row"
+    ids, message = local_ids(1, 2), r"ids of ranks \[1\] are out of range or not integers. No row"
     if rank == 1:
-        ids = ids_here(1, ROWS, -2)
+        ids = local_ids(1, ROWS, -2)
         message = "id 41 at position 1 is out of range for a table of 41 rows .2 of 3"
     raises(IndexError, message, lambda: module(ids))
     assert torch.equal(module.table["weight"], before)
-    module(ids_here(3, 4)).sum().backward()
+    module(local_ids(3, 4)).sum().backward()
     optimizer.step()
     module.flush()
     every = torch.zeros(ROWS, dtype=torch.bool)
     every[[3, 4]] = True
     assert torch.equal((module.table["weight"] != before).any(1), share_of(every, rank, ranks))
-    asked = model["other"] if rank == 1 else module
+    looked_up = model["other"] if rank == 1 else module
     message = r"ranks \[0.*\] are at a new lookup of 'one' .*, ranks \[1\] are at .* of 'other'"
-    raises(RuntimeError, message, lambda: asked(ids[:1]))
+    raises(RuntimeError, message, lambda: looked_up(ids[:1]))
 
 
 def check_refusals() -> None:
     """What cannot be sharded is refused, and the modules beside it stay as they are."""
     used, once = module_of(CASES["Adam"]), module_of(CASES["Adam"])
-    used(ids_here(1))
+    used(local_ids(1))
     shard(once)
     refused: list[tuple[nn.Module, type[Exception], str]] = [
         (used, RuntimeError, "its rows have been used, were passed"),
@@ -380,16 +380,16 @@ def check_collections(capacity: int | None = None) -> None:
     model, whole = made_collection(capacity), made_collection()
     shard(model)
     results = []
-    for each, of_ranks in ((model, [rank]), (whole, list(range(ranks)))):
-        optimizer = optim.Adam(each.parameters(), lr=0.25)
-        speedtorch.attach(optimizer, each)
+    for training, of_ranks in ((model, [rank]), (whole, list(range(ranks)))):
+        optimizer = optim.Adam(training.parameters(), lr=0.25)
+        speedtorch.attach(optimizer, training)
         for step in range(STEPS):
             optimizer.zero_grad()
-            losses = torch.stack([loss(each, step, k) for k in of_ranks])
-            (losses.sum() / (ranks if each is whole else 1)).backward()
+            losses = torch.stack([loss(training, step, k) for k in of_ranks])
+            (losses.sum() / (ranks if training is whole else 1)).backward()
             optimizer.step()
         with torch.no_grad():
-            results.append([each(batch(99, k)).values() for k in range(ranks)])
+            results.append([training(batch(99, k)).values() for k in range(ranks)])
     assert all(map(torch.equal, *results))
 
 
@@ -418,7 +418,7 @@ def trained(seed: int, *, alone: bool = False) -> tuple[nn.Module, optim.Optimiz
 
 def own_rows(model: nn.Module) -> list[Tensor]:
     """Rows and state of every table here."""
-    tables = [each.table for each in model.modules() if isinstance(each, RowModule)]
+    tables = [module.table for module in model.modules() if isinstance(module, RowModule)]
     return [table[name].clone() for table in tables for name in table.fields]
 
 
@@ -428,7 +428,7 @@ def save_checkpoint(folder: str, wholes: str, in_background: bool) -> None:
     if in_background:
         saving = checkpoint.async_save(states_of(model, optimizer), checkpoint_id=folder)
         saved = own_rows(model)
-        model["rows"](ids_here(*range(5))).sum().backward()
+        model["rows"](local_ids(*range(5))).sum().backward()
         optimizer.step()
         model["rows"].flush()
         assert not all(map(torch.equal, own_rows(model), saved))
@@ -445,10 +445,10 @@ def save_checkpoint(folder: str, wholes: str, in_background: bool) -> None:
 def rows_saved(shares: list[Any], number: int, ranks: int, rows: int, width: int) -> Tensor:
     """All rows of a field, of the shares of ranks."""
     whole = torch.empty(rows, width)
-    dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((width,)))
+    sharding = BlockCyclic.of(rows, ranks, rows_of_a_block((width,)))
     for rank in range(ranks):
-        for there, here in dealt.blocks(rank):
-            whole[there.start : there.stop] = shares[rank][number][here.start : here.stop]
+        for table, own in sharding.blocks(rank):
+            whole[table.start : table.stop] = shares[rank][number][own.start : own.stop]
     return whole
 
 
@@ -461,19 +461,19 @@ def check_checkpoint(folder: str, wholes: str, saved_by: int, alone: bool) -> No
     optimizer.load_state_dict(state["optimizer"])
     shares = torch.load(wholes)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sizes = [each.num_embeddings for each in model.modules() if isinstance(each, RowModule)]
-    widths = [each.embedding_dim for each in model.modules() if isinstance(each, RowModule)]
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, RowModule)]
+    widths = [module.embedding_dim for module in model.modules() if isinstance(module, RowModule)]
     for number, found in enumerate(own_rows(model)):
         rows, width = sizes[number // 3], widths[number // 3]
         expected = whole = rows_saved(shares, number, saved_by, rows, width)
         if not alone:
-            dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((width,)))
-            expected = torch.cat([whole[t.start : t.stop] for t, _ in dealt.blocks(rank)])
+            sharding = BlockCyclic.of(rows, ranks, rows_of_a_block((width,)))
+            expected = torch.cat([whole[t.start : t.stop] for t, _ in sharding.blocks(rank)])
         assert torch.equal(found, expected), number
     assert int(optimizer.state_dict()["state"][0]["step"]) == 3
     # What was held before is what was loaded, too.
     expected = rows_saved(shares, 0, saved_by, ROWS, WIDTH)[:5]
-    found = model["rows"](ids_here(*range(5)))
+    found = model["rows"](local_ids(*range(5)))
     assert torch.equal(found.cpu(), expected)
 
 
@@ -512,16 +512,16 @@ def check_data_parallel() -> None:
     outer = nn.Sequential(Biased())
     shard(outer[0])
 
-    def with_others() -> object:
-        return nn.parallel.DistributedDataParallel(outer)(ids_here(1))
+    def in_outer_wrapper() -> object:
+        return nn.parallel.DistributedDataParallel(outer)(local_ids(1))
 
-    raises(NotImplementedError, "DistributedDataParallel", with_others)
+    raises(NotImplementedError, "DistributedDataParallel", in_outer_wrapper)
 
 
 def check_clipping(sparse: bool) -> None:
     """All gradients are clipped by the norm of the whole model, on every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    ids = [ids_here(k, k + 7, 2, 30 + k).view(2, 2) for k in range(ranks)]
+    ids = [local_ids(k, k + 7, 2, 30 + k).view(2, 2) for k in range(ranks)]
 
     def made() -> Biased:
         model = Biased()
@@ -534,7 +534,8 @@ def check_clipping(sparse: bool) -> None:
         shard(model)
         wrapped = nn.parallel.DistributedDataParallel(model)
         (wrapped(ids[rank]) * (rank + 1)).sum().backward()
-        torch.stack([(whole(each) * (k + 1)).sum() for k, each in enumerate(ids)]).mean().backward()
+        sums = [(whole(batch) * (k + 1)).sum() for k, batch in enumerate(ids)]
+        torch.stack(sums).mean().backward()
         if sparse:
             weight = whole.rows.weight
             weight.grad = weight.grad.coalesce()
@@ -591,7 +592,7 @@ def check_clipping_of_dtypes() -> None:
     for of_modules in every:
         for norm_type in (2.0, float("inf"), 1.0):
             made = [
-                nn.ModuleList(speedtorch.Embedding(ROWS, WIDTH, dtype=each) for each in of_modules)
+                nn.ModuleList(speedtorch.Embedding(ROWS, WIDTH, dtype=kind) for kind in of_modules)
                 for _ in range(2)
             ]
             shard(made[0])
@@ -603,7 +604,7 @@ def check_clipping_of_dtypes() -> None:
             expected = nn.utils.clip_grad_norm_(made[1].parameters(), 0.25, norm_type)
             close = {"rtol": 1e-2, "atol": 1e-2} if torch.bfloat16 in of_modules else {}
             torch.testing.assert_close(found, expected, check_dtype=False, **close)
-            assert found.dtype == max(of_modules, key=lambda each: torch.finfo(each).bits) or (
+            assert found.dtype == max(of_modules, key=lambda dtype: torch.finfo(dtype).bits) or (
                 of_modules == (torch.bfloat16,)
             )
             for module, whole in zip(*made, strict=True):
@@ -627,32 +628,32 @@ def check_accelerated_clipping() -> None:
     accelerator, model = Accelerator(), Biased()
     shard(model)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    wrapped(ids_here(1, 2)).sum().backward()
+    wrapped(local_ids(1, 2)).sum().backward()
 
     def gradients() -> list[Tensor | None]:
         return [own_gradient(model.rows), model.bias.grad]
 
-    before = [None if each is None else each.clone() for each in gradients()]
+    before = [None if gradient is None else gradient.clone() for gradient in gradients()]
     message = "accelerate: accelerator.clip_grad_norm_ = speedtorch.clip_grad_norm_"
 
-    def asked() -> Tensor:
+    def clip() -> Tensor:
         return accelerator.clip_grad_norm_(wrapped.parameters(), float("inf"))
 
-    raises(NotImplementedError, message, asked)
+    raises(NotImplementedError, message, clip)
     vars(accelerator)["clip_grad_norm_"] = speedtorch.clip_grad_norm_
-    torch.testing.assert_close(asked(), torch.tensor(3 * (1.0 + 1.0 + 4.0)).sqrt())
-    for each, own in zip(gradients(), before, strict=True):
-        assert each is own or torch.equal(each, own)
+    torch.testing.assert_close(clip(), torch.tensor(3 * (1.0 + 1.0 + 4.0)).sqrt())
+    for gradient, own in zip(gradients(), before, strict=True):
+        assert gradient is own or torch.equal(gradient, own)
 
 
 def check_a_missing_lookup(sleeps: float) -> None:
     """A lookup that not all ranks make raises with the module's name, when the time is over."""
     module = module_of(CASES["Adam"])
     shard(module)
-    module(ids_here(1)).sum().backward()
+    module(local_ids(1)).sum().backward()
     if dist.get_rank() == 0:
         message = "Embedding: an exchange with other ranks failed .* make the same lookups"
-        raises(RuntimeError, message, lambda: module(ids_here(2)))
+        raises(RuntimeError, message, lambda: module(local_ids(2)))
     else:
         time.sleep(sleeps)
 
@@ -664,11 +665,11 @@ def check_a_killed_rank(folder: str) -> None:
     torch.save(own_rows(model), f"{folder}/{dist.get_rank()}.pt")
     dist.barrier()
     if dist.get_rank() == 1:
-        model["rows"](ids_here(1))
+        model["rows"](local_ids(1))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         for _ in range(3):
-            model["rows"](ids_here(1)).sum().backward()
+            model["rows"](local_ids(1)).sum().backward()
     except RuntimeError as error:
         Path(folder, "said").write_text(str(error))
         os._exit(3)

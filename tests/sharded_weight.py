@@ -166,7 +166,7 @@ def check_every_function() -> None:
                 tensors = [
                     e for e in torch.utils._pytree.tree_leaves(result) if isinstance(e, Tensor)
                 ]
-            shares = [each for each in tensors if each.shape[:1] == before.shape[:1] != (ROWS,)]
+            shares = [t for t in tensors if t.shape[:1] == before.shape[:1] != (ROWS,)]
             answered.append((name, bool(shares)))
             ours[0].load_state_dict({"weight": whole_rows()})
             before = ours[0].table["weight"].clone()
@@ -198,7 +198,7 @@ def _arguments(dummy: Any, weight: Any) -> list[Any] | None:
         parameters = list(inspect.signature(dummy).parameters.values())
     except (TypeError, ValueError):
         return None
-    needed = [each for each in parameters if each.default is inspect.Parameter.empty]
-    if not needed or any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in needed[:1]):
+    kinds = [param.kind for param in parameters if param.default is inspect.Parameter.empty]
+    if kinds[:1] in ([], [inspect.Parameter.VAR_POSITIONAL]):
         return None
-    return [weight, *(1 for each in needed[1:] if each.kind is not inspect.Parameter.VAR_KEYWORD)]
+    return [weight, *(1 for kind in kinds[1:] if kind is not inspect.Parameter.VAR_KEYWORD)]

@@ -35,12 +35,12 @@ class BlockCyclic(NamedTuple):
     """Rows in a block; the last block may have fewer."""
 
     @classmethod
-    def of(cls, rows: int, ranks: int, initialized: int = 1) -> BlockCyclic:
-        """Shards `rows` rows in blocks of `initialized` rows times or divided by a power of two.
+    def of(cls, rows: int, ranks: int, init_rows: int = 1) -> BlockCyclic:
+        """Shards `rows` rows in blocks of `init_rows` rows times or divided by a power of two.
 
-        So blocks of `initialized` rows, which are initialized together, are seldom split.
+        So blocks of `init_rows` rows, which are initialized together, are seldom split.
         """
-        block = max(1, initialized)
+        block = max(1, init_rows)
         while block * _MOST_BLOCKS * ranks < rows:
             block *= 2
         while block > 1 and (block // 2) * _MOST_BLOCKS * ranks >= rows:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_backends import DEALT_RANKS
+from rank_backends import TWO_AND_THREE_RANKS
 from rank_processes import in_processes
 from sharded_checkpoints import (
     check_deltas,
@@ -30,7 +30,7 @@ from torch import nn
 import speedtorch
 
 
-@DEALT_RANKS
+@TWO_AND_THREE_RANKS
 @pytest.mark.parametrize("stored", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_run_of_ranks_goes_on_and_is_loaded_by_any_number(
     stored: Any, ranks: int, backend: str, tmp_path: Path
@@ -40,7 +40,7 @@ def test_a_run_of_ranks_goes_on_and_is_loaded_by_any_number(
     in_processes(5 - ranks, check_loaded, folder, stored, backend="gloo")
 
 
-@DEALT_RANKS
+@TWO_AND_THREE_RANKS
 @pytest.mark.parametrize("how", ["foreground", "background"])
 def test_base_and_deltas_of_ranks_are_the_run_on_any_number(
     how: str, ranks: int, backend: str, tmp_path: Path

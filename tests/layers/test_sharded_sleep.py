@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from rank_backends import DEALT_RANKS
+from rank_backends import TWO_AND_THREE_RANKS
 from rank_processes import in_processes
 from sharded_sleep import check_sleep, check_state_swapper, check_written_asleep
 
 
-@DEALT_RANKS
+@TWO_AND_THREE_RANKS
 @pytest.mark.parametrize("way", ["ddp", "ddp views", "fully_shard", "fully_shard bfloat16"])
 def test_ranks_train_as_if_they_had_not_slept(way: str, ranks: int, backend: str) -> None:
     in_processes(ranks, check_sleep, way, backend=backend)
 
 
-@DEALT_RANKS
+@TWO_AND_THREE_RANKS
 @pytest.mark.parametrize("how", ["set_state_dict", "load_state_dict", "in place"])
 def test_ranks_compute_with_what_is_written_asleep(how: str, ranks: int, backend: str) -> None:
     in_processes(ranks, check_written_asleep, how, backend=backend)
 
 
-@DEALT_RANKS
+@TWO_AND_THREE_RANKS
 @pytest.mark.parametrize(
     "way",
     [

@@ -17,7 +17,7 @@ from speedtorch.step.fixed_blocks import OTHER_MODULE, OVER_SHARE
 PARTS = ["numbers", "unique", "inverse", "order", "offsets", "status", "counts", "sent"]
 BLOCKS = ["places", "entries"]
 # Rows that ranks own as many of, and not; in blocks of one row and of more; and none at all.
-DEALT = {
+SHARDINGS = {
     "one rank": BlockCyclic.of(10, 1),
     "even": BlockCyclic(96, 3, 8),
     "uneven": BlockCyclic(97, 3, 8),
@@ -28,45 +28,45 @@ DEALT = {
 }
 
 
-def shard_ids(ids: Tensor, dealt: BlockCyclic, share: int) -> list[Tensor]:
+def shard_ids(ids: Tensor, sharding: BlockCyclic, share: int) -> list[Tensor]:
     """The reference, in torch's ops."""
-    ranks, room, end = dealt.ranks, dealt.stride, dealt.ranks * dealt.stride
+    ranks, stride, end = sharding.ranks, sharding.stride, sharding.ranks * sharding.stride
     numbers = torch.full(ids.shape, end)
-    if dealt.rows:
-        numbers = dealt.numbers(ids)
+    if sharding.rows:
+        numbers = sharding.numbers(ids)
         numbers = numbers.masked_fill(numbers < 0, end)
     unique, *plan = torch.ops.speedtorch.plan_rows(numbers, end + 1)
-    bounds = torch.tensor([rank * room for rank in range(ranks + 1)] + [end + 1])
+    bounds = torch.tensor([rank * stride for rank in range(ranks + 1)] + [end + 1])
     begins = torch.searchsorted(unique.remainder(end + 2), bounds)
     named, is_bad = begins.diff(), bool((numbers == end).any())
     counts = torch.full((ranks,), -1) if is_bad else named[:-1]
     made = [numbers, unique, *plan, counts]
     if share < 0:
         is_row = (unique >= 0) & (unique < end)
-        return [*made, torch.where(is_row, unique % max(room, 1), -1)]
+        return [*made, torch.where(is_row, unique % max(stride, 1), -1)]
     fault = OVER_SHARE if bool((named[:-1] > share).any()) else BAD_IDS * is_bad
     entries = begins[:ranks, None] + torch.arange(share)
     is_none = entries >= begins[1 : ranks + 1, None]
     entries = entries.masked_fill(is_none, numbers.numel())
     padded = torch.cat([unique, torch.tensor([-1])])
-    rows = (padded[entries] % max(room, 1)).masked_fill(is_none, -1)
+    rows = (padded[entries] % max(stride, 1)).masked_fill(is_none, -1)
     sent = torch.cat([rows, torch.full((ranks, 1), fault)], 1)
-    owners = torch.where(numbers == end, ranks, numbers // max(room, 1))
+    owners = torch.where(numbers == end, ranks, numbers // max(stride, 1))
     places = plan[0].view(ids.shape) + (torch.arange(ranks + 1) * share - begins[:-1])[owners]
     return [*made, sent, places.clamp(max=ranks * share - 1).clamp(min=0), entries.flatten()]
 
 
-def called(ids: Tensor, dealt: BlockCyclic, share: int, device: str) -> list[Tensor]:
+def called(ids: Tensor, sharding: BlockCyclic, share: int, device: str) -> list[Tensor]:
     """The op, on a device."""
-    distances, of_rows = dealt.distances().to(device), (dealt.rows, dealt.block, dealt.stride)
-    made = _ops.shard_ids(ids.to(device), distances, *of_rows, dealt.ranks, share)
+    of_rows = sharding.rows, sharding.block, sharding.stride, sharding.ranks
+    made = _ops.shard_ids(ids.to(device), sharding.distances().to(device), *of_rows, share)
     assert all(each.device.type == device for each in made)
     return [each.cpu() for each in made]
 
 
-def assert_is_the_reference(ids: Tensor, dealt: BlockCyclic, share: int, device: str) -> None:
+def assert_is_the_reference(ids: Tensor, sharding: BlockCyclic, share: int, device: str) -> None:
     names = PARTS + BLOCKS * (share >= 0)
-    made, expected = called(ids, dealt, share, device), shard_ids(ids, dealt, share)
+    made, expected = called(ids, sharding, share, device), shard_ids(ids, sharding, share)
     for name, found, wanted in zip(names, made, expected, strict=True):
         assert found.dtype == torch.int64 and found.shape == wanted.shape, name
         assert torch.equal(found, wanted), name
@@ -74,50 +74,53 @@ def assert_is_the_reference(ids: Tensor, dealt: BlockCyclic, share: int, device:
 
 def test_a_small_table(device: str) -> None:
     """Of rows 0 to 6 in blocks of two the first rank owns 0, 1 and 6, the second the others."""
-    dealt, ids = BlockCyclic(7, 2, 2), torch.tensor([[5, 6, 5], [0, 2, 3]])
-    assert dealt.numbers(torch.arange(7)).tolist() == [0, 1, 4, 5, 6, 7, 2]
-    assert dealt.stride == 4
-    numbers, unique, inverse, *_, counts, sent = called(ids, dealt, -1, device)
+    sharding, ids = BlockCyclic(7, 2, 2), torch.tensor([[5, 6, 5], [0, 2, 3]])
+    assert sharding.numbers(torch.arange(7)).tolist() == [0, 1, 4, 5, 6, 7, 2]
+    assert sharding.stride == 4
+    numbers, unique, inverse, *_, counts, sent = called(ids, sharding, -1, device)
     assert numbers.tolist() == [[7, 2, 7], [0, 4, 5]]
     assert unique.tolist() == [0, 2, 4, 5, 7, -1]
     assert inverse.tolist() == [4, 1, 4, 0, 2, 3]
     assert counts.tolist() == [2, 3]
     assert sent.tolist() == [0, 2, 0, 1, 3, -1]
-    *_, counts, sent, places, entries = called(ids, dealt, 4, device)
+    *_, counts, sent, places, entries = called(ids, sharding, 4, device)
     assert counts.tolist() == [2, 3]
     assert sent.tolist() == [[0, 2, -1, -1, 0], [0, 1, 3, -1, 0]]
     assert places.tolist() == [[6, 1, 6], [0, 4, 5]]
     assert entries.tolist() == [0, 1, 6, 6, 2, 3, 4, 6]
-    assert called(ids, dealt, 2, device)[7].tolist() == [[0, 2, OVER_SHARE], [0, 1, OVER_SHARE]]
+    assert called(ids, sharding, 2, device)[7].tolist() == [[0, 2, OVER_SHARE], [0, 1, OVER_SHARE]]
     ids[0, 1] = 7
-    *_, counts, sent = called(ids, dealt, -1, device)
+    *_, counts, sent = called(ids, sharding, -1, device)
     assert counts.tolist() == [-1, -1]
-    assert called(ids, dealt, 3, device)[7].tolist() == [[0, -1, -1, BAD_IDS], [0, 1, 3, BAD_IDS]]
+    assert called(ids, sharding, 3, device)[7].tolist() == [
+        [0, -1, -1, BAD_IDS],
+        [0, 1, 3, BAD_IDS],
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 40, 3000])
-@pytest.mark.parametrize("dealt", DEALT.values(), ids=DEALT)
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 def test_it_is_the_reference(
-    dealt: BlockCyclic, count: int, dtype: torch.dtype, device: str
+    sharding: BlockCyclic, count: int, dtype: torch.dtype, device: str
 ) -> None:
     random = torch.Generator().manual_seed(count)
-    for low, high in ((0, dealt.rows), (-2, dealt.rows + 2)):
+    for low, high in ((0, sharding.rows), (-2, sharding.rows + 2)):
         if low == high:
             continue
         ids = torch.randint(low, high, (count,), generator=random).to(dtype)
         for share in (-1, 0, 1, 7, 500):
-            assert_is_the_reference(ids, dealt, share, device)
+            assert_is_the_reference(ids, sharding, share, device)
 
 
 @pytest.mark.parametrize("share", [-1, 9])
 def test_ids_of_any_shape_and_stride_are_taken(device: str, share: int) -> None:
-    dealt = DEALT["uneven"]
+    sharding = SHARDINGS["uneven"]
     ids = torch.randint(97, (6, 8), generator=torch.Generator().manual_seed(0))
     for each in (ids, ids.t(), ids[:, ::3], ids[0, 0], ids[:0]):
-        assert_is_the_reference(each, dealt, share, device)
+        assert_is_the_reference(each, sharding, share, device)
     for bad in (-(2**63), 2**63 - 1):
-        assert_is_the_reference(torch.tensor([5, bad, 5]), dealt, share, device)
+        assert_is_the_reference(torch.tensor([5, bad, 5]), sharding, share, device)
 
 
 @pytest.mark.parametrize("share", [-1, 2])
@@ -131,10 +134,11 @@ def test_distances_that_are_none_give_ids_that_are_no_rows(device: str, share: i
 
 @NEEDS_GPU
 def test_they_run_on_the_current_stream() -> None:
-    dealt, share = DEALT["uneven"], 9
+    sharding, share = SHARDINGS["uneven"], 9
     ids, side = torch.randint(97, (400,)), torch.cuda.Stream()
-    there, distances = torch.zeros_like(ids).cuda(), dealt.distances().cuda()
-    pinned, of_rows = ids.pin_memory(), (dealt.rows, dealt.block, dealt.stride, dealt.ranks)
+    there, distances = torch.zeros_like(ids).cuda(), sharding.distances().cuda()
+    pinned = ids.pin_memory()
+    of_rows = sharding.rows, sharding.block, sharding.stride, sharding.ranks
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(100_000_000)
@@ -142,7 +146,7 @@ def test_they_run_on_the_current_stream() -> None:
         made = _ops.shard_ids(there, distances, *of_rows, share)
         requested, fault = _ops.requested_ids(made[7], 77)
     side.synchronize()
-    expected = shard_ids(ids, dealt, share)
+    expected = shard_ids(ids, sharding, share)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(made, expected, strict=True))
     rows, faults = expected[7][:, :-1], expected[7][:, -1]
     assert torch.equal(requested.cpu(), rows.masked_fill(rows < 0, 77).flatten())

@@ -1,4 +1,4 @@
-"""Ranks that differ are told on all of them, by name, before anything has changed."""
+"""Differences among ranks raise on all ranks, before any row has changed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_a_mesh_is_refused_with_the_remedy() -> None:
     in_processes(2, check_meshes)
 
 
-# Of the calls that differ the ordinary run has each once, on a machine or between two, and some
-# of them again with a capacity.
+# The ordinary run has each call that differs once, on one machine or between two, and some calls
+# again with a capacity.
 ALL, FIRST, SECOND, THIRD = slice(None), slice(0, None, 2), slice(1, None, 2), slice(2, None, 3)
 
 
@@ -60,7 +60,9 @@ def test_an_exchange_that_differs_is_named_before_a_row_changes(
         pytest.param(41, ALL, id="capacity", marks=pytest.mark.nightly),
     ],
 )
-def test_so_is_one_between_machines(capacity: int | None, part: slice) -> None:
+def test_an_exchange_that_differs_on_several_machines_is_named(
+    capacity: int | None, part: slice
+) -> None:
     in_processes(2, check_other_calls_on_machines, capacity, part)
 
 
@@ -71,7 +73,7 @@ def test_a_step_that_differs_is_named_before_a_row_changes(
     in_processes(ranks, check_other_steps, capacity)
 
 
-def test_a_backward_that_differs_changes_no_row_where_errors_come_late() -> None:
+def test_a_backward_that_differs_changes_no_row_if_errors_are_raised_late() -> None:
     in_processes(2, check_late_calls)
 
 
@@ -91,7 +93,7 @@ def test_join_is_refused_at_the_first_lookup() -> None:
     in_processes(2, check_join)
 
 
-def test_an_error_of_one_rank_that_the_others_hear_of_skips_a_batch() -> None:
+def test_an_all_reduced_error_of_one_rank_skips_a_batch() -> None:
     in_processes(2, check_flagged_errors)
 
 
@@ -100,7 +102,7 @@ def test_an_error_of_one_rank_that_the_others_hear_of_skips_a_batch() -> None:
     ("ranks", "on_machine"),
     [(2, True), (2, False), pytest.param(3, True, marks=pytest.mark.nightly)],
 )
-def test_an_error_of_one_rank_that_the_others_wait_for_ends_training_clearly(
+def test_an_error_of_one_rank_raises_on_the_waiting_ranks(
     where: str, ranks: int, on_machine: bool
 ) -> None:
     in_processes(ranks, check_own_errors, where, on_machine, 2.0, timeout=2.0)

@@ -1,4 +1,4 @@
-"""torchrun starts all ranks anew when one is killed: training goes on from the last checkpoint."""
+"""After a rank is killed torchrun restarts all ranks, which resume from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     "how", ["between saves", "within a save", "within a background save", "checkpoint"]
 )
-def test_a_killed_rank_changes_no_bit_of_what_is_trained(how: str, tmp_path: Path) -> None:
-    rows, said = [], []
+def test_training_is_bitwise_identical_after_a_rank_is_killed(how: str, tmp_path: Path) -> None:
+    rows, outputs = [], []
     for killed_at in (-1, 3):
         folder = tmp_path / str(killed_at)
         folder.mkdir()
@@ -107,7 +107,7 @@ def test_a_killed_rank_changes_no_bit_of_what_is_trained(how: str, tmp_path: Pat
                 **os.environ,
                 "PYTHONPATH": path,
                 "OMP_NUM_THREADS": "1",
-                # Ranks that start anew may read addresses of those before (pytorch issue 135712).
+                # Restarted ranks may read addresses of ended ranks (pytorch issue 135712).
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 "CUDA_VISIBLE_DEVICES": "",
                 "KILLED_AT": str(killed_at),
@@ -115,11 +115,11 @@ def test_a_killed_rank_changes_no_bit_of_what_is_trained(how: str, tmp_path: Pat
             },
         )
         assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
+        outputs.append(done.stdout)
         saved = sorted(os.listdir(folder / "saved"))
         assert len(saved) == 6 and not any(name.startswith(".") for name in saved), saved
         rows.append([torch.load(folder / f"{rank}.pt") for rank in range(2)])
-    assert "begins with step 3" not in said[0] and said[1].count("begins with step 3") == 2
+    assert "begins with step 3" not in outputs[0] and outputs[1].count("begins with step 3") == 2
     for whole, resumed in zip(*rows, strict=True):
         assert whole.keys() == resumed.keys() == {"weight", "exp_avg", "exp_avg_sq"}
         for name, values in whole.items():

@@ -1,4 +1,4 @@
-"""An everyday lookup of rows that ranks share out makes few ops, as the host's time counts."""
+"""A lookup of sharded rows calls few ops, because the host is the bottleneck."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import speedtorch
 
 KEYS = [f"t{number}" for number in range(26)]
 COUNTED = ["shard_ids", "alltoall_base_", "load_batch", "embedding", "alltoall_base_"]
-ASKED = ["shard_ids", "alltoall_base_", "requested_ids"]
+REQUESTED = ["shard_ids", "alltoall_base_", "requested_ids"]
 HELD = ["diff_ids", "exchange_rows", "hold_rows", "embedding", "alltoall_base_"]
 NUMBER = "_local_scalar_dense"  # of one tensor, which the CPU reads
-AT_ONCE = [*ASKED, NUMBER, "plan_batch", NUMBER, "plan_fault", "allreduce_", NUMBER, *HELD]
+AT_ONCE = [*REQUESTED, NUMBER, "plan_batch", NUMBER, "plan_fault", "allreduce_", NUMBER, *HELD]
 # As on a GPU, where nothing is read.
-LATE = [*ASKED, "plan_batch", "plan_fault", "maximum", "allreduce_", "spoil_plan", *HELD]
+LATE = [*REQUESTED, "plan_batch", "plan_fault", "maximum", "allreduce_", "spoil_plan", *HELD]
 BACKWARD = ["sum_rows", "alltoall_base_", "sum_rows"]
 IN_BLOCKS = ["sum_rows", "index_select", "alltoall_base_", "sum_rows"]
 WAYS = {
@@ -31,16 +31,16 @@ WAYS = {
 
 
 def check_ops(way: str) -> None:
-    """Of an Embedding and of a collection."""
-    capacity, late, looked_up, gone_back = WAYS[way]
+    """The ops of an Embedding and of a collection."""
+    capacity, late, forward, backward = WAYS[way]
     tables = [speedtorch.EmbeddingBagConfig(1000, 8, key) for key in KEYS]
     modules: list[nn.Module] = [
         speedtorch.Embedding(1000, 8, capacity=capacity),
         speedtorch.EmbeddingBagCollection(tables, capacity=capacity),
     ]
     expected = [
-        ["clone", *looked_up, "embedding"],
-        ["cat", "table_ids", "clone", *looked_up, "pool_rows"],
+        ["clone", *forward, "embedding"],
+        ["cat", "table_ids", "clone", *forward, "pool_rows"],
     ]
     for module, names in zip(modules, expected, strict=True):
         speedtorch.shard(module)
@@ -57,9 +57,9 @@ def check_ops(way: str) -> None:
                     rows.backward(torch.ones_like(rows))
                 optimizer.step()
         assert ops.names == names
-        assert [each for each in back.names if each != "ones_like"] == gone_back
+        assert [name for name in back.names if name != "ones_like"] == backward
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_lookup_makes_few_ops(way: str) -> None:
+def test_a_lookup_calls_few_ops(way: str) -> None:
     in_processes(2, check_ops, way)

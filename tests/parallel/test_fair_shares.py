@@ -1,4 +1,4 @@
-"""A fair share of a capacity holds what ids that are spread over a table name of one rank."""
+"""A fair share of a capacity fits the unique rows of one rank among spread ids."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ RANKS = [1, 2, 3, 8, 64, 1000]
         (1, 64, 1),
     ],
 )
-def test_a_share_is_the_mean_and_what_chance_adds(capacity: int, ranks: int, share: int) -> None:
+def test_a_share_is_the_mean_plus_a_margin_for_chance(
+    capacity: int, ranks: int, share: int
+) -> None:
     assert fair_share(capacity, BlockCyclic.of(ROWS, ranks)) == share
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_shares_are_at_most_the_capacity_and_together_at_least(ranks: int) -> None:
-    dealt = BlockCyclic.of(ROWS, ranks)
-    shares = [fair_share(each, dealt) for each in CAPACITIES]
+    sharding = BlockCyclic.of(ROWS, ranks)
+    shares = [fair_share(capacity, sharding) for capacity in CAPACITIES]
     assert shares == sorted(shares)
     for capacity, share in zip(CAPACITIES, shares, strict=True):
         assert capacity / ranks <= share <= capacity
@@ -47,18 +49,18 @@ def test_a_share_is_at_most_what_a_rank_owns() -> None:
     assert fair_share(40, BlockCyclic.of(41, 3), padded=True) == 14
 
 
-def test_a_share_has_room_for_the_row_of_a_padding() -> None:
-    dealt = BlockCyclic.of(ROWS, 8)
+def test_a_share_includes_the_padding_row() -> None:
+    sharding = BlockCyclic.of(ROWS, 8)
     for capacity, share in ((4, 5), (4096, 705)):
-        assert fair_share(capacity, dealt, padded=True) == share
+        assert fair_share(capacity, sharding, padded=True) == share
 
 
-@pytest.mark.parametrize("ranks", [each for each in RANKS if each > 1])
+@pytest.mark.parametrize("ranks", [ranks for ranks in RANKS if ranks > 1])
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_random_ids_exceed_a_share_less_than_once_in_10_to_the_13(
     capacity: int, ranks: int
 ) -> None:
-    """By Chernoff's bound of draws with replacement, beyond which others go less often."""
+    """By Chernoff's bound of draws with replacement, which is also valid without replacement."""
     share = fair_share(capacity, BlockCyclic.of(ROWS, ranks))
     if share == capacity:
         return  # no batch of the capacity has more
@@ -71,24 +73,22 @@ def test_random_ids_exceed_a_share_less_than_once_in_10_to_the_13(
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("count", [300, 4096, 100_000])
-def test_a_lookup_of_spread_ids_fits_the_shares_of_its_distinct_rows(
-    count: int, ranks: int
-) -> None:
-    dealt = BlockCyclic.of(ROWS, ranks, 8192)
+def test_a_lookup_of_spread_ids_fits_the_shares_of_its_unique_rows(count: int, ranks: int) -> None:
+    sharding = BlockCyclic.of(ROWS, ranks, 8192)
     random = torch.Generator().manual_seed(count + ranks)
     for _, steep in itertools.product(range(5), (1.0, 4.0)):  # and where some ids are frequent
         ids = (torch.rand(count, generator=random).double() ** steep * ROWS).long()
-        numbers = dealt.numbers((ids * 7_368_787 % ROWS).unique())  # a prime
-        share = fair_share(len(numbers), dealt)
-        assert int(torch.bincount(numbers // dealt.stride).max()) <= share
+        numbers = sharding.numbers((ids * 7_368_787 % ROWS).unique())  # a prime
+        share = fair_share(len(numbers), sharding)
+        assert int(torch.bincount(numbers // sharding.stride).max()) <= share
 
 
 @pytest.mark.parametrize(("capacity", "ranks"), [(400, 2), (400, 3), (4096, 8), (4096, 64)])
 def test_the_error_names_the_least_capacity_whose_share_is_enough(
     capacity: int, ranks: int
 ) -> None:
-    dealt = BlockCyclic.of(ROWS, ranks)
-    shares = FairShares.of(capacity, dealt)
+    sharding = BlockCyclic.of(ROWS, ranks)
+    shares = FairShares.of(capacity, sharding)
     text = str(shares.error("rows", shares.rows + 7, 1))
     enough = int(text.partition("capacity of at least ")[2].rstrip("."))
-    assert fair_share(enough, dealt) >= shares.rows + 7 > fair_share(enough - 1, dealt)
+    assert fair_share(enough, sharding) >= shares.rows + 7 > fair_share(enough - 1, sharding)

@@ -1,4 +1,4 @@
-"""The ranks on a machine are refused together, before any of them takes memory."""
+"""If the ranks on a machine need too much memory, all raise before they allocate."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ NBYTES = 4 * ROWS * WIDTH  # of all ranks' rows together
 
 
 def made(memory: str = "plain") -> tuple[nn.Sequential, RowModule]:
+    """A model with an Embedding, and the Embedding."""
     module = speedtorch.Embedding(ROWS, WIDTH, memory=memory)
     return nn.Sequential(module), module
 
 
 def refused(message: str, model: nn.Module) -> None:
-    """On this rank; the others wait, or they all go on."""
+    """shard() raises on this rank; the other ranks wait for it."""
     with pytest.raises(MemoryError, match=message):
         shard(model)
     dist.barrier()
@@ -87,7 +88,7 @@ def check_several_machines() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_on_a_machine_need_room_for_all_of_them(ranks: int) -> None:
+def test_ranks_on_a_machine_need_memory_for_the_rows_of_all(ranks: int) -> None:
     in_processes(ranks, check_one_machine)
 
 
@@ -95,7 +96,7 @@ def test_ranks_on_other_machines_do_not_count() -> None:
     in_processes(3, check_several_machines)
 
 
-def test_machines_of_one_name_differ_by_their_boot(
+def test_machines_with_one_name_differ_by_their_boot_id(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "boot_id"

@@ -1,4 +1,4 @@
-"""Random programs of two ranks train as one process does that has the batches of both.
+"""Random programs of two ranks train as one process with the batches of both.
 
 SPEEDTORCH_RANK_PROGRAMS is how many are run, as "500", or which, as "500-700"; by default few,
 always the same ones.

@@ -1,4 +1,4 @@
-"""Training on several ranks gives the numbers of one process with all rows and all batches.
+"""Training on several ranks is bitwise identical to one process with all rows and batches.
 
 SPEEDTORCH_ROUNDS sets how many random programs run, 3 by default, and SPEEDTORCH_FIRST the first.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ordinary_run import programs
-from rank_backends import BACKENDS, DEALT_RANKS, EVERY_WAY, RANKS
+from rank_backends import BACKENDS, EVERY_WAY, RANKS, TWO_AND_THREE_RANKS
 from rank_processes import exit_codes, in_processes
 from sharded_training import (
     CASES,
@@ -39,7 +39,7 @@ FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 
 
 @EVERY_WAY
-@DEALT_RANKS
+@TWO_AND_THREE_RANKS
 def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bool) -> None:
     # Sums are exact, and divided once.
     ways, cases = WAYS if every_way else None, CASES
@@ -56,12 +56,12 @@ def test_random_programs_train_as_one_process_does(ranks: int) -> None:
 
 
 @EVERY_WAY
-@DEALT_RANKS
+@TWO_AND_THREE_RANKS
 def test_every_optimizer_trains_on_ranks_as_in_one_process(
     ranks: int, backend: str, every_way: bool
 ) -> None:
-    dealt = dict(list(OPTIMIZERS.items())[ranks % 2 :: 2])  # to two ranks or to three
-    cases = OPTIMIZERS if every_way else dealt
+    half = dict(list(OPTIMIZERS.items())[ranks % 2 :: 2])  # the other half has other ranks
+    cases = OPTIMIZERS if every_way else half
     in_processes(ranks, check_training, ranks == 2, cases, ["prefetched"], backend=backend)
 
 
@@ -115,11 +115,11 @@ def test_all_ranks_clip_by_the_norm_of_the_whole_model(sparse: bool, backend: st
     in_processes(2, check_clipping, sparse, backend=backend)
 
 
-def test_accelerate_clips_by_the_function_that_the_error_names() -> None:
+def test_accelerate_clips_with_the_function_of_the_error() -> None:
     in_processes(2, check_accelerated_clipping)
 
 
-def test_a_rank_without_gradients_of_rows_of_any_dtype_clips_with_the_others() -> None:
+def test_a_rank_without_gradients_clips_with_the_other_ranks() -> None:
     in_processes(2, check_clipping_of_dtypes)
 
 
@@ -131,7 +131,7 @@ def test_a_lookup_that_not_all_ranks_make_raises_when_the_time_is_over(backend: 
 
 @BACKENDS
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_others_end_with_an_error_when_a_rank_is_killed(tmp_path: Path, backend: str) -> None:
+def test_ranks_raise_after_another_rank_is_killed(tmp_path: Path, backend: str) -> None:
     folder = tmp_path / "saved"
     codes = exit_codes(2, check_a_killed_rank, str(folder), timeout=20, backend=backend)
     assert codes == [3, -signal.SIGKILL]

@@ -31,12 +31,12 @@ def test_fully_shard_trains_the_dense_part(through: bool, scaled: bool, backend:
 
 
 @BACKENDS
-def test_rows_are_clipped_by_the_norm_of_what_fully_shard_shares_out_too(backend: str) -> None:
+def test_rows_are_clipped_by_a_norm_with_the_parameters_of_fully_shard(backend: str) -> None:
     in_processes(2, check_fully_shard_clipped, backend=backend)
 
 
 @BACKENDS
-def test_fully_shard_of_rows_says_how_to_leave_them_alone(backend: str) -> None:
+def test_fully_shard_of_rows_raises_and_names_row_parameters(backend: str) -> None:
     in_processes(2, check_fully_shard_refused, backend=backend)
 
 
@@ -52,7 +52,7 @@ def test_all_ranks_skip_the_step_that_one_must(name: str) -> None:
     in_processes(2, check_scaled, name)
 
 
-def test_a_rank_without_gradients_asks_the_others_whether_to_skip() -> None:
+def test_a_rank_without_gradients_skips_with_the_other_ranks() -> None:
     in_processes(2, check_scaled_without_gradients)
 
 

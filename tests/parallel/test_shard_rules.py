@@ -1,4 +1,4 @@
-"""Ranks make the same lookups, whatever tensors each of them gives; other mistakes are refused."""
+"""Ranks make the same lookups with any tensors; mistakes raise errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_lookup_is_never_taken_for_another(check: Callable[[], None], backend:
     in_processes(2, check, backend=backend)
 
 
-def test_what_cannot_be_told_apart_raises_instead_of_giving_other_rows() -> None:
+def test_an_ambiguous_lookup_raises() -> None:
     in_processes(2, check_lookups_in_another_order)
 
 
@@ -52,7 +52,7 @@ def test_a_bad_id_of_a_feature_on_one_rank_raises_on_all(backend: str) -> None:
     in_processes(2, check_bad_features, backend=backend)
 
 
-def test_what_is_no_tensor_of_ids_on_one_rank_raises_on_all() -> None:
+def test_ids_that_are_no_tensor_on_one_rank_raise_on_all() -> None:
     in_processes(2, check_no_ids)
     in_processes(2, check_no_ids_of_features)
     in_processes(2, check_no_ids_in_a_loop)
@@ -74,7 +74,7 @@ def test_gradients_of_gradients_are_refused(backend: str) -> None:
 
 
 @BACKENDS
-def test_sparse_gradients_go_beside_a_padding(backend: str) -> None:
+def test_sparse_gradients_support_a_padding_index(backend: str) -> None:
     in_processes(2, check_sparse_padding, backend=backend)
 
 
@@ -83,11 +83,11 @@ def test_lookups_may_be_computed_again_in_the_backward_pass(backend: str) -> Non
     in_processes(2, check_checkpointed, backend=backend)
 
 
-def test_the_order_of_parameters_may_differ_where_rows_are_shared_out_one_by_one() -> None:
+def test_the_order_of_parameters_may_differ_among_ranks() -> None:
     in_processes(2, check_any_order_of_parameters)
 
 
-def test_groups_of_some_ranks_go_beside_that_of_all() -> None:
+def test_groups_of_some_ranks_and_of_all_ranks_can_coexist() -> None:
     in_processes(3, check_groups)
 
 

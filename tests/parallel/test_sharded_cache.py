@@ -10,12 +10,12 @@ from sharded_cache import check_cache, check_fewer_rows_than_ranks, check_too_li
 
 @BACKENDS
 @pytest.mark.parametrize("capacity", [None, 60], ids=["counted", "capacity"])
-def test_ranks_with_a_cache_each_train_as_without(capacity: int | None, backend: str) -> None:
+def test_ranks_with_caches_train_as_without(capacity: int | None, backend: str) -> None:
     in_processes(2, check_cache, capacity, backend=backend)
 
 
 @BACKENDS
-def test_too_little_memory_for_a_refresh_of_one_rank_keeps_no_other_waiting(backend: str) -> None:
+def test_an_out_of_memory_refresh_of_one_rank_blocks_no_rank(backend: str) -> None:
     in_processes(2, check_too_little_memory, backend=backend)
 
 

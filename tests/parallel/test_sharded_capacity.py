@@ -9,7 +9,7 @@ import os
 
 import pytest
 from ordinary_run import programs
-from rank_backends import BACKENDS, DEALT_RANKS, EVERY_WAY, RANKS
+from rank_backends import BACKENDS, EVERY_WAY, RANKS, TWO_AND_THREE_RANKS
 from rank_processes import in_processes
 from sharded_capacity import (
     check_a_bad_id,
@@ -31,7 +31,7 @@ FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 
 
 @EVERY_WAY
-@DEALT_RANKS
+@TWO_AND_THREE_RANKS
 def test_ranks_train_as_one_process_does(ranks: int, backend: str, every_way: bool) -> None:
     ways = WAYS if every_way else WAYS_OF[ranks]
     in_processes(ranks, check_training, ranks == 2, FIXED, ways, backend=backend)
@@ -57,12 +57,12 @@ def check_faults(backend: str) -> None:
 
 
 @RANKS
-def test_what_one_rank_cannot_hold_raises_on_all(ranks: int, backend: str) -> None:
+def test_too_many_rows_of_one_rank_raise_on_all(ranks: int, backend: str) -> None:
     in_processes(ranks, check_faults, backend, backend=backend)
 
 
 @RANKS
-def test_ranks_send_each_other_a_share_of_the_capacity(ranks: int, backend: str) -> None:
+def test_ranks_send_blocks_of_a_fair_share(ranks: int, backend: str) -> None:
     in_processes(ranks, check_bytes, backend=backend)
 
 

@@ -22,7 +22,9 @@ MACHINES = pytest.mark.parametrize("on_machine", [True, False], ids=["machine", 
 
 @CAPACITY
 @MACHINES
-def test_ranks_compare_and_ask_once_for_all_tables(capacity: int | None, on_machine: bool) -> None:
+def test_ranks_compare_and_request_once_for_all_tables(
+    capacity: int | None, on_machine: bool
+) -> None:
     in_processes(2, check_exchanges, capacity, on_machine)
 
 
@@ -33,7 +35,7 @@ def test_tables_of_all_kinds_train_as_in_one_process(ranks: int, on_machine: boo
 
 @CAPACITY
 @pytest.mark.parametrize(("ranks", "on_machine"), [(2, True), (3, False)])
-def test_groups_whose_rows_come_at_once_train_as_in_one_process(
+def test_groups_that_exchange_rows_jointly_train_as_in_one_process(
     capacity: int | None, ranks: int, on_machine: bool
 ) -> None:
     in_processes(ranks, check_groups, capacity, on_machine)
@@ -45,7 +47,7 @@ def test_a_group_that_is_too_large_raises_on_all_ranks(on_machine: bool) -> None
 
 
 @MACHINES
-def test_an_error_of_one_rank_brings_no_rows_of_other_tables(on_machine: bool) -> None:
+def test_an_error_of_one_rank_loads_no_rows_of_other_tables(on_machine: bool) -> None:
     in_processes(2, check_an_error_of_one_rank, on_machine, timeout=2.0)
 
 
@@ -64,7 +66,7 @@ def test_a_batch_that_cannot_be_read_raises_on_all_ranks(
 
 
 @MACHINES
-def test_it_raises_on_all_ranks_where_errors_come_late(on_machine: bool) -> None:
+def test_bad_ids_raise_on_all_ranks_if_errors_are_raised_late(on_machine: bool) -> None:
     in_processes(2, check_no_ids_late, on_machine)
 
 

@@ -51,7 +51,7 @@ def test_as_many_rows_are_expected_as_were_drawn(exponent: float) -> None:
 @pytest.mark.parametrize("apart", [True, False], ids=["spread", "frequent ids small"])
 def test_owners_have_as_many_rows_as_were_drawn(apart: bool) -> None:
     batches = Batches(1_000_000, 128, 2000, 1.2, 8, apart)
-    dealt = BlockCyclic.of(batches.rows, batches.ranks, rows_of_a_block((128,)))
+    sharding = BlockCyclic.of(batches.rows, batches.ranks, rows_of_a_block((128,)))
     torch.manual_seed(0)
     drawn = [zipf_ids(batches.rows, batches.ids, batches.exponent).cpu() for _ in range(8)]
     if not apart:
@@ -59,7 +59,9 @@ def test_owners_have_as_many_rows_as_were_drawn(apart: bool) -> None:
         drawn = [place[ids] for ids in drawn]
 
     def by_owner(ids: Tensor) -> Tensor:
-        return torch.bincount(dealt.numbers(ids.unique()) // dealt.stride, minlength=8).double()
+        return torch.bincount(
+            sharding.numbers(ids.unique()) // sharding.stride, minlength=8
+        ).double()
 
     asked, held = torch.stack([by_owner(ids) for ids in drawn]).mean(0), by_owner(torch.cat(drawn))
     assert (float(asked.max() / asked.mean()) > 1.5) == (not apart)
@@ -86,23 +88,23 @@ def sends_as_the_model_says(rows: int, columns: int, drawn: list[Tensor]) -> Non
     seen: list[list[int]] = []
     all_to_all = dist.all_to_all_single
 
-    def see(out: Tensor, given: Tensor, got: Any, parts: Any, **others: Any) -> Any:
-        counts = parts or [len(given) // ranks] * ranks
-        seen.append([count * given[:1].numel() * given.itemsize for count in counts])
-        return all_to_all(out, given, got, parts, **others)
+    def see(out: Tensor, tensor: Tensor, received: Any, parts: Any, **options: Any) -> Any:
+        counts = parts or [len(tensor) // ranks] * ranks
+        seen.append([count * tensor[:1].numel() * tensor.itemsize for count in counts])
+        return all_to_all(out, tensor, received, parts, **options)
 
     alone = mock.patch.object(Ranks.of(), "_barrier", None)
     with alone, mock.patch.object(dist, "all_to_all_single", see):
         module(drawn[rank]).sum().backward()
         torch.optim.SGD(module.parameters(), lr=0.1).step()
-    dealt = BlockCyclic.of(rows, ranks, rows_of_a_block((columns,)))
-    owners = [dealt.numbers(ids.unique()) // dealt.stride for ids in drawn]
+    sharding = BlockCyclic.of(rows, ranks, rows_of_a_block((columns,)))
+    owners = [sharding.numbers(ids.unique()) // sharding.stride for ids in drawn]
     asked = torch.stack([torch.bincount(each, minlength=ranks) for each in owners])
     calls = sent(asked, 4 * columns)
     assert len(seen) == len(calls)
-    for to_ranks, (name, said) in zip(seen, calls.items(), strict=True):
-        to_ranks[rank] = 0  # what it keeps crosses no link
-        assert to_ranks == said[rank].tolist(), name
+    for to_ranks, (name, expected) in zip(seen, calls.items(), strict=True):
+        to_ranks[rank] = 0  # rows that the rank keeps cross no link
+        assert to_ranks == expected[rank].tolist(), name
 
 
 @pytest.mark.slow
