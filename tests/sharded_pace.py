@@ -127,6 +127,6 @@ def check_bad_ids() -> None:
             module(ids)
             seen += 1
 
-    raises(IndexError, f"id {ROWS} at position 1|ranks .1. is out of range", loop)
+    raises(IndexError, f"id {ROWS} at position 1|ranks .1. are out of range", loop)
     assert seen == 1
     module(local_ids(1))
