@@ -63,7 +63,7 @@ def fitting(shards: Sequence[_Tensors], max_memory: int | None, sharing: int = 1
     left = host_memory.available_bytes() // (2 * sharing) if max_memory is None else max_memory
     count = 0
     for shard in reversed(shards):
-        left -= sum(each.nbytes for each in shard.values())
+        left -= sum(rows.nbytes for rows in shard.values())
         if left < 0:
             break
         count += 1
@@ -74,11 +74,12 @@ def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
     """Copies all tensors to pageable host memory."""
 
     def copied(given: Tensor | SelectedRows) -> Tensor:
+        """Copies one tensor, or gathers the selected rows."""
         if isinstance(given, SelectedRows):
             return given.gather(given.ids)
         return torch.empty(given.shape, dtype=given.dtype, device="cpu").copy_(given)
 
-    return [{key: copied(each) for key, each in shard.items()} for shard in shards]
+    return [{key: copied(rows) for key, rows in shard.items()} for shard in shards]
 
 
 def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_Result]:
@@ -92,6 +93,7 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     ending = Finalize(None, wait, ([done],), exitpriority=100)
 
     def run() -> None:
+        """Writes the checkpoint and sets the result or the error of the future."""
         try:
             result = work()
         except BaseException as error:
@@ -130,6 +132,6 @@ def wait_for(folder: str) -> None:
     Writes saves that no thread has claimed: a signal handler may run before the save's thread.
     """
     place = os.path.realpath(folder)
-    for each in list(_pending.values()):
-        if each.place == place:
-            each.wait()
+    for save in list(_pending.values()):
+        if save.place == place:
+            save.wait()

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from speedtorch.checkpoints.change_tracking import Changed, changed_rows
 from speedtorch.checkpoints.generations import chosen
 from speedtorch.checkpoints.joined_files import JoinedRows
-from speedtorch.checkpoints.noted_rows import Changed, changed_rows
 from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.files.field_blocks import SelectedRows
@@ -29,15 +29,15 @@ _IDS = "changed rows"  # prefix of the ids' keys
 class Change(NamedTuple):
     """The tensors to write, by key."""
 
-    against: SavedGeneration | None  # the base
+    base: SavedGeneration | None
     own: dict[str, Tensor | SelectedRows]  # written by one process, the first rank
     shared: dict[str, JoinedRows]  # written by all ranks together
     ids_of: dict[str, str]  # the key of changed rows -> the key of their ids
 
     @property
-    def base(self) -> int | None:
+    def base_number(self) -> int | None:
         """The number of the base, or None."""
-        return None if self.against is None else self.against.number
+        return None if self.base is None else self.base.number
 
 
 def change_since(
@@ -45,32 +45,34 @@ def change_since(
 ) -> Change:
     """Finds the changes since `base` that all ranks know; all tensors if its chain is too long."""
 
-    def whole() -> Change:
-        shared = {key: JoinedRows.of(each) for key, each in tensors.shared.items()}
+    def full_change() -> Change:
+        """All rows of all tensors."""
+        shared = {key: JoinedRows.of(rows) for key, rows in tensors.shared.items()}
         return Change(None, {**tensors.by_key}, shared, {})
 
     if base is None:
-        return whole()
+        return full_change()
     opened: list[SavedGeneration] = []
     changed: dict[str, Changed[Tensor | SelectedRows]] = {}
 
-    def look() -> tuple[dict[str, tuple[Hashable, int]], list[str]] | None:
+    def find_changes() -> tuple[dict[str, tuple[Hashable, int]], list[str]] | None:
+        """Returns groups and counts of changed rows, and taken keys; None for a long chain."""
         opened.append(SavedGeneration.opened(folder, chosen(folder, base)))
         if len(opened[0].chain) > LONGEST_CHAIN:
             return None
         changed.update(changed_rows(opened[0], tensors.all_by_key))
-        counts = {key: (each.group, each.ids.shape[0]) for key, each in changed.items()}
+        counts = {key: (change.group, change.ids.shape[0]) for key, change in changed.items()}
         return counts, [key for key in tensors.by_key if key.startswith(_IDS)]
 
-    every = [each for each in run_on_all(ranks, look) if each is not None]
-    if len(every) < ranks.size:
-        return whole()
-    of_ranks, (names, *_) = zip(*every, strict=True)
-    together = dict(_joined(tensors.shared, changed, of_ranks, ranks.rank))
-    rest = {k: JoinedRows.of(each) for k, each in tensors.shared.items() if k not in together}
-    shared, ids_of = _delta(rest, together, taken={*tensors.shared, *names})
-    alone = {key: each for key, each in changed.items() if key in tensors.by_key}
-    own, own_ids_of = _delta(tensors.by_key, alone, taken=shared)
+    found = [changes for changes in run_on_all(ranks, find_changes) if changes is not None]
+    if len(found) < ranks.size:
+        return full_change()
+    of_ranks, (names, *_) = zip(*found, strict=True)
+    joined = dict(_joined(tensors.shared, changed, of_ranks, ranks.rank))
+    rest = {key: JoinedRows.of(rows) for key, rows in tensors.shared.items() if key not in joined}
+    shared, ids_of = _delta(rest, joined, taken={*tensors.shared, *names})
+    local = {key: change for key, change in changed.items() if key in tensors.by_key}
+    own, own_ids_of = _delta(tensors.by_key, local, taken=shared)
     return Change(opened[0], own, shared, own_ids_of | ids_of)
 
 
@@ -84,12 +86,12 @@ def _delta(
     The ids' keys are new and not in `taken`. The second dict maps the rows' keys to them.
     """
     made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
-    for key, each in changed.items():
-        if each.group not in names:
+    for key, change in changed.items():
+        if change.group not in names:
             found = (f"{_IDS}.{number}" for number in itertools.count(1))
-            names[each.group] = next(e for e in found if e not in made and e not in taken)
-            made[names[each.group]] = each.ids
-        made[key], ids_of[key] = each.rows, names[each.group]
+            names[change.group] = next(n for n in found if n not in made and n not in taken)
+            made[names[change.group]] = change.ids
+        made[key], ids_of[key] = change.rows, names[change.group]
     return made, ids_of
 
 
@@ -103,18 +105,18 @@ def _joined(
 
     `own` has this rank's changes; `every` has each rank's groups and numbers of changed rows.
     """
-    for key, each in shared.items():
+    for key, rows in shared.items():
         of_ranks = [known[key] for known in every if key in known]
         if len(of_ranks) < len(every):
             continue
         counts = [count for _, count in of_ranks]
         total, first = sum(counts), sum(counts[:rank])
-        shape = (total, *each.shape[1:])
+        shape = (total, *rows.shape[1:])
         yield (
             key,
             Changed(
                 tuple(group for group, _ in of_ranks),
-                JoinedRows(shape, each.dtype, {first: own[key].rows}),
+                JoinedRows(shape, rows.dtype, {first: own[key].rows}),
                 JoinedRows((total,), torch.int64, {first: own[key].ids}),
             ),
         )

@@ -47,11 +47,11 @@ def full_state_dict(model: nn.Module) -> Iterator[None]:
                 accelerator.save_state(folder)
     """
     sharing: dict[Ranks, list[tuple[RowModule, ShardedRows]]] = {}
-    for each in model.modules():
-        if isinstance(each, RowModule) and isinstance(each.lookups, ShardedRows):
-            sharing.setdefault(each.lookups.ranks, []).append((each, each.lookups))
+    for module in model.modules():
+        if isinstance(module, RowModule) and isinstance(module.lookups, ShardedRows):
+            sharing.setdefault(module.lookups.ranks, []).append((module, module.lookups))
     made: list[tuple[RowModule, Mapping[str, Tensor]]] = []
-    for ranks in sorted(sharing, key=lambda each: each.name):
+    for ranks in sorted(sharing, key=lambda ranks: ranks.name):
         made += _collected(ranks, sharing[ranks])
     with ExitStack() as stack:
         for module, full in made:
@@ -68,15 +68,17 @@ def _collected(
     names: list[list[str]] = []
 
     def prepare() -> list[list[str]]:
+        """Writes rows back and returns the field names; the first rank allocates memory."""
         for module, _ in modules:
             module.flush()
             state = state_of(module.trained_rows)
             names.append(["weight", *(() if state is None else state.names)])
         if ranks.rank == 0:
-            full.extend(_room(modules, names))
+            full.extend(_allocate(modules, names))
         return names
 
     def error_of(text: str) -> Exception:
+        """A MemoryError of another rank remains a MemoryError."""
         return (MemoryError if "raises MemoryError:" in text else RuntimeError)(text)
 
     for rank, of_rank in enumerate(run_on_all(ranks, prepare, "full_state_dict", error_of)):
@@ -89,10 +91,10 @@ def _collected(
         with module.trained_rows.lock:
             for name in names[number]:
                 lookups.gather_field(name, full[number][name] if full else None)
-    return [(module, each) for (module, _), each in zip(modules, full, strict=False)]
+    return [(module, tensors) for (module, _), tensors in zip(modules, full, strict=False)]
 
 
-def _room(
+def _allocate(
     modules: list[tuple[RowModule, ShardedRows]], names: list[list[str]]
 ) -> list[dict[str, Tensor]]:
     """Allocates host memory for all rows; raises MemoryError if there is too little."""

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from speedtorch.checkpoints.background_saves import copies
+from speedtorch.checkpoints.change_tracking import SavedVersions, begin_versions, remember
 from speedtorch.checkpoints.deltas import Change
 from speedtorch.checkpoints.generations import Generation, generations_of, new_generation
 from speedtorch.checkpoints.joined_files import JoinedFile, JoinedRows
-from speedtorch.checkpoints.meeting import Meeting
-from speedtorch.checkpoints.noted_rows import Moments, moments_of, remember
+from speedtorch.checkpoints.rendezvous import Rendezvous
 from speedtorch.checkpoints.saved_generation import FORMAT, VERSION, base_of
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.files import safetensors_format
@@ -54,30 +54,31 @@ class GenerationWriter:
     def __post_init__(self) -> None:
         self._switching = self._stack.enter_context(ExitStack())
         self._files = [
-            JoinedFile(f"rows-{at:05d}.safetensors", each)
-            for at, each in enumerate(_shards(self.change.shared), 1)
+            JoinedFile(f"rows-{at:05d}.safetensors", shard)
+            for at, shard in enumerate(_shards(self.change.shared), 1)
         ]
         # First this rank's rows of each file that all ranks write, then the files of one process.
-        self.jobs: list[Mapping[Any, Tensor | SelectedRows]] = [each.own for each in self._files]
+        self.jobs: list[Mapping[Any, Tensor | SelectedRows]] = [file.own for file in self._files]
         self.jobs += _shards(self.change.own)
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
-        self._moments: Moments = []
+        self._versions: SavedVersions = []
 
     def make(self, keep: int) -> None:
         """Creates the folder, and in it the files that all ranks write together."""
 
         def make() -> Generation:
+            """Checks the free space and creates the folder, on the first rank."""
             needed = partial(base_of, self._folder)
-            new = new_generation(self._folder, keep, needed, self.change.base)
+            new = new_generation(self._folder, keep, needed, self.change.base_number)
             made = self._switching.enter_context(new)
-            every = (*self.change.own.values(), *self.change.shared.values())
-            nbytes, status = sum(each.nbytes for each in every), os.statvfs(self._folder)
+            tensors = (*self.change.own.values(), *self.change.shared.values())
+            nbytes, status = sum(tensor.nbytes for tensor in tensors), os.statvfs(self._folder)
             if status.f_blocks and nbytes > (free := status.f_bavail * status.f_frsize):
                 text = f"the checkpoint needs {nbytes:,} bytes, but {free:,} are free"
                 raise OSError(errno.ENOSPC, text, self._folder)
-            for each in self._files:
-                each.make(made.folder)
+            for file in self._files:
+                file.make(made.folder)
             return made
 
         # Only the first rank's object gets the final number, when it switches.
@@ -87,38 +88,44 @@ class GenerationWriter:
         """Writes all jobs except for the last `later` ones, whose tensors are copied."""
         first = len(self.jobs) - later
         now = self.jobs[:first]
-        total = sum(each.nbytes for job in now for each in job.values())
+        total = sum(rows.nbytes for job in now for rows in job.values())
 
         def begin() -> None:
-            self._moments = moments_of(tensors.all_by_key)
+            """Writes the first jobs and copies the others."""
+            self._versions = begin_versions(tensors.all_by_key)
             with progress_bar(total, progress, unit="B") as bar:
                 self._write(now, 0, bar.update)
             self._copies = copies(self.jobs[first:])
 
         run_on_all(self._ranks, begin)
 
-    def go_beside(self, patience: float) -> None:
-        """Replaces the collectives of the next stages by a Meeting, while training continues."""
+    def continue_in_background(self, patience: float) -> None:
+        """Replaces the collectives of the next stages by a Rendezvous, while training continues."""
         ranks = self._ranks
-        meeting = Meeting(self._generation.meeting, ranks.rank, ranks.size, patience)
+        rendezvous = Rendezvous(
+            self._generation.rendezvous_folder, ranks.rank, ranks.size, patience
+        )
 
         def make() -> None:
-            self._stack.callback(meeting.remove)
-            meeting.make()
+            """Creates the files of all ranks."""
+            self._stack.callback(rendezvous.remove)
+            rendezvous.make()
 
         def enter() -> None:
-            self._stack.enter_context(meeting)
+            """Locks this rank's file until the save ends."""
+            self._stack.enter_context(rendezvous)
 
         run_on_first(ranks, make)
         run_on_all(ranks, enter)
-        meeting.look_for_locks(ranks)
-        self._ranks = meeting
+        rendezvous.check_locks(ranks)
+        self._ranks = rendezvous
 
     def finish(self) -> tuple[int, int]:
         """Writes the copies and publishes the checkpoint; returns its number and total bytes."""
         ranks = self._ranks
 
         def write() -> None:
+            """Writes the copies and frees them."""
             try:
                 self._write(self._copies, len(self.jobs) - len(self._copies), lambda _: None)
             finally:
@@ -126,20 +133,21 @@ class GenerationWriter:
 
         run_on_all(ranks, write)
         of_ranks = run_on_all(
-            ranks, lambda: [e.own_digests(self._generation.folder, ranks) for e in self._files]
+            ranks,
+            lambda: [file.own_digests(self._generation.folder, ranks) for file in self._files],
         )
-        for at, each in enumerate(self._files):
+        for at, file in enumerate(self._files):
             digests = [digest for of_rank in of_ranks for digest in of_rank[at]]
-            self._entries.append({"name": each.name, "bytes": each.nbytes, "crc32c": digests})
+            self._entries.append({"name": file.name, "bytes": file.nbytes, "crc32c": digests})
         number, nbytes, digest = run_on_first(ranks, self._switch)
-        remember(digest, self._moments)
+        remember(digest, self._versions)
         return number, nbytes
 
     def _write(
         self,
         jobs: Sequence[Mapping[Any, Tensor | SelectedRows]],
         first: int,
-        told: Callable[[int], object],
+        on_bytes: Callable[[int], object],
     ) -> None:
         """Writes jobs or their copies; `first` is the index of the first job."""
         for at, job in enumerate(jobs, first - len(self._files)):
@@ -148,27 +156,26 @@ class GenerationWriter:
             else:
                 name, digests = f"tensors-{at + 1:05d}.safetensors", list[int]()
                 with replace_files([os.path.join(self._generation.folder, name)]) as (file,):
-                    write_safetensors(file, job, digests, told)
+                    write_safetensors(file, job, digests, on_bytes)
                 self._entries.append({"name": name, "bytes": file.count, "crc32c": digests})
 
     def _switch(self) -> tuple[int, int, str]:
         """Publishes the checkpoint; returns its number, total bytes and digest."""
-        against = self.change.against
+        base = self.change.base
         with self._switching.pop_all():
             content = {"version": VERSION, "files": self._entries, "parts": self._values}
-            if against is not None:
-                base = {"generation": against.number, "sha256": against.digest}
-                base["rows"] = self.change.ids_of
-                content["base"] = base
+            if base is not None:
+                entry = {"generation": base.number, "sha256": base.digest}
+                content["base"] = {**entry, "rows": self.change.ids_of}
             text = json.dumps({"format": FORMAT, **content}, separators=(",", ":")).encode()
             self._write_small("manifest.json", text)
             self._write_small("manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())
-            if against is not None and against.number not in generations_of(self._folder):
+            if base is not None and base.number not in generations_of(self._folder):
                 raise RuntimeError(
-                    f"save: the base, generation {against.number}, was removed during the save."
+                    f"save: the base, generation {base.number}, was removed during the save."
                     " Save again without base=."
                 )
-        nbytes = sum(int(each["bytes"]) for each in self._entries) + len(text)
+        nbytes = sum(int(entry["bytes"]) for entry in self._entries) + len(text)
         return self._generation.number, nbytes, hashlib.sha256(text).hexdigest()
 
     def _write_small(self, name: str, data: bytes) -> None:
@@ -181,13 +188,13 @@ def _shards(tensors: Mapping[str, _Written]) -> Iterator[dict[str, _Written]]:
     """Splits tensors into files of limited bytes, tensors and header size."""
     shard: dict[str, _Written] = {}
     nbytes = of_header = 0
-    for key, each in tensors.items():
-        of_entry = len(json.dumps([key, *each.shape])) + 100  # 100 for dtype and offsets
-        is_full = nbytes + each.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS
+    for key, rows in tensors.items():
+        of_entry = len(json.dumps([key, *rows.shape])) + 100  # 100 for dtype and offsets
+        is_full = nbytes + rows.nbytes > SHARD_BYTES or len(shard) == SHARD_TENSORS
         if shard and (is_full or of_header + of_entry > safetensors_format.LARGEST_HEADER):
             yield shard
             shard, nbytes, of_header = {}, 0, 0
-        shard[key] = each
-        nbytes, of_header = nbytes + each.nbytes, of_header + of_entry
+        shard[key] = rows
+        nbytes, of_header = nbytes + rows.nbytes, of_header + of_entry
     if shard:
         yield shard

@@ -45,7 +45,7 @@ def generations_of(folder: str) -> list[int]:
         while (names := {n for n in os.listdir(folder) if _NAME.fullmatch(n)}) != before:
             found = sorted(
                 number
-                for number in {int(each.partition("-")[2]) for each in names}
+                for number in {int(name.partition("-")[2]) for name in names}
                 if os.path.basename(path := path_of(folder, number)) in names
                 and os.path.isdir(path)
                 and not os.path.isdir(os.path.join(path, "manifest.json"))
@@ -67,17 +67,17 @@ def chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {})
 
     Raises FileNotFoundError if it does not exist, ValueError if all are damaged.
     """
-    there = generations_of(folder)
-    if generation in there:
+    existing = generations_of(folder)
+    if generation in existing:
         return generation
-    if not there or generation is not None:
+    if not existing or generation is not None:
         text = "there is no checkpoint in this folder"
-        text = f"there is no generation {generation}, only {there}" if there else text
+        text = f"there is no generation {generation}, only {existing}" if existing else text
         raise FileNotFoundError(errno.ENOENT, text, folder)
-    if whole := [each for each in there if each not in damaged]:
+    if whole := [number for number in existing if number not in damaged]:
         return whole[-1]
     texts = "; ".join(dict.fromkeys(damaged.values()))
-    raise ValueError(f"load: all generations {there} of {folder!r} are damaged: {texts}")
+    raise ValueError(f"load: all generations {existing} of {folder!r} are damaged: {texts}")
 
 
 @dataclass
@@ -88,8 +88,8 @@ class Generation:
     folder: str  # where its files are written
 
     @property
-    def meeting(self) -> str:
-        """A sibling folder for the ranks' Meeting; a later save removes abandoned ones."""
+    def rendezvous_folder(self) -> str:
+        """A sibling folder for the ranks' Rendezvous; a later save removes abandoned ones."""
         return f"{self.folder.removesuffix('partial')}ranks"
 
     def switch(self, folder: str) -> None:
@@ -123,13 +123,14 @@ def new_generation(
     token, number = new_token(), max(generations_of(folder), default=0) + 1
     made = Generation(number, os.path.join(folder, f".generation-{number}.{token}.partial"))
 
-    def switch(descriptor: int) -> None:
-        bases = {each: base_of(each) for each in generations_of(folder)}
+    def publish(descriptor: int) -> None:
+        """Renames the new folder and removes the checkpoints that are no longer needed."""
+        bases = {number: base_of(number) for number in generations_of(folder)}
         made.switch(folder)
         sync_folder(folder, descriptor)
         bases[made.number] = base
         numbers = generations_of(folder)
-        bases |= {each: base_of(each) for each in numbers if each not in bases}
+        bases |= {number: base_of(number) for number in numbers if number not in bases}
         for number in _unneeded(numbers, keep, bases):
             hidden = os.path.join(folder, f".generation-{number}.{token}.old")
             with suppress(FileNotFoundError):  # another process has removed it
@@ -139,16 +140,16 @@ def new_generation(
                 else:
                     shutil.rmtree(hidden)
 
-    with new_folder(folder, made.folder, _HIDDEN, switch):
+    with new_folder(folder, made.folder, _HIDDEN, publish):
         yield made
 
 
 def _unneeded(numbers: list[int], keep: int, bases: Mapping[int, int | None]) -> list[int]:
     """The checkpoints to remove, the latest first, so that a delta is removed before its base."""
     needed: set[int] = set()
-    for each in numbers[-keep:]:
-        at: int | None = each
+    for kept in numbers[-keep:]:
+        at: int | None = kept
         while at is not None and at not in needed:
             needed.add(at)
             at = bases.get(at)
-    return [each for each in reversed(numbers) if each not in needed]
+    return [number for number in reversed(numbers) if number not in needed]

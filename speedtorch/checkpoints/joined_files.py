@@ -31,14 +31,13 @@ class JoinedRows:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    own: Mapping[
-        int, Tensor | SelectedRows
-    ]  # this rank's runs of rows, by the place of the first row
+    own: Mapping[int, Tensor | SelectedRows]
+    """This rank's runs of rows, by the place of the first row."""
 
     @classmethod
     def of(cls, rows: RowShard) -> JoinedRows:
         """All rows of a tensor."""
-        own = {there.start: rows.field[here.start : here.stop] for there, here in rows.blocks}
+        own = {whole.start: rows.field[local.start : local.stop] for whole, local in rows.blocks}
         return cls(tuple(rows.shape), rows.dtype, own)
 
     @property
@@ -52,6 +51,7 @@ def _writer_of_runs(descriptor: int, runs: Mapping[int, int]) -> Callable[[memor
     rest, left = iter(runs.items()), 0
 
     def write(data: memoryview) -> None:
+        """Writes to the rest of the current run, and to the next runs."""
         nonlocal left
         while len(data):
             if not left:
@@ -69,17 +69,17 @@ class JoinedFile:
 
     def __init__(self, name: str, tensors: Mapping[str, JoinedRows]) -> None:
         self.name = name
-        self._header = safetensors_header({k: (e.shape, e.dtype) for k, e in tensors.items()})
+        self._header = safetensors_header({key: (t.shape, t.dtype) for key, t in tensors.items()})
         self.own: dict[int, Tensor | SelectedRows] = {}
         """The rows that this rank writes, by their byte offset in the file."""
         self.nbytes = len(self._header)
-        for key in in_file_order({key: each.dtype for key, each in tensors.items()}):
-            each = tensors[key]
-            row_bytes = math.prod(each.shape[1:]) * each.dtype.itemsize
-            for first, rows in each.own.items():
+        for key in in_file_order({key: tensor.dtype for key, tensor in tensors.items()}):
+            tensor = tensors[key]
+            row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+            for first, rows in tensor.own.items():
                 if rows.nbytes:
                     self.own[self.nbytes + first * row_bytes] = rows
-            self.nbytes += each.nbytes
+            self.nbytes += tensor.nbytes
 
     def make(self, folder: str) -> None:
         """Creates the file with its header, and reserves space for all rows."""

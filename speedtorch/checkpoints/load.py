@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.checkpoints.background_saves import wait_for
-from speedtorch.checkpoints.generations import check_number, chosen, generations_of
-from speedtorch.checkpoints.load_checks import check_loads, shares_rows
-from speedtorch.checkpoints.load_ranks import LoadRanks
-from speedtorch.checkpoints.noted_rows import (
+from speedtorch.checkpoints.change_tracking import (
     are_same,
-    moments_of,
+    begin_versions,
     place_of,
     remember,
     write_changes,
 )
+from speedtorch.checkpoints.generations import check_number, chosen, generations_of
+from speedtorch.checkpoints.load_checks import check_loads, shares_rows
+from speedtorch.checkpoints.load_ranks import LoadRanks
 from speedtorch.checkpoints.saved_generation import DamagedError, SavedGeneration
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.checkpoints.sharded_tensors import fill_shards
@@ -93,7 +93,7 @@ def load(
     is_shared = (
         dist.is_available()
         and dist.is_initialized()
-        and any(shares_rows(each) for part in parts.values() for each in _objects(part))
+        and any(shares_rows(owner) for part in parts.values() for owner in _objects(part))
     )
     ranks: Collectives = LoadRanks(Ranks.of()) if is_shared else SingleProcess()
     ready: list[Callable[[], dict[str, Any]]] = []
@@ -104,7 +104,9 @@ def load(
         check_number("generation", generation)
         check_number("since", since)
         for name, part in parts.items():
-            if wrong := [each for each in _objects(part) if not hasattr(each, "load_state_dict")]:
+            if wrong := [
+                value for value in _objects(part) if not hasattr(value, "load_state_dict")
+            ]:
                 raise TypeError(
                     f"{name}: expected an object with load_state_dict(), got"
                     f" {type(wrong[0]).__name__}. load() returns values such as numbers."
@@ -113,7 +115,7 @@ def load(
             number = chosen(folder, generation, damaged)
             try:
                 opened = SavedGeneration.opened(folder, number)
-                if bad := [each.number for each in opened.chain if each.number in damaged]:
+                if bad := [link.number for link in opened.chain if link.number in damaged]:
                     damaged[number] = damaged[bad[0]]
                     continue
                 made = _prepared(opened, parts, since=since, verify=verify, progress=progress)
@@ -134,8 +136,8 @@ def load(
     for _ in range(_TRIES):
         ready.clear()
         digests, found = zip(*run_on_all(ranks, prepare, "load"), strict=True)
-        for each in found:
-            damaged.update(each)
+        for damaged_there in found:
+            damaged.update(damaged_there)
         if None not in digests and len(set(digests)) == 1:
             return ready[0]()
     raise RuntimeError(
@@ -163,10 +165,10 @@ def _prepared(
     patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
     for name, part in parts.items():
         live = _fields_in_place(opened, name, part) if changes else {}
-        kept = {key: each for key, each in live.items() if key in changes}
-        patches += [(each, changes[key]) for key, each in kept.items()]
+        kept = {key: rows for key, rows in live.items() if key in changes}
+        patches += [(rows, changes[key]) for key, rows in kept.items()]
         states[name] = opened.value(name, kept, copies=_copies(part))
-    others = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
+    values = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
     pairs: list[tuple[str, Any, Any]] = []
     for name, part in parts.items():
         state = states[name]
@@ -178,29 +180,30 @@ def _prepared(
             raise ValueError(f"{name}: {text} was saved, got a list of {len(part)}")
         names = [f"{name}[{at}]" for at in range(len(part))]
         pairs += zip(names, part, state, strict=True)
-    known = [check_loads(*each) for each in pairs]
-    for each in pairs:
-        fill_shards(*each)
+    known = [check_loads(*pair) for pair in pairs]
+    for pair in pairs:
+        fill_shards(*pair)
     # Objects whose load may still raise are first, while the other objects are unchanged.
     order = sorted(range(len(pairs)), key=known.__getitem__)
 
     def fill() -> dict[str, Any]:
+        """Loads all objects and returns the other values."""
         for tensor, rows in patches:
             write_changes(tensor, rows)
         for part, state in [pairs[at][1:] for at in order]:
             part.load_state_dict(state)
             if isinstance(part, Optimizer):
-                opened.let_go(part)
+                opened.copy_mapped_state(part)
         if any_tracks_changes():
             # Compares, because load_state_dict() may change values, and `since` may be wrong.
             same = {
-                key: each
+                key: rows
                 for name, part in parts.items()
-                for key, each in _fields_in_place(opened, name, part).items()
-                if are_same(each, opened.tensor(key))
+                for key, rows in _fields_in_place(opened, name, part).items()
+                if are_same(rows, opened.tensor(key))
             }
-            remember(opened.digest, moments_of(same))
-        return others
+            remember(opened.digest, begin_versions(same))
+        return values
 
     return fill
 
@@ -217,20 +220,20 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
     with as_plain(), torch.no_grad(), state_dict_views():
         tensors.described(name, part)
     return {
-        key: each
-        for key, each in tensors.all_by_key.items()
-        if place_of(each) and opened.has(key, each)
+        key: tensor
+        for key, tensor in tensors.all_by_key.items()
+        if place_of(tensor) and opened.has(key, tensor)
     }
 
 
 def _copies(part: Any) -> bool:
     """Whether load_state_dict() of a part may keep the tensors, which must then be copies."""
-    return not all(isinstance(each, nn.Module | Optimizer) for each in _objects(part))
+    return not all(isinstance(owner, nn.Module | Optimizer) for owner in _objects(part))
 
 
 def _warn_of(damaged: Mapping[int, str], number: int) -> None:
     """Warns if a checkpoint is loaded instead of later, damaged ones."""
-    if later := {each: text for each, text in damaged.items() if each > number}:
+    if later := {bad: text for bad, text in damaged.items() if bad > number}:
         texts = "; ".join(dict.fromkeys(later.values()))
         warnings.warn(
             f"load: loads generation {number}, because {sorted(later)} are damaged: {texts}",

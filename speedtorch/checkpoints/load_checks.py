@@ -32,9 +32,9 @@ def shares_rows(part: Any) -> bool:
     if has_dtensors(part):
         return True
     if isinstance(part, nn.Module):
-        found = [getattr(each, "trained_rows", None) for each in part.modules()]
+        found = [getattr(module, "trained_rows", None) for module in part.modules()]
     elif isinstance(part, Optimizer) and (saved := saved_state_of(part)) is not None:
-        found = [each.table_rows for each in saved.states]
+        found = [state.table_rows for state in saved.states]
     else:
         return False
     return any(rows is not None and rows.table.shard_spec is not None for rows in found)
@@ -67,7 +67,7 @@ def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> boo
     if not (wrong := [*_differences(module, own, state)]):
         # Tensors of other classes do their own checks when they load.
         known = (Tensor, nn.Parameter, RowShard)
-        return all(type(e) in known for e in own.values() if isinstance(e, Tensor))
+        return all(type(value) in known for value in own.values() if isinstance(value, Tensor))
     if any(map(loads_by_own_code, module.modules())):
         return False
     more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
@@ -101,16 +101,16 @@ def _differences(
 
 def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> bool:
     saved = saved_state_of(optimizer)
-    others = load_hooks(optimizer) - (saved is not None)
-    if not calls_load_hooks(optimizer) or others:
+    foreign_hooks = load_hooks(optimizer) - (saved is not None)
+    if not calls_load_hooks(optimizer) or foreign_hooks:
         return False
     try:
         groups, entries = state["param_groups"], state["state"]
-        sizes = [len(each["params"]) for each in groups]
-        own = [len(each["params"]) for each in optimizer.param_groups]
+        sizes = [len(group["params"]) for group in groups]
+        own = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != own:
             raise ValueError(f"groups of {sizes} parameters were saved, expected {own}")
-        if not all(isinstance(each, Mapping) for each in entries.values()):
+        if not all(isinstance(entry, Mapping) for entry in entries.values()):
             raise TypeError("the state of a parameter is not a dict")
         if saved is not None:
             saved.check_loads(optimizer, state)
@@ -131,7 +131,7 @@ def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
     Also raises ValueError if state and parameters differ in shape, which torch does not check.
     """
     is_shaped_alike = type(optimizer).__name__ not in _SHAPED_OTHERWISE
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         for key, value in entries.get(number, {}).items():
@@ -147,11 +147,12 @@ def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
     vars(made).pop("load_state_dict", None)
 
     def without_elements(value: Any) -> Any:
+        """Replaces a tensor by an empty one; scalars and other values remain."""
         is_array = isinstance(value, Tensor) and value.dim() > 0
         return torch.empty(0, dtype=value.dtype, device="cpu") if is_array else value
 
     empty = {
-        number: {key: without_elements(value) for key, value in each.items()}
-        for number, each in entries.items()
+        number: {key: without_elements(value) for key, value in entry.items()}
+        for number, entry in entries.items()
     }
     made.load_state_dict({"state": empty, "param_groups": groups})

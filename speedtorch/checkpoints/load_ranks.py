@@ -43,7 +43,7 @@ class LoadRanks(Collectives):
                 "load: another rank has not called load() in time. All ranks with sharded rows must"
                 f" call it together ({error})."
             ) from error
-        said = [json.loads(self._store.get(key)) for key in keys]
+        values = [json.loads(self._store.get(key)) for key in keys]
         if number > 1:  # all ranks are at this call, and have read the previous values
             self._store.delete_key(f"{number - 1}/{self.rank}")
-        return said
+        return values

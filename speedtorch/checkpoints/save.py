@@ -107,11 +107,11 @@ def save(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for step in (10, 20):
         ...         saved = speedtorch.save(folder, model=emb, optimizer=optimizer, step=step)
-        ...     others = speedtorch.load(folder, model=emb, optimizer=optimizer)
-        >>> saved.generation, others
+        ...     values = speedtorch.load(folder, model=emb, optimizer=optimizer)
+        >>> saved.generation, values
         (2, {'step': 20})
     """
-    finish, _ = _begun(os.fsdecode(path), keep, base, parts, progress=progress)
+    finish, _ = _begin(os.fsdecode(path), keep, base, parts, progress=progress)
     return finish()
 
 
@@ -157,7 +157,9 @@ def async_save(
     """
     max_bytes = None if max_memory is None else bytes_of("max_memory", max_memory)
     folder = os.path.abspath(os.fsdecode(path))  # the program may change its working directory
-    begun = _begun(folder, keep, base, parts, progress=False, beside=True, max_bytes=max_bytes)
+    begun = _begin(
+        folder, keep, base, parts, progress=False, in_background=True, max_bytes=max_bytes
+    )
     return background_saves.begin(folder, *begun)
 
 
@@ -174,8 +176,8 @@ def _check_names(parts: Mapping[str, Any]) -> None:
     if not parts:
         raise TypeError("save: expected parts to save, such as model=, optimizer= or step=")
     # Without the options of load: `generator` is a good name for a part.
-    of_save = [each for each, call in _OPTIONS.items() if call != "load"]
-    plain = {each.replace("_", ""): each for each in (*of_save, "background")}
+    of_save = [name for name, call in _OPTIONS.items() if call != "load"]
+    plain = {name.replace("_", ""): name for name in (*of_save, "background")}
     for name in parts:
         found = get_close_matches(name.replace("_", "").lower(), plain, n=1, cutoff=0.8)
         option = name if name in _OPTIONS else plain[found[0]] if found else None
@@ -192,19 +194,19 @@ def _check_names(parts: Mapping[str, Any]) -> None:
         raise TypeError(f"save: a part cannot have the name {name!r}. {remedy} Nothing was saved.")
 
 
-def _begun(
+def _begin(
     folder: str,
     keep: int,
     base: int | None,
     parts: Mapping[str, Any],
     *,
     progress: bool | None,
-    beside: bool = False,
+    in_background: bool = False,
     max_bytes: int | None = None,
 ) -> tuple[Callable[[], Saved], ExitStack]:
     """Begins a save; returns a function that finishes it, and a stack that undoes it until then.
 
-    A save `beside` training has then written or copied all parts.
+    A save `in_background` has then written or copied all parts.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep: expected an int of 1 or more, got {keep!r}")
@@ -214,37 +216,38 @@ def _begun(
     background_saves.wait_for(folder)
     with as_plain(), torch.no_grad(), state_dict_views(), ExitStack() as stack:
         tensors = SavedTensors()
-        values = {name: tensors.described(name, each) for name, each in parts.items()}
+        values = {name: tensors.described(name, part) for name, part in parts.items()}
         ranks: Collectives = Ranks.of() if tensors.shared else SingleProcess()
-        _check_same(ranks, tensors.shared, {"base": base, "async": beside})
+        _check_same(ranks, tensors.shared, {"base": base, "async": in_background})
         if ranks.rank:
             tensors.by_key.clear()  # the first rank writes them
         progress = False if tensors.shared else progress
         change = change_since(ranks, folder, base, tensors)
         writing = GenerationWriter(ranks, folder, change, values, stack)
         later = 0
-        if beside:
+        if in_background:
             hosts = ranks.all_gather(this_machine())
             later = background_saves.fitting(writing.jobs, max_bytes, hosts.count(this_machine()))
         writing.make(keep)
         writing.begin(tensors, later, progress)
-        if beside and isinstance(ranks, Ranks):
-            writing.go_beside(ranks.timeout)
+        if in_background and isinstance(ranks, Ranks):
+            writing.continue_in_background(ranks.timeout)
         rest = stack.pop_all()
-    waited = time.perf_counter() - begin if beside else None
+    waited = time.perf_counter() - begin if in_background else None
 
     def finish() -> Saved:
+        """Writes the remaining files and publishes the checkpoint."""
         with rest:
             number, nbytes = writing.finish()
         seconds = time.perf_counter() - begin
-        return Saved(path_of(folder, number), number, nbytes, seconds, change.base, waited)
+        return Saved(path_of(folder, number), number, nbytes, seconds, change.base_number, waited)
 
     return finish, rest
 
 
 def _check_same(ranks: Collectives, shared: Mapping[str, RowShard], how: Mapping[str, Any]) -> None:
     """Raises ValueError on all ranks unless all save the same tables with the same options."""
-    mine = [(key, tuple(each.shape), str(each.dtype)) for key, each in shared.items()], how
+    mine = [(key, tuple(rows.shape), str(rows.dtype)) for key, rows in shared.items()], how
     for rank, theirs in enumerate(ranks.all_gather(mine)):
         if theirs != mine:
             (tables, way), (own, _) = theirs, mine

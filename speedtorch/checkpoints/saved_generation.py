@@ -57,7 +57,7 @@ class SavedGeneration:
         self.base: SavedGeneration | None = None
         self.ids_of: dict[str, str] = {}
         self._folder, self._later = folder, later
-        self._older = [each for each in generations_of(folder) if each < number]
+        self._older = [older for older in generations_of(folder) if older < number]
         self._arrays: dict[str, tuple[StoredArray, mmap.mmap]] = {}
         self._ranges: list[range] = []
         self._open_files()
@@ -71,8 +71,8 @@ class SavedGeneration:
         last = made = cls(folder, number)
         while "base" in last.manifest:
             last = last._open_base()
-        for each in reversed(made.chain):
-            each._check_base()
+        for link in reversed(made.chain):
+            link._check_base()
         return made
 
     @property
@@ -98,15 +98,15 @@ class SavedGeneration:
             if not isinstance(content["parts"], dict):
                 raise ValueError("its 'parts' are not a dict")
             self.manifest = dict(content)
-            for each in self.manifest["files"]:
-                name, numbers = each["name"], [each["bytes"], *each[self._digests]]
+            for entry in self.manifest["files"]:
+                name, numbers = entry["name"], [entry["bytes"], *entry[self._digests]]
                 if not all(type(number) is int and number >= 0 for number in numbers):
                     raise ValueError("it has byte counts or digests that are not numbers")
                 is_name = os.path.basename(name) == name and name.endswith(".safetensors")
                 if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
                     raise ValueError(f"it has the invalid file name {name[:300]!r}")
-        for each in self.manifest["files"]:
-            name, nbytes = each["name"], each["bytes"]
+        for entry in self.manifest["files"]:
+            name, nbytes = entry["name"], entry["bytes"]
             with self._damage(name), open_to_read(os.path.join(self.path, name)) as file:
                 if file.size != nbytes:
                     raise ValueError(f"it has {file.size:,} bytes instead of {nbytes:,}")
@@ -187,11 +187,11 @@ class SavedGeneration:
 
         Returns None unless the chain contains `generation`.
         """
-        later = list(itertools.takewhile(lambda each: each.number != generation, self.chain))
+        later = list(itertools.takewhile(lambda link: link.number != generation, self.chain))
         if len(later) == len(self.chain):
             return None
-        keys = [key for key in self._arrays if all(key in each.ids_of for each in later)]
-        return {key: [each._rows(key) for each in reversed(later)] for key in keys}
+        keys = [key for key in self._arrays if all(key in link.ids_of for link in later)]
+        return {key: [link._rows(key) for link in reversed(later)] for key in keys}
 
     def _rows(self, key: str) -> tuple[Tensor, Tensor]:
         """The ids of changed rows, checked to be in range, and the rows."""
@@ -203,24 +203,25 @@ class SavedGeneration:
 
     def verify(self, progress: bool | None) -> None:
         """Compares all bytes with their digests; raises DamagedError if some differ."""
-        files = [(each, entry) for each in self.chain for entry in each.manifest["files"]]
+        files = [(link, entry) for link in self.chain for entry in link.manifest["files"]]
         total = sum(entry["bytes"] for _, entry in files)
-        turn = Lock()
+        lock = Lock()  # threads report bytes
         with progress_bar(total, progress, unit="B") as bar:
 
-            def told(count: int) -> None:
-                with turn:
+            def update_bar(count: int) -> None:
+                """Advances the bar, from any thread."""
+                with lock:
                     bar.update(count)
 
-            for of, entry in files:
-                name, nbytes, expected = entry["name"], entry["bytes"], entry[of._digests]
-                digest_of = crc32c if of._digests == "crc32c" else zlib.crc32
-                with of._damage(name), open_to_read(os.path.join(of.path, name)) as file:
+            for link, entry in files:
+                name, nbytes, expected = entry["name"], entry["bytes"], entry[link._digests]
+                digest_of = crc32c if link._digests == "crc32c" else zlib.crc32
+                with link._damage(name), open_to_read(os.path.join(link.path, name)) as file:
                     if len(expected) != (count := chunk_count(nbytes)):
                         raise ValueError(f"it has {count} chunks, but {len(expected)} digests")
-                    found = all_digests(file.read, nbytes, told, digest_of)
-                    for number, (digest, other) in enumerate(zip(found, expected, strict=True)):
-                        if digest != other:
+                    found = all_digests(file.read, nbytes, update_bar, digest_of)
+                    for number, digests in enumerate(zip(found, expected, strict=True)):
+                        if digests[0] != digests[1]:
                             begin = number * CHUNK_BYTES
                             raise ValueError(
                                 f"its bytes from {begin:,} on do not match their digest"
@@ -232,21 +233,22 @@ class SavedGeneration:
         Tensors in `instead` replace the file's tensors, by key.
         """
 
-        def found(key: str) -> Tensor:
+        def tensor_of(key: str) -> Tensor:
+            """The tensor for a key in the manifest."""
             if key in instead:
                 return instead[key]
             made = self.tensor(key)
             return made.clone() if copies else made
 
         with self._damage("manifest.json"):
-            return restored(self.manifest["parts"][name], found)
+            return restored(self.manifest["parts"][name], tensor_of)
 
     def tensor(self, key: str) -> Tensor:
         """A tensor in the private mapping of the file, with all changed rows written to it."""
         whole = self._whole_of(key)
         made = whole._mapped(key)
-        for each in reversed(self.chain[: self.chain.index(whole)]):
-            pinned_scatter(made, *each._rows(key))
+        for link in reversed(self.chain[: self.chain.index(whole)]):
+            pinned_scatter(made, *link._rows(key))
         return made
 
     def _mapped(self, key: str) -> Tensor:
@@ -260,12 +262,12 @@ class SavedGeneration:
         # .data, because a view would keep a reference to its base tensor and so to the file.
         return part.view(array.dtype).view(array.shape).data
 
-    def let_go(self, optimizer: Optimizer) -> None:
+    def copy_mapped_state(self, optimizer: Optimizer) -> None:
         """Copies the tensors of an optimizer's state that are still mapped from the file."""
-        ranges = [part for each in self.chain for part in each._ranges]
-        for _, each in plain_tensors("", dict(enumerate(optimizer.state.values()))):
-            if each.is_cpu and each.numel() and any(each.data_ptr() in part for part in ranges):
-                each.data = each.data.clone()
+        ranges = [part for link in self.chain for part in link._ranges]
+        for _, state in plain_tensors("", dict(enumerate(optimizer.state.values()))):
+            if state.is_cpu and state.numel() and any(state.data_ptr() in part for part in ranges):
+                state.data = state.data.clone()
 
 
 def _base_in(entry: Any) -> tuple[int, str]:

@@ -39,8 +39,12 @@ class SavedTensors:
 
     def described(self, name: str, part: Any) -> Any:
         """Converts a part's state, or a value, to JSON types, and keeps its tensors here."""
-        if isinstance(part, list | tuple) and part and all(hasattr(e, "state_dict") for e in part):
-            part = [each.state_dict() for each in part]
+        if (
+            isinstance(part, list | tuple)
+            and part
+            and all(hasattr(item, "state_dict") for item in part)
+        ):
+            part = [item.state_dict() for item in part]
         elif hasattr(part, "state_dict"):
             part = part.state_dict()
         return described(name, part, self._keep)
@@ -50,11 +54,11 @@ class SavedTensors:
         plain = name.replace("'][", ".").replace("['", ".").replace("']", "")
         plain = plain.replace("][", ".").replace("[", ".").replace("]", "")
         key = next(
-            each
+            free
             for number in itertools.count()
-            if (each := plain + f"#{number}" * (number > 0)) != safetensors_format.RESERVED
-            and each not in self.by_key
-            and each not in self.shared
+            if (free := plain + f"#{number}" * (number > 0)) != safetensors_format.RESERVED
+            and free not in self.by_key
+            and free not in self.shared
         )
         if is_dtensor(tensor):
             tensor = rows_of_dtensor(name, tensor)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 __all__ = ["described", "restored"]
 
-_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_SEQUENCES = {each.__name__.lower(): each for each in (list, tuple, torch.Size)}
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_SEQUENCES = {kind.__name__.lower(): kind for kind in (list, tuple, torch.Size)}
 _DEEPEST = 100
 _LONG_BITS = 2048  # longer ints are hex, as Python may limit decimal text to 640 digits
 
@@ -32,8 +32,9 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
     if depth > _DEEPEST:
         raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")
 
-    def inner(place: str, each: Any) -> Any:
-        return described(name + place, each, keep, depth + 1)
+    def inner(place: str, item: Any) -> Any:
+        """Converts an item of this value."""
+        return described(name + place, item, keep, depth + 1)
 
     kind = type(value)
     if kind is int and value.bit_length() > _LONG_BITS:
@@ -54,17 +55,17 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
         data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
         return ["array", value.dtype.str, [*value.shape], keep(name, data)]
     if kind in (list, tuple, torch.Size):
-        within = [inner(f"[{at}]", each) for at, each in enumerate(value)]
-        return [kind.__name__.lower(), *within]
+        items = [inner(f"[{at}]", item) for at, item in enumerate(value)]
+        return [kind.__name__.lower(), *items]
     if isinstance(value, Mapping) and kind in (dict, Counter, OrderedDict):
         entries = []
-        for key, each in value.items():
+        for key, item in value.items():
             if type(key) not in (str, int, float, bool):
                 raise TypeError(
                     f"{name}: has the key {key!r}, a {type(key).__name__}; expected strings and"
                     " numbers"
                 )
-            entries.append([inner("'s key", key), inner(f"[{key!r}]", each)])
+            entries.append([inner("'s key", key), inner(f"[{key!r}]", item)])
         if kind is not OrderedDict:
             return [kind.__name__.lower(), *entries]
         metadata = getattr(value, "_metadata", None)  # state_dict() of a module has it
@@ -92,16 +93,17 @@ def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
         raise ValueError(f"expected a value, got {str(value)[:80]}")
     word, *rest = value
 
-    def within(each: Any) -> Any:
-        return restored(each, found, depth + 1)
+    def inner(item: Any) -> Any:
+        """Converts an item of this value back."""
+        return restored(item, found, depth + 1)
 
     if word in _SEQUENCES:
-        return _SEQUENCES[word]([within(each) for each in rest])
+        return _SEQUENCES[word]([inner(item) for item in rest])
     if word in ("dict", "counter"):  # Counter: milestones of schedulers
-        return (dict if word == "dict" else Counter)(dict(_pairs(rest, within)))
+        return (dict if word == "dict" else Counter)(dict(_pairs(rest, inner)))
     if word == "ordered" and rest:
-        entries: Any = OrderedDict(_pairs(rest[1:], within))
-        if (metadata := within(rest[0])) is not None:
+        entries: Any = OrderedDict(_pairs(rest[1:], inner))
+        if (metadata := inner(rest[0])) is not None:
             vars(entries)["_metadata"] = metadata
         return entries
     if word in ("array", "number"):
@@ -139,7 +141,7 @@ def _plain_type(name: str) -> np.dtype[Any]:
 
 def _array(word: str, rest: list[Any], found: Callable[[str], Tensor]) -> Any:
     """A NumPy array in its own memory, or a NumPy number."""
-    if word == "number" and len(rest) == 2 and all(type(each) is str for each in rest):
+    if word == "number" and len(rest) == 2 and all(type(text) is str for text in rest):
         (number,) = np.frombuffer(bytes.fromhex(rest[1]), _plain_type(rest[0]))
         return number
     if len(rest) == 3 and type(rest[0]) is type(rest[2]) is str and isinstance(rest[1], list):
@@ -148,7 +150,7 @@ def _array(word: str, rest: list[Any], found: Callable[[str], Tensor]) -> Any:
     raise ValueError(f"expected a value, got {str([word, *rest])[:80]}")
 
 
-def _pairs(entries: list[Any], within: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    if not all(isinstance(each, list) and len(each) == 2 for each in entries):
+def _pairs(entries: list[Any], inner: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    if not all(isinstance(entry, list) and len(entry) == 2 for entry in entries):
         raise ValueError(f"expected pairs, got {str(entries)[:80]}")
-    return [(within(key), within(each)) for key, each in entries]
+    return [(inner(key), inner(value)) for key, value in entries]

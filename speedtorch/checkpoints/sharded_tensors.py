@@ -87,14 +87,14 @@ def _like(name: str, own: Any, whole: Tensor) -> Tensor:
 def _shard(name: str, tensor: Any) -> tuple[range, bool]:
     """This rank's rows of a DTensor, and whether this rank is their first replica."""
     mesh, placements = tensor.device_mesh, tensor.placements
-    sharding = {at: each for at, each in enumerate(placements) if not each.is_replicate()}
-    kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in sharding.values()]
+    sharding = {dim: kind for dim, kind in enumerate(placements) if not kind.is_replicate()}
+    kinds = [(type(kind).__name__, getattr(kind, "dim", None)) for kind in sharding.values()]
     if kinds == [("Shard", 0)] and mesh.size() == dist.get_world_size():
         (at,) = sharding
         count = -(-len(tensor) // mesh.size(at))  # as torch.chunk
         begin = min(mesh.get_local_rank(at) * count, len(tensor))
         rows = range(begin, min(begin + count, len(tensor)))
-        replicas = [mesh.get_local_rank(each) for each in range(mesh.ndim) if each != at]
+        replicas = [mesh.get_local_rank(dim) for dim in range(mesh.ndim) if dim != at]
         if len(tensor.to_local()) == len(rows):
             return rows, not any(replicas)
     raise TypeError(

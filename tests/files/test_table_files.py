@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import speedtorch
 from speedtorch import HostTable
-from speedtorch.checkpoints.meeting import Meeting
+from speedtorch.checkpoints.rendezvous import Rendezvous
 from speedtorch.files import system_calls, table_files
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import NPY_DTYPES
@@ -323,10 +323,10 @@ def test_every_file_call_goes_through_the_table_of_calls(
     HostTable.open(tmp_path / "t.npy", "mapped")
     speedtorch.save(tmp_path / "run", a=torch.ones(2))
     speedtorch.load(tmp_path / "run")
-    meeting = Meeting(str(tmp_path / "ranks"), 0, 1, 1.0)
-    meeting.make()
-    with meeting:
-        assert meeting.all_gather(1) == [1]
+    rendezvous = Rendezvous(str(tmp_path / "ranks"), 0, 1, 1.0)
+    rendezvous.make()
+    with rendezvous:
+        assert rendezvous.all_gather(1) == [1]
     with pytest.raises(RuntimeError), replace_files([tmp_path / "a"]) as (file,):
         file.write(bytes(16 << 20))
         raise RuntimeError

@@ -1,4 +1,4 @@
-"""Meeting: an all-gather by files, concurrent with the collectives of training.
+"""Rendezvous: an all-gather by files, concurrent with the collectives of training.
 
 Each rank appends a line of JSON to its file for each value, and an empty line when it leaves. Each
 rank also locks its file. The system releases the lock when the process ends.
@@ -27,12 +27,12 @@ from speedtorch.files.system_calls import (
 )
 from speedtorch.parallel.collectives import Collectives
 
-__all__ = ["Meeting"]
+__all__ = ["Rendezvous"]
 
 _SHORTEST_NAP, _LONGEST_NAP = 2e-3, 0.25  # seconds
 
 
-class Meeting:
+class Rendezvous:
     """Ranks that write one checkpoint while training continues; see Collectives.
 
     The first rank calls make() before any rank enters, leaves last, and calls remove(). If locks
@@ -42,9 +42,9 @@ class Meeting:
     def __init__(self, folder: str, rank: int, size: int, patience: float) -> None:
         self.rank, self.size = rank, size
         self._folder, self._patience = folder, patience
-        self._heard = [0] * size
+        self._lines_read = [0] * size
         self._in_use, self._sees_locks = False, True
-        self._left = ExitStack()
+        self._exit_stack = ExitStack()
 
     def make(self) -> None:
         """Creates the folder with a file for each rank, so that all ranks can read at once."""
@@ -58,7 +58,7 @@ class Meeting:
         if not self._in_use:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         with ExitStack() as stack:
             if self.rank == 0:
                 parent = stack.enter_context(opened_folder(os.path.dirname(self._folder)))
@@ -66,26 +66,26 @@ class Meeting:
                     share_lock(parent)  # or another save would remove the folder as abandoned
             file = opened(self._path(self.rank), os.O_WRONLY | os.O_APPEND)
             self._file = stack.enter_context(file)
-            with suppress(OSError):  # no locks on this file system: look_for_locks() returns False
+            with suppress(OSError):  # no locks on this file system: check_locks() returns False
                 calls.own(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._left, self._in_use = stack.pop_all(), True
+            self._exit_stack, self._in_use = stack.pop_all(), True
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._left, suppress(OSError):
+        with self._exit_stack, suppress(OSError):
             with suppress(OSError):  # the lock is released in any case
                 write_all(self._file, b"\n")
             if self.rank == 0:
-                for rank in self._others():
+                for rank in self._other_ranks():
                     while self._line(rank):  # until the rank has left or ended
                         pass
             self._in_use = False
 
-    def look_for_locks(self, ranks: Collectives) -> bool:
+    def check_locks(self, ranks: Collectives) -> bool:
         """Whether all ranks, which have entered, see all locks; locks then show who has ended."""
         sees_all = False
         with suppress(OSError):  # no locks on this file system
-            sees_all = not any(map(self._is_free, self._others()))
+            sees_all = not any(map(self._is_free, self._other_ranks()))
         self._sees_locks = all(ranks.all_gather(sees_all))
         return self._sees_locks
 
@@ -94,26 +94,26 @@ class Meeting:
 
         Raises RuntimeError if another rank has ended or left.
         """
-        self._say(value)
-        return [value if rank == self.rank else self._said(rank) for rank in range(self.size)]
+        self._publish(value)
+        return [value if rank == self.rank else self._value_of(rank) for rank in range(self.size)]
 
     def broadcast(self, value: Any) -> Any:
         """Broadcasts the first rank's value; see all_gather()."""
         if self.rank:
-            return self._said(0)
-        self._say(value)
+            return self._value_of(0)
+        self._publish(value)
         return value
 
-    def _say(self, value: Any) -> None:
+    def _publish(self, value: Any) -> None:
         write_all(self._file, json.dumps(value).encode() + b"\n")
         calls.fsync(self._file)  # makes the line visible to others on a network file system
 
-    def _said(self, rank: int) -> Any:
+    def _value_of(self, rank: int) -> Any:
         if line := self._line(rank):
             return json.loads(line)
         raise RuntimeError(f"save: rank {rank} has ended, or has left the save")
 
-    def _others(self) -> list[int]:
+    def _other_ranks(self) -> list[int]:
         """Without this rank: opening and closing its own file again would release its lock."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
@@ -124,9 +124,9 @@ class Meeting:
             waited = time.monotonic() - begin
             has_ended = self._is_free(rank) if self._sees_locks else waited > self._patience
             lines = bytes(read_file(self._path(rank), math.inf)).split(b"\n")[:-1]
-            if len(lines) > self._heard[rank]:
-                self._heard[rank] += 1
-                return lines[self._heard[rank] - 1]
+            if len(lines) > self._lines_read[rank]:
+                self._lines_read[rank] += 1
+                return lines[self._lines_read[rank] - 1]
             if has_ended or b"" in lines:
                 return b""
             time.sleep(nap)

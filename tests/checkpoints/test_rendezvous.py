@@ -11,7 +11,7 @@ import pytest
 from ordinary_run import soaked
 from rank_processes import exit_codes, in_processes
 from sharded_checkpoints import check_loaded
-from sharded_meetings import (
+from sharded_rendezvous import (
     check_after_kill,
     check_ended,
     check_goes_on,

@@ -18,54 +18,54 @@ from killed_saves import killed_at
 from sharded_checkpoints import STEPS, Run, assert_same, saved
 
 import speedtorch
-from speedtorch.checkpoints.meeting import Meeting
+from speedtorch.checkpoints.rendezvous import Rendezvous
 from speedtorch.files import system_calls
 from speedtorch.parallel.collectives import run_on_all, run_on_first
 from speedtorch.parallel.ranks import Ranks
 
 
-def met(folder: str, patience: float = 60) -> Meeting:
-    """A meeting of all ranks, before any has entered."""
-    meeting = Meeting(f"{folder}/ranks", dist.get_rank(), dist.get_world_size(), patience)
+def met(folder: str, patience: float = 60) -> Rendezvous:
+    """A rendezvous of all ranks, before any has entered."""
+    rendezvous = Rendezvous(f"{folder}/ranks", dist.get_rank(), dist.get_world_size(), patience)
     dist.barrier()
-    if meeting.rank == 0:
-        meeting.make()
+    if rendezvous.rank == 0:
+        rendezvous.make()
     dist.barrier()
-    return meeting
+    return rendezvous
 
 
-def removed(meeting: Meeting, folder: str) -> None:
-    if meeting.rank == 0:
-        meeting.remove()
+def removed(rendezvous: Rendezvous, folder: str) -> None:
+    if rendezvous.rank == 0:
+        rendezvous.remove()
     dist.barrier()
     assert not os.path.exists(f"{folder}/ranks")
 
 
 def check_values(folder: str) -> None:
-    meeting = met(folder)
-    rank, size = meeting.rank, meeting.size
-    with meeting:
+    rendezvous = met(folder)
+    rank, size = rendezvous.rank, rendezvous.size
+    with rendezvous:
         dist.barrier()
-        assert meeting.look_for_locks(Ranks.of())
+        assert rendezvous.check_locks(Ranks.of())
         for turn in range(3):
             time.sleep(0.02 * ((rank + turn) % size))
-            assert meeting.all_gather([rank, turn]) == [[each, turn] for each in range(size)]
-            assert meeting.broadcast(rank + 7) == 7
-        assert run_on_all(meeting, lambda: rank) == list(range(size))
-        assert run_on_first(meeting, lambda: "first") == "first"
-    removed(meeting, folder)
+            assert rendezvous.all_gather([rank, turn]) == [[each, turn] for each in range(size)]
+            assert rendezvous.broadcast(rank + 7) == 7
+        assert run_on_all(rendezvous, lambda: rank) == list(range(size))
+        assert run_on_first(rendezvous, lambda: "first") == "first"
+    removed(rendezvous, folder)
 
 
 def check_gone(folder: str) -> None:
     """Ranks hear what one has said before it went, and that it is gone; each told by its own."""
-    meeting = met(folder)
-    with meeting:
+    rendezvous = met(folder)
+    with rendezvous:
         dist.barrier()
-        assert meeting.all_gather(1) == [1] * meeting.size
-        if meeting.rank < meeting.size - 1:
-            with pytest.raises(RuntimeError, match=f"rank {meeting.size - 1} has ended, or has"):
-                meeting.all_gather(2)
-    removed(meeting, folder)
+        assert rendezvous.all_gather(1) == [1] * rendezvous.size
+        if rendezvous.rank < rendezvous.size - 1:
+            with pytest.raises(RuntimeError, match=f"rank {rendezvous.size - 1} has ended, or has"):
+                rendezvous.all_gather(2)
+    removed(rendezvous, folder)
 
 
 def check_patience(folder: str) -> None:
@@ -74,15 +74,15 @@ def check_patience(folder: str) -> None:
     def own(*given: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    meeting = met(folder, patience=0.3)
-    with mock.patch.object(system_calls.calls, "own", own), meeting:
-        assert not meeting.look_for_locks(Ranks.of())
+    rendezvous = met(folder, patience=0.3)
+    with mock.patch.object(system_calls.calls, "own", own), rendezvous:
+        assert not rendezvous.check_locks(Ranks.of())
         dist.barrier()
-        assert meeting.all_gather(meeting.rank) == list(range(meeting.size))
-        if meeting.rank == 0:
+        assert rendezvous.all_gather(rendezvous.rank) == list(range(rendezvous.size))
+        if rendezvous.rank == 0:
             begin = time.monotonic()
             with pytest.raises(RuntimeError, match="rank 1 has ended, or has left"):
-                meeting.all_gather(None)
+                rendezvous.all_gather(None)
             assert 0.3 < time.monotonic() - begin < 30
         dist.barrier()
     dist.barrier()

@@ -16,7 +16,15 @@ from speedtorch.table.host_table import HostTable, field_rows
 from speedtorch.table.row_shard import RowShard
 
 __all__ = [
-    *("Changed", "Moments", "are_same", "changed_rows", "moments_of", "place_of", "remember"),
+    *(
+        "Changed",
+        "SavedVersions",
+        "are_same",
+        "changed_rows",
+        "begin_versions",
+        "place_of",
+        "remember",
+    ),
     "write_changes",
 ]
 
@@ -25,7 +33,7 @@ _Written = TypeVar("_Written")
 
 _known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str, str, int], int]]
 _known = weakref.WeakKeyDictionary()
-"""Version (moment) of a table's rows by checkpoint digest, tensor key, field and first row."""
+"""Version of a table's rows by checkpoint digest, tensor key, field and first row."""
 _MOST_KNOWN = 10_000  # entries per table; long runs save often
 
 
@@ -44,7 +52,7 @@ class _Place(NamedTuple):
         return self.before + (self.blocks[0][1].start if self.blocks else 0)
 
 
-Moments = list[tuple[str, _Place, int]]
+SavedVersions = list[tuple[str, _Place, int]]
 """Keys, the places of their rows in tables, and the versions up to which the rows are saved."""
 
 
@@ -74,33 +82,33 @@ def changed_rows(
         if (place := place_of(tensor)) is None:
             continue
         table = place.table
-        moment = _known.get(table, {}).get((base.digest, key, place.field, place.first))
+        version = _known.get(table, {}).get((base.digest, key, place.field, place.first))
         if table.changes is None and table.can_track_changes and not table.is_captured:
             table.track_changes()
-        if moment is None or not base.has(key, tensor):
+        if version is None or not base.has(key, tensor):
             continue
-        if (table, moment) not in changed:
-            changed[table, moment] = table.changed(moment)
-        here = changed[table, moment] - place.before
-        is_one, ids = _across(here, [(own, there) for there, own in place.blocks])
-        group = groups.setdefault((table, moment, place.before, tuple(place.blocks)), key)
-        yield key, Changed(group, SelectedRows(place.rows, here[is_one]), ids)
+        if (table, version) not in changed:
+            changed[table, version] = table.changed(version)
+        field_ids = changed[table, version] - place.before
+        is_own, ids = _across(field_ids, [(local, whole) for whole, local in place.blocks])
+        group = groups.setdefault((table, version, place.before, tuple(place.blocks)), key)
+        yield key, Changed(group, SelectedRows(place.rows, field_ids[is_own]), ids)
 
 
-def moments_of(tensors: Mapping[str, Tensor]) -> Moments:
+def begin_versions(tensors: Mapping[str, Tensor]) -> SavedVersions:
     """Begins a new version of the tables that track changes, for all of these tensors."""
     found = [(key, place_of(tensor)) for key, tensor in tensors.items()]
-    noted = [(key, each) for key, each in found if each and each.table.changes]
-    begun = {table: table.track_changes() for table in {each.table for _, each in noted}}
-    return [(key, each, begun[each.table]) for key, each in noted]
+    tracked = [(key, place) for key, place in found if place and place.table.changes]
+    begun = {table: table.track_changes() for table in {place.table for _, place in tracked}}
+    return [(key, place, begun[place.table]) for key, place in tracked]
 
 
-def remember(digest: str, moments: Moments) -> None:
+def remember(digest: str, versions: SavedVersions) -> None:
     """Records that a checkpoint has these rows in these versions."""
-    for key, place, moment in moments:
+    for key, place, version in versions:
         of_table, what = _known.setdefault(place.table, {}), (digest, key, place.field, place.first)
         of_table.pop(what, None)
-        of_table[what] = moment
+        of_table[what] = version
         for oldest in list(of_table)[:-_MOST_KNOWN]:
             of_table.pop(oldest, None)
 
@@ -110,8 +118,8 @@ def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> N
     place = place_of(tensor)
     assert place is not None
     for ids, rows in changes:
-        is_here, at = _across(ids, place.blocks)
-        own = rows if len(at) == len(ids) else rows[is_here]
+        is_own, at = _across(ids, place.blocks)
+        own = rows if len(at) == len(ids) else rows[is_own]
         place.table.scatter(at + place.before, own, place.field)
 
 
@@ -122,8 +130,8 @@ def are_same(tensor: Tensor, stored: Tensor) -> bool:
         return False
     place.table.settle()
     return have_same_bytes(
-        (place.rows[here.start : here.stop], stored[there.start : there.stop])
-        for there, here in place.blocks
+        (place.rows[local.start : local.stop], stored[whole.start : whole.stop])
+        for whole, local in place.blocks
     )
 
 
@@ -144,8 +152,8 @@ def _across(ids: Tensor, ranges: _Ranges) -> tuple[Tensor, Tensor]:
     """
     if not ranges:
         return torch.zeros_like(ids, dtype=torch.bool), ids[:0]
-    numbers = [(one.start, one.stop, other.start - one.start) for one, other in ranges]
+    numbers = [(source.start, source.stop, to.start - source.start) for source, to in ranges]
     begins, ends, moves = torch.tensor(numbers, device="cpu").t().contiguous()
     at = torch.searchsorted(begins, ids, right=True) - 1
-    is_one = (at >= 0) & (ids < ends[at])
-    return is_one, (ids + moves[at])[is_one]
+    is_inside = (at >= 0) & (ids < ends[at])
+    return is_inside, (ids + moves[at])[is_inside]
