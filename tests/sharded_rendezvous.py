@@ -24,9 +24,9 @@ from speedtorch.parallel.collectives import run_on_all, run_on_first
 from speedtorch.parallel.ranks import Ranks
 
 
-def met(folder: str, patience: float = 60) -> Rendezvous:
+def met(folder: str, timeout: float = 60) -> Rendezvous:
     """A rendezvous of all ranks, before any has entered."""
-    rendezvous = Rendezvous(f"{folder}/ranks", dist.get_rank(), dist.get_world_size(), patience)
+    rendezvous = Rendezvous(f"{folder}/ranks", dist.get_rank(), dist.get_world_size(), timeout)
     dist.barrier()
     if rendezvous.rank == 0:
         rendezvous.make()
@@ -68,13 +68,13 @@ def check_gone(folder: str) -> None:
     removed(rendezvous, folder)
 
 
-def check_patience(folder: str) -> None:
+def check_timeout(folder: str) -> None:
     """Where there are no locks a rank waits for so long."""
 
     def own(*given: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    rendezvous = met(folder, patience=0.3)
+    rendezvous = met(folder, timeout=0.3)
     with mock.patch.object(system_calls.calls, "own", own), rendezvous:
         assert not rendezvous.check_locks(Ranks.of())
         dist.barrier()

@@ -99,12 +99,10 @@ class GenerationWriter:
 
         run_on_all(self._ranks, begin)
 
-    def continue_in_background(self, patience: float) -> None:
+    def continue_in_background(self, timeout: float) -> None:
         """Replaces the collectives of the next stages by a Rendezvous, while training continues."""
         ranks = self._ranks
-        rendezvous = Rendezvous(
-            self._generation.rendezvous_folder, ranks.rank, ranks.size, patience
-        )
+        rendezvous = Rendezvous(self._generation.rendezvous_folder, ranks.rank, ranks.size, timeout)
 
         def make() -> None:
             """Creates the files of all ranks."""

@@ -36,12 +36,12 @@ class Rendezvous:
     """Ranks that write one checkpoint while training continues; see Collectives.
 
     The first rank calls make() before any rank enters, leaves last, and calls remove(). If locks
-    do not show whether a process lives, a rank waits `patience` seconds for another rank's line.
+    do not show whether a process lives, a rank waits `timeout` seconds for another rank's line.
     """
 
-    def __init__(self, folder: str, rank: int, size: int, patience: float) -> None:
+    def __init__(self, folder: str, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size = rank, size
-        self._folder, self._patience = folder, patience
+        self._folder, self._timeout = folder, timeout
         self._lines_read = [0] * size
         self._in_use, self._sees_locks = False, True
         self._exit_stack = ExitStack()
@@ -122,7 +122,7 @@ class Rendezvous:
         begin, nap = time.monotonic(), _SHORTEST_NAP
         while True:
             waited = time.monotonic() - begin
-            has_ended = self._is_free(rank) if self._sees_locks else waited > self._patience
+            has_ended = self._is_free(rank) if self._sees_locks else waited > self._timeout
             lines = bytes(read_file(self._path(rank), math.inf)).split(b"\n")[:-1]
             if len(lines) > self._lines_read[rank]:
                 self._lines_read[rank] += 1

@@ -18,7 +18,7 @@ from sharded_rendezvous import (
     check_gone,
     check_killed,
     check_killed_at,
-    check_patience,
+    check_timeout,
     check_values,
     check_without_locks,
 )
@@ -29,7 +29,7 @@ def test_ranks_tell_each_other(ranks: int, check: Callable[..., None], tmp_path:
     in_processes(ranks, check, str(tmp_path))
 
 
-@pytest.mark.parametrize("check", [check_patience, check_without_locks])
+@pytest.mark.parametrize("check", [check_timeout, check_without_locks])
 def test_a_file_system_without_locks_will_do(check: Callable[..., None], tmp_path: Path) -> None:
     in_processes(2, check, str(tmp_path))
 
