@@ -128,7 +128,7 @@ TESTS_OF_KERNELS := tests/nn/test_bad_batches.py $(addprefix tests/ops/test_,cou
     moved_rows.py plan.py::test_any_number_of_ids plan.py::test_any_order_of_ids plan_fault.py \
     pool_rows.py round_rows.py shard_ids.py::test_a_small_table \
     shard_ids.py::test_requested_ids_are_the_reference \
-    split_plan.py::test_each_table_gets_the_plan_of_its_own_ids \
+    split_plan.py::test_a_table_has_the_plan_of_its_own_ids \
     sum_rows.py::test_ids_have_the_rows_of_their_sources swap_places.py table_ids.py)
 TESTS_OF_HOST_CODE := $(addprefix tests/,ops plan memory step table)
 

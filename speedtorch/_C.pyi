@@ -1,14 +1,14 @@
-class Turn:
+class RowLock:
     """A reentrant lock that serves threads in the order of their requests."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
-    def unite(self, other: Turn) -> None:
-        """Merges both locks into one. Raises RuntimeError unless this thread has both."""
+    def merge(self, other: RowLock) -> None:
+        """Merges both locks into one. Raises RuntimeError unless this thread owns both."""
 
-class Turns:
-    """Several turns, acquired at once: a thread that waits for one has none of the others."""
+class RowLocks:
+    """Acquires several locks together. A thread that waits for one of them owns none of them."""
 
-    def __new__(cls, *turns: Turn) -> Turns: ...
+    def __new__(cls, *locks: RowLock) -> RowLocks: ...
     def __enter__(self) -> None: ...
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...

@@ -129,7 +129,7 @@ def op_arguments(
     }
 
 
-# Ops that take a tensor and no second one, nor write to it: see test_every_op_is_here.
+# Ops that take a tensor and no second one, nor write to it: see test_every_op_is_listed.
 ONE_TENSOR = {
     *("plan_fault", "explain_move", "set_costs", "host_register", "memory_kind"),
     *("let_captured_go", "check_owner", "watch_graph", "registration_seams", "use_on"),

@@ -17,26 +17,26 @@ std::string name_of(const Argument& argument, size_t at) {
   return argument.of_list ? item(argument.name, at) : argument.name;
 }
 
-[[noreturn]] void refuse(const char* op, const Argument& argument, size_t at,
-                         const std::string& rule) {
+[[noreturn]] void throw_rule(const char* op, const Argument& argument, size_t at,
+                             const std::string& rule) {
   throw_value_error(op, name_of(argument, at), " ", rule);
 }
 
 void check_kind(const char* op, const Argument& argument, size_t at) {
   const Tensor& tensor = argument.first[at];
-  if (!tensor.defined()) refuse(op, argument, at, "must be a tensor, got None");
+  if (!tensor.defined()) throw_rule(op, argument, at, "must be a tensor, got None");
   if (!tensor.is_cpu() && !tensor.is_cuda()) {
-    refuse(op, argument, at, "must be on the CPU or on a CUDA device");
+    throw_rule(op, argument, at, "must be on the CPU or on a CUDA device");
   }
   if (tensor.layout() != torch::headeronly::Layout::Strided) {
-    refuse(op, argument, at, "must be a dense (strided) tensor; call .to_dense()");
+    throw_rule(op, argument, at, "must be a dense (strided) tensor; call .to_dense()");
   }
   try {
     tensor.scalar_type();
   } catch (const std::runtime_error&) {
-    refuse(op, argument, at,
-           "has a dtype whose rows cannot be moved (a quantized one?); pass .int_repr(), or "
-           "dequantize it");
+    throw_rule(
+        op, argument, at,
+        "has an unsupported dtype, such as a quantized one. Pass .int_repr() or dequantize it");
   }
 }
 
@@ -46,7 +46,7 @@ struct Dimension {
   int64_t stride_bytes;
 };
 
-constexpr size_t kMostDimensions = 64;  // torch's maximum
+constexpr size_t kMaxDimensions = 64;  // torch's maximum
 
 }  // namespace
 
@@ -57,7 +57,7 @@ Arguments::Extent Arguments::extent_of(const Argument& argument, size_t at) cons
   const int64_t item = element_bytes(tensor);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  std::array<Dimension, kMostDimensions> dims;  // the first `count` are valid
+  std::array<Dimension, kMaxDimensions> dims;  // the first `count` are valid
   size_t count = 0;
   int64_t last = 0;
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -68,10 +68,11 @@ Arguments::Extent Arguments::extent_of(const Argument& argument, size_t at) cons
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage_bytes));
   const int64_t needed = tensor.storage_offset() * item + last + item;
   if (storage_bytes < needed) {
-    refuse(op_, argument, at,
-           "needs " + std::to_string(needed) + " bytes of storage, which has " +
-               std::to_string(storage_bytes) +
-               " (freed or shrunk by untyped_storage().resize_()); give it its memory back");
+    throw_rule(
+        op_, argument, at,
+        "needs " + std::to_string(needed) + " bytes of storage, but its storage has " +
+            std::to_string(storage_bytes) +
+            ", because untyped_storage().resize_() freed or shrank it. Resize the storage first");
   }
   Extent extent{.argument = &argument,
                 .at = at,

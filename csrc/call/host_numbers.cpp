@@ -1,4 +1,4 @@
-// Slots of pinned memory and their events; see host_numbers.h.
+// Pinned buffers and their events; see host_numbers.h.
 
 #include "call/host_numbers.h"
 
@@ -12,7 +12,7 @@
 namespace speedtorch {
 
 // Pinned memory of `capacity` numbers, and the event behind its last copy.
-struct HostSlot {
+struct PinnedBuffer {
   int device;
   size_t capacity;
   int64_t* memory = nullptr;
@@ -22,34 +22,34 @@ struct HostSlot {
 
 namespace {
 
-constexpr size_t kFewNumbers = 16;  // capacity of the smallest slot
+constexpr size_t kMinNumbers = 16;  // capacity of the smallest buffer
 
-// The free slots of all GPUs. Never destroyed, because events and pinned memory cannot be freed
+// The free buffers of all GPUs. Never destroyed, because events and pinned memory cannot be freed
 // during process exit.
-struct FreeSlots {
+struct FreeBuffers {
   std::mutex mutex;
-  std::vector<HostSlot*> slots;
+  std::vector<PinnedBuffer*> buffers;
 };
 
-FreeSlots& free_slots() {
-  static auto* all = new FreeSlots;
+FreeBuffers& free_buffers() {
+  static auto* all = new FreeBuffers;
   return *all;
 }
 
 // A GPU error is reported to the thread that waits.
-bool has_passed(HostSlot& slot) {
-  if (slot.is_complete) return true;
+bool is_copied(PinnedBuffer& buffer) {
+  if (buffer.is_complete) return true;
   const RelaxedCapture while_capturing;
-  if (!succeeded(cuda_calls().event_query(slot.event))) return false;
-  slot.is_complete = true;
+  if (!succeeded(cuda_calls().event_query(buffer.event))) return false;
+  buffer.is_complete = true;
   return true;
 }
 
 #ifdef SPEEDTORCH_CUDA
 
-HostSlot* new_slot(const char* op, int device, size_t capacity) {
+PinnedBuffer* new_buffer(const char* op, int device, size_t capacity) {
   const RelaxedCapture while_capturing;
-  auto made = std::make_unique<HostSlot>(device, capacity);
+  auto made = std::make_unique<PinnedBuffer>(device, capacity);
   void* memory = nullptr;
   check_cuda(cuda_calls().host_alloc(&memory, capacity * sizeof(int64_t)), op);
   made->memory = static_cast<int64_t*>(memory);
@@ -61,29 +61,29 @@ HostSlot* new_slot(const char* op, int device, size_t capacity) {
   return made.release();
 }
 
-// Returns a slot that no copy writes to.
-HostSlot* take_slot(const char* op, int device, size_t count) {
-  const size_t capacity = std::bit_ceil(std::max(count, kFewNumbers));
+// Returns a buffer that no copy writes to.
+PinnedBuffer* acquire_buffer(const char* op, int device, size_t count) {
+  const size_t capacity = std::bit_ceil(std::max(count, kMinNumbers));
   {
-    FreeSlots& free = free_slots();
+    FreeBuffers& free = free_buffers();
     const std::scoped_lock lock(free.mutex);
-    for (HostSlot*& slot : free.slots) {
-      if (slot->device != device || slot->capacity != capacity || !has_passed(*slot)) continue;
-      HostSlot* const taken = slot;
-      slot = free.slots.back();
-      free.slots.pop_back();
-      return taken;
+    for (PinnedBuffer*& buffer : free.buffers) {
+      if (buffer->device != device || buffer->capacity != capacity || !is_copied(*buffer)) continue;
+      PinnedBuffer* const acquired = buffer;
+      buffer = free.buffers.back();
+      free.buffers.pop_back();
+      return acquired;
     }
   }
-  return new_slot(op, device, capacity);
+  return new_buffer(op, device, capacity);
 }
 
 #endif
 
-void give_back(HostSlot* slot) {
-  FreeSlots& free = free_slots();
+void release_buffer(PinnedBuffer* buffer) {
+  FreeBuffers& free = free_buffers();
   const std::scoped_lock lock(free.mutex);
-  free.slots.push_back(slot);
+  free.buffers.push_back(buffer);
 }
 
 }  // namespace
@@ -91,34 +91,34 @@ void give_back(HostSlot* slot) {
 #ifdef SPEEDTORCH_CUDA
 
 HostNumbers::HostNumbers(const char* op, const Tensor& numbers, const CurrentStream& stream)
-    : slot_(take_slot(op, stream.device(), static_cast<size_t>(numbers.numel()))),
+    : buffer_(acquire_buffer(op, stream.device(), static_cast<size_t>(numbers.numel()))),
       count_(numbers.numel()) {
   const auto bytes = static_cast<size_t>(count_) * sizeof(int64_t);
   const int copied = bytes == 0 ? 0
-                                : cuda_calls().copy_to_host(slot_->memory, numbers.data_ptr(),
+                                : cuda_calls().copy_to_host(buffer_->memory, numbers.data_ptr(),
                                                             bytes, stream.get());
   if (copied != 0) {
-    give_back(slot_);
+    release_buffer(buffer_);
     check_cuda(copied, op);
   }
-  slot_->is_complete = false;
-  // If recording fails, the slot is never reused, because its copy has no event.
-  check_cuda(cuda_calls().event_record(slot_->event, stream.get()), op);
+  buffer_->is_complete = false;
+  // If recording fails, the buffer is never reused, because its copy has no event.
+  check_cuda(cuda_calls().event_record(buffer_->event, stream.get()), op);
 }
 
 #endif
 
-HostNumbers::~HostNumbers() { give_back(slot_); }
+HostNumbers::~HostNumbers() { release_buffer(buffer_); }
 
-bool HostNumbers::is_complete() const { return has_passed(*slot_); }
+bool HostNumbers::is_complete() const { return is_copied(*buffer_); }
 
 const int64_t* HostNumbers::wait(const char* op) const {
-  if (!slot_->is_complete) {
+  if (!buffer_->is_complete) {
     const RelaxedCapture while_capturing;
-    check_cuda(cuda_calls().event_synchronize(slot_->event), op);
-    slot_->is_complete = true;
+    check_cuda(cuda_calls().event_synchronize(buffer_->event), op);
+    buffer_->is_complete = true;
   }
-  return slot_->memory;
+  return buffer_->memory;
 }
 
 }  // namespace speedtorch

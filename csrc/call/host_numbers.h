@@ -11,7 +11,7 @@
 
 namespace speedtorch {
 
-struct HostSlot;
+struct PinnedBuffer;
 
 class HostNumbers {
  public:
@@ -29,7 +29,7 @@ class HostNumbers {
   const int64_t* wait(const char* op) const;
 
  private:
-  HostSlot* slot_;
+  PinnedBuffer* buffer_;
   int64_t count_;
 };
 

@@ -19,30 +19,30 @@ constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
 constexpr const char* kOutOfMemory = "out of memory: ";
 
 // Torch's message about its last failure, if this version of torch exposes it.
-std::string words_of_torch() {
-  using Ask = const char* (*)();
-  static const Ask ask =
-      reinterpret_cast<Ask>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
-  const char* words = ask == nullptr ? nullptr : ask();
-  return words == nullptr ? "" : words;
+std::string torch_message() {
+  using GetMessage = const char* (*)();
+  static const GetMessage get_message = reinterpret_cast<GetMessage>(
+      dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+  const char* message = get_message == nullptr ? nullptr : get_message();
+  return message == nullptr ? "" : message;
 }
 
 // Runs a call into torch. The stable ABI reports only that a call failed. `what()` names the call;
 // `unknown` is the message if torch exposes none.
 template <typename What, typename Call>
-auto ask_torch(const char* op, const What& what, const Call& call, const char* unknown = "") {
+auto call_torch(const char* op, const What& what, const Call& call, const char* unknown = "") {
   try {
     return call();
   } catch (const std::runtime_error&) {
-    const std::string words = words_of_torch();
-    const bool is_memory = words.find("out of memory") != std::string::npos;
+    const std::string message = torch_message();
+    const bool is_memory = message.find("out of memory") != std::string::npos;
     throw std::runtime_error(
         text(op, ": ",
-             (is_memory       ? kOutOfMemory
-              : words.empty() ? unknown
-                              : ""),
+             (is_memory         ? kOutOfMemory
+              : message.empty() ? unknown
+                                : ""),
              "torch failed at ", what(),
-             (words.empty() ? "; its own message is on standard error" : ": " + words)));
+             (message.empty() ? ". Torch printed its message to standard error" : ": " + message)));
   }
 }
 
@@ -72,7 +72,7 @@ Tensor empty_like_device(const std::vector<int64_t>& shape, ScalarType dtype, co
 
 Tensor new_tensor(const char* op, const std::vector<int64_t>& shape, ScalarType dtype,
                   const Tensor& on) {
-  return ask_torch(
+  return call_torch(
       op,
       [&] {
         return "allocating a tensor of " + size_text(shape, dtype) + " on " + device_text(on);
@@ -93,7 +93,7 @@ std::vector<Tensor> new_lists(const char* op, const std::vector<int64_t>& length
   int64_t end = 0;
   for (const int64_t length : lengths) end += aligned(length);
   const Tensor all = new_tensor(op, {end}, ScalarType::Long, on);
-  ask_torch(
+  call_torch(
       op, [] { return "making views of a tensor"; },
       [&] {
         constexpr int64_t kStride = 1;
@@ -110,7 +110,7 @@ std::vector<Tensor> new_lists(const char* op, const std::vector<int64_t>& length
 }
 
 Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like) {
-  return ask_torch(
+  return call_torch(
       op, [&] { return "allocating a pinned tensor of " + size_text(shape, like.scalar_type()); },
       [&] {
         return torch::stable::empty(shape, like.scalar_type(), torch::headeronly::Layout::Strided,
@@ -119,7 +119,7 @@ Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tenso
 }
 
 Tensor copy_to_cpu(const char* op, const Tensor& tensor) {
-  return ask_torch(
+  return call_torch(
       op, [] { return "copying a tensor to the CPU"; },
       [&] { return torch::stable::to(tensor, Device(kCpu)); });
 }
@@ -128,15 +128,14 @@ Tensor copy_to_cpu(const char* op, const Tensor& tensor) {
 
 Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
                      const CurrentStream& stream) {
-  stream.refuse_capture(
+  stream.check_not_capturing(
       op,
-      "the ids are on the CPU, and the graph would keep those of this call; keep them in a tensor "
-      "on the GPU");
+      "the ids are on the CPU, so replays would repeat the ids of this call. Pass ids on the GPU");
   // The driver stages pageable memory before a copy returns. Pinned memory is read later, so its
   // ids are copied first.
   const bool pageable = static_cast<MemoryKind>(memory_kind(ids.keep)) == MemoryKind::kPlain;
   const Tensor source = pageable ? ids.keep
-                                 : ask_torch(
+                                 : call_torch(
                                        op, [] { return "copying ids"; },
                                        [&] { return torch::stable::clone(ids.keep); });
   const Tensor there = new_tensor(op, shape_of(source), source.scalar_type(), on);
@@ -148,18 +147,18 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
 
 void copy(const char* op, const Tensor& from, const Tensor& to, bool wait) {
   Tensor target = to;
-  ask_torch(
+  call_torch(
       op, [&] { return "copying between " + device_text(from) + " and " + device_text(to); },
       [&] { return torch::stable::copy_(target, from, !wait); });
 }
 
 void mark_written(const char* op, const Tensor& tensor) {
   // An in-place operation without effect increments the version, which views share.
-  ask_torch(
+  call_torch(
       op,
       [] {
-        return "marking a tensor as written; in-place writes to a leaf that requires grad need "
-               "torch.no_grad()";
+        return "marking a tensor as written (writes to a leaf that requires grad need "
+               "torch.no_grad())";
       },
       [&] {
         StableIValue stack[] = {torch::stable::detail::from(tensor), 0, 0};

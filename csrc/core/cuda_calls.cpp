@@ -98,7 +98,7 @@ CudaCalls real_calls() {
       .multiprocessors = device_attribute<cudaDevAttrMultiProcessorCount>,
       .concurrent_managed_access = device_attribute<cudaDevAttrConcurrentManagedAccess>,
       .host_page_tables = device_attribute<cudaDevAttrPageableMemoryAccessUsesHostPageTables>,
-      .bulk_copies = ask_bulk_copies,
+      .bulk_copies = query_bulk_copies,
       .malloc_managed = [](void** address, size_t bytes) -> int {
         return cudaMallocManaged(address, bytes);
       },
@@ -174,10 +174,10 @@ std::string why_driver_is_too_old() {
   const int major = built_with / 1000, release = driver_release(major);
   if (has == 0 || has / 1000 >= major) return {};
   const std::string named = release == 0 ? "" : text(" (NVIDIA's driver ", release, " or newer)");
-  return text("NVIDIA's driver is too old: it runs CUDA ", version_text(has),
-              " at most, and this speedtorch was built with CUDA ", version_text(built_with),
-              ", which needs a driver for CUDA ", major, ".0 or newer", named,
-              "; update the driver, or build speedtorch with an nvcc of CUDA ", has / 1000);
+  return text("NVIDIA's driver is too old: it supports CUDA ", version_text(has),
+              " at most. This speedtorch was built with CUDA ", version_text(built_with),
+              " and needs a driver for CUDA ", major, ".0 or newer", named,
+              ". Update the driver, or build speedtorch with an nvcc of CUDA ", has / 1000);
 }
 
 }  // namespace
@@ -189,8 +189,8 @@ CudaCalls& cuda_calls() {
 
 std::string without_gpu(int error) {
   std::string why = error == kInsufficientDriver ? why_driver_is_too_old() : "";
-  if (why.empty()) why = "there is none or no driver for it";
-  return text(", and ", why, "; use memory='plain' or memory='auto'");
+  if (why.empty()) why = "No GPU or no driver was found";
+  return text(". ", why, ". Use memory='plain' or memory='auto'");
 }
 
 void check_driver() {

@@ -11,11 +11,11 @@ namespace speedtorch {
 
 // Reports whether `device`, the current device, has bulk copies. Defined in pinned_copy.cu. Returns
 // a cudaError_t.
-int ask_bulk_copies(int device, int* supported);
+int query_bulk_copies(int device, int* supported);
 
 // Reserves and maps GPU addresses; defined in virtual_memory.cpp. Each returns a cudaError_t. The
-// base and the bytes are multiples of kAddressUnit.
-constexpr size_t kAddressUnit = size_t{2} << 20;
+// base and the bytes are multiples of kAddressGranularity.
+constexpr size_t kAddressGranularity = size_t{2} << 20;
 int reserve_addresses(void** base, size_t bytes);
 int free_addresses(void* base, size_t bytes);
 // A failure maps nothing. `memory` receives the handle.

@@ -34,27 +34,27 @@ constexpr const char* kOpNames[] = {"pinned_gather", "pinned_scatter", "optimize
 constexpr int kKnownGpus = 64;  // GPUs with cached answers and an error record
 
 // A property of each GPU, queried once.
-struct Answers {
-  const char* question;
+struct DeviceProperty {
+  const char* name;
   std::array<std::atomic<int>, kKnownGpus> known{};  // 0: not queried; else the answer + 1
 
-  int of(int device, int (*ask)(int device, int* answer)) {
-    auto* kept = device < kKnownGpus ? &known[static_cast<size_t>(device)] : nullptr;
-    if (kept != nullptr && *kept != 0) return *kept - 1;
+  int of(int device, int (*query)(int device, int* answer)) {
+    auto* cached = device < kKnownGpus ? &known[static_cast<size_t>(device)] : nullptr;
+    if (cached != nullptr && *cached != 0) return *cached - 1;
     const RelaxedCapture while_capturing;  // the query may load a kernel
     int answer = 0;
-    check_cuda(ask(device, &answer), question);
-    if (kept != nullptr) *kept = answer + 1;
+    check_cuda(query(device, &answer), name);
+    if (cached != nullptr) *cached = answer + 1;
     return answer;
   }
 };
 #endif
 
-void refuse_if_capturing(void* stream, const char* op, const std::string& why) {
+void check_stream_not_capturing(void* stream, const char* op, const std::string& why) {
   int capturing = 0;
   check_cuda(cuda_calls().stream_is_capturing(stream, &capturing), op);
   if (!capturing) return;
-  throw std::runtime_error(text(op, ": not possible while a CUDA graph is captured: ", why));
+  throw std::runtime_error(text(op, ": not supported while a CUDA graph is captured: ", why));
 }
 
 // The records of all GPUs, allocated at first use.
@@ -66,55 +66,54 @@ std::atomic<int> highest_gpu{-1};     // the highest GPU that has a record
 
 CurrentStream::CurrentStream(const char* op, const Tensor& tensor) {
   if constexpr (!kWithCuda) {
-    throw std::runtime_error(
-        text(op,
-             ": this speedtorch was built without CUDA kernels; install nvcc and build it again "
-             "(SPEEDTORCH_CUDA=1 says why if that fails)"));
+    throw std::runtime_error(text(op,
+                                  ": speedtorch was built without CUDA kernels. Install nvcc and "
+                                  "build speedtorch again with SPEEDTORCH_CUDA=1"));
   }
   const CurrentStreamOf stream_of = current_stream_of();
   if (stream_of == nullptr) {
     throw std::runtime_error(text(op,
-                                  ": torch's CUDA library is not loaded or has no "
-                                  "aoti_torch_get_current_cuda_stream (torch >= 2.11 is needed)"));
+                                  ": torch's CUDA library is not loaded or lacks "
+                                  "aoti_torch_get_current_cuda_stream, which torch >= 2.11 has"));
   }
   device_ = tensor.get_device_index();
   if (stream_of(device_, &stream_) != 0) {
-    throw std::runtime_error(text(op, ": torch gave no current stream for cuda:", device_));
+    throw std::runtime_error(text(op, ": torch returned no current stream for cuda:", device_));
   }
   guard_.emplace(device_);
 }
 
-void CurrentStream::refuse_capture(const char* op, const std::string& why) const {
-  refuse_if_capturing(stream_, op, why);
+void CurrentStream::check_not_capturing(const char* op, const std::string& why) const {
+  check_stream_not_capturing(stream_, op, why);
 }
 
-void CurrentStream::refuse_capture_of_pageable(const char* op, const std::string& what,
-                                               const char* name) const {
-  refuse_capture(op, what +
-                         " is in pageable memory, which takes the host; pin it with "
-                         "speedtorch.pin_memory_(" +
-                         name + ") or keep it in a HostTable");
+void CurrentStream::check_pageable_not_captured(const char* op, const std::string& what,
+                                                const char* name) const {
+  check_not_capturing(op, what +
+                              " is in pageable memory, which only the CPU can access. Pin it with "
+                              "speedtorch.pin_memory_(" +
+                              name + ") or use a HostTable");
 }
 
-void refuse_during_capture(const char* op, const std::string& why) {
+void check_not_capturing(const char* op, const std::string& why) {
   const CurrentStreamOf stream_of = current_stream_of();
   int device = 0;
   // No stream captures without a GPU.
   if (stream_of == nullptr || !succeeded(cuda_calls().get_device(&device))) return;
   void* stream = nullptr;
-  if (stream_of(device, &stream) == 0) refuse_if_capturing(stream, op, why);
+  if (stream_of(device, &stream) == 0) check_stream_not_capturing(stream, op, why);
 }
 
 #ifdef SPEEDTORCH_CUDA
 
 bool CurrentStream::has_bulk_copies() const {
-  static Answers answers{"bulk copies"};
-  return answers.of(device_, cuda_calls().bulk_copies) != 0;
+  static DeviceProperty property{"bulk copies"};
+  return property.of(device_, cuda_calls().bulk_copies) != 0;
 }
 
 int CurrentStream::multiprocessors() const {
-  static Answers answers{"number of multiprocessors"};
-  return answers.of(device_, cuda_calls().multiprocessors);
+  static DeviceProperty property{"number of multiprocessors"};
+  return property.of(device_, cuda_calls().multiprocessors);
 }
 
 ErrorRecord* error_record(int device) {

@@ -40,10 +40,10 @@ class CurrentStream {
   bool has_bulk_copies() const;
   int multiprocessors() const;
   // Throws while this stream captures a CUDA graph. `why` names the unsupported step or the remedy.
-  void refuse_capture(const char* op, const std::string& why) const;
+  void check_not_capturing(const char* op, const std::string& why) const;
   // Throws likewise for a copy through the host, which `what` (an argument `name`) needs in
   // pageable memory.
-  void refuse_capture_of_pageable(const char* op, const std::string& what, const char* name) const;
+  void check_pageable_not_captured(const char* op, const std::string& what, const char* name) const;
 
  private:
   void* stream_ = nullptr;
@@ -52,8 +52,8 @@ class CurrentStream {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// Does the same as CurrentStream::refuse_capture for the current device. Works without a GPU.
-void refuse_during_capture(const char* op, const std::string& why);
+// Does the same as CurrentStream::check_not_capturing for the current device. Works without a GPU.
+void check_not_capturing(const char* op, const std::string& why);
 
 // Returns the error record of a GPU. The first call allocates all of them. Each GPU needs its own,
 // because its atomics on host memory are atomic only among its own threads.

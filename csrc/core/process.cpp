@@ -48,9 +48,9 @@ void watch_process_exit() {
 }
 
 WithoutPythonLock::WithoutPythonLock() {
-  const bool here = Py_IsInitialized != nullptr && PyEval_SaveThread != nullptr &&
-                    PyEval_RestoreThread != nullptr;
-  if (here && Py_IsInitialized() && has_python_lock()) thread_ = PyEval_SaveThread();
+  const bool has_python = Py_IsInitialized != nullptr && PyEval_SaveThread != nullptr &&
+                          PyEval_RestoreThread != nullptr;
+  if (has_python && Py_IsInitialized() && has_python_lock()) thread_ = PyEval_SaveThread();
 }
 
 WithoutPythonLock::~WithoutPythonLock() {

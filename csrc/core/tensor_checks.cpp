@@ -83,9 +83,9 @@ Rows as_rows(const char* op, const char* name, const Tensor& tensor) {
   int64_t columns = 1;
   for (int64_t d = dims - 1; d >= 1; --d) {
     if (tensor.numel() > 0 && tensor.size(d) != 1 && tensor.stride(d) != columns) {
-      throw_value_error(op, "the rows of ", name, " must be contiguous inside: dimension ", d,
+      throw_value_error(op, "each row of ", name, " must be contiguous, but dimension ", d,
                         " has stride ", tensor.stride(d), ", expected ", columns,
-                        " (call .contiguous(), or pass a tensor whose rows are whole)");
+                        ". Call .contiguous() or pass a tensor with whole rows");
     }
     columns *= tensor.size(d);
   }
@@ -102,7 +102,7 @@ Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor) {
   if (rows.count > 1 && rows.stride_bytes < rows.row_bytes) {
     throw_value_error(op, "the rows of ", name, " overlap (row stride ", rows.stride_bytes,
                       " bytes, row ", rows.row_bytes,
-                      " bytes): an expanded tensor cannot be written row by row, clone it first");
+                      " bytes). An expanded tensor cannot be written to; pass its .clone()");
   }
   return rows;
 }
@@ -154,7 +154,7 @@ void check_dtype(const char* op, const char* name, const Tensor& tensor, const c
                  const Tensor& other) {
   if (tensor.scalar_type() != other.scalar_type()) {
     throw_value_error(op, name, " has dtype ", dtype_text(tensor), ", expected ", dtype_text(other),
-                      " as ", other_name);
+                      ", the dtype of ", other_name);
   }
 }
 
@@ -164,8 +164,8 @@ void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
 
 void check_aligned(const char* op, const char* name, const Tensor& tensor) {
   if (is_aligned(tensor)) return;
-  throw_value_error(op, name, " begins at an address that is no multiple of ",
-                    element_bytes(tensor), " bytes, the size of its numbers; clone it first");
+  throw_value_error(op, name, " must begin at an address that is a multiple of its element size, ",
+                    element_bytes(tensor), " bytes. Pass its .clone()");
 }
 
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
@@ -186,7 +186,7 @@ int64_t check_count(const char* op, const char* name, int64_t count, int64_t mos
 }
 
 void check_fields(const char* op, const char* name, size_t count) {
-  if (count == 0) throw_value_error(op, name, " must name at least one field, got an empty list");
+  if (count == 0) throw_value_error(op, name, " must have at least one field, got an empty list");
 }
 
 void check_device(const char* op, const char* name, const Tensor& tensor, const char* compute_name,
@@ -215,23 +215,22 @@ void throw_bad_ids(const BadIds& bad) {
       break;
     case IdError::kRepeated:
       what = text(id, " appears twice (", bad.bad_count, " of ", bad.count,
-                  " ids are repeated); the ids of one list must be distinct");
+                  " ids are repeated). The ids of one list must be unique");
       break;
     case IdError::kForeignPlan:
       what = text("the plan of ", bad.list, " was made for a table of ", bad.id,
-                  " rows, this table has ", bad.rows);
+                  " rows, but this table has ", bad.rows);
       break;
     case IdError::kUnordered:
-      what =
-          id + " is not above the one before it; ids that come with places must ascend, each once";
+      what = id + " is not larger than the previous id. Ids with places must be strictly ascending";
       break;
     case IdError::kBadPlace:
       what = text("place ", bad.id, " of the row at position ", bad.position, " of ", bad.list,
                   " is out of range for ", bad.rows, " rows");
       break;
     case IdError::kOtherDistinct:
-      throw_value_error(bad.op, "distinct is ", bad.rows, ", the plan of ", bad.list, " has ",
-                        bad.id, " distinct ids");
+      throw_value_error(bad.op, "distinct is ", bad.rows, ", but the plan of ", bad.list, " has ",
+                        bad.id, " unique ids");
   }
   throw std::out_of_range(text(bad.op, ": ", what, "; no row was moved"));
 }
@@ -263,8 +262,8 @@ void check_places_on_cpu(const char* op, const char* name, const int64_t* places
                          int64_t rows) {
   for (int64_t i = 0; i < count; ++i) {
     if (places[i] >= 0 && places[i] < rows) continue;
-    throw_value_error(op, name, " has ", places[i], " at position ", i, ", which is none of the ",
-                      rows, " rows");
+    throw_value_error(op, name, " has ", places[i], " at position ", i,
+                      ", which is out of range for ", rows, " rows");
   }
 }
 
@@ -277,7 +276,7 @@ void check_offsets_on_cpu(const char* op, const char* name, const Tensor& offset
     const int64_t most = i == 0 ? 0 : entries;
     if (all[i] >= least && all[i] <= most && (i < last || all[i] == entries)) continue;
     throw_value_error(op, name, " has ", all[i], " at position ", i,
-                      "; they must ascend from 0 to ", entries, ", the number of entries");
+                      ". Offsets must ascend from 0 to ", entries, ", the number of entries");
   }
 }
 

@@ -58,7 +58,8 @@ CUdeviceptr address_of(void* base) { return reinterpret_cast<CUdeviceptr>(base);
 
 int reserve_addresses(void** base, size_t bytes) {
   CUdeviceptr made = 0;
-  const int error = SPEEDTORCH_DRIVER_CALL(cuMemAddressReserve, &made, bytes, kAddressUnit, 0, 0);
+  const int error =
+      SPEEDTORCH_DRIVER_CALL(cuMemAddressReserve, &made, bytes, kAddressGranularity, 0, 0);
   if (error == 0) *base = reinterpret_cast<void*>(made);
   return error;
 }

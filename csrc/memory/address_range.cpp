@@ -53,7 +53,7 @@ Ranges& ranges() {
 
 // Rounds up, because CUDA maps whole pages.
 size_t whole_pages(size_t bytes) {
-  return (bytes + kAddressUnit - 1) / kAddressUnit * kAddressUnit;
+  return (bytes + kAddressGranularity - 1) / kAddressGranularity * kAddressGranularity;
 }
 
 // The range that this thread opened, or null.
@@ -63,7 +63,8 @@ char* base_of(int64_t base) { return reinterpret_cast<char*>(base); }
 
 Range& find(Ranges& ranges, int64_t base) {
   const auto found = ranges.all.find(base_of(base));
-  if (found == ranges.all.end()) throw_value_error("address range", "there is none at ", base);
+  if (found == ranges.all.end())
+    throw_value_error("address range", "no range begins at address ", base);
   return found->second;
 }
 
@@ -87,7 +88,7 @@ void wait_for_gpu(int device) {
 
 // Unmaps the memory of a range without segments. Without an owner, also frees the addresses.
 // Ignores errors, because no caller could handle them.
-void let_go(Ranges& ranges, const char* base) noexcept {
+void release_if_empty(Ranges& ranges, const char* base) noexcept {
   const auto found = ranges.all.find(base);
   if (found == ranges.all.end() || found->second.segments > 0) return;
   Range& range = found->second;
@@ -103,7 +104,7 @@ void let_go(Ranges& ranges, const char* base) noexcept {
 
 // Reserves a range of at least `bytes` and returns its address. No memory is mapped yet.
 int64_t reserve_range(int64_t bytes, int64_t device) {
-  if (bytes < 1 || bytes > std::numeric_limits<int64_t>::max() - int64_t{kAddressUnit}) {
+  if (bytes < 1 || bytes > std::numeric_limits<int64_t>::max() - int64_t{kAddressGranularity}) {
     throw_value_error("address range", "bytes must be positive, got ", bytes);
   }
   const size_t reserved = whole_pages(static_cast<size_t>(bytes));
@@ -140,8 +141,8 @@ void map_range(int64_t base) {
                                     : cuda_calls().map_memory(range.base, range.used, range.device,
                                                               &range.memory);
   if (error == kNoMemory && !succeeded(error)) {
-    throw std::runtime_error(text("address range: out of memory: GPU ", range.device, " has no ",
-                                  range.used, " bytes that are free"));
+    throw std::runtime_error(text("address range: out of memory: GPU ", range.device,
+                                  " has fewer than ", range.used, " free bytes"));
   }
   check_cuda(error, "address range: cuMemMap");
   range.is_mapped = true;
@@ -164,7 +165,7 @@ int64_t range_bytes(int64_t base) {
 void leave_range(int64_t base) {
   const std::lock_guard lock(ranges().mutex);
   find(ranges(), base).has_owner = false;
-  let_go(ranges(), base_of(base));
+  release_if_empty(ranges(), base_of(base));
 }
 
 const Ops kOps{
@@ -207,5 +208,5 @@ extern "C" __attribute__((visibility("default"))) void speedtorch_range_free(voi
   Range& range = std::prev(after)->second;
   if (at >= range.base + range.used) return;
   range.segments -= whole_pages(bytes);
-  let_go(ranges(), range.base);
+  release_if_empty(ranges(), range.base);
 }

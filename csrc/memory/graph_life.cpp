@@ -30,9 +30,10 @@ Captures& captures() {
 }
 
 // CUDA calls this on its own thread, where CUDA calls are forbidden.
-void note_gone(void* is_alive) { static_cast<std::atomic<bool>*>(is_alive)->store(false); }
+void note_destroyed(void* is_alive) { static_cast<std::atomic<bool>*>(is_alive)->store(false); }
 
-// Returns a new number and the flag for note_gone. Releases the lock before the caller calls CUDA.
+// Returns a new number and the flag for note_destroyed. Releases the lock before the caller calls
+// CUDA.
 std::pair<int64_t, std::atomic<bool>*> begin_watch() {
   Captures& all = captures();
   const std::lock_guard guard(all.lock);
@@ -45,7 +46,7 @@ int64_t watch_graph(const Tensor& on) {
   if (on.is_cpu()) throw_value_error(kOp, "on must be on a GPU, got ", device_text(on));
   const CurrentStream stream(kOp, on);
   const auto [number, is_alive] = begin_watch();
-  const int error = cuda_calls().retain_in_capture(stream.get(), is_alive, note_gone);
+  const int error = cuda_calls().retain_in_capture(stream.get(), is_alive, note_destroyed);
   if (error != 0) *is_alive = false;  // no graph holds the flag
   check_cuda(error, kOp);
   return number;
@@ -57,7 +58,8 @@ bool graph_is_alive(int64_t number) {
   const std::lock_guard guard(all.lock);
   const auto count = static_cast<int64_t>(all.are_alive.size());
   if (number < 0 || number >= count) {
-    throw_value_error("graph_is_alive", "there is no graph ", number, " among ", count);
+    throw_value_error("graph_is_alive", "no watched graph has number ", number,
+                      ". The process has watched ", count, " graphs");
   }
   return all.are_alive[static_cast<size_t>(number)];
 }

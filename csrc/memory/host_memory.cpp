@@ -123,7 +123,7 @@ class CapturedOn {
 struct Uses {
   CapturedOn captured;
   StreamUses queued;
-  int being_noted = 0;  // threads that now record an event here without the registry's lock
+  int recording_threads = 0;  // threads that now record an event here without the registry's lock
 };
 
 // A block of host memory that speedtorch allocated or registered.
@@ -137,7 +137,7 @@ struct Block {
   int64_t pin = 0;
   std::optional<Tensor> pinned{};
   bool read_only = false;
-  bool is_cudas = false;      // allocated by cudaHostAlloc
+  bool is_from_cuda = false;  // allocated by cudaHostAlloc
   std::set<int> mapped_on{};  // GPUs that map this managed block
   Uses uses{};
   bool tensor_gone = false;
@@ -160,7 +160,7 @@ struct Registry {
   std::mutex mutex;
   Blocks blocks;
   // Blocks pinned in place whose storage was resized, while a captured graph may use them.
-  std::list<std::unique_ptr<Block>> left;
+  std::list<std::unique_ptr<Block>> detached;
   std::list<ForeignUse> foreign;
 };
 
@@ -168,7 +168,7 @@ Registry& registry();
 
 // Runs in a forked child, where the driver removes managed memory. A new mapping of the child must
 // not take addresses that the registry lists as managed. A mapping without access reserves them.
-void keep_places() {
+void reserve_managed_addresses() {
   for (const auto& [base, block] : registry().blocks) {
     if (block->kind != MemoryKind::kManaged) continue;
     has_rules = true;
@@ -182,7 +182,8 @@ void keep_places() {
 // thread holds the registry's lock, so that the child finds it unlocked.
 Registry& registry() {
   static Registry* const instance = [] {
-    pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); }, keep_places);
+    pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
+                   reserve_managed_addresses);
     return new Registry;
   }();
   return *instance;
@@ -198,7 +199,7 @@ void wait_until_noted(const Uses& uses) {
   while (true) {
     {
       const std::lock_guard lock(registry().mutex);
-      if (uses.being_noted == 0) return;
+      if (uses.recording_threads == 0) return;
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -207,12 +208,12 @@ void wait_until_noted(const Uses& uses) {
 void free_memory(Block& block) noexcept {
   const bool exits = process_exits();
   // GPUs may use plain memory through the host's page tables.
-  const bool is_gpus = block.kind != MemoryKind::kPlain || block.uses.queued.any();
-  if (is_gpus && !exits && block.maker == process_id()) {
+  const bool is_used_by_gpu = block.kind != MemoryKind::kPlain || block.uses.queued.any();
+  if (is_used_by_gpu && !exits && block.maker == process_id()) {
     const RelaxedCapture while_capturing;
     wait_until_noted(block.uses);
     block.uses.queued.wait();
-    if (block.is_cudas) {
+    if (block.is_from_cuda) {
       free_pinned(block.base);
     } else if (block.kind == MemoryKind::kRegistered) {
       unregister_pages(block.base, block.bytes);
@@ -220,26 +221,26 @@ void free_memory(Block& block) noexcept {
       succeeded(cuda_calls().free_managed(block.base));
     }
   }
-  if (block.kind != MemoryKind::kManaged && !block.is_cudas && !block.pinned && !exits) {
+  if (block.kind != MemoryKind::kManaged && !block.is_from_cuda && !block.pinned && !exits) {
     unmap_pages(block.base, block.bytes);
   }
 }
 
 // Whether the storage of a block pinned in place was resized or replaced.
-bool was_left(const Block& block) {
+bool is_detached(const Block& block) {
   void* now = nullptr;
   return block.pinned &&
          (aoti_torch_get_data_ptr(block.pinned->get(), &now) != 0 || now != block.base);
 }
 
-// Locks the registry during its lifetime. find() removes blocks that their storage has left. The
+// Locks the registry during its lifetime. find() removes detached blocks. The
 // destructor frees removed blocks after it releases the lock.
 class OpenRegistry {
  public:
   OpenRegistry() : all_(registry()), lock_(all_.mutex) {}
   ~OpenRegistry() {
     lock_.unlock();
-    for (const std::unique_ptr<Block>& block : going_) free_memory(*block);
+    for (const std::unique_ptr<Block>& block : removed_) free_memory(*block);
   }
   OpenRegistry(const OpenRegistry&) = delete;
   OpenRegistry& operator=(const OpenRegistry&) = delete;
@@ -254,24 +255,24 @@ class OpenRegistry {
       if (after == all_.blocks.begin()) return nullptr;
       const auto found = std::prev(after);
       if (found->second->end() <= begin) return nullptr;
-      if (!was_left(*found->second)) return found->second.get();
+      if (!is_detached(*found->second)) return found->second.get();
       if (is_captured(found->second)) {
-        all_.left.push_back(std::move(found->second));
+        all_.detached.push_back(std::move(found->second));
         all_.blocks.erase(found);
       } else {
-        take_out(found);
+        remove(found);
       }
     }
   }
   // Removes a block. The destructor of this object frees its memory.
-  void take_out(Blocks::iterator block) {
-    going_.push_back(std::move(block->second));
+  void remove(Blocks::iterator block) {
+    removed_.push_back(std::move(block->second));
     all_.blocks.erase(block);
   }
   // The uses of a table in memory of another owner.
   Uses& foreign_uses_of(const Tensor& table, const Rows& rows) {
     auto use = std::find_if(all_.foreign.begin(), all_.foreign.end(),
-                            [&](const ForeignUse& each) { return each.base == rows.base; });
+                            [&](const ForeignUse& entry) { return entry.base == rows.base; });
     if (use == all_.foreign.end()) {
       use = all_.foreign.insert(use, ForeignUse{table, rows.base, {}});
     }
@@ -279,24 +280,23 @@ class OpenRegistry {
   }
 
  private:
-  std::vector<std::unique_ptr<Block>> going_;
+  std::vector<std::unique_ptr<Block>> removed_;
   Registry& all_;
   std::unique_lock<std::mutex> lock_;
 };
 
-void refuse_in_fork(const Block* block) {
+void check_not_forked(const Block* block) {
   if (block == nullptr || block->kind != MemoryKind::kManaged || block->maker == process_id()) {
     return;
   }
-  throw std::runtime_error(text(
-      "host memory: managed memory made in process ", block->maker, ", used in its fork ",
-      process_id(),
-      ", which cannot touch it: open the table by name there, start the process with 'spawn', or "
-      "make the table with memory='registered'"));
+  throw std::runtime_error(text("host memory: managed memory of process ", block->maker,
+                                " cannot be used in its forked child ", process_id(),
+                                ". Open the table by name in the child, start the child with "
+                                "'spawn', or create the table with memory='registered'"));
 }
 
 // Adds a block to the registry.
-void remember(Block made) {
+void add_block(Block made) {
   watch_process_exit();
   if (made.read_only) has_rules = true;
   auto block = std::make_unique<Block>(std::move(made));
@@ -311,7 +311,7 @@ void tensor_gone(char* base) {
   const auto found = all->blocks.find(base);
   if (found == all->blocks.end()) return;
   found->second->tensor_gone = true;
-  if (!is_captured(found->second)) all.take_out(found);
+  if (!is_captured(found->second)) all.remove(found);
 }
 
 // The kind of a block that overlaps these bytes, or nullopt.
@@ -330,8 +330,8 @@ int64_t memory_kind(const Tensor& tensor) {
   if (tensor.is_cuda()) {
     kind = MemoryKind::kCuda;
   } else if (tensor.numel() == 0) {
-  } else if (const auto ours = kind_of_block(tensor.data_ptr())) {
-    kind = *ours;
+  } else if (const auto own_kind = kind_of_block(tensor.data_ptr())) {
+    kind = *own_kind;
   } else if (!succeeded(cuda_calls().pointer_kind(tensor.data_ptr(), &found, &on_gpu))) {
   } else if (static_cast<PointerKind>(found) == PointerKind::kManaged) {
     kind = MemoryKind::kManaged;
@@ -347,11 +347,11 @@ void check_access(const char* op, const std::function<std::string()>& name, cons
                   bool is_written) {
   OpenRegistry all;
   const Block* block = all.find(address);
-  refuse_in_fork(block);
+  check_not_forked(block);
   if (is_written && block != nullptr && block->read_only) {
     throw_value_error(op, name(),
-                      " lies in a read-only mapping of a file; copy it into "
-                      "speedtorch.memory.empty(...) to write to it");
+                      " lies in a read-only mapping of a file. Copy it into "
+                      "speedtorch.memory.empty(...) before writing to it");
   }
 }
 
@@ -361,9 +361,9 @@ namespace {
 // tables.
 Access access_to_pageable() {
   int device = 0, in_place = 0;
-  const bool told = succeeded(cuda_calls().get_device(&device)) &&
-                    succeeded(cuda_calls().host_page_tables(device, &in_place));
-  return told && in_place != 0 ? Access::kMapped : Access::kNot;
+  const bool is_known = succeeded(cuda_calls().get_device(&device)) &&
+                        succeeded(cuda_calls().host_page_tables(device, &in_place));
+  return is_known && in_place != 0 ? Access::kMapped : Access::kNot;
 }
 
 Access access_to_foreign(const char* op, const Rows& rows) {
@@ -388,26 +388,26 @@ int map_managed(void* base, int64_t bytes, int device) {
 // registry during the queries, so that no lock is held during driver calls. A use that another
 // thread notes meanwhile gets a new entry.
 void drop_finished() {
-  std::list<ForeignUse> asked, unfinished;
+  std::list<ForeignUse> queried, unfinished;
   {
     OpenRegistry all;
     if (all->foreign.empty() || process_exits()) return;
     for (auto use = all->foreign.begin(); use != all->foreign.end();) {
       const auto next = std::next(use);
-      if (!use->uses.captured.any() && use->uses.being_noted == 0) {
-        asked.splice(asked.end(), all->foreign, use);
+      if (!use->uses.captured.any() && use->uses.recording_threads == 0) {
+        queried.splice(queried.end(), all->foreign, use);
       }
       use = next;
     }
   }
-  if (asked.empty()) return;
+  if (queried.empty()) return;
   const RelaxedCapture while_capturing;  // a query must not disturb the capture of another thread
-  for (auto use = asked.begin(); use != asked.end();) {
+  for (auto use = queried.begin(); use != queried.end();) {
     const auto next = std::next(use);
     if (use->uses.queued.finished()) {
       use->uses.queued.wait();
     } else {
-      unfinished.splice(unfinished.end(), asked, use);
+      unfinished.splice(unfinished.end(), queried, use);
     }
     use = next;
   }
@@ -448,7 +448,7 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
   if (table.is_cuda() || rows.base == nullptr) return;
   int capturing = 0;
   check_cuda(cuda_calls().stream_is_capturing(stream.handle, &capturing),
-             "host memory: asking whether the stream captures");
+             "host memory: cudaStreamIsCapturing");
   if (capturing) {  // events of a capture cannot be queried
     OpenRegistry all;
     Block* block = all.find(rows.base);
@@ -465,7 +465,7 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
     Block* block = all.find(rows.base);
     is_foreign = block == nullptr;
     uses = is_foreign ? &all.foreign_uses_of(table, rows) : &block->uses;
-    ++uses->being_noted;
+    ++uses->recording_threads;
     event = uses->queued.event_of(name);
   }
   const bool is_new = event == nullptr;
@@ -479,7 +479,7 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
   {
     const OpenRegistry all;
     if (is_new && event != nullptr) uses->queued.add(name, event);
-    --uses->being_noted;
+    --uses->recording_threads;
   }
   check_cuda(error, what);
   if (is_foreign) drop_finished();
@@ -490,7 +490,7 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
 
 namespace {
 
-constexpr const char* kMakeBefore = "make and pin tables before the capture begins";
+constexpr const char* kBeforeCapture = "create and pin tables before the capture begins";
 
 // Throws with the bytes, the failed call and the remedy.
 void check_managed(int error, const char* step, int64_t bytes) {
@@ -498,10 +498,10 @@ void check_managed(int error, const char* step, int64_t bytes) {
   if (is_without_gpu(error)) {
     throw std::runtime_error("host memory: managed memory needs a GPU" + without_gpu(error));
   }
-  throw std::runtime_error(text("host memory: ", bytes, " bytes of managed memory cannot be had, ",
-                                step, " failed: ", cuda_calls().error_string(error),
-                                " (CUDA error ", error,
-                                "); free memory, or use memory='registered' or memory='plain'"));
+  throw std::runtime_error(text("host memory: allocating ", bytes,
+                                " bytes of managed memory failed in ", step, ": ",
+                                cuda_calls().error_string(error), " (CUDA error ", error,
+                                "). Free memory, or use memory='registered' or memory='plain'"));
 }
 
 // The current GPU, which is likely to use new memory, if there is one.
@@ -515,15 +515,14 @@ void* allocate_managed(int64_t bytes, const std::set<int>& map_on) {
   const RelaxedCapture while_capturing;
   int devices = 0;
   check_managed(cuda_calls().device_count(&devices), "cudaGetDeviceCount", bytes);
-  for (int each = 0; each < devices; ++each) {
+  for (int device = 0; device < devices; ++device) {
     int supported = 0;
-    check_managed(cuda_calls().concurrent_managed_access(each, &supported),
+    check_managed(cuda_calls().concurrent_managed_access(device, &supported),
                   "cudaDeviceGetAttribute", bytes);
     if (!supported) {
       throw std::runtime_error(
-          text("host memory: GPU ", each,
-               " has no concurrentManagedAccess, so managed memory cannot serve; use "
-               "memory='registered'"));
+          text("host memory: managed memory needs concurrentManagedAccess, which GPU ", device,
+               " does not support. Use memory='registered'"));
     }
   }
   void* address = nullptr;
@@ -555,7 +554,7 @@ void pin(Block& made, bool check_memory) {
   if (const int error = allocate_pinned(&made.base, made.bytes); error != 0) {
     throw std::runtime_error(pinning_failure(made.bytes, "cudaHostAlloc", error));
   }
-  made.is_cudas = true;
+  made.is_from_cuda = true;
   kind_of_block(made.base, made.bytes);  // removes a stale entry, as in host_empty
   fill_with_zeros(made.base, made.bytes, check_memory);
 }
@@ -571,8 +570,8 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
   }
   std::array<int64_t, 1> sizes{bytes}, strides{1};
   if (bytes == 0) return torch::stable::empty(sizes, ScalarType::Byte);
-  if (wanted != MemoryKind::kPlain) refuse_during_capture("host memory", kMakeBefore);
-  if (check_memory) refuse_if_short(bytes);
+  if (wanted != MemoryKind::kPlain) check_not_capturing("host memory", kBeforeCapture);
+  if (check_memory) check_available(bytes);
 
   Block made{.bytes = bytes};
   if (wanted == MemoryKind::kManaged) {
@@ -583,7 +582,7 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
     made.base = static_cast<char*>(map_pages(bytes));
   }
   try {
-    kind_of_block(made.base, bytes);  // removes a pinned block that its storage left
+    kind_of_block(made.base, bytes);  // removes a detached block
     fill_with_zeros(made.base, bytes, check_memory);
     if (wanted == MemoryKind::kRegistered) pin(made, check_memory);
   } catch (...) {
@@ -591,7 +590,7 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
     throw;
   }
   char* base = made.base;
-  remember(std::move(made));
+  add_block(std::move(made));
   return torch::stable::from_blob(base, sizes, strides, Device(torch::headeronly::DeviceType::CPU),
                                   ScalarType::Byte,
                                   [](void* data) { tensor_gone(static_cast<char*>(data)); });
@@ -602,16 +601,16 @@ Tensor host_empty(int64_t bytes, int64_t kind, bool check_memory) {
 int64_t host_register(const Tensor& tensor) {
   constexpr const char* kOp = "pin_memory_";
   if (tensor.numel() == 0) return 0;
-  refuse_during_capture(kOp, kMakeBefore);
+  check_not_capturing(kOp, kBeforeCapture);
   const auto [base, bytes] = span_of(tensor);
   if (kind_of_block(base, bytes)) {
-    throw_value_error(
-        kOp,
-        "the tensor's memory overlaps memory that speedtorch has pinned or allocated already; "
-        "unpin_memory_ that tensor first, or make the table with memory='registered'");
+    throw_value_error(kOp,
+                      "the tensor's memory overlaps memory that speedtorch has already pinned or "
+                      "allocated. Call unpin_memory_ on the overlapping tensor first, or create "
+                      "the table with memory='registered'");
   }
   if (static_cast<MemoryKind>(memory_kind(tensor)) != MemoryKind::kPlain) {
-    throw_value_error(kOp, "the tensor's memory is pinned already, by another library");
+    throw_value_error(kOp, "the tensor's memory is already pinned by another library");
   }
   const int error = register_pages(base, bytes, false);
   // A read-only mapping of a file needs a read-only registration.
@@ -622,18 +621,18 @@ int64_t host_register(const Tensor& tensor) {
   if (!is_at_own_address(base)) {
     unregister_pages(base, bytes);
     throw std::runtime_error(
-        "pin_memory_: this driver gives pinned memory another address on the GPU, as on WSL2, so "
-        "that kernels do not find it; copy the tensor into speedtorch.memory.empty(shape, "
-        "memory='registered'), or leave it as it is: ops then move its rows through the CPU");
+        "pin_memory_: this driver maps pinned memory to a different address on the GPU, as on "
+        "WSL2, so kernels cannot access it. Copy the tensor into speedtorch.memory.empty(shape, "
+        "memory='registered'), or do not pin it. Ops then move its rows through the CPU");
   }
   static std::atomic<int64_t> pins{0};
   const int64_t pin = ++pins;
-  remember({.base = base,
-            .bytes = bytes,
-            .kind = MemoryKind::kRegistered,
-            .pin = pin,
-            .pinned = tensor,
-            .read_only = read_only});
+  add_block({.base = base,
+             .bytes = bytes,
+             .kind = MemoryKind::kRegistered,
+             .pin = pin,
+             .pinned = tensor,
+             .read_only = read_only});
   return pin;
 }
 
@@ -642,36 +641,39 @@ int64_t host_register(const Tensor& tensor) {
 void host_unregister(int64_t pin, bool tensor_is_gone) {
   if (pin == 0) return;  // a block allocated by speedtorch, or an empty tensor
   OpenRegistry all;
-  const auto is_it = [&](const std::unique_ptr<Block>& block) { return block->pin == pin; };
+  const auto has_pin = [&](const std::unique_ptr<Block>& block) { return block->pin == pin; };
   const auto found = std::find_if(all->blocks.begin(), all->blocks.end(),
-                                  [&](const auto& entry) { return is_it(entry.second); });
-  const bool here = found != all->blocks.end();
-  const bool captured =
-      here ? is_captured(found->second) : std::any_of(all->left.begin(), all->left.end(), is_it);
+                                  [&](const auto& entry) { return has_pin(entry.second); });
+  const bool is_listed = found != all->blocks.end();
+  const bool captured = is_listed
+                            ? is_captured(found->second)
+                            : std::any_of(all->detached.begin(), all->detached.end(), has_pin);
   if (captured && !tensor_is_gone) {
     throw std::runtime_error(
-        "unpin_memory_: a captured CUDA graph may still use the tensor; say that none will with "
-        "speedtorch.memory.release(tensor) first");
+        "unpin_memory_: a captured CUDA graph may still use the tensor. If no such graph will be "
+        "replayed, call speedtorch.memory.release(tensor) first");
   }
-  if (!here) return;
+  if (!is_listed) return;
   found->second->tensor_gone = tensor_is_gone;
-  if (!captured) all.take_out(found);
+  if (!captured) all.remove(found);
 }
 
 // Offsets in bytes from the tensor's start at which another registration begins. One cudaMemcpy
 // must not cross such an offset.
 std::vector<int64_t> registration_seams(const Tensor& tensor) {
-  std::vector<int64_t> seams;
-  if (tensor.numel() == 0 || !tensor.is_cpu()) return seams;
+  std::vector<int64_t> boundaries;
+  if (tensor.numel() == 0 || !tensor.is_cpu()) return boundaries;
   const auto [begin, bytes] = span_of(tensor);
   OpenRegistry all;
   const Block* block = all.find(begin);
-  if (block == nullptr || block->kind != MemoryKind::kRegistered || block->is_cudas) return seams;
-  for (int64_t seam = kBytesPerRegistration; seam < block->bytes; seam += kBytesPerRegistration) {
-    const int64_t offset = block->base + seam - begin;
-    if (offset > 0 && offset < bytes) seams.push_back(offset);
+  if (block == nullptr || block->kind != MemoryKind::kRegistered || block->is_from_cuda)
+    return boundaries;
+  for (int64_t boundary = kBytesPerRegistration; boundary < block->bytes;
+       boundary += kBytesPerRegistration) {
+    const int64_t offset = block->base + boundary - begin;
+    if (offset > 0 && offset < bytes) boundaries.push_back(offset);
   }
-  return seams;
+  return boundaries;
 }
 
 // Bytes in use: {plain, registered, managed, kept for captured graphs}.
@@ -681,7 +683,7 @@ std::vector<int64_t> memory_stats() {
   for (const auto& [base, block] : all->blocks) {
     bytes[block->tensor_gone ? 3 : static_cast<size_t>(block->kind)] += block->bytes;
   }
-  for (const std::unique_ptr<Block>& block : all->left) bytes[3] += block->bytes;
+  for (const std::unique_ptr<Block>& block : all->detached) bytes[3] += block->bytes;
   return bytes;
 }
 
@@ -689,20 +691,20 @@ std::vector<int64_t> memory_stats() {
 void let_captured_go(const Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.is_cpu()) return;
   const auto [begin, bytes] = span_of(tensor);
-  auto for_each_captured = [begin = begin, end = begin + bytes](auto use) {
+  auto with_captured = [begin = begin, end = begin + bytes](auto use) {
     OpenRegistry all;
     if (Block* block = all.find(begin)) use(block->uses.captured);
-    for (ForeignUse& each : all->foreign) {
-      if (begin <= each.base && each.base < end) use(each.uses.captured);
+    for (ForeignUse& entry : all->foreign) {
+      if (begin <= entry.base && entry.base < end) use(entry.uses.captured);
     }
   };
   // Queued replays have no event, so this waits for whole GPUs. A capture that another thread makes
   // meanwhile keeps the memory.
   const int64_t captures = capture_count;
   CapturedOn captured;
-  for_each_captured([&](const CapturedOn& one) { captured.add(one); });
+  with_captured([&](const CapturedOn& devices) { captured.add(devices); });
   captured.wait();
-  for_each_captured([&](CapturedOn& one) { one.forget_before(captures); });
+  with_captured([&](CapturedOn& devices) { devices.forget_before(captures); });
   drop_finished();
 }
 
@@ -712,7 +714,7 @@ void let_orphans_go() {
   std::list<std::unique_ptr<Block>> orphans;
   {
     OpenRegistry all;
-    orphans.swap(all->left);
+    orphans.swap(all->detached);
     for (auto block = all->blocks.begin(); block != all->blocks.end();) {
       const auto next = std::next(block);
       if (block->second->tensor_gone) {
@@ -742,7 +744,7 @@ int64_t use_on(const Tensor& table, int64_t device, int64_t stream) {
 void check_owner(const Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.is_cpu()) return;
   OpenRegistry all;
-  refuse_in_fork(all.find(tensor.data_ptr()));
+  check_not_forked(all.find(tensor.data_ptr()));
 }
 
 // True if every GPU can use managed memory that remains on the host. False without a GPU.

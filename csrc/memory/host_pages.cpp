@@ -33,7 +33,7 @@ constexpr int64_t kBytesPerThread = int64_t{32}
                                     << 20;  // a thread starts in 30 us, fills this in 5 ms
 // Bytes that a thread fills at a time, in 1 to 2 ms. Reading the available memory takes up to 0.3
 // ms.
-constexpr int64_t kBytesPerPiece = int64_t{8} << 20;
+constexpr int64_t kBytesPerChunk = int64_t{8} << 20;
 // How long a reading of available memory is valid: while the scheduler pauses a thread, other
 // processes allocate memory.
 constexpr std::chrono::milliseconds kReadCounts{20};
@@ -49,7 +49,9 @@ class MemoryError : public std::bad_alloc {
 
 int64_t page_bytes() { return sysconf(_SC_PAGESIZE); }
 
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 int usable_cpus() {
   cpu_set_t set;
@@ -66,29 +68,30 @@ int64_t number_in(const std::string& path) {
   return (file >> value) ? value : kUnlimited;
 }
 
-// The number after `key` in a file of "key number" lines, times `unit`.
-std::optional<int64_t> number_after(const std::string& key, const std::string& path, int64_t unit) {
+// The number after `key` in a file of "key number" lines, times `factor`.
+std::optional<int64_t> number_after(const std::string& key, const std::string& path,
+                                    int64_t factor) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
     std::istringstream words(line);
     std::string name;
     int64_t value = 0;
-    if (words >> name >> value && name == key) return value * unit;
+    if (words >> name >> value && name == key) return value * factor;
   }
   return std::nullopt;
 }
 
 // Free bytes under the limits of this process's cgroup and of all its parents (version 2, then
 // version 1). Unused file cache counts as free, as in MemAvailable.
-int64_t cgroup_room() {
-  int64_t room = kUnlimited;
-  auto consider = [&](const std::string& folder, const char* limit_file, const char* used_file,
-                      const char* cache_key) {
+int64_t cgroup_free_bytes() {
+  int64_t free_bytes = kUnlimited;
+  auto apply_limit = [&](const std::string& folder, const char* limit_file, const char* used_file,
+                         const char* cache_key) {
     const int64_t limit = number_in(folder + "/" + limit_file);
     const int64_t used = number_in(folder + "/" + used_file);
     if (limit == kUnlimited || used == kUnlimited) return;
     const int64_t cache = number_after(cache_key, folder + "/memory.stat", 1).value_or(0);
-    room = std::min(room, std::max<int64_t>(0, limit - used + cache));
+    free_bytes = std::min(free_bytes, std::max<int64_t>(0, limit - used + cache));
   };
   std::ifstream groups("/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
@@ -102,28 +105,34 @@ int64_t cgroup_room() {
     for (std::string path = line.substr(second + 1);; path = path.substr(0, path.rfind('/'))) {
       const std::string folder = root + (path == "/" ? "" : path);
       if (unified) {
-        consider(folder, "memory.max", "memory.current", "inactive_file");
+        apply_limit(folder, "memory.max", "memory.current", "inactive_file");
       } else {
-        consider(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file");
+        apply_limit(folder, "memory.limit_in_bytes", "memory.usage_in_bytes",
+                    "total_inactive_file");
       }
       if (path.empty() || path == "/") break;
     }
   }
-  return room;
+  return free_bytes;
 }
 
-// Bytes available to a table of `bytes`, of which `filled` are allocated, after the `others` bytes
+// Bytes available to a table of `bytes`, of which `filled` are allocated, after the `other_bytes`
 // that other threads of this process will still fill. Throws if the rest does not fit.
-int64_t room_for(int64_t bytes, int64_t filled, int64_t others) {
-  const int64_t available = std::max<int64_t>(0, available_bytes() - others);
+int64_t check_free_bytes(int64_t bytes, int64_t filled, int64_t other_bytes) {
+  const int64_t available = std::max<int64_t>(0, available_bytes() - other_bytes);
   if (bytes - filled <= available) return available;
-  const std::string had = filled == 0 ? "" : text(filled, " of them taken before the rest went, ");
-  const std::string less =
-      others == 0 ? "" : text(", less ", others, " that other threads of this process take");
-  throw MemoryError(text("host memory: ", bytes, " bytes asked for, ", had, available,
-                         " bytes available (the least of MemAvailable and the cgroup's room", less,
-                         "); free memory, use fewer or narrower rows, or set "
-                         "SPEEDTORCH_MEMORY_CHECK=0 to try all the same"));
+  const std::string allocated =
+      filled == 0 ? "" : text("of which ", filled, " are already allocated, ");
+  const std::string reserved =
+      other_bytes == 0 ? ""
+                       : text(", minus ", other_bytes,
+                              " bytes that other threads of this process are allocating");
+  throw MemoryError(text(
+      "host memory: ", bytes, " bytes requested, ", allocated, available,
+      " bytes available (the minimum of MemAvailable and the free bytes under the cgroup's limits",
+      reserved,
+      "). Free memory, use fewer or narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to skip this "
+      "check"));
 }
 
 // A fill in progress. The machine does not show bytes that threads of this process will fill later,
@@ -132,7 +141,7 @@ class Filling {
  public:
   Filling(int64_t bytes, bool check_memory) : bytes_(bytes) {
     const std::scoped_lock lock(account_mutex);
-    if (check_memory) room_for(bytes, 0, unfilled);
+    if (check_memory) check_free_bytes(bytes, 0, unfilled);
     unfilled += bytes;
   }
   Filling(const Filling&) = delete;
@@ -148,23 +157,23 @@ class Filling {
     const std::scoped_lock lock(account_mutex);
     return filled_;
   }
-  // Bytes available once pieces up to `next` are handed out; throws if the rest does not fit. If
-  // the answer depends on pieces that are partly filled, waits for all of them.
-  int64_t room(int64_t next) const {
+  // Bytes available once chunks up to `next` are handed out; throws if the rest does not fit. If
+  // the answer depends on chunks that are partly filled, waits for all of them.
+  int64_t free_bytes(int64_t next) const {
     try {
-      return room_for(bytes_, filled(), others());
+      return check_free_bytes(bytes_, filled(), other_bytes());
     } catch (const MemoryError&) {
       while (filled() < next) std::this_thread::yield();
-      return room_for(bytes_, next, others());
+      return check_free_bytes(bytes_, next, other_bytes());
     }
   }
-  static int64_t of_all() {
+  static int64_t unfilled_by_all() {
     const std::scoped_lock lock(account_mutex);
     return unfilled;
   }
 
  private:
-  int64_t others() const {
+  int64_t other_bytes() const {
     const std::scoped_lock lock(account_mutex);
     return unfilled - (bytes_ - filled_);
   }
@@ -179,7 +188,7 @@ class Filling {
 
 int64_t available_bytes() {
   const auto free = number_after("MemAvailable:", "/proc/meminfo", 1024);
-  return std::min(free.value_or(kUnlimited), cgroup_room());
+  return std::min(free.value_or(kUnlimited), cgroup_free_bytes());
 }
 
 void* map_pages(int64_t bytes) {
@@ -212,50 +221,50 @@ void fill_with_zeros(void* address, int64_t bytes, bool check_memory) {
   Filling filling(bytes, check_memory);
   std::mutex mutex;
   Clock::time_point last_read = Clock::now();
-  int64_t next = 0;  // start of the next piece
+  int64_t next = 0;  // start of the next chunk
   // limit of `next` until available memory is read again
-  int64_t allowed = check_memory ? kBytesPerPiece : bytes;
-  std::exception_ptr refusal;
-  auto take_piece = [&] {
+  int64_t allowed = check_memory ? kBytesPerChunk : bytes;
+  std::exception_ptr failure;
+  auto next_chunk = [&] {
     const std::scoped_lock lock(mutex);
     const bool is_due = next >= allowed || (check_memory && Clock::now() - last_read > kReadCounts);
     if (is_due && next < bytes) {
       // Other processes fill memory at the same time, so fill at most an eighth between reads.
-      const int64_t room = filling.room(next) - (next - filling.filled());
-      allowed = next + std::max(kBytesPerPiece, room / 8);
+      const int64_t free_bytes = filling.free_bytes(next) - (next - filling.filled());
+      allowed = next + std::max(kBytesPerChunk, free_bytes / 8);
       last_read = Clock::now();
     }
-    return std::exchange(next, std::min(bytes, next + kBytesPerPiece));
+    return std::exchange(next, std::min(bytes, next + kBytesPerChunk));
   };
-  auto fill_piece = [&] {
-    const int64_t start = take_piece();
-    const int64_t size = std::min(kBytesPerPiece, bytes - start);
+  auto fill_chunk = [&] {
+    const int64_t start = next_chunk();
+    const int64_t size = std::min(kBytesPerChunk, bytes - start);
     std::memset(begin + start, 0, size);
     filling.add(size);
     return size > 0;
   };
-  auto fill_pieces = [&] {
+  auto fill_chunks = [&] {
     try {
-      while (fill_piece()) {
+      while (fill_chunk()) {
       }
     } catch (...) {
       const std::scoped_lock lock(mutex);
       next = bytes;
-      refusal = std::current_exception();
+      failure = std::current_exception();
     }
   };
   {
-    std::vector<std::jthread> others;  // the destructor joins
+    std::vector<std::jthread> workers;  // the destructor joins
     try {
-      while (std::ssize(others) + 1 < threads) others.emplace_back(fill_pieces);
+      while (std::ssize(workers) + 1 < threads) workers.emplace_back(fill_chunks);
     } catch (const std::system_error&) {  // the threads that did start fill everything
     }
-    fill_pieces();
+    fill_chunks();
   }
-  if (refusal) std::rethrow_exception(refusal);
+  if (failure) std::rethrow_exception(failure);
 }
 
-void refuse_if_short(int64_t bytes) { room_for(bytes, 0, Filling::of_all()); }
+void check_available(int64_t bytes) { check_free_bytes(bytes, 0, Filling::unfilled_by_all()); }
 
 void unregister_pages(char* base, int64_t bytes) noexcept {
   const RelaxedCapture while_capturing;
@@ -267,8 +276,8 @@ void unregister_pages(char* base, int64_t bytes) noexcept {
 int register_pages(char* base, int64_t bytes, bool read_only) {
   const RelaxedCapture while_capturing;
   for (int64_t start = 0; start < bytes; start += kBytesPerRegistration) {
-    const int64_t piece = std::min(kBytesPerRegistration, bytes - start);
-    const int error = cuda_calls().host_register(base + start, piece, read_only);
+    const int64_t part_bytes = std::min(kBytesPerRegistration, bytes - start);
+    const int error = cuda_calls().host_register(base + start, part_bytes, read_only);
     if (!succeeded(error)) {
       unregister_pages(base, start);
       return error;
@@ -300,9 +309,9 @@ std::string pinning_failure(int64_t bytes, const char* call, int error) {
   return text("host memory: pinning ", bytes, " bytes with ", call,
               " failed: ", cuda_calls().error_string(error), " (CUDA error ", error,
               "). Bytes available on this machine: ", available_bytes(),
-              ". Not possible: writable shared mappings of disk files, and memory that is "
-              "registered already. Remedy: load the data into speedtorch.memory.empty(...), free "
-              "host memory, or use memory='plain'");
+              ". CUDA cannot pin writable shared mappings of disk files or memory that is already "
+              "registered. Load the data into speedtorch.memory.empty(...), free host memory, or "
+              "use memory='plain'");
 }
 
 }  // namespace speedtorch

@@ -12,14 +12,14 @@ namespace speedtorch {
 void* map_pages(int64_t bytes);
 void unmap_pages(void* address, int64_t bytes);
 // Writes zeros in parallel, so that every page is allocated afterwards. With `check_memory`, throws
-// like refuse_if_short once the rest no longer fits: processes that start at the same time all see
+// like check_available once the rest no longer fits: processes that start at the same time all see
 // free memory. Threads of one process count each other's fills.
 void fill_with_zeros(void* address, int64_t bytes, bool check_memory);
 // Available bytes: the minimum of MemAvailable and the free bytes under the cgroup's limits.
 int64_t available_bytes();
 // Throws (MemoryError in Python) with the numbers and the remedy unless `bytes` are available
 // beside the bytes that other threads are filling.
-void refuse_if_short(int64_t bytes);
+void check_available(int64_t bytes);
 
 // One registration of 512 GiB or more fails on recent drivers, so memory is registered in parts of
 // at most this size. One cudaMemcpy must not cross a boundary of two parts; kernels may.

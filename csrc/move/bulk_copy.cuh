@@ -86,7 +86,7 @@ __device__ Chunk chunk_of(const RowMap& map, const Rows& from, const Rows& to,
 // are multiples of 16. Unaligned rows would need the 16-byte blocks around them; measured: 1.3 to
 // 1.8 times as slow as plain threads.
 template <typename RowMap>
-__global__ void __launch_bounds__(kMostBulkWarps * 32)
+__global__ void __launch_bounds__(kMaxBulkWarps * 32)
     bulk_move_rows_kernel(RowMap map, Rows from, Rows to, BulkShape shape, int64_t zero_rows) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   uint64_t* barrier = reinterpret_cast<uint64_t*>(shared) + warp;
-  char* slot = shared + kBulkBarrierBytes + int64_t{threadIdx.x} * shape.chunk_bytes;
+  char* buffer = shared + kBulkBarrierBytes + int64_t{threadIdx.x} * shape.chunk_bytes;
   if (lane == 0) init_barrier(barrier);
   __syncwarp();
 
@@ -108,17 +108,17 @@ __global__ void __launch_bounds__(kMostBulkWarps * 32)
     const uint32_t expected = __reduce_add_sync(~0u, chunk.bytes);
     if (lane == 0) expect_bytes(barrier, expected);
     __syncwarp();
-    if (chunk.bytes > 0) bulk_load(slot, chunk.source, chunk.bytes, barrier);
+    if (chunk.bytes > 0) bulk_load(buffer, chunk.source, chunk.bytes, barrier);
     next = chunk_of(map, from, to, shape, base + stride + lane, chunks);
     wait_phase(barrier, parity);
     parity ^= 1;
-    if (chunk.bytes > 0) bulk_store(chunk.target, slot, chunk.bytes);
+    if (chunk.bytes > 0) bulk_store(chunk.target, buffer, chunk.bytes);
     wait_stores_read();
     __syncwarp();
   }
   wait_stores();
 #else
-  __trap();  // ask_bulk_copies excludes this launch
+  __trap();  // query_bulk_copies excludes this launch
 #endif
 }
 
@@ -135,16 +135,16 @@ cudaError_t allow_shared_memory() {
   std::atomic<bool>* allowed = device < kKnown ? is_allowed + device : nullptr;
   if (allowed != nullptr && *allowed) return cudaSuccess;
   error = cudaFuncSetAttribute(bulk_move_rows_kernel<RowMap>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes);
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
   if (error == cudaSuccess && allowed != nullptr) *allowed = true;
   return error;
 }
 
 // Does the same as launch_register_copy, with bulk copies.
 template <typename RowMap>
-int launch_bulk_copy(const RowMap& map, const Rows& from, const Rows& to, int64_t most_rows,
-                     int64_t zero_rows, int most_blocks, void* stream) {
-  const BulkShape shape = bulk_shape(to.row_bytes, most_rows, most_blocks);
+int launch_bulk_copy(const RowMap& map, const Rows& from, const Rows& to, int64_t max_rows,
+                     int64_t zero_rows, int max_blocks, void* stream) {
+  const BulkShape shape = bulk_shape(to.row_bytes, max_rows, max_blocks);
   const cudaError_t error = allow_shared_memory<RowMap>();
   if (error != cudaSuccess) return error;
   bulk_move_rows_kernel<RowMap>

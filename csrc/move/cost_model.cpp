@@ -75,7 +75,7 @@ constexpr int sms_for_long_rows(int64_t row_bytes, Direction direction) {
 constexpr double kMeasuredLinkGbps = 55.4;
 constexpr double kSameLink = 1.25;
 // far above any real link; a file of costs may contain anything
-constexpr double kMostLinks = 1000;
+constexpr double kMaxLinkRatio = 1000;
 // The rate of the calibrated link in its slower direction, relative to the measured link; at least
 // 1.
 std::atomic<double> link_ratio{1};
@@ -106,7 +106,7 @@ Costs costs() {
 }
 
 // Slots of a hash table (dedup.h) are counted with 31 bits; each id needs two slots.
-constexpr int64_t kMostHashed = int64_t{1} << 29;
+constexpr int64_t kMaxHashedIds = int64_t{1} << 29;
 
 std::atomic<int64_t> forced_path{-1};
 std::atomic<int64_t> chosen_sms{0};  // set by the user; 0: not set
@@ -148,7 +148,7 @@ Choice choose_path(const char* op, const Batch& batch, const Costs& costs) {
   choice.path_us = {in_index_order, in_index_order + costs.dedup_us + ids * costs.dedup_ns / 1e3,
                     moving_us(batch, true, costs) + costs.plan_us + ids * costs.plan_ns / 1e3};
   if (!direct_is_safe(batch)) choice.path_us[0] = kImpossible;
-  if (batch.ids > kMostHashed) choice.path_us[1] = kImpossible;
+  if (batch.ids > kMaxHashedIds) choice.path_us[1] = kImpossible;
   // Accumulation needs every occurrence of an id, in order.
   if (batch.accumulate) choice.path_us[0] = choice.path_us[1] = kImpossible;
   const auto best = std::min_element(choice.path_us.begin(), choice.path_us.end());
@@ -283,7 +283,7 @@ std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t h
                     .host_bits = host};
   const CopyKernel kernel = link_copy_kernel(batch, other, bulk, static_cast<int>(sms));
   if (kernel.bulk) {
-    const BulkShape shape = bulk_shape(row_bytes, rows, kernel.most_blocks);
+    const BulkShape shape = bulk_shape(row_bytes, rows, kernel.max_blocks);
     return {1,
             shape.blocks,
             shape.warps * 32,
@@ -291,7 +291,7 @@ std::vector<int64_t> link_launch(int64_t direction, int64_t row_bytes, int64_t h
             shape.chunks_per_row,
             shape.shared_bytes};
   }
-  const MoveShape shape = move_shape(row_bytes, host | other, rows, kernel.most_blocks);
+  const MoveShape shape = move_shape(row_bytes, host | other, rows, kernel.max_blocks);
   return {0, shape.blocks, kMoverThreads, shape.vec_bytes, shape.lanes_per_row, 0};
 }
 
@@ -313,7 +313,7 @@ void set_costs(const Tensor& values) {
   std::memcpy(&stored_costs, values.data_ptr(), sizeof(Costs));
   const auto& gbps = stored_costs.link_gbps;
   const double ratio = std::min(gbps[0], gbps[1]) / kMeasuredLinkGbps;
-  link_ratio = ratio > kSameLink ? std::min(ratio, kMostLinks) : 1;
+  link_ratio = ratio > kSameLink ? std::min(ratio, kMaxLinkRatio) : 1;
 }
 
 const Ops kOps{

@@ -34,8 +34,8 @@ constexpr int64_t kIdsPerChunk = 8192;  // ids that a thread sorts
 // Rows this many bytes ahead are prefetched (4 KiB: 1.1 times as slow for 512-byte rows on 16
 // threads). Fewer than 64 rows of 64 bytes do not cover the latency (32 rows: 1.3 times as slow).
 constexpr int64_t kAheadBytes = 8192;
-constexpr int64_t kLeastAhead = 4;
-constexpr int64_t kMostAhead = 64;
+constexpr int64_t kMinAhead = 4;
+constexpr int64_t kMaxAhead = 64;
 // Bytes prefetched of each row; the processor prefetches the rest itself. Measured with 16 threads,
 // gathers of 512 bytes: 0.81 ms; with the whole row 0.82, the first line 1.20, no prefetch 1.27.
 constexpr int64_t kPrefetchBytes = 256;
@@ -95,7 +95,7 @@ auto best_add_numbers() {
 
 // Stores that bypass the caches do not read a line before they overwrite it: random rows of 512
 // bytes take half of the time, on 1 to 16 threads. A smaller batch may fit into the caches.
-constexpr int64_t kLeastPassingBytes = int64_t{4} << 20;
+constexpr int64_t kMinPassingBytes = int64_t{4} << 20;
 constexpr int64_t kPassingBytes = 32;  // bytes of one store, and the alignment that rows need
 
 #ifdef __x86_64__
@@ -109,7 +109,7 @@ constexpr int64_t kPassingBytes = 32;  // bytes of one store, and the alignment 
 bool can_pass_caches(const Rows& table, const Ids& ids) {
   const auto bits = reinterpret_cast<uint64_t>(table.base) |
                     static_cast<uint64_t>(table.stride_bytes | table.row_bytes);
-  return bits % kPassingBytes == 0 && ids.count * table.row_bytes >= kLeastPassingBytes &&
+  return bits % kPassingBytes == 0 && ids.count * table.row_bytes >= kMinPassingBytes &&
          __builtin_cpu_supports("avx2");
 }
 
@@ -150,9 +150,9 @@ void with_width(int64_t bytes, const Use& use) {
 
 // Calls move(i) for i = position(begin) ... position(end - 1), and fetch(i) several calls earlier.
 template <typename Position, typename Fetch, typename Move>
-void in_turn(int64_t begin, int64_t end, int64_t row_bytes, const Position& position,
-             const Fetch& fetch, const Move& move) {
-  const int64_t ahead = std::clamp(kAheadBytes / row_bytes, kLeastAhead, kMostAhead);
+void with_prefetch(int64_t begin, int64_t end, int64_t row_bytes, const Position& position,
+                   const Fetch& fetch, const Move& move) {
+  const int64_t ahead = std::clamp(kAheadBytes / row_bytes, kMinAhead, kMaxAhead);
   for (int64_t k = begin; k < std::min(begin + ahead, end); ++k) fetch(position(k));
   int64_t k = begin;
   for (; k < end - ahead; ++k) {
@@ -186,7 +186,7 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t tasks = std::clamp<int64_t>(count * row_bytes / kBytesPerTask, 1, threads);
   if (tasks == 1) {
-    in_turn(0, count, row_bytes, [](int64_t k) { return k; }, fetch, move);
+    with_prefetch(0, count, row_bytes, [](int64_t k) { return k; }, fetch, move);
     finish_stores();
     return;
   }
@@ -214,7 +214,7 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t* end = &ends[static_cast<size_t>(chunk * stride + task)];
         const int64_t begin = task == 0 ? chunk_begin(chunk) : end[-1];
-        in_turn(
+        with_prefetch(
             begin, *end, row_bytes,
             [&](int64_t k) -> int64_t { return order[static_cast<size_t>(k)]; }, fetch, move);
       }
@@ -247,7 +247,7 @@ void gather_on_cpu(const Rows& table, const Ids& ids, const Rows& out) {
   with_ids(ids, [&](const auto* id) {
     with_width(out.row_bytes, [&](auto width) {
       parallel_for(0, ids.count, rows_per_task, [&](int64_t begin, int64_t end) {
-        in_turn(
+        with_prefetch(
             begin, end, out.row_bytes, [](int64_t i) { return i; },
             [&](int64_t i) { prefetch(table.row(id[i]), out.row_bytes); },
             [&](int64_t i) { std::memcpy(out.row(i), table.row(id[i]), width); });
@@ -294,7 +294,7 @@ void move_on_cpu(const Rows& from, const int64_t* from_places, const Rows& to,
   const int64_t rows_per_task = kBytesPerTask / to.row_bytes + 1;
   const auto at = [](const int64_t* places, int64_t i) { return places ? places[i] : i; };
   parallel_for(0, count, rows_per_task, [&](int64_t begin, int64_t end) {
-    in_turn(
+    with_prefetch(
         begin, end, to.row_bytes, [](int64_t i) { return i; },
         [&](int64_t i) { prefetch(from.row(at(from_places, i)), to.row_bytes); },
         [&](int64_t i) {

@@ -102,19 +102,19 @@ __device__ __forceinline__ void move_rows(const RowMap& map, const Rows& from, c
   const int64_t count = map.count();
   const bool few = count < groups * kRows;
   const int begin = few ? group : group / in_warp * in_warp * (kRows - 1) + group;
-  const bool in_turns = kLink != Link::kNone && shape.vecs_per_row > shape.lanes_per_row;
+  const bool is_iterated = kLink != Link::kNone && shape.vecs_per_row > shape.lanes_per_row;
   for (int64_t first = begin; first < count; first += groups * kRows) {
     const char* source[kRows];
     char* target[kRows];
     int before[kRows];
-    int most_before = 0;
+    int max_before = 0;
     find_rows(map, from, to, first, few ? groups : in_warp, count, source, target);
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
-      before[u] = in_turns ? vecs_before<Vec>(kLink == Link::kFrom ? source[u] : target[u]) : 0;
-      most_before = max(most_before, before[u]);
+      before[u] = is_iterated ? vecs_before<Vec>(kLink == Link::kFrom ? source[u] : target[u]) : 0;
+      max_before = max(max_before, before[u]);
     }
-    for (int64_t column = lane; column < shape.vecs_per_row + most_before;
+    for (int64_t column = lane; column < shape.vecs_per_row + max_before;
          column += shape.lanes_per_row) {
       Vec values[kRows];
 #pragma unroll
@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(kMoverThreads)
     for (int u = 0; u < kRows; ++u) {
       before[u] = static_cast<int>(reinterpret_cast<uint64_t>(source[u]) % 128);
     }
-    for (int64_t turn = 0; turn < row_bytes + 128; turn += 128) {
+    for (int64_t offset = 0; offset < row_bytes + 128; offset += 128) {
       Word words[kRows];
-      auto at = [&](int u) { return turn + lane * kWord - before[u]; };
+      auto at = [&](int u) { return offset + lane * kWord - before[u]; };
       auto touches = [&](int u) {
         return source[u] != nullptr && at(u) > -kWord && at(u) < row_bytes;
       };
@@ -222,11 +222,11 @@ __host__ __device__ void with_vec_type(int vec_bytes, Use use) {
   }
 }
 
-// `most_rows` bounds map.count(), which only the GPU knows.
+// `max_rows` bounds map.count(), which only the GPU knows.
 template <Link kLink, typename RowMap>
-int launch_register_copy(const RowMap& map, const Rows& from, const Rows& to, int64_t most_rows,
-                         int64_t zero_rows, int most_blocks, void* stream) {
-  const MoveShape shape = move_shape(to.row_bytes, from.bits() | to.bits(), most_rows, most_blocks);
+int launch_register_copy(const RowMap& map, const Rows& from, const Rows& to, int64_t max_rows,
+                         int64_t zero_rows, int max_blocks, void* stream) {
+  const MoveShape shape = move_shape(to.row_bytes, from.bits() | to.bits(), max_rows, max_blocks);
   auto on = static_cast<cudaStream_t>(stream);
   with_vec_type(shape.vec_bytes, [&](auto vec) {
     if constexpr (kLink == Link::kFrom && sizeof(vec) < sizeof(uint32_t)) {

@@ -38,7 +38,7 @@ constexpr int shares_of(int64_t count, int64_t share, int64_t most) {
 // The kernel that moves rows, and how much of the GPU it may fill.
 struct CopyKernel {
   bool bulk;  // bulk copies, which need compute capability 9.0
-  int most_blocks;
+  int max_blocks;
 };
 
 // ------------------------------------------------------------------------------------------------
@@ -59,13 +59,13 @@ constexpr int kMoverThreads = 512;
 constexpr int kRowsInFlight = 4;
 
 constexpr MoveShape move_shape(int64_t row_bytes, uint64_t alignment_bits, int64_t rows,
-                               int most_blocks) {
+                               int max_blocks) {
   MoveShape shape{};
   shape.vec_bytes = widest_access(alignment_bits | static_cast<uint64_t>(row_bytes));
   shape.vecs_per_row = row_bytes / shape.vec_bytes;
   shape.lanes_per_row = shares_of(shape.vecs_per_row, 1, 32);
   shape.groups_in_warp = 32 / shape.lanes_per_row;
-  shape.blocks = shares_of(rows, kMoverThreads / shape.lanes_per_row, most_blocks);
+  shape.blocks = shares_of(rows, kMoverThreads / shape.lanes_per_row, max_blocks);
   shape.groups = shape.blocks * kMoverThreads / shape.lanes_per_row;
   shape.groups -= shape.groups % shape.groups_in_warp;
   return shape;
@@ -83,25 +83,25 @@ struct BulkShape {
 };
 
 constexpr int kChunksPerWarp = 32;
-constexpr int64_t kMostChunkBytes = 2048;
+constexpr int64_t kMaxChunkBytes = 2048;
 constexpr int kBulkBarrierBytes = 128;  // 8 per warp; keeps chunks aligned
-constexpr int kMostBulkWarps = 16;
-constexpr int kMostSharedBytes = 200 << 10;  // a block may have 227 KiB
+constexpr int kMaxBulkWarps = 16;
+constexpr int kMaxSharedBytes = 200 << 10;  // a block may have 227 KiB
 
 // `row_bytes` is a multiple of 16, not 0.
-constexpr BulkShape bulk_shape(int64_t row_bytes, int64_t rows, int most_blocks) {
+constexpr BulkShape bulk_shape(int64_t row_bytes, int64_t rows, int max_blocks) {
   BulkShape shape{};
-  shape.chunks_per_row = (row_bytes + kMostChunkBytes - 1) / kMostChunkBytes;
-  shape.chunk_bytes = row_bytes < kMostChunkBytes ? row_bytes : kMostChunkBytes;
+  shape.chunks_per_row = (row_bytes + kMaxChunkBytes - 1) / kMaxChunkBytes;
+  shape.chunk_bytes = row_bytes < kMaxChunkBytes ? row_bytes : kMaxChunkBytes;
   const int warp_bytes = static_cast<int>(shape.chunk_bytes) * kChunksPerWarp;
-  shape.warps = shares_of((kMostSharedBytes - kBulkBarrierBytes) / warp_bytes, 1, kMostBulkWarps);
+  shape.warps = shares_of((kMaxSharedBytes - kBulkBarrierBytes) / warp_bytes, 1, kMaxBulkWarps);
   shape.shared_bytes = kBulkBarrierBytes + shape.warps * warp_bytes;
   shape.blocks =
-      shares_of(rows * shape.chunks_per_row, int64_t{shape.warps} * kChunksPerWarp, most_blocks);
+      shares_of(rows * shape.chunks_per_row, int64_t{shape.warps} * kChunksPerWarp, max_blocks);
   return shape;
 }
 
 static_assert(widest_access(512) == 16 && widest_access(12) == 4 && widest_access(0) == 16);
-static_assert(bulk_shape(kMostChunkBytes, 1, 1).shared_bytes <= kMostSharedBytes);
+static_assert(bulk_shape(kMaxChunkBytes, 1, 1).shared_bytes <= kMaxSharedBytes);
 
 }  // namespace speedtorch

@@ -43,10 +43,10 @@ void clear_rows(const Tensors& rows, const Tensor& count) {
   all.mark_written();
   if constexpr (kWithCuda) {
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
-      const auto some = std::min<size_t>(fields.size() - first, kFieldsPerLaunch);
-      check_cuda(
-          launch_clear_rows(&fields[first], static_cast<int>(some), data_of(count), stream.get()),
-          kOp);
+      const auto field_count = std::min<size_t>(fields.size() - first, kFieldsPerLaunch);
+      check_cuda(launch_clear_rows(&fields[first], static_cast<int>(field_count), data_of(count),
+                                   stream.get()),
+                 kOp);
     }
   }
 }

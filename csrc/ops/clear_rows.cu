@@ -27,13 +27,13 @@ __global__ void __launch_bounds__(kMoverThreads)
 
 int launch_clear_rows(const Rows* fields, int field_count, const int64_t* count, void* stream) {
   Cleared all{};
-  int64_t most_vecs = 0;
+  int64_t max_vecs = 0;
   for (int f = 0; f < field_count; ++f) {
     const Rows& rows = all.rows[f] = fields[f];
     all.vec_bytes[f] = widest_access(rows.bits());
-    most_vecs = max(most_vecs, rows.count * (rows.row_bytes / all.vec_bytes[f]));
+    max_vecs = max(max_vecs, rows.count * (rows.row_bytes / all.vec_bytes[f]));
   }
-  const dim3 blocks(shares_of(most_vecs, kMoverThreads, kDeviceBlocks), field_count);
+  const dim3 blocks(shares_of(max_vecs, kMoverThreads, kDeviceBlocks), field_count);
   clear_rows_kernel<<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(all, count);
   return cudaGetLastError();
 }

@@ -22,7 +22,8 @@ constexpr size_t kNamedLists = 4, kLists = 6;  // lists as long as `named` come 
 int64_t checked_count(const char* op, const char* name, const SortedIds& list) {
   if (list.count == nullptr) return list.size;
   if (*list.count >= 0 && *list.count <= list.size) return *list.count;
-  throw_value_error(op, name, " says ", *list.count, " distinct ids, of ", list.size, " entries");
+  throw_value_error(op, name, " must report 0 to ", list.size,
+                    " unique ids, the length of its list, got ", *list.count);
 }
 
 void diff_on_cpu(const SortedIds& named, int64_t named_count, const SortedIds& held,
@@ -69,8 +70,8 @@ Tensors diff(const char* op, const SortedIds& named, const SortedIds& held, int6
              const Fitting* fitting, int64_t* counts, const Tensor& on,
              const std::optional<CurrentStream>& stream, const Arguments& all) {
   if (named.size + held.size > std::numeric_limits<int32_t>::max()) {
-    throw_value_error(op, "named and held have ", named.size + held.size,
-                      " entries, at most 2^31 - 1 fit");
+    throw_value_error(op, "named and held must have at most 2^31 - 1 entries together, got ",
+                      named.size + held.size);
   }
   int64_t named_count = 0, held_count = 0;
   if (on.is_cpu()) {
@@ -133,7 +134,7 @@ Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& hel
   const Rows word = as_rows(kOp, "fault", fault);
   if (stream && reach(kOp, fault, word, stream->device()) == Access::kNot) {
     throw_value_error(kOp,
-                      "fault is in pageable memory, which the GPU cannot write to; pin it with "
+                      "fault is in pageable memory, which the GPU cannot write to. Pin it with "
                       "speedtorch.pin_memory_(fault)");
   }
   const Fitting fitting{.status = reinterpret_cast<PlanStatus*>(data_of(named_status)),

@@ -25,8 +25,9 @@ std::vector<HeldField> check_held(const Tensors& held, const Tensors& coming, co
                                   const Tensor& held_ids) {
   check_fields(kOp, "held", held.size());
   if (coming.size() != held.size() || (!left.empty() && left.size() != held.size())) {
-    throw_value_error(kOp, "held, coming and left must be lists of one length, or left an empty ",
-                      "one, got ", held.size(), ", ", coming.size(), " and ", left.size());
+    throw_value_error(kOp,
+                      "held, coming and left must have the same length (left may be empty), got ",
+                      held.size(), ", ", coming.size(), " and ", left.size());
   }
   std::vector<HeldField> fields(held.size());
   for (size_t k = 0; k < held.size(); ++k) {
@@ -35,40 +36,41 @@ std::vector<HeldField> check_held(const Tensors& held, const Tensors& coming, co
       const Rows rows = as_rows_like(kOp, name.c_str(), side, item("held", k).c_str(), held[k],
                                      "held_ids", held_ids);
       if (rows.count == held_ids.numel()) return rows;
-      throw_value_error(kOp, name, " has ", rows.count, " rows, held_ids has ", held_ids.numel(),
-                        " entries");
+      throw_value_error(kOp, name, " has ", rows.count, " rows, expected ", held_ids.numel(),
+                        ", the length of held_ids");
     };
     fields[k].held = check_side("held", held[k]);
-    fields[k].coming = check_side("coming", coming[k]);
-    if (!left.empty()) fields[k].left = check_side("left", left[k]);
+    fields[k].incoming = check_side("coming", coming[k]);
+    if (!left.empty()) fields[k].evicted = check_side("left", left[k]);
   }
   return fields;
 }
 
 void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& changes,
                  const HeldIds& ids, const Arguments& all) {
-  const int64_t named = check_count(kOp, "counts[0]", changes.counts[0], changes.most_named);
-  const int64_t staying = check_count(kOp, "counts[1]", changes.counts[1], ids.size);
-  const int64_t leaving = check_count(kOp, "counts[3]", changes.counts[3], ids.size);
-  check_places_on_cpu(kOp, "stay_places", changes.stay_places, staying, ids.size);
-  check_places_on_cpu(kOp, "stay_from", changes.stay_from, staying, ids.size);
-  check_places_on_cpu(kOp, "leaving_places", changes.leaving_places, leaving, ids.size);
+  const int64_t named = check_count(kOp, "counts[0]", changes.counts[0], changes.max_named);
+  const int64_t kept = check_count(kOp, "counts[1]", changes.counts[1], ids.size);
+  const int64_t evicted = check_count(kOp, "counts[3]", changes.counts[3], ids.size);
+  check_places_on_cpu(kOp, "stay_places", changes.kept_places, kept, ids.size);
+  check_places_on_cpu(kOp, "stay_from", changes.kept_from, kept, ids.size);
+  check_places_on_cpu(kOp, "leaving_places", changes.evicted_places, evicted, ids.size);
   all.mark_written();
   for (const HeldField& field : fields) {
-    const Rows &held = field.held, &coming = field.coming, &left = field.left;
-    move_on_cpu(held, changes.stay_from, coming, changes.stay_places, staying);
-    move_on_cpu(held, changes.leaving_places, left, nullptr, std::min(leaving, left.count));
-    const int64_t empty_bytes = (ids.size - named) * coming.row_bytes;
-    if (empty_bytes > 0) std::memset(coming.row(named), 0, static_cast<size_t>(empty_bytes));
+    const Rows &held = field.held, &incoming = field.incoming;
+    move_on_cpu(held, changes.kept_from, incoming, changes.kept_places, kept);
+    move_on_cpu(held, changes.evicted_places, field.evicted, nullptr,
+                std::min(evicted, field.evicted.count));
+    const int64_t empty_bytes = (ids.size - named) * incoming.row_bytes;
+    if (empty_bytes > 0) std::memset(incoming.row(named), 0, static_cast<size_t>(empty_bytes));
   }
   for (const HeldField& field : fields) {
-    move_on_cpu(field.coming, nullptr, field.held, nullptr, ids.size);
+    move_on_cpu(field.incoming, nullptr, field.held, nullptr, ids.size);
   }
   std::copy(ids.ids, ids.ids + named, ids.held_ids);
   std::fill(ids.held_ids + named, ids.held_ids + ids.size, kNoId);
-  if (ids.left_ids != nullptr) {
-    std::copy(ids.leaving, ids.leaving + ids.size, ids.left_ids);
-    *ids.left_count = leaving;
+  if (ids.saved_ids != nullptr) {
+    std::copy(ids.evicted_ids, ids.evicted_ids + ids.size, ids.saved_ids);
+    *ids.saved_count = evicted;
   }
   *ids.status = status_of_distinct(named, ids.status->rows);
 }
@@ -101,32 +103,32 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
   check_as_list("ids", ids, ids.numel());
   const std::vector<HeldField> fields = check_held(held, coming, left, held_ids);
   all.check_memory();
-  const HeldChanges changes{.stay_places = data_of(stay_places),
-                            .stay_from = data_of(stay_from),
-                            .leaving_places = data_of(leaving_places),
+  const HeldChanges changes{.kept_places = data_of(stay_places),
+                            .kept_from = data_of(stay_from),
+                            .evicted_places = data_of(leaving_places),
                             .counts = data_of(counts),
-                            .most_named = std::min(rows, ids.numel())};
+                            .max_named = std::min(rows, ids.numel())};
   const HeldIds now{.ids = data_of(ids),
                     .held_ids = data_of(held_ids),
                     .status = reinterpret_cast<PlanStatus*>(data_of(held_status)),
                     .size = rows,
-                    .leaving = data_of(leaving),
-                    .left_ids = left.empty() ? nullptr : data_of(left_ids),
-                    .left_count = data_of(left_count)};
+                    .evicted_ids = data_of(leaving),
+                    .saved_ids = left.empty() ? nullptr : data_of(left_ids),
+                    .saved_count = data_of(left_count)};
   if (held_ids.is_cpu()) return hold_on_cpu(fields, changes, now, all);
   const CurrentStream stream(kOp, held_ids);
   all.mark_written();
   if constexpr (kWithCuda) {
-    auto for_some = [&](auto launch) {
+    auto for_field_groups = [&](auto launch) {
       for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
-        const auto some = std::min<size_t>(fields.size() - first, kFieldsPerLaunch);
-        check_cuda(launch(first, static_cast<int>(some)), kOp);
+        const auto field_count = std::min<size_t>(fields.size() - first, kFieldsPerLaunch);
+        check_cuda(launch(first, static_cast<int>(field_count)), kOp);
       }
     };
-    for_some([&](size_t first, int count) {
-      return launch_complete_coming(&fields[first], count, changes, stream.get());
+    for_field_groups([&](size_t first, int count) {
+      return launch_complete_incoming(&fields[first], count, changes, stream.get());
     });
-    for_some([&](size_t first, int count) {
+    for_field_groups([&](size_t first, int count) {
       return launch_take_over(&fields[first], count, changes, first == 0 ? &now : nullptr,
                               stream.get());
     });

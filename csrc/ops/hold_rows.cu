@@ -32,26 +32,26 @@ struct Listed {
 };
 
 __device__ int64_t named_of(const HeldChanges& changes) {
-  return clamped(changes.counts[0], changes.most_named);
+  return clamped(changes.counts[0], changes.max_named);
 }
 
 // A grid row (blockIdx.y) of blocks owns a field; threads and groups work as in move_rows. Kept
-// rows go to places of named rows only. All rows of `coming` behind these become zeros, whatever
+// rows go to places of named rows only. All rows of `incoming` behind these become zeros, whatever
 // the lists contain.
 __global__ void __launch_bounds__(kMoverThreads, 2)
-    complete_coming_kernel(Fields fields, HeldChanges changes) {
+    complete_incoming_kernel(Fields fields, HeldChanges changes) {
   const HeldField& field = fields.field[blockIdx.y];
   const MoveShape& shape = fields.shape[blockIdx.y];
   const int64_t rows = field.held.count, named = named_of(changes);
-  const Listed stays{changes.stay_from, changes.stay_places, clamped(changes.counts[1], rows), rows,
-                     named};
-  const Listed leaves{changes.leaving_places, nullptr, clamped(changes.counts[3], field.left.count),
-                      rows, rows};
+  const Listed kept_rows{changes.kept_from, changes.kept_places, clamped(changes.counts[1], rows),
+                         rows, named};
+  const Listed evicted_rows{changes.evicted_places, nullptr,
+                            clamped(changes.counts[3], field.evicted.count), rows, rows};
   with_vec_type(shape.vec_bytes, [&](auto vec) {
     using Vec = decltype(vec);
-    move_rows<Vec, kRowsInFlight, Link::kNone>(stays, field.held, field.coming, shape);
-    move_rows<Vec, kRowsInFlight, Link::kNone>(leaves, field.held, field.left, shape);
-    fill_zeros<Vec>(field.coming, named, rows);
+    move_rows<Vec, kRowsInFlight, Link::kNone>(kept_rows, field.held, field.incoming, shape);
+    move_rows<Vec, kRowsInFlight, Link::kNone>(evicted_rows, field.held, field.evicted, shape);
+    fill_zeros<Vec>(field.incoming, named, rows);
   });
 }
 
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   const MoveShape& shape = fields.shape[blockIdx.y];
   with_vec_type(shape.vec_bytes, [&](auto vec) {
     using Vec = decltype(vec);
-    move_rows<Vec, kRowsInFlight, Link::kNone>(Consecutive{field.held.count}, field.coming,
+    move_rows<Vec, kRowsInFlight, Link::kNone>(Consecutive{field.held.count}, field.incoming,
                                                field.held, shape);
   });
   if (blockIdx.y > 0 || ids.status == nullptr) return;
@@ -71,11 +71,11 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   for (int64_t i = first; i < ids.size; i += stride) {
     ids.held_ids[i] = i < named ? ids.ids[i] : kNoId;
-    if (ids.left_ids != nullptr) ids.left_ids[i] = ids.leaving[i];
+    if (ids.saved_ids != nullptr) ids.saved_ids[i] = ids.evicted_ids[i];
   }
   if (first != 0) return;
   *ids.status = status_of_distinct(named, ids.status->rows);
-  if (ids.left_ids != nullptr) *ids.left_count = clamped(changes.counts[3], ids.size);
+  if (ids.saved_ids != nullptr) *ids.saved_count = clamped(changes.counts[3], ids.size);
 }
 
 // Fills the kernel's fields and returns the grid, with one grid row per field.
@@ -83,7 +83,7 @@ dim3 arrange(const HeldField* fields, int field_count, Fields& all) {
   int blocks = 1;
   for (int f = 0; f < field_count; ++f) {
     const HeldField& field = all.field[f] = fields[f];
-    const uint64_t bits = field.held.bits() | field.coming.bits() | field.left.bits();
+    const uint64_t bits = field.held.bits() | field.incoming.bits() | field.evicted.bits();
     all.shape[f] = move_shape(field.held.row_bytes, bits, field.held.count, kDeviceBlocks);
     blocks = max(blocks, all.shape[f].blocks);
   }
@@ -92,12 +92,12 @@ dim3 arrange(const HeldField* fields, int field_count, Fields& all) {
 
 }  // namespace
 
-int launch_complete_coming(const HeldField* fields, int field_count, const HeldChanges& changes,
-                           void* stream) {
+int launch_complete_incoming(const HeldField* fields, int field_count, const HeldChanges& changes,
+                             void* stream) {
   Fields all{};
   const dim3 blocks = arrange(fields, field_count, all);
-  complete_coming_kernel<<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(all,
-                                                                                          changes);
+  complete_incoming_kernel<<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      all, changes);
   return cudaGetLastError();
 }
 

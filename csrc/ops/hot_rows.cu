@@ -31,8 +31,8 @@ __global__ void mark_host_kernel(PlanView evict, PlanView load, SwapScratch scra
     const int64_t m = i - evict.count;
     bool crosses = false;
     if (m < 0) {
-      crosses = i < evicted && !scratch.stays[i] && slot_of(hot, evict.unique[i]) < 0;
-    } else if (m < loaded && scratch.arrives_from[m] == kFromHost) {
+      crosses = i < evicted && !scratch.is_kept[i] && slot_of(hot, evict.unique[i]) < 0;
+    } else if (m < loaded && scratch.load_from[m] == kFromHost) {
       hot.rows[load.unique[m]].uses += 1;
       crosses = slot_of(hot, load.unique[m]) < 0;
     }
@@ -71,52 +71,52 @@ __global__ void part_lists_kernel(PlanView evict, PlanView load, SwapScratch scr
       const int64_t id = evict.unique[i], place = evict.place(i);
       if (in_host[i]) {
         put(host.evict, rank, id, place);
-        host.scratch.stays[rank] = false;
+        host.scratch.is_kept[rank] = false;
       } else {
-        const bool stays = scratch.stays[i];
-        put(cached.evict, i - rank, stays ? 0 : slot_of(hot, id), place);
-        cached.scratch.stays[i - rank] = stays;
+        const bool is_kept = scratch.is_kept[i];
+        put(cached.evict, i - rank, is_kept ? 0 : slot_of(hot, id), place);
+        cached.scratch.is_kept[i - rank] = is_kept;
       }
       continue;
     }
     const int64_t m = i - evict.count, host_rank = rank - host_evicted;
     if (m >= loaded) continue;
-    const int64_t id = load.unique[m], place = load.place(m), from = scratch.arrives_from[m];
+    const int64_t id = load.unique[m], place = load.place(m), from = scratch.load_from[m];
     if (in_host[i]) {
       put(host.load, host_rank, id, place);
-      host.scratch.arrives_from[host_rank] = from;
+      host.scratch.load_from[host_rank] = from;
     } else {
       put(cached.load, m - host_rank, from == kFromHost ? slot_of(hot, id) : 0, place);
-      cached.scratch.arrives_from[m - host_rank] = from;
+      cached.scratch.load_from[m - host_rank] = from;
     }
   }
 }
 
 // Divides the memory that the caller allocated.
-class Pieces {
+class MemoryParts {
  public:
-  explicit Pieces(void* memory) : next_(static_cast<char*>(memory)) {}
+  explicit MemoryParts(void* memory) : next_(static_cast<char*>(memory)) {}
 
   template <typename T>
   T* take(int64_t count) {
-    auto* piece = reinterpret_cast<T*>(next_);
+    auto* part = reinterpret_cast<T*>(next_);
     next_ += padded(count * static_cast<int64_t>(sizeof(T)));
-    return piece;
+    return part;
   }
 
  private:
   char* next_;
 };
 
-SwapLists lists_of(Pieces& pieces, int64_t evict_count, int64_t load_count) {
+SwapLists lists_of(MemoryParts& parts, int64_t evict_count, int64_t load_count) {
   SwapLists lists{};
-  lists.scratch.checked = pieces.take<CheckedLists>(1);
-  lists.scratch.arrives_from = pieces.take<int64_t>(load_count);
-  lists.scratch.stays = pieces.take<uint8_t>(evict_count);
+  lists.scratch.checked = parts.take<CheckedLists>(1);
+  lists.scratch.load_from = parts.take<int64_t>(load_count);
+  lists.scratch.is_kept = parts.take<uint8_t>(evict_count);
   for (PlanView* list : {&lists.evict, &lists.load}) {
     list->count = list == &lists.evict ? evict_count : load_count;
-    list->unique = pieces.take<int64_t>(list->count);
-    list->order = pieces.take<int64_t>(list->count);
+    list->unique = parts.take<int64_t>(list->count);
+    list->order = parts.take<int64_t>(list->count);
   }
   lists.evict.status = &lists.scratch.checked->evict;
   lists.load.status = &lists.scratch.checked->load;
@@ -136,16 +136,16 @@ int launch_part_lists(const PlanView& evict, const PlanView& load, const SwapScr
                       int64_t rows, const HotRows& hot, SwapLists* host, SwapLists* cached,
                       void* memory, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
-  Pieces pieces(memory);
-  *host = lists_of(pieces, evict.count, load.count);
-  *cached = lists_of(pieces, evict.count, load.count);
+  MemoryParts parts(memory);
+  *host = lists_of(parts, evict.count, load.count);
+  *cached = lists_of(parts, evict.count, load.count);
   const int64_t entries = evict.count + load.count;
-  auto* in_host = pieces.take<int32_t>(entries);
-  auto* ranks = pieces.take<int32_t>(entries);
+  auto* in_host = parts.take<int32_t>(entries);
+  auto* ranks = parts.take<int32_t>(entries);
   const int blocks = entries > 0 ? blocks_for_ids(entries) : 1;
   mark_host_kernel<<<blocks, kIdThreads, 0, on>>>(evict, load, scratch, hot, in_host);
   if (entries > 0) {
-    const int error = count_marks(in_host, entries, ranks, pieces.take<char>(0),
+    const int error = count_marks(in_host, entries, ranks, parts.take<char>(0),
                                   count_scratch_bytes(entries), stream);
     if (error != cudaSuccess) return error;
   }

@@ -35,7 +35,7 @@ int launch_scatter(const Rows& table, const Rows& src, const RowIdsView& ids, Co
 // table[id] += src of each occurrence, in index order, rounded at each addition. `src` is aligned
 // to its element size.
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,
-                       int most_blocks, const Report& about, void* stream);
+                       int max_blocks, const Report& about, void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // optimizer_state_swap.cu
@@ -99,8 +99,8 @@ constexpr int64_t kFromHost = -1, kNotMoved = -2;
 // Scratch memory that the caller allocates.
 struct SwapScratch {
   CheckedLists* checked;
-  int64_t* arrives_from;  // [load]: place in `leaving` of a row in both lists, or one of the above
-  uint8_t* stays;         // [evict]: the row is in both lists and is not written to the host
+  int64_t* load_from;  // [load]: place in `leaving` of a row in both lists, or one of the above
+  uint8_t* is_kept;    // [evict]: the row is in both lists and is not written to the host
 };
 
 // Fills the scratch. With `placed`: writes the lists' statuses too; an entry whose id or place is
@@ -112,7 +112,7 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedL
 // nothing.
 int launch_swap(const SwapField* fields, int field_count, const SwapTables* tables, int64_t rows,
                 const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
-                int most_blocks, ErrorRecord* record, void* stream);
+                int max_blocks, ErrorRecord* record, void* stream);
 
 // ------------------------------------------------------------------------------------------------
 // hot_rows.cu
@@ -144,7 +144,7 @@ struct SwapPart {
 // Moves the rows of both parts in one launch, with few blocks for `host`. Defined in
 // optimizer_state_swap.cu.
 int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_count,
-                      int most_host_blocks, ErrorRecord* record, void* stream);
+                      int max_host_blocks, ErrorRecord* record, void* stream);
 // Splits lists that launch_swap_match has matched. `host` moves rows of the table. `cached` moves
 // rows of slots, with slot numbers as ids, and rows in both lists. Counts the loads. `memory` has
 // part_lists_bytes.
@@ -332,7 +332,7 @@ struct MergedIds {
   int64_t held_count;
   const int64_t* more;
   int64_t more_count;
-  int64_t others;        // 0 or 1: a last row without an id
+  int64_t padding_rows;  // 0 or 1: a last row without an id
   int64_t* ids;          // [all()]
   int64_t* held_places;  // [held_count + others]
   int64_t* more_places;  // [more_count]
@@ -463,40 +463,40 @@ int launch_spoil_plan(const PlanFault& work, const int64_t* agreed, void* stream
 // One field: three contiguous tensors of rows, with the same number of rows each.
 struct HeldField {
   Rows held;
-  Rows coming;
-  Rows left;  // without rows: evicted rows are not saved
+  Rows incoming;
+  Rows evicted;  // without rows: evicted rows are not saved
 };
 
 // Which held rows are kept and which are evicted. Every list has as many entries as `held` has
 // rows.
 struct HeldChanges {
-  const int64_t* stay_places;
-  const int64_t* stay_from;
-  const int64_t* leaving_places;
+  const int64_t* kept_places;
+  const int64_t* kept_from;
+  const int64_t* evicted_places;
   const int64_t* counts;  // [4]: rows named, kept, loaded, evicted
-  int64_t most_named;
+  int64_t max_named;
 };
 
 // The list of held ids and its inputs.
 struct HeldIds {
-  const int64_t* ids;  // [most_named] of HeldChanges: ids of the rows named
+  const int64_t* ids;  // [max_named] of HeldChanges: ids of the rows named
   int64_t* held_ids;   // [size]; ascending, padded with kNoId
   PlanStatus* status;
   int64_t size;
-  // For evicted rows that are saved, else null: their ids [size] are copied to `left_ids`, their
-  // number to `left_count`.
-  const int64_t* leaving;
-  int64_t* left_ids;
-  int64_t* left_count;
+  // For evicted rows that are saved, else null: their ids [size] are copied to `saved_ids`, their
+  // number to `saved_count`.
+  const int64_t* evicted_ids;
+  int64_t* saved_ids;
+  int64_t* saved_count;
 };
 constexpr int64_t kNoId = INT64_MAX;
 
 // Both launchers take at most kFieldsPerLaunch fields. The first copies kept rows from `held` to
-// `coming` and evicted rows from `held` to `left`, then fills the rows of `coming` behind the named
-// ones with zeros.
-int launch_complete_coming(const HeldField* fields, int field_count, const HeldChanges& changes,
-                           void* stream);
-// Copies `coming` to `held`. The launch with `ids` also writes the held ids; pass null for all
+// `incoming` and evicted rows from `held` to `evicted`, then fills the rows of `incoming` behind
+// the named ones with zeros.
+int launch_complete_incoming(const HeldField* fields, int field_count, const HeldChanges& changes,
+                             void* stream);
+// Copies `incoming` to `held`. The launch with `ids` also writes the held ids; pass null for all
 // other launches of the batch.
 int launch_take_over(const HeldField* fields, int field_count, const HeldChanges& changes,
                      const HeldIds* ids, void* stream);

@@ -70,7 +70,7 @@ Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64
     return made;
   }
   const CurrentStream stream(kOp, like);
-  stream.refuse_capture(kOp, "the number of distinct ids changes from call to call");
+  stream.check_not_capturing(kOp, "the number of unique ids changes from call to call");
   std::optional<std::pair<Tensor, Tensor>> moved;
   if (index.is_cpu()) moved = uploaded(kOp, index, like);
   const Tensor& ids = moved ? moved->first : index;

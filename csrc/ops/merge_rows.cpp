@@ -52,8 +52,8 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
   check_fields(kOp, "rows", rows.size());
   check_list(kOp, "held", held, "rows[0]", rows[0]);
   check_list(kOp, "more", more, "rows[0]", rows[0]);
-  const int64_t count = rows[0].size(0), others = count - held.numel();
-  if (others < 0 || others > 1) {
+  const int64_t count = rows[0].size(0), padding_rows = count - held.numel();
+  if (padding_rows < 0 || padding_rows > 1) {
     throw_value_error(kOp, "rows[0] has ", count, " rows, expected one for each of ", held.numel(),
                       " held ids, or one more");
   }
@@ -63,7 +63,8 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
     from.push_back(
         as_rows_like(kOp, name.c_str(), rows[k], name.c_str(), rows[k], "rows[0]", rows[0]));
     if (rows[k].size(0) != count) {
-      throw_value_error(kOp, name, " has ", rows[k].size(0), " rows, rows[0] has ", count);
+      throw_value_error(kOp, name, " has ", rows[k].size(0), " rows, expected ", count,
+                        " like rows[0]");
     }
   }
   all.check_memory();
@@ -78,13 +79,13 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
                        .held_count = held.numel(),
                        .more = data_of(more),
                        .more_count = more.numel(),
-                       .others = others,
+                       .padding_rows = padding_rows,
                        .ids = data_of(made[0]),
                        .held_places = data_of(made[1]),
                        .more_places = data_of(made[2])};
   if (held.is_cpu()) {
     merge_on_cpu(work);
-    if (others > 0) work.held_places[work.held_count] = work.all();
+    if (padding_rows > 0) work.held_places[work.held_count] = work.all();
     for (size_t k = 0; k < from.size(); ++k) move_on_cpu(from[k], to[k], work.held_places);
     return made;
   }
@@ -92,8 +93,8 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
   if constexpr (kWithCuda) {
     check_cuda(launch_merge_ids(work, stream.get()), kOp);
     for (size_t first = 0; first < from.size(); first += kFieldsPerLaunch) {
-      const auto some = std::min<size_t>(from.size() - first, kFieldsPerLaunch);
-      check_cuda(launch_spread_rows(&from[first], &to[first], static_cast<int>(some),
+      const auto field_count = std::min<size_t>(from.size() - first, kFieldsPerLaunch);
+      check_cuda(launch_spread_rows(&from[first], &to[first], static_cast<int>(field_count),
                                     work.held_places, stream.get()),
                  kOp);
     }

@@ -11,8 +11,8 @@ namespace {
 // other list.
 __global__ void merge_ids_kernel(MergedIds work) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < work.all() + work.others;
-       i += stride) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+       i < work.all() + work.padding_rows; i += stride) {
     if (i < work.held_count) {
       const int64_t id = work.held[i], place = i + lower_bound(work.more, work.more_count, id + 1);
       work.ids[place] = id;
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kMoverThreads)
 }  // namespace
 
 int launch_merge_ids(const MergedIds& work, void* stream) {
-  if (work.all() + work.others == 0) return 0;
-  merge_ids_kernel<<<blocks_for_ids(work.all() + work.others), kIdThreads, 0,
+  if (work.all() + work.padding_rows == 0) return 0;
+  merge_ids_kernel<<<blocks_for_ids(work.all() + work.padding_rows), kIdThreads, 0,
                      static_cast<cudaStream_t>(stream)>>>(work);
   return cudaGetLastError();
 }
@@ -63,15 +63,15 @@ int launch_merge_ids(const MergedIds& work, void* stream) {
 int launch_spread_rows(const Rows* from, const Rows* to, int field_count, const int64_t* places,
                        void* stream) {
   Spread all{};
-  int64_t most_vecs = 0;
+  int64_t max_vecs = 0;
   for (int f = 0; f < field_count; ++f) {
     all.from[f] = from[f];
     all.to[f] = to[f];
     all.vec_bytes[f] = widest_access(from[f].bits() | to[f].bits());
-    most_vecs = max(most_vecs, from[f].count * (from[f].row_bytes / all.vec_bytes[f]));
+    max_vecs = max(max_vecs, from[f].count * (from[f].row_bytes / all.vec_bytes[f]));
   }
-  if (most_vecs == 0) return 0;
-  const dim3 blocks(shares_of(most_vecs, kMoverThreads, kDeviceBlocks), field_count);
+  if (max_vecs == 0) return 0;
+  const dim3 blocks(shares_of(max_vecs, kMoverThreads, kDeviceBlocks), field_count);
   spread_rows_kernel<<<blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(all, places);
   return cudaGetLastError();
 }

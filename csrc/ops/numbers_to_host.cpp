@@ -28,7 +28,7 @@ struct Copies {
 };
 
 Copies& copies() {
-  static auto* all = new Copies;  // never destroyed, like the slots
+  static auto* all = new Copies;  // never destroyed, like the pinned buffers
   return *all;
 }
 
@@ -37,7 +37,7 @@ Copy copy_of(const char* op, int64_t handle) {
   const std::scoped_lock lock(all.mutex);
   const auto found = all.by_handle.find(handle);
   if (found == all.by_handle.end()) {
-    throw_value_error(op, "handle ", handle, " is that of no copy; numbers_to_host makes one");
+    throw_value_error(op, "handle ", handle, " names no copy. Start a copy with numbers_to_host");
   }
   return found->second;
 }
@@ -52,10 +52,10 @@ void numbers_to_host(const Tensor& numbers, int64_t handle) {
   }
   const CurrentStream stream(kOp, numbers);
   auto made = std::make_shared<const HostNumbers>(kOp, numbers, stream);
-  Copies& every = copies();
-  const std::scoped_lock lock(every.mutex);
-  if (!every.by_handle.emplace(handle, std::move(made)).second) {
-    throw_value_error(kOp, "handle ", handle, " is that of another copy");
+  Copies& started = copies();
+  const std::scoped_lock lock(started.mutex);
+  if (!started.by_handle.emplace(handle, std::move(made)).second) {
+    throw_value_error(kOp, "handle ", handle, " already names another copy");
   }
 }
 

@@ -57,29 +57,31 @@ std::optional<Stored> stored_of(ScalarType host, ScalarType side) {
 
 // The fields of the table that begins at host[first]. Throws ValueError unless shapes, dtypes and
 // devices match and the sides are long enough for both lists.
-std::vector<SwapField> check_fields_of(const char* home_list, size_t first, const Tensors& host,
+std::vector<SwapField> check_fields_of(const char* host_list, size_t first, const Tensors& host,
                                        const Tensors& leaving, const Tensors& arriving,
                                        int64_t evicted, int64_t loaded) {
   std::vector<SwapField> fields;
   for (size_t k = 0; k < arriving.size(); ++k) {
-    const Tensor& home = host[first + k];
-    const std::string host_name = item(home_list, first + k);
+    const Tensor& host_field = host[first + k];
+    const std::string host_name = item(host_list, first + k);
     SwapField field;
-    field.host = as_writable_rows(kOp, host_name.c_str(), home);
-    if (home.size(0) != host[first].size(0)) {
-      throw_value_error(kOp, host_name, " has ", home.size(0), " rows, ", item(home_list, first),
-                        " has ", host[first].size(0), "; all fields of a table have the same rows");
+    field.host = as_writable_rows(kOp, host_name.c_str(), host_field);
+    if (host_field.size(0) != host[first].size(0)) {
+      throw_value_error(kOp, host_name, " has ", host_field.size(0), " rows, ",
+                        item(host_list, first), " has ", host[first].size(0),
+                        ". All fields of a table must have the same number of rows");
     }
-    check_device(kOp, host_name.c_str(), home, "arriving[0]", arriving[0]);
-    const std::optional<Stored> stored = stored_of(home.scalar_type(), arriving[k].scalar_type());
+    check_device(kOp, host_name.c_str(), host_field, "arriving[0]", arriving[0]);
+    const std::optional<Stored> stored =
+        stored_of(host_field.scalar_type(), arriving[k].scalar_type());
     field.stored = stored.value_or(Stored::kSame);
     // The tensor whose dtype the side must have.
-    const Tensor& like = field.stored == Stored::kSame ? home : arriving[k];
+    const Tensor& like = field.stored == Stored::kSame ? host_field : arriving[k];
     auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {
       const std::string name = item(list, k);
       const Rows rows = as_rows_like(kOp, name.c_str(), side, host_name.c_str(), like,
                                      "arriving[0]", arriving[0]);
-      std::vector<int64_t> shape = shape_of(home);
+      std::vector<int64_t> shape = shape_of(host_field);
       shape[0] = side.size(0);
       check_shape(kOp, name.c_str(), side, shape);
       if (field.stored != Stored::kSame) check_aligned(kOp, name.c_str(), side);
@@ -99,26 +101,26 @@ std::vector<SwapField> check_fields_of(const char* home_list, size_t first, cons
 // The tables whose fields `host` lists, table after table.
 std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Tensors& leaving,
                                     const Tensors& arriving, int64_t evicted = 0,
-                                    int64_t loaded = 0, const char* home_list = "host") {
+                                    int64_t loaded = 0, const char* host_list = "host") {
   const size_t fields = count < 1 ? 0 : host.size() / static_cast<size_t>(count);
-  check_fields(kOp, home_list, fields);
+  check_fields(kOp, host_list, fields);
   if (leaving.size() != fields || arriving.size() != fields) {
-    throw_value_error(kOp, home_list, ", leaving and arriving must be lists of one length, got ",
+    throw_value_error(kOp, host_list, ", leaving and arriving must have the same length, got ",
                       fields, ", ", leaving.size(), " and ", arriving.size());
   }
   if (host.size() != fields * static_cast<size_t>(count)) {
-    throw_value_error(kOp, "host has ", host.size(), " fields, expected as many of each of ", count,
-                      " tables");
+    throw_value_error(kOp, "host has ", host.size(),
+                      " fields, expected the same number for each of ", count, " tables");
   }
   std::vector<SwapTable> tables;
   for (size_t first = 0; first < host.size(); first += fields) {
     const int64_t row = tables.empty() ? 0 : tables.back().end();
     tables.push_back(
-        {row, check_fields_of(home_list, first, host, leaving, arriving, evicted, loaded)});
+        {row, check_fields_of(host_list, first, host, leaving, arriving, evicted, loaded)});
     for (size_t k = 0; k < fields; ++k) {
       if (tables.back().fields[k].stored == tables[0].fields[k].stored) continue;
-      throw_value_error(kOp, item(home_list, first + k), " has dtype ", dtype_text(host[first + k]),
-                        ", expected ", dtype_text(host[k]), " as ", item(home_list, k));
+      throw_value_error(kOp, item(host_list, first + k), " has dtype ", dtype_text(host[first + k]),
+                        ", expected ", dtype_text(host[k]), ", the dtype of ", item(host_list, k));
     }
   }
   return tables;
@@ -162,16 +164,18 @@ class RowMover {
 
   void load(char* side, const char* host) const {
     if (stored_ == Stored::kSame) return copy(side, host);
-    each([&](int64_t i) { put<uint32_t>(side, i, float_of(at<uint16_t>(host, i), stored_)); });
+    for_each_number(
+        [&](int64_t i) { put<uint32_t>(side, i, float_of(at<uint16_t>(host, i), stored_)); });
   }
   void evict(char* host, const char* side) const {
     if (stored_ == Stored::kSame) return copy(host, side);
-    each([&](int64_t i) { put<uint16_t>(host, i, stored_of(at<uint32_t>(side, i), stored_)); });
+    for_each_number(
+        [&](int64_t i) { put<uint16_t>(host, i, stored_of(at<uint32_t>(side, i), stored_)); });
   }
   // Copies with the rounding of an eviction and a load.
   void carry(char* to, const char* from) const {
     if (stored_ == Stored::kSame) return copy(to, from);
-    each([&](int64_t i) {
+    for_each_number([&](int64_t i) {
       put<uint32_t>(to, i, rounded_to_nearest(at<uint32_t>(from, i), stored_));
     });
   }
@@ -188,7 +192,7 @@ class RowMover {
     std::memcpy(row + i * static_cast<int64_t>(sizeof(Number)), &number, sizeof(Number));
   }
   template <typename Use>
-  void each(const Use& use) const {
+  void for_each_number(const Use& use) const {
     for (int64_t i = 0; i < host_bytes_ / 2; ++i) use(i);
   }
   void copy(char* to, const char* from) const {
@@ -201,7 +205,7 @@ class RowMover {
 
 // Which rows of `evict` are written to the host: all except rows in both lists, all, or none. With
 // kNone the list is only the source of rows in both lists.
-enum class Evicts { kOthers, kAll, kNone };
+enum class Evicts { kNotLoaded, kAll, kNone };
 
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
                        Evicts evicts) {
@@ -231,7 +235,7 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
     AscendingSearch loaded(load, evict.unique[begin]);
     for (int64_t m = begin; m < end; ++m) {
       const int64_t id = evict.unique[m];
-      if (evicts == Evicts::kOthers && loaded.find(id) != nullptr) continue;
+      if (evicts == Evicts::kNotLoaded && loaded.find(id) != nullptr) continue;
       for (size_t k = 0; k < table.fields.size(); ++k) {
         const SwapField& field = table.fields[k];
         RowMover(field).evict(table.row(k, id), field.leaving.row(evict.place(m)));
@@ -241,7 +245,7 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
 }
 
 void swap_on_cpu(const std::vector<SwapTable>& tables, const PlanView& evict, const PlanView& load,
-                 Evicts evicts = Evicts::kOthers) {
+                 Evicts evicts = Evicts::kNotLoaded) {
   for (const SwapTable& table : tables) {
     swap_table_on_cpu(table, part_of(evict, table.first, table.end()),
                       part_of(load, table.first, table.end()), evicts);
@@ -268,19 +272,19 @@ void note_use_of(const Tensor* host, const SwapField* fields, size_t count,
 
 // Fields [begin, end) of the tables from `table` on, as many tables as fit one launch.
 SwapTables places_of(const std::vector<SwapTable>& tables, size_t table, size_t begin, size_t end) {
-  SwapTables some{};
-  const size_t most = std::min<size_t>(kTablesPerLaunch, kPlacesPerLaunch / (end - begin));
-  for (; table < tables.size() && static_cast<size_t>(some.count) < most; ++table) {
-    const SwapTable& one = tables[table];
-    some.firsts[some.count] = one.first;
+  SwapTables launched{};
+  const size_t max_tables = std::min<size_t>(kTablesPerLaunch, kPlacesPerLaunch / (end - begin));
+  for (; table < tables.size() && static_cast<size_t>(launched.count) < max_tables; ++table) {
+    const SwapTable& source = tables[table];
+    launched.firsts[launched.count] = source.first;
     for (size_t k = begin; k < end; ++k) {
-      const Rows& rows = one.fields[k].host;
-      some.places[static_cast<size_t>(some.count) * (end - begin) + k - begin] = {
-          .base = rows.base - one.first * rows.stride_bytes, .stride_bytes = rows.stride_bytes};
+      const Rows& rows = source.fields[k].host;
+      launched.places[static_cast<size_t>(launched.count) * (end - begin) + k - begin] = {
+          .base = rows.base - source.first * rows.stride_bytes, .stride_bytes = rows.stride_bytes};
     }
-    some.firsts[++some.count] = one.end();
+    launched.firsts[++launched.count] = source.end();
   }
-  return some;
+  return launched;
 }
 
 // Moves the rows of matched lists; `host` has the fields of all tables.
@@ -293,14 +297,14 @@ void launch_swaps(const Tensors& host, const std::vector<SwapTable>& tables, con
     for (size_t first = 0; first < fields.size(); first += kFieldsPerLaunch) {
       const size_t last = std::min(fields.size(), first + kFieldsPerLaunch);
       for (size_t table = 0; table < tables.size();) {
-        const SwapTables some = places_of(tables, table, first, last);
+        const SwapTables launched = places_of(tables, table, first, last);
         check_cuda(
             launch_swap(&fields[first], static_cast<int>(last - first),
-                        tables.size() > 1 ? &some : nullptr, tables.back().end(), lists.evict,
+                        tables.size() > 1 ? &launched : nullptr, tables.back().end(), lists.evict,
                         lists.load, lists.scratch, crosses_link ? swap_sms(stream) : kDeviceBlocks,
                         first + table == 0 ? error_record(stream.device()) : nullptr, stream.get()),
             kOp);
-        for (const size_t end = table + static_cast<size_t>(some.count); table < end; ++table) {
+        for (const size_t end = table + static_cast<size_t>(launched.count); table < end; ++table) {
           note_use_of(&host[table * fields.size() + first], &tables[table].fields[first],
                       last - first, stream);
         }
@@ -321,10 +325,10 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, Plan
         new_tensor(kOp, {static_cast<int64_t>(sizeof(CheckedLists)) + load_bytes + evict.count},
                    ScalarType::Byte, on);
     auto* checked = static_cast<CheckedLists*>(memory.data_ptr());
-    auto* arrives_from = reinterpret_cast<int64_t*>(checked + 1);
+    auto* load_from = reinterpret_cast<int64_t*>(checked + 1);
     const SwapScratch scratch{.checked = checked,
-                              .arrives_from = arrives_from,
-                              .stays = reinterpret_cast<uint8_t*>(arrives_from + load.count)};
+                              .load_from = load_from,
+                              .is_kept = reinterpret_cast<uint8_t*>(load_from + load.count)};
     if (placed != nullptr) {
       evict.status = &checked->evict;
       load.status = &checked->load;
@@ -372,9 +376,10 @@ bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables,
     on_gpu |= access == Access::kOnGpu;
   }
   if (!mapped && on_gpu) {
-    throw_value_error(kOp,
-                      "some host fields are on the GPU and others in pageable memory, which the "
-                      "CPU would have to move; pin those with speedtorch.pin_memory_(field)");
+    throw_value_error(
+        kOp,
+        "some host fields are on the GPU and others in pageable memory, which only the CPU can "
+        "access. Pin the pageable fields with speedtorch.pin_memory_(field)");
   }
   return mapped;
 }
@@ -408,18 +413,18 @@ template <typename Take, typename Put>
 void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& evict,
                  const Tensors& arriving, const PlanView& load, const Take& take, const Put& put,
                  Evicts evicts, const Arguments& all) {
-  Tensors left, arrived;
+  Tensors evicted_rows, loaded_rows;
   for (size_t k = 0; k < host.size(); ++k) {
-    left.push_back(copy_to_cpu(kOp, take(leaving[k])));
+    evicted_rows.push_back(copy_to_cpu(kOp, take(leaving[k])));
     std::vector<int64_t> shape = shape_of(arriving[k]);
     shape[0] = load.count;
-    arrived.push_back(new_pinned(kOp, shape, arriving[k]));
+    loaded_rows.push_back(new_pinned(kOp, shape, arriving[k]));
   }
   const std::vector<SwapTable> tables =
-      check_tables(host, 1, left, arrived, evict.count, load.count);
+      check_tables(host, 1, evicted_rows, loaded_rows, evict.count, load.count);
   all.mark_written();
   swap_on_cpu(tables, evict, load, evicts);
-  for (size_t k = 0; k < host.size(); ++k) put(arriving[k], arrived[k]);
+  for (size_t k = 0; k < host.size(); ++k) put(arriving[k], loaded_rows[k]);
 }
 
 Tensor first_rows(const Tensor& side, int64_t rows) {
@@ -453,20 +458,20 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
   const bool mapped = all_mapped(host, tables, stream);
   Ids evict_ids = as_ids(evict), load_ids = as_ids(load);
   if (!mapped) {
-    stream.refuse_capture_of_pageable(kOp, "a host field", "field");
+    stream.check_pageable_not_captured(kOp, "a host field", "field");
     // Waits for the GPU, because queued work may still write to fields that the GPU can access.
     copy_to_cpu(kOp, new_tensor(kOp, {1}, ScalarType::Byte, on));
-    const Ids leave = check_ids_and_plan_on_cpu(kOp, "evict", evict_ids, evict_plan, rows);
-    const Ids arrive = check_ids_and_plan_on_cpu(kOp, "load", load_ids, load_plan, rows);
-    const CpuPlan evict_made = plan_on_cpu("evict", leave, std::nullopt, rows);
-    const CpuPlan load_made = plan_on_cpu("load", arrive, std::nullopt, rows);
+    const Ids evict_on_cpu = check_ids_and_plan_on_cpu(kOp, "evict", evict_ids, evict_plan, rows);
+    const Ids load_on_cpu = check_ids_and_plan_on_cpu(kOp, "load", load_ids, load_plan, rows);
+    const CpuPlan evict_made = plan_on_cpu("evict", evict_on_cpu, std::nullopt, rows);
+    const CpuPlan load_made = plan_on_cpu("load", load_on_cpu, std::nullopt, rows);
     return swap_staged(
         host, leaving, evict_made.view, arriving, load_made.view,
-        [&](const Tensor& side) { return first_rows(side, leave.count); },
+        [&](const Tensor& side) { return first_rows(side, evict_on_cpu.count); },
         [&](const Tensor& side, const Tensor& staged) {
-          copy(kOp, staged, first_rows(side, arrive.count), false);
+          copy(kOp, staged, first_rows(side, load_on_cpu.count), false);
         },
-        Evicts::kOthers, all);
+        Evicts::kNotLoaded, all);
   }
   // Ids on the CPU are checked on the CPU, also for repetitions.
   if (evict_ids.on_cpu) plan_on_cpu("evict", evict_ids, std::nullopt, rows);
@@ -475,10 +480,10 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
     if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, on, stream));
     return find_row_ids(kOp, list, ids, Path::kOrdered, plan, Keep::kAll, rows, stream.get());
   };
-  const RowIds leaves = plan_on_gpu("evict", evict_ids, evict_plan);
-  const RowIds arrives = plan_on_gpu("load", load_ids, load_plan);
-  swap_on_gpu(host, tables, leaves.view.plan, arrives.view.plan, nullptr, Evicts::kOthers, on,
-              stream, all);
+  const RowIds evict_list = plan_on_gpu("evict", evict_ids, evict_plan);
+  const RowIds load_list = plan_on_gpu("load", load_ids, load_plan);
+  swap_on_gpu(host, tables, evict_list.view.plan, load_list.view.plan, nullptr, Evicts::kNotLoaded,
+              on, stream, all);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -538,8 +543,10 @@ PlanView view_placed_on_cpu(const PlacedList& list, int64_t table_rows, bool mus
 void check_side_rows(const char* name, const Tensors& side) {
   for (size_t k = 1; k < side.size(); ++k) {
     if (side[k].size(0) == side[0].size(0)) continue;
-    throw_value_error(kOp, item(name, k), " has ", side[k].size(0), " rows, ", item(name, 0),
-                      " has ", side[0].size(0), "; places are those of all fields");
+    throw_value_error(
+        kOp, item(name, k), " has ", side[k].size(0), " rows, ", item(name, 0), " has ",
+        side[0].size(0),
+        ". Places number the rows of all fields, so the numbers of rows must be equal");
   }
 }
 
@@ -551,10 +558,11 @@ void check_hot(const Tensors& cache, const SwapTable& slots, const Tensor& hot,
     const SwapField &slot = slots.fields[k], &row = table.fields[k];
     check_same_device(kOp, name.c_str(), cache[k], "arriving[0]", on);
     if (slot.host.row_bytes != row.host.row_bytes || slot.stored != row.stored) {
-      throw_value_error(kOp, name, " has other rows than ", item("host", k));
+      throw_value_error(kOp, name, " must store rows with the dtype and shape of ",
+                        item("host", k));
     }
   }
-  if (slots.end() < 1) throw_value_error(kOp, "cache must have a slot or more");
+  if (slots.end() < 1) throw_value_error(kOp, "cache must have at least one slot");
   if (hot.scalar_type() != ScalarType::Int || !hot.is_contiguous()) {
     throw_value_error(kOp, "hot must be a contiguous int32 tensor [rows, 2]");
   }
@@ -625,54 +633,58 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   check_side_rows("leaving", leaving);
   check_side_rows("arriving", arriving);
   const Tensor& on = arriving[0];
-  const PlacedList leaves{"evict", evict, evict_places, evict_count, fields[0].leaving.count};
-  const PlacedList arrives{"load", load, load_places, load_count, fields[0].arriving.count};
-  check_placed(leaves, on);
-  check_placed(arrives, on);
+  const PlacedList evict_list{"evict", evict, evict_places, evict_count, fields[0].leaving.count};
+  const PlacedList load_list{"load", load, load_places, load_count, fields[0].arriving.count};
+  check_placed(evict_list, on);
+  check_placed(load_list, on);
   const bool counted = evict_count.has_value();
   if (counted != load_count.has_value()) {
-    throw_value_error(kOp, "evict_count and load_count go together");
+    throw_value_error(kOp, "evict_count and load_count must be passed together");
   }
   all.check_memory();
-  const Evicts which = !evicts ? Evicts::kNone : counted ? Evicts::kAll : Evicts::kOthers;
+  const Evicts which = !evicts ? Evicts::kNone : counted ? Evicts::kAll : Evicts::kNotLoaded;
   const int64_t rows = tables.back().end();
   if (on.is_cpu()) {
-    const PlanView evicted = view_placed_on_cpu(leaves, rows, all_or_none);
-    const PlanView loaded = view_placed_on_cpu(arrives, rows, all_or_none);
+    const PlanView evicted = view_placed_on_cpu(evict_list, rows, all_or_none);
+    const PlanView loaded = view_placed_on_cpu(load_list, rows, all_or_none);
     all.mark_written();
     return swap_on_cpu(tables, evicted, loaded, which);
   }
   const CurrentStream stream(kOp, on);
   if (all_mapped(host, tables, stream)) {
-    const PlacedLists placed{.leaving_rows = leaves.side_rows,
-                             .arriving_rows = arrives.side_rows,
+    const PlacedLists placed{.leaving_rows = evict_list.side_rows,
+                             .arriving_rows = load_list.side_rows,
                              .evict_count = counted ? data_of(*evict_count) : nullptr,
                              .load_count = counted ? data_of(*load_count) : nullptr,
                              .all_or_none = all_or_none};
-    return swap_on_gpu(host, tables, leaves.view(), arrives.view(), &placed, which, on, stream,
-                       all);
+    return swap_on_gpu(host, tables, evict_list.view(), load_list.view(), &placed, which, on,
+                       stream, all);
   }
   if (counted || hot || tables.size() > 1) {
-    throw_value_error(kOp, "a host field is in pageable memory, which takes the host, and ",
-                      counted ? "counts are not known there"
-                      : hot   ? "so are the slots of a cache"
-                              : "it would take each table by itself",
-                      "; pin it with speedtorch.pin_memory_(field) or keep it in a HostTable");
+    throw_value_error(
+        kOp, "a host field is in pageable memory, which only the CPU can access. A swap with ",
+        counted ? "counts on the GPU"
+        : hot   ? "a cache"
+                : "several tables",
+        " needs fields that the GPU can access. Pin it with speedtorch.pin_memory_(field) or use a "
+        "HostTable");
   }
-  stream.refuse_capture_of_pageable(kOp, "a host field", "field");
+  stream.check_pageable_not_captured(kOp, "a host field", "field");
   auto copied = [](PlacedList list) {
     list.ids = copy_to_cpu(kOp, list.ids);
     if (list.places) list.places = copy_to_cpu(kOp, *list.places);
     return list;
   };
-  const PlacedList leaves_there = copied(leaves), arrives_there = copied(arrives);
-  PlanView evicted = view_placed_on_cpu(leaves_there, rows, all_or_none);
-  PlanView loaded = view_placed_on_cpu(arrives_there, rows, all_or_none);
+  const PlacedList evict_on_cpu = copied(evict_list), load_on_cpu = copied(load_list);
+  PlanView evicted = view_placed_on_cpu(evict_on_cpu, rows, all_or_none);
+  PlanView loaded = view_placed_on_cpu(load_on_cpu, rows, all_or_none);
   evicted.order = loaded.order = nullptr;
   swap_staged(
       host, leaving, evicted, arriving, loaded,
-      [&](const Tensor& side) { return rows_at(side, leaves, stream); },
-      [&](const Tensor& side, const Tensor& staged) { put_rows_at(side, arrives, staged, stream); },
+      [&](const Tensor& side) { return rows_at(side, evict_list, stream); },
+      [&](const Tensor& side, const Tensor& staged) {
+        put_rows_at(side, load_list, staged, stream);
+      },
       which, all);
 }
 

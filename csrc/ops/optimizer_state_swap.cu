@@ -108,14 +108,14 @@ __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, 
     int64_t from = at < 0 ? kFromHost : evict.place(at);
     if (kPlaced && !check(load, m, placed.arriving_rows, loading, bad_load)) from = kNotMoved;
     if (kPlaced && at >= 0 && !is_good(evict, at, rows, placed.leaving_rows)) from = kNotMoved;
-    scratch.arrives_from[m] = from;
+    scratch.load_from[m] = from;
   }
   for (int64_t m = first; m < evict.count; m += stride) {
     const int64_t at = find(load, evict.unique[m]);
-    bool stays = placed.evict_count == nullptr && at >= 0;
-    if (kPlaced && stays) stays = is_good(load, at, rows, placed.arriving_rows);
-    if (kPlaced && !check(evict, m, placed.leaving_rows, evicting, bad_evict)) stays = true;
-    scratch.stays[m] = stays;
+    bool is_kept = placed.evict_count == nullptr && at >= 0;
+    if (kPlaced && is_kept) is_kept = is_good(load, at, rows, placed.arriving_rows);
+    if (kPlaced && !check(evict, m, placed.leaving_rows, evicting, bad_evict)) is_kept = true;
+    scratch.is_kept[m] = is_kept;
   }
   if (!kPlaced || !placed.all_or_none) return;
   __threadfence();  // publishes this block's results before its count
@@ -176,9 +176,9 @@ static_assert(sizeof(Fields) + sizeof(SomeTables) + 2 * sizeof(PlanView) + sizeo
 // The moves of a group of lanes: sources and targets of evicted and loaded rows; negative for no
 // move.
 struct Moves {
-  int64_t leaves_to[kRowsInFlight], leaves_from[kRowsInFlight];
-  int64_t arrives_to[kRowsInFlight], arrives_from[kRowsInFlight], loaded[kRowsInFlight];
-  int leaves_table[kRowsInFlight], loaded_table[kRowsInFlight];
+  int64_t evict_to[kRowsInFlight], evict_from[kRowsInFlight];
+  int64_t load_to[kRowsInFlight], load_from[kRowsInFlight], loaded[kRowsInFlight];
+  int evict_table[kRowsInFlight], load_table[kRowsInFlight];
 };
 
 // Moves one column of all moves if host and side store the same type. Loads of all entries precede
@@ -190,23 +190,23 @@ __device__ __forceinline__ void move_column(const MovedField& field, int64_t col
   Vec in[kRowsInFlight], out[kRowsInFlight];
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
-    if (moves.arrives_to[u] >= 0) {
-      const char* source = moves.arrives_from[u] >= 0
-                               ? field.leaving + moves.arrives_from[u] * side_bytes
-                               : tables.row(field, moves.loaded_table[u], moves.loaded[u]);
+    if (moves.load_to[u] >= 0) {
+      const char* source = moves.load_from[u] >= 0
+                               ? field.leaving + moves.load_from[u] * side_bytes
+                               : tables.row(field, moves.load_table[u], moves.loaded[u]);
       in[u] = load_streaming<Vec>(source, column);
     }
-    if (moves.leaves_from[u] >= 0)
-      out[u] = load_streaming<Vec>(field.leaving + moves.leaves_from[u] * side_bytes, column);
+    if (moves.evict_from[u] >= 0)
+      out[u] = load_streaming<Vec>(field.leaving + moves.evict_from[u] * side_bytes, column);
   }
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
-    if (moves.leaves_from[u] >= 0) {
-      char* row = tables.row(field, moves.leaves_table[u], moves.leaves_to[u]);
+    if (moves.evict_from[u] >= 0) {
+      char* row = tables.row(field, moves.evict_table[u], moves.evict_to[u]);
       store_streaming<Vec>(row, column, out[u]);
     }
-    if (moves.arrives_to[u] >= 0) {
-      store_streaming<Vec>(field.arriving + moves.arrives_to[u] * side_bytes, column, in[u]);
+    if (moves.load_to[u] >= 0) {
+      store_streaming<Vec>(field.arriving + moves.load_to[u] * side_bytes, column, in[u]);
     }
   }
 }
@@ -270,30 +270,29 @@ __device__ __forceinline__ void convert_column(const MovedField& field, int64_t 
   Floats<Vec> out[kRowsInFlight];
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
-    if (moves.arrives_to[u] >= 0 && moves.arrives_from[u] < 0) {
-      const char* row = tables.row(field, moves.loaded_table[u], moves.loaded[u]);
+    if (moves.load_to[u] >= 0 && moves.load_from[u] < 0) {
+      const char* row = tables.row(field, moves.load_table[u], moves.loaded[u]);
       in[u].vec = load_streaming<Vec>(row, column);
     }
-    if (moves.leaves_from[u] >= 0)
-      out[u] = load_floats<Vec>(field.leaving + moves.leaves_from[u] * side_bytes, column);
+    if (moves.evict_from[u] >= 0)
+      out[u] = load_floats<Vec>(field.leaving + moves.evict_from[u] * side_bytes, column);
   }
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
-    if (moves.leaves_from[u] >= 0) {
-      char* row = tables.row(field, moves.leaves_table[u], moves.leaves_to[u]);
+    if (moves.evict_from[u] >= 0) {
+      char* row = tables.row(field, moves.evict_table[u], moves.evict_to[u]);
       store_streaming<Vec>(row, column, halves_of<kStored>(out[u]).vec);
     }
-    if (moves.arrives_to[u] >= 0 && moves.arrives_from[u] < 0) {
-      store_floats(field.arriving + moves.arrives_to[u] * side_bytes, column,
+    if (moves.load_to[u] >= 0 && moves.load_from[u] < 0) {
+      store_floats(field.arriving + moves.load_to[u] * side_bytes, column,
                    floats_of<kStored>(in[u]));
     }
   }
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
-    if (moves.arrives_to[u] < 0 || moves.arrives_from[u] < 0) continue;
-    const auto floats =
-        load_floats<Vec>(field.leaving + moves.arrives_from[u] * side_bytes, column);
-    store_floats(field.arriving + moves.arrives_to[u] * side_bytes, column,
+    if (moves.load_to[u] < 0 || moves.load_from[u] < 0) continue;
+    const auto floats = load_floats<Vec>(field.leaving + moves.load_from[u] * side_bytes, column);
+    store_floats(field.arriving + moves.load_to[u] * side_bytes, column,
                  floats_of<kStored>(halves_of<kStored>(floats)));
   }
 }
@@ -335,18 +334,18 @@ __device__ void swap_rows(const Fields& fields, const Tables& tables, const Plan
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t m = first + u * groups;
-      bool leaves = m < evict_count && !scratch.stays[m];
-      moves.leaves_to[u] = leaves ? evict.unique[m] : -1;
-      moves.leaves_table[u] = leaves ? tables.table_of(moves.leaves_to[u]) : -1;
-      leaves = moves.leaves_table[u] >= 0;
-      moves.leaves_from[u] = leaves ? evict.place(m) : -1;
+      bool is_evicted = m < evict_count && !scratch.is_kept[m];
+      moves.evict_to[u] = is_evicted ? evict.unique[m] : -1;
+      moves.evict_table[u] = is_evicted ? tables.table_of(moves.evict_to[u]) : -1;
+      is_evicted = moves.evict_table[u] >= 0;
+      moves.evict_from[u] = is_evicted ? evict.place(m) : -1;
       // Three independent loads.
-      const bool arrives = m < load_count;
-      moves.loaded[u] = arrives ? load.unique[m] : -1;
-      moves.arrives_to[u] = arrives ? load.place(m) : -1;
-      moves.arrives_from[u] = arrives ? scratch.arrives_from[m] : kNotMoved;
-      moves.loaded_table[u] = arrives ? tables.table_of(moves.loaded[u]) : -1;
-      if (moves.loaded_table[u] < 0 || moves.arrives_from[u] == kNotMoved) moves.arrives_to[u] = -1;
+      const bool is_loaded = m < load_count;
+      moves.loaded[u] = is_loaded ? load.unique[m] : -1;
+      moves.load_to[u] = is_loaded ? load.place(m) : -1;
+      moves.load_from[u] = is_loaded ? scratch.load_from[m] : kNotMoved;
+      moves.load_table[u] = is_loaded ? tables.table_of(moves.loaded[u]) : -1;
+      if (moves.load_table[u] < 0 || moves.load_from[u] == kNotMoved) moves.load_to[u] = -1;
     }
     int f = 0;
     for (int64_t vec = lane; vec < vecs; vec += lanes) {
@@ -464,15 +463,14 @@ Fields fields_of(const SwapField* fields, const FieldGroup& group) {
   return all;
 }
 
-MoveShape shape_of(const Fields& fields, const FieldGroup& group, int64_t entries,
-                   int most_blocks) {
+MoveShape shape_of(const Fields& fields, const FieldGroup& group, int64_t entries, int max_blocks) {
   const int64_t row_bytes = fields.first_vec[fields.count] * group.vec_bytes;
   MoveShape shape =
-      move_shape(row_bytes, static_cast<uint64_t>(group.vec_bytes), entries, most_blocks);
+      move_shape(row_bytes, static_cast<uint64_t>(group.vec_bytes), entries, max_blocks);
   if (group.stored != Stored::kSame) {  // keeps all lanes busy in every iteration
-    const int64_t turns = shares_of(shape.vecs_per_row, 32, INT32_MAX);
-    shape.lanes_per_row = shares_of(shape.vecs_per_row, turns, 32);
-    shape.blocks = shares_of(entries, kMoverThreads / shape.lanes_per_row, most_blocks);
+    const int64_t iterations = shares_of(shape.vecs_per_row, 32, INT32_MAX);
+    shape.lanes_per_row = shares_of(shape.vecs_per_row, iterations, 32);
+    shape.blocks = shares_of(entries, kMoverThreads / shape.lanes_per_row, max_blocks);
   }
   return shape;
 }
@@ -510,7 +508,7 @@ int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedL
 
 int launch_swap(const SwapField* fields, int field_count, const SwapTables* tables, int64_t rows,
                 const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
-                int most_blocks, ErrorRecord* record, void* stream) {
+                int max_blocks, ErrorRecord* record, void* stream) {
   uint64_t bits[kFieldsPerLaunch];
   for (int f = 0; f < field_count; ++f) {
     bits[f] = bits_of(fields[f]);
@@ -520,15 +518,15 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
     }
   }
   for (const FieldGroup& group : FieldGroups(fields, field_count, bits)) {
-    const Fields some = fields_of(fields, group);
-    const MoveShape shape = shape_of(some, group, max(evict.count, load.count), most_blocks);
+    const Fields group_fields = fields_of(fields, group);
+    const MoveShape shape = shape_of(group_fields, group, max(evict.count, load.count), max_blocks);
     const Report evicting{record, Op::kSwap, IdList::kEvict, rows};
     const Report loading{record, Op::kSwap, IdList::kLoad, rows};
     with_way(group, [&](auto way) {
       const auto launch = [&](const auto& found) {
         swap_kernel<decltype(way)>
             <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-                some, found, evict, load, scratch, shape.lanes_per_row, evicting, loading);
+                group_fields, found, evict, load, scratch, shape.lanes_per_row, evicting, loading);
       };
       tables == nullptr ? launch(OneTable{}) : launch(SomeTables{*tables, field_count});
     });
@@ -539,22 +537,23 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
 }
 
 int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_count,
-                      int most_host_blocks, ErrorRecord* record, void* stream) {
+                      int max_host_blocks, ErrorRecord* record, void* stream) {
   uint64_t bits[kFieldsPerLaunch];
   for (int f = 0; f < field_count; ++f) {
     bits[f] = bits_of(host.fields[f]) | bits_of(cached.fields[f]);
   }
   for (const FieldGroup& group : FieldGroups(host.fields, field_count, bits)) {
-    const auto part_of = [&](const SwapPart& part, int most_blocks, int* blocks) {
-      const Fields some = fields_of(part.fields, group);
+    const auto part_of = [&](const SwapPart& part, int max_blocks, int* blocks) {
+      const Fields group_fields = fields_of(part.fields, group);
       const int64_t entries = max(part.lists.evict.count, part.lists.load.count);
-      const MoveShape shape = shape_of(some, group, entries, most_blocks);
+      const MoveShape shape = shape_of(group_fields, group, entries, max_blocks);
       *blocks = shape.blocks;
       const SwapLists& lists = part.lists;
-      return Part{some, lists.evict, lists.load, lists.scratch, shape.lanes_per_row, part.rows};
+      return Part{group_fields,  lists.evict,         lists.load,
+                  lists.scratch, shape.lanes_per_row, part.rows};
     };
     int host_blocks = 0, cached_blocks = 0;
-    const Part over_link = part_of(host, most_host_blocks, &host_blocks);
+    const Part over_link = part_of(host, max_host_blocks, &host_blocks);
     const Part on_gpu = part_of(cached, kDeviceBlocks, &cached_blocks);
     with_way(group, [&](auto way) {
       swap_parts_kernel<decltype(way)>

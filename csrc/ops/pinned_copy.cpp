@@ -56,7 +56,7 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
   const CurrentStream stream(kOp, to_host ? src : dst);
   const Access access = reach(kOp, host, host_rows, stream.device());
   if (access == Access::kNot) {
-    stream.refuse_capture_of_pageable(kOp, "the host side", "tensor");
+    stream.check_pageable_not_captured(kOp, "the host side", "tensor");
     all.mark_written();
     return copy(kOp, src, dst, true);
   }

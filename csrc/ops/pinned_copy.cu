@@ -10,19 +10,19 @@ int launch_copy(const Rows& from, const Rows& to, bool to_host, CopyKernel kerne
   auto* launch = kernel.bulk ? launch_bulk_copy<Consecutive>
                  : to_host   ? launch_register_copy<Link::kTo, Consecutive>
                              : launch_register_copy<Link::kFrom, Consecutive>;
-  return launch(Consecutive{to.count}, from, to, to.count, 0, kernel.most_blocks, stream);
+  return launch(Consecutive{to.count}, from, to, to.count, 0, kernel.max_blocks, stream);
 }
 
 // Requires three things: a GPU with bulk copies, enough shared memory for the kernel, and a kernel
 // compiled for this architecture.
-int ask_bulk_copies(int device, int* supported) {
+int query_bulk_copies(int device, int* supported) {
   int major = 0, shared_bytes = 0;
   *supported = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  if (major < 9 || shared_bytes < kMostSharedBytes) return cudaSuccess;
+  if (major < 9 || shared_bytes < kMaxSharedBytes) return cudaSuccess;
   // A library built only for older GPUs also runs here, but its code has no bulk copies.
   cudaFuncAttributes kernel{};
   error = cudaFuncGetAttributes(&kernel, bulk_move_rows_kernel<Consecutive>);

@@ -35,7 +35,7 @@ Rows rows_per_id(const Tensor& out, const Rows& table, const Ids& ids) {
 
 void gather_staged(const Rows& table, const Ids& ids, const Plan& plan, const Tensor& out,
                    const CurrentStream& stream, const Arguments& all) {
-  stream.refuse_capture_of_pageable(kOp, "the table", "table");
+  stream.check_pageable_not_captured(kOp, "the table", "table");
   const Ids on_cpu = check_ids_and_plan_on_cpu(kOp, kIndex, ids, plan, table.count);
   const Tensor staging = new_pinned(kOp, shape_of(out), out);
   gather_on_cpu(table, on_cpu, rows_per_id(staging, table, on_cpu));

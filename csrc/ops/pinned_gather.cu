@@ -55,7 +55,7 @@ int launch_gather(const Rows& table, const Rows& out, const RowIdsView& ids, Cop
   auto* launch =
       kernel.bulk ? launch_bulk_copy<TableRows> : launch_register_copy<Link::kFrom, TableRows>;
   const int error =
-      launch(TableRows{{ids, about}}, table, out, out.count, out.count, kernel.most_blocks, stream);
+      launch(TableRows{{ids, about}}, table, out, out.count, out.count, kernel.max_blocks, stream);
   const bool once = ids.plan.status != nullptr || ids.dedup.kept_at != nullptr;
   if (error != cudaSuccess || !once) return error;
   return launch_register_copy<Link::kNone>(Repetitions{{ids, about}}, out, out, out.count, 0,

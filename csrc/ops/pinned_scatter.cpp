@@ -45,8 +45,8 @@ NumberKind number_kind_of(const Tensor& tensor) {
   for (const auto& [dtype, kind] : kNumberKinds) {
     if (dtype == tensor.scalar_type()) return kind;
   }
-  throw_value_error(kOp, "accumulate=True needs a dtype that has addition, got ",
-                    dtype_text(tensor), "; add in a wider dtype, or use accumulate=False");
+  throw_value_error(kOp, "accumulate=True needs a dtype that supports addition, got ",
+                    dtype_text(tensor), ". Add in a wider dtype, or use accumulate=False");
 }
 
 void scatter_or_add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, const Added& added) {
@@ -59,7 +59,7 @@ void scatter_or_add_on_cpu(const Rows& table, const Ids& ids, const Rows& src, c
 
 void scatter_staged(const Rows& table, const Ids& ids, const Tensor& src, const Plan& plan,
                     const Added& added, const CurrentStream& stream, const Arguments& all) {
-  stream.refuse_capture_of_pageable(kOp, "the table", "table");
+  stream.check_pageable_not_captured(kOp, "the table", "table");
   const Ids on_cpu = check_ids_and_plan_on_cpu(kOp, kIndex, ids, plan, table.count);
   const Tensor rows = torch::stable::reshape(copy_to_cpu(kOp, src), {ids.count, -1});
   all.mark_written();

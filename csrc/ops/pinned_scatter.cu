@@ -146,18 +146,17 @@ int launch_scatter(const Rows& table, const Rows& src, const RowIdsView& ids, Co
                    const Report& about, void* stream) {
   if (ids.plan.status == nullptr && ids.dedup.status == nullptr) {
     return launch_register_copy<Link::kTo>(LastInBlock{ids.dedup, about}, src, table, src.count, 0,
-                                           kernel.most_blocks, stream);
+                                           kernel.max_blocks, stream);
   }
   auto* launch = kernel.bulk ? launch_bulk_copy<LastOccurrences>
                              : launch_register_copy<Link::kTo, LastOccurrences>;
-  return launch(LastOccurrences{{ids, about}}, src, table, src.count, 0, kernel.most_blocks,
-                stream);
+  return launch(LastOccurrences{{ids, about}}, src, table, src.count, 0, kernel.max_blocks, stream);
 }
 
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,
-                       int most_blocks, const Report& about, void* stream) {
+                       int max_blocks, const Report& about, void* stream) {
   // one warp for each id
-  const int blocks = shares_of(plan.count, kMoverThreads / 32, most_blocks);
+  const int blocks = shares_of(plan.count, kMoverThreads / 32, max_blocks);
   with_number_type<__half, __nv_bfloat16>(kind, [&](auto number) {
     const bool aligned = table.bits() % sizeof(number) == 0;
     add_rows_kernel<decltype(number)>

@@ -34,10 +34,11 @@ Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t c
                       {read("index", index), read("held", held), read("held_status", held_status)});
   check_plannable(kOp, index, rows);
   if (padding < -1 || padding >= std::max<int64_t>(rows, 1)) {
-    throw_value_error(kOp, "padding must be a row of ", rows, ", or -1, got ", padding);
+    throw_value_error(kOp, "padding must be -1 or a row of a table of ", rows, " rows, got ",
+                      padding);
   }
   if (held.has_value() != held_status.has_value()) {
-    throw_value_error(kOp, "held and held_status go together");
+    throw_value_error(kOp, "held and held_status must be passed together");
   }
   SortedIds before{};
   if (held) {

@@ -44,7 +44,7 @@ void round_rows(const Tensors& rows, const Tensor& ids, const Tensor& key,
   const Arguments all(kOp, {written("rows", rows, true), read("ids", ids), written("key", key)});
   check_fields(kOp, "rows", rows.size());
   if (exponent_bits.size() != rows.size()) {
-    throw_value_error(kOp, "rows and exponent_bits must be lists of one length, got ", rows.size(),
+    throw_value_error(kOp, "rows and exponent_bits must have the same length, got ", rows.size(),
                       " and ", exponent_bits.size());
   }
   check_list(kOp, "ids", ids, "rows[0]", rows[0]);

@@ -96,7 +96,7 @@ void check_part(int64_t begin, int64_t count, int64_t entries) {
     const std::string end =
         begin < 0 ? std::to_string(begin + count)
                   : std::to_string(static_cast<uint64_t>(begin) + static_cast<uint64_t>(count));
-    throw_value_error(kSum, "rows ", begin, " to ", end, " are not all among the ", entries,
+    throw_value_error(kSum, "rows ", begin, " to ", end, " must be within the ", entries,
                       " ids of the plan");
   }
 }
@@ -120,7 +120,7 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
   const int64_t most = named ? std::numeric_limits<int64_t>::max() : entries;
   if (distinct < 0 || distinct > most) {
     throw_value_error(kSum, named ? "capacity" : "distinct", " must be 0 to ", most,
-                      named ? "" : ", the ids of the plan", ", got ", distinct);
+                      named ? "" : ", the number of ids of the plan", ", got ", distinct);
   }
   all.check_memory();
   int64_t sums = distinct;  // sums that the CPU computes
@@ -204,7 +204,7 @@ Tensor pool_rows(const Tensor& rows, const Tensor& places, const Tensor& offsets
   check_list(kPool, "places", places, "rows", rows);
   check_list(kPool, "offsets", offsets, "rows", rows);
   const int64_t bags = offsets.numel() - 1;
-  if (bags < 0) throw_value_error(kPool, "offsets must hold one number more than there are bags");
+  if (bags < 0) throw_value_error(kPool, "offsets must have one entry more than there are bags");
   if (features < 0 || (features == 0 ? bags > 0 : bags % features != 0)) {
     throw_value_error(kPool, "features must divide the ", bags, " bags, got ", features);
   }

@@ -20,25 +20,27 @@ struct alignas(sizeof(Number) * kCount) Numbers {
   Number at[kCount];
 };
 
-// The columns of a group's lanes: `count` lanes cover columns from 0 on, the blocks of the next
-// turn the columns after them, and so on. All turns are numbered in x, because a grid has at most
-// 65,535 blocks in y.
+// The columns of a group's lanes: `count` lanes cover columns from 0 on, the next block covers the
+// columns after them, and so on. All blocks are numbered in x, because a grid has at most 65,535
+// blocks in y.
 struct SumLanes {
-  int count;       // a power of two
-  unsigned turns;  // turns to cover all columns
+  int count;               // a power of two
+  unsigned column_blocks;  // blocks to cover all columns
 };
 
-// The position of a thread: its group and its first column (past the end for idle threads).
+// A thread's group and its first column (past the end for idle threads).
 template <int kVec>
-struct Seat {
+struct SumLane {
   int64_t group;
   int64_t column;
 
-  __device__ explicit Seat(const SumLanes& lanes) {
+  __device__ explicit SumLane(const SumLanes& lanes) {
     const int thread = static_cast<int>(threadIdx.x);
-    const unsigned turn = blockIdx.x / lanes.turns;
-    group = int64_t{turn} * (kSumThreads / lanes.count) + thread / lanes.count;
-    column = (int64_t{blockIdx.x - turn * lanes.turns} * lanes.count + thread % lanes.count) * kVec;
+    const unsigned group_block = blockIdx.x / lanes.column_blocks;
+    group = int64_t{group_block} * (kSumThreads / lanes.count) + thread / lanes.count;
+    column = (int64_t{blockIdx.x - group_block * lanes.column_blocks} * lanes.count +
+              thread % lanes.count) *
+             kVec;
   }
 };
 
@@ -74,9 +76,9 @@ SumShape sum_shape(int64_t groups, int64_t columns) {
   const int64_t needed = (columns + kVec - 1) / kVec;
   int lanes = 1;
   while (lanes < 32 && lanes < needed) lanes *= 2;
-  const int64_t turns = (needed + lanes - 1) / lanes;
-  const int64_t blocks = (groups * lanes + kSumThreads - 1) / kSumThreads * turns;
-  return {{lanes, static_cast<unsigned>(turns)}, static_cast<unsigned>(blocks)};
+  const int64_t column_blocks = (needed + lanes - 1) / lanes;
+  const int64_t blocks = (groups * lanes + kSumThreads - 1) / kSumThreads * column_blocks;
+  return {{lanes, static_cast<unsigned>(column_blocks)}, static_cast<unsigned>(blocks)};
 }
 
 template <typename Number, int kCount>
@@ -119,14 +121,14 @@ struct LongRun {
 };
 
 template <typename Sum>
-struct Kept {
+struct PartSums {
   unsigned long long* long_count;
   LongRun* long_runs;  // unordered; at most one per window
-  // [2 * windows, columns]. Two slots per window suffice: the first parts of two long runs begin at
+  // [2 * windows, columns]. Two rows per window suffice: the first parts of two long runs begin at
   // least one window apart, and so do two later parts.
   Sum* sums;
 
-  __device__ static int64_t slot(int64_t window, bool first) { return 2 * window + first; }
+  __device__ static int64_t sum_index(int64_t window, bool first) { return 2 * window + first; }
 };
 
 // Called by all threads: sets sums from `first` on to zero. Returns true for one thread.
@@ -143,7 +145,7 @@ __device__ bool zero_from(const SumRows& work, int64_t first) {
 // Returns whether the plan does not fit these rows. If so, all sums are zeros and the error is
 // reported.
 template <typename T>
-__device__ bool refuses(const SumRows& work, const PlanStatus& status, const Report& about) {
+__device__ bool rejects(const SumRows& work, const PlanStatus& status, const Report& about) {
   const bool blocked = is_blocked(status, work.table_rows);
   if (!blocked && status.distinct == work.distinct) return false;
   if (!zero_from<T>(work, 0)) return true;
@@ -184,7 +186,7 @@ __device__ Part part_at(const SumRows& work, const PlanView& plan, int64_t entri
 // those.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumThreads)
-    sum_parts_kernel(SumRows work, PlanView plan, Kept<SumOf<T>> kept, SumLanes lanes,
+    sum_parts_kernel(SumRows work, PlanView plan, PartSums<SumOf<T>> part_sums, SumLanes lanes,
                      Report about) {
   if (work.named != nullptr) {
     const bool blocked = is_blocked(*plan.status, work.table_rows);
@@ -192,44 +194,44 @@ __global__ void __launch_bounds__(kSumThreads)
     zero_from<T>(work, named);
     if (named == 0) return;
     work.distinct = named;
-  } else if (refuses<T>(work, *plan.status, about)) {
+  } else if (rejects<T>(work, *plan.status, about)) {
     return;
   }
   // The entries after the distinct ids belong to the padding, which gets no gradient.
   const int64_t summed = clamped(plan.offsets[work.distinct], plan.count);
-  const Seat<kVec> seat(lanes);
-  const int64_t first = seat.group * kEntriesPerPart;
-  if (first >= summed || seat.column >= work.columns) return;
+  const SumLane<kVec> lane(lanes);
+  const int64_t first = lane.group * kEntriesPerPart;
+  if (first >= summed || lane.column >= work.columns) return;
   Part part = part_at(work, plan, summed, first);
   const Part last = part_at(work, plan, summed, min(first + kEntriesPerPart, summed) - 1);
-  if (seat.column == 0 && last.run_begin >= first && !(last.is_first() && last.is_last())) {
+  if (lane.column == 0 && last.run_begin >= first && !(last.is_first() && last.is_last())) {
     const int64_t entries = last.run_end - last.run_begin;
-    kept.long_runs[atomicAdd(kept.long_count, 1ull)] = {
-        last.id, seat.group, (entries + kEntriesPerPart - 1) / kEntriesPerPart};
+    part_sums.long_runs[atomicAdd(part_sums.long_count, 1ull)] = {
+        last.id, lane.group, (entries + kEntriesPerPart - 1) / kEntriesPerPart};
   }
 
-  const T* rows = static_cast<const T*>(work.rows) + seat.column;
+  const T* rows = static_cast<const T*>(work.rows) + lane.column;
   Numbers<SumOf<T>, kVec> sum{};
   auto finish = [&] {
     if (part.begin < first || part.id >= work.distinct) return;
     if (part.is_first() && part.is_last()) {
-      store(static_cast<T*>(work.out) + part.id * work.columns + seat.column, sum);
+      store(static_cast<T*>(work.out) + part.id * work.columns + lane.column, sum);
     } else {
-      const int64_t slot = kept.slot(seat.group, part.is_first());
-      store(kept.sums + slot * work.columns + seat.column, sum);
+      const int64_t sum_index = part_sums.sum_index(lane.group, part.is_first());
+      store(part_sums.sums + sum_index * work.columns + lane.column, sum);
     }
   };
 
   const int64_t end = last.end();
   int32_t positions[kInFlight];  // plans have fewer than 2^31
   int64_t places[kInFlight];
-  auto ask_for_positions = [&](int64_t entry) {
+  auto load_positions = [&](int64_t entry) {
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       positions[u] = entry + u < end ? static_cast<int32_t>(plan.order[entry + u]) : -1;
     }
   };
-  auto ask_for_places = [&] {
+  auto load_places = [&] {
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       const int64_t place = positions[u] - work.begin;
@@ -239,9 +241,9 @@ __global__ void __launch_bounds__(kSumThreads)
   };
   // The part that contains `first` may begin in an earlier window; then another group owns it.
   int64_t entry = part.begin < first ? part.end() : first;
-  ask_for_positions(entry);
-  ask_for_places();
-  ask_for_positions(entry + kInFlight);
+  load_positions(entry);
+  load_places();
+  load_positions(entry + kInFlight);
   for (; entry < end; entry += kInFlight) {
     Numbers<T, kVec> some[kInFlight];
     int64_t next_ends[kInFlight];  // of the runs after `part`
@@ -250,8 +252,8 @@ __global__ void __launch_bounds__(kSumThreads)
       some[u] = row_or_zeros<kVec>(rows, places[u], work.row_count, work.row_step);
       next_ends[u] = plan.offsets[min(part.id + 2 + u, work.distinct)];
     }
-    ask_for_places();
-    ask_for_positions(entry + 2 * kInFlight);
+    load_places();
+    load_positions(entry + 2 * kInFlight);
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       if (entry + u >= end) break;
@@ -288,14 +290,14 @@ __device__ __forceinline__ void add_numbers(const Sum* from, int64_t step, Sum& 
 // launch bounds the compiler uses 32 registers and keeps few loads in flight.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads, 1)
-    sum_kept_kernel(SumRows work, Kept<SumOf<T>> kept) {
+    add_part_sums_kernel(SumRows work, PartSums<SumOf<T>> part_sums) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  const int64_t numbers = static_cast<int64_t>(*kept.long_count) * work.columns;
+  const int64_t numbers = static_cast<int64_t>(*part_sums.long_count) * work.columns;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < numbers; i += stride) {
-    const LongRun run = kept.long_runs[i / work.columns];
-    const SumOf<T>* sums = kept.sums + i % work.columns;
-    const int64_t step = kept.slot(1, false) * work.columns;
-    SumOf<T> sum = sums[kept.slot(run.window, true) * work.columns];
+    const LongRun run = part_sums.long_runs[i / work.columns];
+    const SumOf<T>* sums = part_sums.sums + i % work.columns;
+    const int64_t step = part_sums.sum_index(1, false) * work.columns;
+    SumOf<T> sum = sums[part_sums.sum_index(run.window, true) * work.columns];
     int64_t part = run.window + 1;
     const int64_t end = run.window + run.parts;
     for (; part + kPartsInFlight <= end; part += kPartsInFlight) {
@@ -317,16 +319,16 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, const Repor
   const int64_t windows = windows_of(plan.count);
   char* memory = static_cast<char*>(scratch);
   char* sums = memory + padded(sizeof(int64_t)) + padded(windows * sizeof(LongRun));
-  const Kept<SumOf<T>> kept{reinterpret_cast<unsigned long long*>(memory),
-                            reinterpret_cast<LongRun*>(memory + padded(sizeof(int64_t))),
-                            reinterpret_cast<SumOf<T>*>(sums)};
-  const int error = cudaMemsetAsync(kept.long_count, 0, sizeof(int64_t), stream);
+  const PartSums<SumOf<T>> part_sums{reinterpret_cast<unsigned long long*>(memory),
+                                     reinterpret_cast<LongRun*>(memory + padded(sizeof(int64_t))),
+                                     reinterpret_cast<SumOf<T>*>(sums)};
+  const int error = cudaMemsetAsync(part_sums.long_count, 0, sizeof(int64_t), stream);
   if (error != cudaSuccess) return error;
   const SumShape shape = sum_shape<kVec>(windows, work.columns);
   const int blocks = shares_of(windows * work.columns, kSumThreads, kDeviceBlocks);
   sum_parts_kernel<T, kVec>
-      <<<shape.blocks, kSumThreads, 0, stream>>>(work, plan, kept, shape.lanes, about);
-  sum_kept_kernel<T><<<blocks, kSumThreads, 0, stream>>>(work, kept);
+      <<<shape.blocks, kSumThreads, 0, stream>>>(work, plan, part_sums, shape.lanes, about);
+  add_part_sums_kernel<T><<<blocks, kSumThreads, 0, stream>>>(work, part_sums);
   return cudaGetLastError();
 }
 
@@ -339,36 +341,36 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, const Repor
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumThreads, 1)
     pool_rows_kernel(PoolRows work, int64_t bags, SumLanes lanes) {
-  const Seat<kVec> seat(lanes);
-  if (seat.group >= bags || seat.column >= work.columns) return;
-  const int64_t begin = min(max(work.offsets[seat.group], int64_t{0}), work.count);
-  const int64_t end = min(max(work.offsets[seat.group + 1], begin), work.count);
-  const T* rows = static_cast<const T*>(work.rows) + seat.column;
+  const SumLane<kVec> lane(lanes);
+  if (lane.group >= bags || lane.column >= work.columns) return;
+  const int64_t begin = min(max(work.offsets[lane.group], int64_t{0}), work.count);
+  const int64_t end = min(max(work.offsets[lane.group + 1], begin), work.count);
+  const T* rows = static_cast<const T*>(work.rows) + lane.column;
   Numbers<SumOf<T>, kVec> sum{};
   int64_t places[kInFlight];
-  auto ask_for_places = [&](int64_t entry) {
+  auto load_places = [&](int64_t entry) {
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       places[u] = entry + u < end ? work.places[entry + u] : -1;
     }
   };
-  ask_for_places(begin);
+  load_places(begin);
   for (int64_t entry = begin; entry < end; entry += kInFlight) {
     Numbers<T, kVec> some[kInFlight];
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       some[u] = row_or_zeros<kVec>(rows, places[u], work.row_count, work.columns);
     }
-    ask_for_places(entry + kInFlight);
+    load_places(entry + kInFlight);
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) add(sum, some[u]);
   }
   if (work.mean && end > begin) {
     for (int v = 0; v < kVec; ++v) sum.at[v] /= static_cast<SumOf<T>>(end - begin);
   }
-  const int64_t feature = seat.group / work.samples, sample = seat.group % work.samples;
+  const int64_t feature = lane.group / work.samples, sample = lane.group % work.samples;
   const int64_t row = sample * work.features + feature;
-  store(static_cast<T*>(work.out) + row * work.columns + seat.column, sum);
+  store(static_cast<T*>(work.out) + row * work.columns + lane.column, sum);
 }
 
 }  // namespace

@@ -54,15 +54,16 @@ void check_shared_out(const SplitPlan& work) {
   for (int64_t t = 0; t < work.tables; ++t) {
     const int64_t first_row = work.ranges[2 * t], rows = work.ranges[2 * t + 1];
     if (first_row != row || rows < 0 || rows > work.table_rows - row) {
-      throw_value_error(kOp, "ranges[", t, "] is rows ", first_row, " and ", rows,
-                        " of them, expected to go on from row ", row, " up to ", work.table_rows);
+      throw_value_error(kOp, "ranges[", t, "] has first row ", first_row, " and ", rows,
+                        " rows, expected first row ", row, " and at most ", work.table_rows - row,
+                        " rows");
     }
     for (int64_t i = work.offsets[t]; i < work.offsets[t + 1]; ++i) {
       const int64_t place = plan.inverse[i];
       if (place < 0 || place >= plan.status->distinct) throw_not_made_by_plan_rows(kOp, kIndex);
       const int64_t id = plan.unique[place];
       if (id >= row && id < row + rows) continue;
-      throw_value_error(kOp, "id ", id, " at position ", i, " is none of the rows of table ", t);
+      throw_value_error(kOp, "id ", id, " at position ", i, " is not a row of table ", t);
     }
     row += rows;
   }
@@ -74,8 +75,8 @@ std::vector<Tensor> split_plan(const Tensors& plan, const Tensor& offsets, const
   check_list(kOp, "offsets", offsets, "ranges", ranges);
   const int64_t tables = offsets.numel() - 1;
   if (ranges.scalar_type() != ScalarType::Long || !ranges.is_contiguous() || tables < 1) {
-    throw_value_error(kOp, "ranges must be a contiguous int64 tensor [tables, 2], of one table ",
-                      "or more");
+    throw_value_error(
+        kOp, "ranges must be a contiguous int64 tensor [tables, 2] with at least one table");
   }
   check_shape(kOp, "ranges", ranges, {tables, 2});
   check_aligned(kOp, "ranges", ranges);

@@ -57,7 +57,7 @@ void check_fit(const Tensor& ids, const Tensor& offsets, const Tensor& ranges, i
                       features, " features times ", samples, " samples");
   }
   if (bags == 0 && ids.numel() > 0) {
-    throw_value_error(kOp, "there are ", ids.numel(), " ids, and no bag that holds them");
+    throw_value_error(kOp, "ids must be empty if there are no bags, got ", ids.numel(), " ids");
   }
 }
 

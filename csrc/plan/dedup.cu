@@ -9,7 +9,7 @@
 namespace speedtorch {
 namespace {
 
-struct Taken {
+struct Claim {
   int32_t slot;
   int32_t holder;  // the position that held the slot before, or the caller's
 };
@@ -17,7 +17,7 @@ struct Taken {
 // Finds the slot of `id` and claims it if it is free. kLast: also claims it from an earlier
 // position.
 template <Keep kKeep>
-__device__ Taken take_slot(const DedupView& dedup, int64_t id, int32_t position) {
+__device__ Claim claim_slot(const DedupView& dedup, int64_t id, int32_t position) {
   const uint64_t mask = static_cast<uint64_t>(dedup.slot_count) - 1;
   uint64_t slot = hash_of(id) & mask;
   while (true) {
@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(kIdThreads) dedup_kernel(DedupView dedup, int6
     if (kKeep == Keep::kAll) continue;
     const unsigned same = __match_any_sync(~0u, static_cast<unsigned long long>(id));
     const int leader = __ffs(static_cast<int>(same)) - 1;  // the lowest lane has the last position
-    Taken taken{0, static_cast<int32_t>(m)};
+    Claim claim{0, static_cast<int32_t>(m)};
     if (lane == leader && !outside) {
-      taken = take_slot<kKeep>(dedup, id, static_cast<int32_t>(m));
+      claim = claim_slot<kKeep>(dedup, id, static_cast<int32_t>(m));
     }
-    const int32_t mine = kKeep == Keep::kAny ? taken.holder : taken.slot;
+    const int32_t mine = kKeep == Keep::kAny ? claim.holder : claim.slot;
     const int32_t warps = __shfl_sync(~0u, mine, leader);
     if (m >= 0) dedup.kept_at[m] = warps;
     if (kKeep == Keep::kAny) append_repeated(dedup, m >= 0 && !outside && warps != m, m);

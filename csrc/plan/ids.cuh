@@ -13,9 +13,9 @@ namespace speedtorch {
 constexpr int kIdThreads = 256;
 // Enough threads to saturate GPU memory on batches of a million ids, few enough to leave room for
 // other kernels.
-constexpr int64_t kMostIdBlocks = 1024;
+constexpr int64_t kMaxIdBlocks = 1024;
 
-inline int blocks_for_ids(int64_t n) { return shares_of(n, kIdThreads, kMostIdBlocks); }
+inline int blocks_for_ids(int64_t n) { return shares_of(n, kIdThreads, kMaxIdBlocks); }
 
 // Bytes of a part of scratch memory, rounded to the alignment of cudaMalloc.
 constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }

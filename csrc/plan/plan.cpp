@@ -98,8 +98,8 @@ void fill_plan_on_cpu(const Ids& ids, const PlanOf& of, const PlanView& plan) {
 
 void throw_not_made_by_plan_rows(const char* op, const char* list) {
   throw_value_error(op, "the plan of ", list,
-                    " does not hold what plan_rows writes; make it with plan_rows(", list,
-                    ", rows) and leave it as it is");
+                    " was not made by plan_rows or was changed. Make it with plan_rows(", list,
+                    ", rows)");
 }
 
 Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, void* stream,
@@ -149,7 +149,7 @@ void check_plan(const char* op, const char* list, const Tensors& plan, int64_t c
     const std::string part_name = name + " (" + kPartNames[part] + ")";
     if (plan[part].scalar_type() != ScalarType::Long || !plan[part].is_contiguous()) {
       throw_value_error(op, part_name,
-                        " must be a contiguous int64 tensor as plan_rows returns it");
+                        " must be a contiguous int64 tensor, as returned by plan_rows");
     }
     if (part == kStatus) {
       check_status(op, part_name.c_str(), plan[part]);
@@ -200,9 +200,8 @@ void check_plan_of(const char* op, const char* list, const PlanView& view, const
       before = position;
     }
     if (good) continue;
-    throw_value_error(op, "the plan of ", list, " is that of other ids (entry ", k,
-                      " of its distinct ids is ", id, "); plan_rows(", list,
-                      ", rows) makes the right one");
+    throw_value_error(op, "the plan of ", list, " was made for other ids: entry ", k,
+                      " of its unique ids is ", id, ". Make it with plan_rows(", list, ", rows)");
   }
 }
 

@@ -26,7 +26,7 @@ constexpr int kThreads = 512;
 constexpr int kPerThread = 4;
 constexpr int64_t kTile = int64_t{kThreads} * kPerThread;  // ids per block
 // All blocks run at once. This limit leaves half of a large GPU's multiprocessors to other work.
-constexpr int kMostBlocks = 64;
+constexpr int kMaxBlocks = 64;
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
 static_assert(kDigits <= kThreads);
@@ -47,8 +47,8 @@ int64_t carve(void* memory, int64_t n, Scratch<Key>& scratch) {
   scratch.found = reinterpret_cast<Found*>(take(sizeof(Found)));
   for (auto& keys : scratch.keys) keys = reinterpret_cast<Key*>(take(n * sizeof(Key)));
   for (auto& positions : scratch.positions) positions = reinterpret_cast<int32_t*>(take(n * 4));
-  scratch.counts = reinterpret_cast<int32_t*>(take(kMostBlocks * kDigits * 4));
-  scratch.heads = reinterpret_cast<int32_t*>(take(kMostBlocks * 4));
+  scratch.counts = reinterpret_cast<int32_t*>(take(kMaxBlocks * kDigits * 4));
+  scratch.heads = reinterpret_cast<int32_t*>(take(kMaxBlocks * 4));
   return static_cast<int64_t>(next - reinterpret_cast<uintptr_t>(memory));
 }
 
@@ -183,14 +183,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // The number of blocks that a GPU runs at once, queried once; 0: no cooperative launches.
 int blocks_at_once(int device) {
-  int supported = 0, processors = 0, each = 0;
+  int supported = 0, processors = 0, blocks_per_processor = 0;
   const RelaxedCapture while_capturing;  // the kernel may have to be loaded first
   const bool known =
       succeeded(cudaDeviceGetAttribute(&supported, cudaDevAttrCooperativeLaunch, device)) &&
       succeeded(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) &&
-      succeeded(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, plan_together_kernel<uint64_t>,
-                                                              kThreads, 0));
-  return known && supported ? processors * each : 0;
+      succeeded(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+          &blocks_per_processor, plan_together_kernel<uint64_t>, kThreads, 0));
+  return known && supported ? processors * blocks_per_processor : 0;
 }
 
 int64_t blocks_of(int64_t n) { return (n + kTile - 1) / kTile; }
@@ -211,7 +211,7 @@ int launch(const void* ids, bool wide, PlanOf of, void* memory, PlanView out, cu
 bool can_plan_together(int64_t n) {
   constexpr int kKnownGpus = 64;
   static std::atomic<int> known[kKnownGpus];  // 0: not queried; else the answer + 1
-  if (blocks_of(n) > kMostBlocks) return false;
+  if (blocks_of(n) > kMaxBlocks) return false;
   int device = 0;
   if (!succeeded(cudaGetDevice(&device)) || device >= kKnownGpus) return false;
   if (known[device] == 0) known[device] = blocks_at_once(device) + 1;

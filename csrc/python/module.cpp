@@ -1,13 +1,13 @@
 // The extension module speedtorch._C. Importing it loads the library, which registers the ops, and
-// adds the classes Turn and Turns.
+// adds the classes RowLock and RowLocks.
 
-#include "python/turn.h"
+#include "python/row_lock.h"
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   PyObject* module = PyModule_Create2(&definition, PYTHON_ABI_VERSION);
-  if (module == nullptr || speedtorch::add_turns(module)) return module;
+  if (module == nullptr || speedtorch::add_row_locks(module)) return module;
   Py_DecRef(module);
   return nullptr;
 }

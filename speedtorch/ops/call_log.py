@@ -58,19 +58,19 @@ def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
         if of_object and arguments:
             kind = arguments[0] if isinstance(arguments[0], type) else type(arguments[0])
             name, shown = f"{kind.__name__}.{function.__name__}", shown[1:]
-        said, began = "", time.perf_counter()
+        outcome, began = "", time.perf_counter()
         _busy.add(thread)
         try:
             result = function(*arguments, **named)
-            said = f"-> {call_text(result)}"
+            outcome = f"-> {call_text(result)}"
             return result
         except BaseException as error:
-            said = f"raised {type(error).__name__}: {error}"
+            outcome = f"raised {type(error).__name__}: {error}"
             raise
         finally:
             taken = (time.perf_counter() - began) * 1e6
             _busy.discard(thread)
-            _log.info("%s(%s) %s, %.0f us", name, ", ".join(shown), said, taken)
+            _log.info("%s(%s) %s, %.0f us", name, ", ".join(shown), outcome, taken)
 
     return call
 

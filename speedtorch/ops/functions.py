@@ -32,7 +32,7 @@ from speedtorch.torch_internals import (
 )
 
 if DUMPED_CALLS:
-    from speedtorch.ops.op_dump import kept
+    from speedtorch.ops.op_dump import recorded
 
 __all__ = [
     "optimizer_state_swap",
@@ -49,21 +49,21 @@ __all__ = [
 
 def _why_not(error: ImportError) -> str:
     """The remedy for a library that is absent or does not load."""
-    here = Path(__file__).parents[1]
-    if built := sorted(here.glob("_C*.so")):
+    package = Path(__file__).parents[1]
+    if built := sorted(package.glob("_C*.so")):
         return (
-            f"its library {built[0]} does not load beside torch {torch.__version__} ({error}). It"
-            " needs torch >= 2.11: install that, or build the library again by `make setup` or"
+            f"the library {built[0]} does not load with torch {torch.__version__} ({error})."
+            " Install torch >= 2.11, or build the library again with `make setup` or"
             " `pip install --no-build-isolation .` in a checkout"
         )
     folders = (Path(folder, "speedtorch") for folder in sys.path)
     if installed := [folder for folder in folders if [*folder.glob("_C*.so")]]:
         return (
-            f"Python imports the folder {here}, in which the library is not built, instead of the"
-            f" installed {installed[0]}: start Python in another folder than {here.parent}"
+            f"Python imports the folder {package}, which has no built library, instead of the"
+            f" installed {installed[0]}. Start Python in a folder other than {package.parent}"
         )
     return (
-        f"the library is not built in {here}: run `make setup` there, or"
+        f"the library is not built in {package}. Run `make setup` there, or"
         " `pip install --no-build-isolation .` and start Python in another folder"
     )
 
@@ -77,7 +77,7 @@ except ImportError as error:
 def _checked(op: Any) -> Callable[..., Any]:
     """Wraps an op to raise torch.OutOfMemoryError, which a stable-ABI library cannot throw."""
     if DUMPED_CALLS:
-        op = kept(op)
+        op = recorded(op)
 
     def call(*args: object) -> Any:
         try:
@@ -103,7 +103,7 @@ class _Ops:
     """The library's ops: `_ops.<op>` and `_ops.<op>.<overload>`."""
 
     def __getattr__(self, name: str) -> Any:
-        overloads = {each: _checked(op) for each, op in _overloads(name).items()}
+        overloads = {overload: _checked(op) for overload, op in _overloads(name).items()}
         if "default" not in overloads:
             raise AttributeError(f"speedtorch: the library has no op {name!r}")
         call = overloads.pop("default")
@@ -207,7 +207,7 @@ def pinned_gather(
     """
     if not isinstance(index, Tensor):
         raise not_ids("index", index)
-    _refuse_tangents("pinned_gather", (table,))
+    _check_tangents("pinned_gather", (table,))
     if out is None:
         made: Tensor
         if plan is not None:
@@ -400,17 +400,17 @@ among them, and new memory for each field. The rows of `held` are copied to that
 
 
 def carry_rows(
-    rows: Sequence[Tensor], places: Tensor, others: Sequence[Tensor], other_places: Tensor
+    rows: Sequence[Tensor], places: Tensor, source: Sequence[Tensor], source_places: Tensor
 ) -> None:
-    """Copies `rows[k][places] = others[k][other_places]` for all fields in one launch.
+    """Copies `rows[k][places] = source[k][source_places]` for all fields in one launch.
 
     `places` ascend. Both sides are different memory of one device.
     """
     if len(rows) == 1:  # torch needs two launches and no checks
-        rows[0].index_copy_(0, places, others[0].index_select(0, other_places))
+        rows[0].index_copy_(0, places, source[0].index_select(0, source_places))
         return
-    nothing, none = [each[:0] for each in rows], places[:0]
-    exchange_rows(rows, others, places, other_places, nothing, none, none)
+    no_rows, no_ids = [field[:0] for field in rows], places[:0]
+    exchange_rows(rows, source, places, source_places, no_rows, no_ids, no_ids)
 
 
 def optimizer_state_swap(
@@ -455,10 +455,10 @@ def optimizer_state_swap(
 
     Example:
         >>> weight = torch.arange(4.0).reshape(4, 1)
-        >>> gone, come = torch.tensor([[10.0], [30.0]]), torch.empty(2, 1)
+        >>> evicted, loaded = torch.tensor([[10.0], [30.0]]), torch.empty(2, 1)
         >>> evict, load = torch.tensor([1, 3]), torch.tensor([3, 0])
-        >>> optimizer_state_swap([weight], [gone], evict, [come], load)
-        >>> weight.flatten().tolist(), come.flatten().tolist()
+        >>> optimizer_state_swap([weight], [evicted], evict, [loaded], load)
+        >>> weight.flatten().tolist(), loaded.flatten().tolist()
         ([0.0, 10.0, 2.0, 3.0], [30.0, 0.0])
     """
     for name, ids in (("evict", evict), ("load", load)):
@@ -475,20 +475,21 @@ def optimizer_state_swap(
         rows, device = host[0].shape[0], arriving[0].device
         evict_plan = evict_plan or plan_rows(evict.to(device), rows)
         load_plan = load_plan or plan_rows(load.to(device), rows)
-    for fields, gone, here in sides:
+    for fields, outgoing, incoming in sides:
         if evict_places is None and load_places is None:
             if evict_plan or load_plan:
                 plans = list(evict_plan or ()), list(load_plan or ())
                 swap = _ops.optimizer_state_swap.planned
-                swap(fields, gone, evict, plans[0], here, load, plans[1])
+                swap(fields, outgoing, evict, plans[0], incoming, load, plans[1])
             else:
-                _ops.optimizer_state_swap(fields, gone, evict, here, load)
+                _ops.optimizer_state_swap(fields, outgoing, evict, incoming, load)
         elif evict_places is None or load_places is None or evict_plan or load_plan:
             raise ValueError(
-                "optimizer_state_swap: evict_places and load_places go together, and with no plan"
+                "optimizer_state_swap: evict_places and load_places must be passed together and"
+                " without a plan"
             )
         else:
-            swap_placed(fields, gone, evict, evict_places, here, load, load_places)
+            swap_placed(fields, outgoing, evict, evict_places, incoming, load, load_places)
 
 
 def sum_rows(
@@ -538,13 +539,13 @@ def sum_rows(
     return summed
 
 
-_late: list[Callable[[], Callable[[], None] | None]] = []
+_later_checks: list[Callable[[], Callable[[], None] | None]] = []
 
 
 def raises_later(check: weakref.WeakMethod[Callable[[], None]]) -> None:
     """Registers a method for synchronize(), which raises a GPU's errors while its object lives."""
-    _late[:] = [each for each in _late if each() is not None]
-    _late.append(check)
+    _later_checks[:] = [method for method in _later_checks if method() is not None]
+    _later_checks.append(check)
 
 
 def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tuple[Tensor, Tensor]:
@@ -634,8 +635,8 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
         >>> synchronize()
     """
     wait_for_rows(device)
-    for each in _late:
-        if (check := each()) is not None:
+    for method in _later_checks:
+        if (check := method()) is not None:
             check()
 
 
@@ -658,28 +659,28 @@ def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:
     return [index.new_empty(length, dtype=torch.int64) for length in lengths]
 
 
-def _refuse_meta_mix(*args: Any, **kwargs: object) -> None:
+def _check_meta_mix(*args: Any, **kwargs: object) -> None:
     """Fake kernel of ops without a result; raises if meta tensors are mixed with real ones."""
-    if len({each.is_meta for each in _tensors(args)}) > 1:
-        raise ValueError("speedtorch: meta tensors cannot be mixed with real ones in one op")
+    if len({tensor.is_meta for tensor in _tensors(args)}) > 1:
+        raise ValueError("speedtorch: one op cannot take both meta tensors and real tensors")
 
 
 def _pinned_gather_fake(table: Tensor, index: Tensor, plan: object = None) -> Tensor:
-    _refuse_meta_mix(table, index, plan)
+    _check_meta_mix(table, index, plan)
     return index.new_empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
 
 
 def _swap_fake(host: list[Tensor], leaving: list[Tensor], evict: Tensor, *rest: Any) -> None:
-    _refuse_meta_mix(host, leaving, evict, *rest)
+    _check_meta_mix(host, leaving, evict, *rest)
     arriving = rest[0] if len(rest) == 2 else rest[1]
     written = [*host, *arriving]
-    storages = Counter(storage_id(each.untyped_storage()) for each in written)
-    for each in written:
-        offset = each.storage_offset()
-        if isinstance(offset, torch.SymInt) and storages[storage_id(each.untyped_storage())] > 1:
+    storages = Counter(storage_id(view.untyped_storage()) for view in written)
+    for view in written:
+        offset = view.storage_offset()
+        if isinstance(offset, torch.SymInt) and storages[storage_id(view.untyped_storage())] > 1:
             raise NotImplementedError(
                 "torch.ops.speedtorch.optimizer_state_swap: with dynamic shapes torch.compile loses"
-                " the offsets of several written views of one storage (pytorch#198068); call"
+                " the offsets of several written views of one storage (pytorch#198068). Call"
                 " speedtorch.optimizer_state_swap, or the op once per field"
             )
 
@@ -693,19 +694,19 @@ def _sum_rows_fake(
     source: Tensor | None = None,
     named: Tensor | None = None,
 ) -> Tensor:
-    _refuse_meta_mix(rows, plan, source, named)
+    _check_meta_mix(rows, plan, source, named)
     return rows.new_empty((distinct, *rows.shape[1:]))
 
 
 def _table_ids_fake(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> list[Tensor]:
-    _refuse_meta_mix(ids, offsets, ranges)
+    _check_meta_mix(ids, offsets, ranges)
     return [torch.empty_like(ids, dtype=torch.int64) for _ in range(2)]
 
 
 def _pool_rows_fake(
     rows: Tensor, places: Tensor, offsets: Tensor, features: int, mean: bool
 ) -> Tensor:
-    _refuse_meta_mix(rows, places, offsets)
+    _check_meta_mix(rows, places, offsets)
     return rows.new_empty((offsets.shape[0] - 1, rows.shape[1]))
 
 
@@ -721,20 +722,20 @@ _FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "plan_rows": _plan_rows_fake,
     "pinned_gather": _pinned_gather_fake,
     "pinned_gather_detached": _pinned_gather_fake,
-    "pinned_gather.out": _refuse_meta_mix,
+    "pinned_gather.out": _check_meta_mix,
     "pinned_gather.planned": _pinned_gather_fake,
-    "pinned_gather.planned_out": _refuse_meta_mix,
+    "pinned_gather.planned_out": _check_meta_mix,
     "sum_rows": _sum_rows_fake,
     "table_ids": _table_ids_fake,
     "pool_rows": _pool_rows_fake,
-    "pinned_copy": _refuse_meta_mix,
-    "pinned_scatter": _refuse_meta_mix,
-    "pinned_scatter.planned": _refuse_meta_mix,
+    "pinned_copy": _check_meta_mix,
+    "pinned_scatter": _check_meta_mix,
+    "pinned_scatter.planned": _check_meta_mix,
     "optimizer_state_swap": _swap_fake,
     "optimizer_state_swap.planned": _swap_fake,
     "optimizer_state_swap.placed": _swap_fake,
-    "check_owner": _refuse_meta_mix,
-    "throw_pending": _refuse_meta_mix,
+    "check_owner": _check_meta_mix,
+    "throw_pending": _check_meta_mix,
     "explain_move": _explain_move_fake,
     "chunk_digests": _chunk_digests_fake,
 }
@@ -758,19 +759,20 @@ _OF_STEPS = (
 )
 
 
-def _refuse_in_graphs(name: str) -> Callable[..., Any]:
-    does = "is part of a step" if name in _OF_STEPS else "asks or changes the process at its call"
+def _raise_in_graphs(name: str) -> Callable[..., Any]:
+    """Returns a fake kernel that raises, because no graph can contain the op."""
+    does = "is part of a step" if name in _OF_STEPS else "queries or changes the process"
 
-    def refuse(*args: object, **kwargs: object) -> Any:
+    def fail(*args: object, **kwargs: object) -> Any:
         raise NotImplementedError(
-            f"torch.ops.speedtorch.{name} {does}, and cannot be in a compiled or exported graph;"
-            " call it outside, or in a function under torch.compiler.disable"
+            f"torch.ops.speedtorch.{name} {does} and cannot be in a compiled or exported graph."
+            " Call it outside of the graph, or in a function under torch.compiler.disable"
         )
 
-    return refuse
+    return fail
 
 
-_FAKE_KERNELS |= {_name: _refuse_in_graphs(_name) for _name in (*_OF_THE_PROCESS, *_OF_STEPS)}
+_FAKE_KERNELS |= {_name: _raise_in_graphs(_name) for _name in (*_OF_THE_PROCESS, *_OF_STEPS)}
 
 # torch empties a list that it passes to the library (see csrc/core/registration.h). TorchScript
 # passes the caller's own list. A kernel in Python receives a copy of the list and passes that on.
@@ -790,14 +792,14 @@ for _name, _kernel in _FAKE_KERNELS.items():
         _own_lists.impl(_name, _traced, "Tracer")  # type: ignore[no-untyped-call]
 
 
-def _refuse_tangents(name: str, tensors: Iterable[Tensor]) -> None:
+def _check_tangents(name: str, tensors: Iterable[Tensor]) -> None:
     """Raises NotImplementedError for forward-mode tangents, such as those of torch.func.jvp."""
     if is_forward_mode() and any(
         forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
         for tensor in tensors
     ):
         raise NotImplementedError(
-            f"{name}: forward-mode gradients are not supported; use reverse mode, or"
+            f"{name}: forward-mode gradients are not supported. Use reverse mode, or"
             " torch.nn.functional.embedding"
         )
 
@@ -805,7 +807,7 @@ def _refuse_tangents(name: str, tensors: Iterable[Tensor]) -> None:
 def _tensors(arguments: Iterable[object]) -> list[Tensor]:
     """The tensors among an op's arguments, including tensors in lists."""
     parts = (part if isinstance(part, list | tuple) else (part,) for part in arguments)
-    return [each for part in parts for each in part if isinstance(each, Tensor)]
+    return [value for part in parts for value in part if isinstance(value, Tensor)]
 
 
 class _Gather(torch.autograd.Function):
@@ -832,7 +834,7 @@ def _with_gradient(name: str, op: Any) -> Callable[..., Tensor]:
     """Returns the autograd kernel of a gather."""
 
     def kernel(keys: Any, table: Tensor, *rest: Any) -> Tensor:
-        _refuse_tangents(name, (table,))
+        _check_tangents(name, (table,))
         below = partial(op.redispatch, keys & below_autograd)
         if torch.is_grad_enabled() and table.requires_grad:
             made: Tensor = _Gather.apply(below, table, *rest)  # type: ignore[no-untyped-call]
@@ -850,10 +852,10 @@ def _without_gradient(name: str, op: Any) -> Callable[..., Any]:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise NotImplementedError(
                 f"{name}: a tensor of {list(next(t for t in tensors if t.requires_grad).shape)}"
-                " requires grad, and the op records no gradient; pass tensor.detach(), or call it"
+                " requires grad, but the op records no gradient. Pass tensor.detach(), or call it"
                 " under torch.no_grad()"
             )
-        _refuse_tangents(name, tensors)
+        _check_tangents(name, tensors)
         return op.redispatch(keys & below_autograd, *args, **kwargs)
 
     return kernel
@@ -865,16 +867,15 @@ def _resolved(name: str, op: Any) -> Callable[..., Any]:
 
     def resolve(argument: Any) -> Any:
         if isinstance(argument, list | tuple):
-            return [resolve(each) for each in argument]
+            return [resolve(value) for value in argument]
         return argument.resolve_conj().resolve_neg() if isinstance(argument, Tensor) else argument
 
     def kernel(*args: Any) -> Any:
         for argument, place in written.items():
-            if any(each.is_conj() or each.is_neg() for each in _tensors(args[place : place + 1])):
+            if any(view.is_conj() or view.is_neg() for view in _tensors(args[place : place + 1])):
                 raise ValueError(
                     f"{name}: {argument} is a conjugated or negated view, which cannot be written"
-                    " to as bytes; pass .resolve_conj().resolve_neg(), or the tensor that it is a"
-                    " view of"
+                    " to as bytes. Pass .resolve_conj().resolve_neg() or the base tensor"
                 )
         return op(*resolve(args))
 

@@ -17,9 +17,9 @@ from speedtorch import torch_internals as internals
 from speedtorch.ops.call_log import call_text
 from speedtorch.ops.log_switches import DUMPED_CALLS
 
-__all__ = ["digests_of", "is_operator", "kept", "wait_for_gpu", "write_by"]
+__all__ = ["digests_of", "is_operator", "recorded", "wait_for_gpu", "write_by"]
 
-_MOST_BYTES = 64 << 20  # per call: the inputs of large tables would fill the host's memory
+_MAX_BYTES = 64 << 20  # per call: the inputs of large tables would fill the host's memory
 # The numbers of fully written results of ops that leave entries of other results unwritten.
 _WHOLE_RESULTS = {"plan_batch": 5, "merge_rows": 3, "diff_ids": 0}
 _process = os.getpid()  # calls of a forked child are not recorded
@@ -52,11 +52,11 @@ def digests_of(op: Any, arguments: Sequence[object], results: object) -> list[st
     found = internals.tree_leaves(results)[: _WHOLE_RESULTS.get(op._schema.name.partition("::")[2])]
     for place in internals.written_arguments(op).values():
         found += internals.tree_leaves(arguments[place : place + 1])
-    small = [each for each in found if isinstance(each, Tensor) and each.nbytes <= _MOST_BYTES]
-    copies = (each.detach().clone(memory_format=torch.contiguous_format) for each in small)
+    small = [part for part in found if isinstance(part, Tensor) and part.nbytes <= _MAX_BYTES]
+    copies = (tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in small)
     return [
-        hashlib.sha256(each.cpu().view(-1).view(torch.uint8).numpy().data).hexdigest()
-        for each in copies
+        hashlib.sha256(copy.cpu().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        for copy in copies
     ]
 
 
@@ -77,11 +77,11 @@ def _copied(arguments: Sequence[object]) -> Any:
             return value
         is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
         if not is_plain or value.is_conj() or value.is_neg():
-            return f"{call_text(value)} is not kept: it is not a plain tensor"
+            return f"{call_text(value)} is not recorded: it is not a plain tensor"
         storage: Any = value.untyped_storage()
         if (key := internals.storage_id(storage)) not in copies:
-            if sum(each.nbytes() for each in (storage, *copies.values())) > _MOST_BYTES:
-                return f"{call_text(value)} is not kept: a call has over {_MOST_BYTES >> 20} MiB"
+            if sum(part.nbytes() for part in (storage, *copies.values())) > _MAX_BYTES:
+                return f"{call_text(value)} is not recorded: a call has over {_MAX_BYTES >> 20} MiB"
             copies[key] = storage.clone()
         made = torch.empty(0, dtype=value.dtype, device=value.device)
         made.set_(copies[key], value.storage_offset(), value.shape, value.stride())
@@ -102,24 +102,24 @@ def _write(why: str) -> None:
         new.replace(_path)
     except OSError as error:
         new.unlink(missing_ok=True)
-        log.error("%s, and %s cannot be written: %s", why, _path, error)
+        log.error("%s. The dump %s cannot be written: %s", why, _path, error)
         return
     atexit.unregister(_write)  # so that the exit does not overwrite an error's dump
     log.warning(
         "%s: `speedtorch replay %s` runs the last operators again (at most %d of %d MiB each)",
-        *(why, _path, DUMPED_CALLS, _MOST_BYTES >> 20),
+        *(why, _path, DUMPED_CALLS, _MAX_BYTES >> 20),
     )
 
 
 atexit.register(_write, "the program ends")
 
 
-def kept(op: Any) -> Callable[..., Any]:
+def recorded(op: Any) -> Callable[..., Any]:
     """Wraps an op to record its inputs and digests of its results."""
     if not is_operator(op):
         return op  # type: ignore[no-any-return]
 
-    def keep(*arguments: object) -> Any:
+    def call(*arguments: object) -> Any:
         if torch.compiler.is_compiling() or os.getpid() != _process or _is_recording():
             return op(*arguments)
         name = [op._schema.name.partition("::")[2], op._overloadname]
@@ -134,4 +134,4 @@ def kept(op: Any) -> Callable[..., Any]:
         made["digests"] = digests_of(op, arguments, results)
         return results
 
-    return keep
+    return call

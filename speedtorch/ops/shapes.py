@@ -32,7 +32,7 @@ def check_dtype(what: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{what}: expected a torch.dtype, got {dtype!r}")
     if dtype in _QUANTIZED:
-        raise ValueError(f"{what}: quantized dtypes have no rows of their own: {dtype}")
+        raise ValueError(f"{what}: quantized dtypes are not supported, got {dtype}")
 
 
 def check_span(what: str, shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
-from speedtorch._C import Turn as RowLock
-from speedtorch._C import Turns as RowLocks
+from speedtorch._C import RowLock, RowLocks
 
 __all__ = ["RowLock", "RowLocks", "merge_locks", "serialized"]
 
@@ -29,4 +28,4 @@ def serialized(method: _Method) -> _Method:
 def merge_locks(locks: Sequence[RowLock]) -> None:
     """Merges locks into one lock. The calling thread must hold all of them."""
     for lock in locks[1:]:
-        locks[0].unite(lock)
+        locks[0].merge(lock)

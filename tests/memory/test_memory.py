@@ -188,7 +188,7 @@ def test_more_than_is_available_is_refused_in_numbers(
     meminfo = Path("/proc/meminfo").read_text()
     total = int(re.findall(r"MemTotal:\s*(\d+) kB", meminfo)[0]) * 1024
     wanted, before = total + 1, resident_bytes()
-    message = f"^host memory: {wanted} bytes asked for, (\\d+) bytes available.*MEMORY_CHECK=0"
+    message = f"^host memory: {wanted} bytes requested, (\\d+) bytes available.*MEMORY_CHECK=0"
     with pytest.raises(MemoryError, match=message) as caught:
         empty(wanted, dtype=torch.uint8, memory=kind)
     assert 0 < int(re.findall(message, str(caught.value))[0]) < total

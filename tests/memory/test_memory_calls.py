@@ -60,7 +60,7 @@ def test_registered_memory_is_unregistered_before_it_is_unmapped(
 
 def test_a_gpu_without_concurrent_access_is_refused_by_name() -> None:
     with PretendedDriver(True, False) as driver:
-        message = "GPU 1 has no concurrentManagedAccess.*memory='registered'"
+        message = "concurrentManagedAccess, which GPU 1 does not support.*memory='registered'"
         with pytest.raises(RuntimeError, match=message):
             empty(10, memory="managed")
         assert driver.named("malloc_managed") == []
@@ -104,7 +104,9 @@ def test_auto_is_plain_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # Every call may fail
 # ------------------------------------------------------------------------------------------------
 
-PINNING = r"pinning 4000 bytes .*pretended reason 2 \(CUDA error 2\).*available.*Remedy: "
+PINNING = (
+    r"pinning 4000 bytes .*pretended reason 2 \(CUDA error 2\).*available.*Load the data into "
+)
 
 # Every call that making managed memory for two GPUs consists of: name and number.
 MANAGED_CALLS = pytest.mark.parametrize(
@@ -212,5 +214,5 @@ def test_a_failure_to_give_back_is_cleared_and_memory_is_forgotten(
 def test_without_a_gpu_the_message_says_so(driver: PretendedDriver, kind: str, error: int) -> None:
     driver.fail("device_count", error=error)
     driver.fail("host_register", error=error)
-    with pytest.raises(RuntimeError, match="needs a GPU, and there is none.*use memory='plain'"):
+    with pytest.raises(RuntimeError, match="needs a GPU. No GPU or no driver.*Use memory='plain'"):
         empty(3, memory=kind)

@@ -128,7 +128,7 @@ def test_a_tensor_pinned_in_place_is_pinned_for_torch_too() -> None:
 
 
 def test_a_tensor_that_torch_pinned_is_refused() -> None:
-    with pytest.raises(ValueError, match="pinned already, by another library"):
+    with pytest.raises(ValueError, match="already pinned by another library"):
         pin_memory_(torch.ones(10, pin_memory=True))
 
 

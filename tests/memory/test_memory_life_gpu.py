@@ -166,7 +166,7 @@ def test_unpinning_what_a_graph_reads_is_refused_until_it_is_released() -> None:
 @pytest.mark.parametrize("kind", [*OWN, "in_place"])
 def test_memory_is_neither_made_nor_pinned_during_capture(kind: str) -> None:
     zeros = torch.zeros(ROWS, WIDTH)
-    message = "not possible while a CUDA graph is captured"
+    message = "not supported while a CUDA graph is captured"
     with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
         table_of(kind, zeros)
     torch.cuda.synchronize()
@@ -223,7 +223,9 @@ print(json.dumps([status, read, table[:, 0].tolist(), os.getpid(), pid]))
 
 def test_a_fork_of_a_process_with_managed_memory_gets_an_error_and_the_parent_goes_on() -> None:
     message, (status, read, rows, parent, child) = lines_of(FORKED.format(kind="managed"))
-    assert f"made in process {parent}, used in its fork {child}" in message
+    assert (
+        f"managed memory of process {parent} cannot be used in its forked child {child}" in message
+    )
     assert (status, read) == (0, [[2.0] * 3] * 2)
     assert rows == [3.0, 2.0, 2.0, 2.0, 2.0, 3.0]
 

@@ -183,9 +183,9 @@ def test_a_driver_that_does_not_answer_stages_pageable_memory(
 # ------------------------------------------------------------------------------------------------
 
 TOO_OLD = (
-    r"NVIDIA's driver is too old: it runs CUDA 12\.4 at most, and this speedtorch was built with "
-    r"CUDA 13\.1, which needs a driver for CUDA 13\.0 or newer \(NVIDIA's driver 580 or newer\); "
-    r"update the driver, or build speedtorch with an nvcc of CUDA 12"
+    r"NVIDIA's driver is too old: it supports CUDA 12\.4 at most. This speedtorch was built with "
+    r"CUDA 13\.1 and needs a driver for CUDA 13\.0 or newer \(NVIDIA's driver 580 or newer\). "
+    r"Update the driver, or build speedtorch with an nvcc of CUDA 12"
 )
 
 
@@ -199,7 +199,7 @@ def old(driver: PretendedDriver) -> PretendedDriver:
 
 @pytest.mark.parametrize("kind", ["managed", "registered"])
 def test_memory_for_a_gpu_names_the_driver_that_is_needed(old: PretendedDriver, kind: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"needs a GPU, and {TOO_OLD}; use memory='plain'"):
+    with pytest.raises(RuntimeError, match=rf"needs a GPU. {TOO_OLD}. Use memory='plain'"):
         empty(3, memory=kind)
     assert old.nothing_left()
 
@@ -221,7 +221,9 @@ def test_info_names_the_driver_that_is_needed(
 ) -> None:
     with pytest.raises(RuntimeError, match=TOO_OLD):
         torch.ops.speedtorch.check_driver()
-    assert info().kernels.startswith("CPU (NVIDIA's driver is too old: it runs CUDA 12.4 at most")
+    assert info().kernels.startswith(
+        "CPU (NVIDIA's driver is too old: it supports CUDA 12.4 at most"
+    )
 
 
 @WITH_KERNELS
@@ -232,7 +234,7 @@ def test_a_driver_of_the_same_major_version_is_new_enough(
     driver.versions = versions
     assert info().kernels == "CPU and CUDA"
     driver.fail("device_count", error=INSUFFICIENT_DRIVER)
-    with pytest.raises(RuntimeError, match="there is none or no driver for it"):
+    with pytest.raises(RuntimeError, match="No GPU or no driver was found"):
         empty(3, memory="managed")
 
 

@@ -155,7 +155,7 @@ def test_a_forked_child_with_managed_memory_is_told_both_processes_and_the_remed
     assert len(outcomes) == 17
     for name, message in outcomes:
         assert message is not None, name
-        start = f"made in process {parent}, used in its fork {child}, "
+        start = f"managed memory of process {parent} cannot be used in its forked child {child}. "
         assert start in message, name
         for remedy in ("by name", "'spawn'", "memory='registered'"):
             assert remedy in message, name
@@ -374,5 +374,5 @@ taken.clear()  # Python takes memory, too, as it ends
 """
     ((taken, room, held, said),) = lines_of(program)
     assert taken + len(said) == 2 and said and held == 320 * taken
-    assert all("335544320 bytes asked for, " in each for each in said)
+    assert all("335544320 bytes requested, " in each for each in said)
     assert room > (500 if not taken else 180)

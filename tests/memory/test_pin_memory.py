@@ -136,7 +136,7 @@ def test_no_tensor_is_pinned_or_unpinned_twice(driver: PretendedDriver) -> None:
 def test_overlaps_are_refused(driver: PretendedDriver, second: slice) -> None:
     whole = torch.zeros(30)
     pinned = pin_memory_(whole[10:20])
-    with pytest.raises(ValueError, match="overlaps memory that speedtorch has pinned"):
+    with pytest.raises(ValueError, match="overlaps memory that speedtorch has already pinned"):
         pin_memory_(whole[second])
     assert list(driver.registered) == [pinned.data_ptr()]
 
@@ -164,7 +164,7 @@ def test_memory_that_speedtorch_made_is_not_pinned_again(
 def test_memory_that_others_pinned_is_not_pinned_again(driver: PretendedDriver) -> None:
     tensor = torch.zeros(100)
     driver.pinned_by_others.add(tensor.data_ptr())
-    with pytest.raises(ValueError, match="pinned already, by another library"):
+    with pytest.raises(ValueError, match="already pinned by another library"):
         pin_memory_(tensor)
     assert driver.named("host_register") == []
 
@@ -205,7 +205,7 @@ def test_a_read_only_file_is_pinned_read_only_and_never_written(
     assert driver.pending == 0
     ids, rows = torch.tensor([3, 0]), torch.zeros(2, 4, dtype=torch.uint8)
     assert speedtorch.pinned_gather(table, ids).tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
-    message = "read-only mapping of a file; copy it into speedtorch.memory.empty"
+    message = "read-only mapping of a file. Copy it into speedtorch.memory.empty"
     for view in (table, table[2:], table[:, 1:3]):
         with pytest.raises(ValueError, match=f"^pinned_scatter: table lies in a {message}"):
             speedtorch.pinned_scatter(view, ids, rows[:, : view.shape[1]].contiguous())

@@ -52,7 +52,7 @@ def test_a_tensor_whose_memory_is_gone_is_refused(name: str, left: int) -> None:
             continue  # a count
         before = [tensor.clone() for tensor in tensors]
         tensors[place].untyped_storage().resize_(left)
-        with pytest.raises(ValueError, match=f"bytes of storage, which has {left} "):
+        with pytest.raises(ValueError, match=f"bytes of storage, but its storage has {left},"):
             op(*with_tensors(arguments, tensors))
         assert_same(tensors[:place] + tensors[place + 1 :], before[:place] + before[place + 1 :])
 
@@ -85,7 +85,7 @@ def test_a_forked_child_may_pass_no_managed_memory_to_any_op(
     def child() -> None:
         torch.set_num_threads(1)
         for call in calls:
-            with pytest.raises(RuntimeError, match="managed memory made in process"):
+            with pytest.raises(RuntimeError, match="managed memory of process .* forked child"):
                 op(*call)
 
     assert in_a_fork(child) == 0
@@ -111,9 +111,9 @@ def test_memory_that_a_pinned_tensor_left_is_known_as_plain(driver: PretendedDri
     speedtorch.pin_memory_(tensor)
     (address,) = driver.registered
     tensor.untyped_storage().resize_(0)
-    others = [torch.zeros(1000, 4) for _ in range(50)]
-    reused = address in (each.data_ptr() for each in others)
-    assert {speedtorch.memory_kind(each) for each in others} == {"plain"}
+    tables = [torch.zeros(1000, 4) for _ in range(50)]
+    reused = address in (table.data_ptr() for table in tables)
+    assert {speedtorch.memory_kind(table) for table in tables} == {"plain"}
     assert not (reused and driver.registered)
     speedtorch.unpin_memory_(tensor)
     if not reused:
@@ -187,8 +187,8 @@ def test_what_is_no_tensor_is_no_table_and_no_rows(given: Any) -> None:
         del calls["out"]  # which may be None
     for name, both in calls.items():
         for call in both:
-            told = f"'.*Tensor.*' for argument '{name}'|: {name} must be a tensor, got None"
-            with pytest.raises((RuntimeError, ValueError), match=told):
+            expected = f"'.*Tensor.*' for argument '{name}'|: {name} must be a tensor, got None"
+            with pytest.raises((RuntimeError, ValueError), match=expected):
                 call()
 
 
@@ -211,7 +211,7 @@ def test_quantized_tensors_are_refused() -> None:
         lambda: speedtorch.pinned_scatter(quantized, index, table[:2]),
         lambda: speedtorch.pinned_copy(quantized, quantized),
     ):
-        refused(call, r"(table|index|dst) has a dtype whose rows cannot be moved.*int_repr")
+        refused(call, r"(table|index|dst) has an unsupported dtype, .*int_repr")
 
 
 def at_an_odd_address(tensor: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def test_what_is_read_as_numbers_begins_at_one() -> None:
     index = torch.tensor([1, 2])
     plan = speedtorch.plan_rows(index, ROWS)
     odd = [at_an_odd_address(part) for part in plan]
-    rows, message = torch.ones(2, 3), "no multiple of . bytes.*clone it"
+    rows, message = torch.ones(2, 3), "a multiple of its element size, . bytes.*clone"
     refused(lambda: speedtorch.sum_rows(at_an_odd_address(rows), plan, ROWS), message)
     refused(lambda: ops.sum_rows(rows, odd, ROWS, 0, 2), message)
     refused(lambda: ops.plan_batch(index, ROWS, -1, -1, odd[0], plan[4]), message)
@@ -282,7 +282,7 @@ def test_a_plan_with_any_other_number_in_it_moves_no_row(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, -(2**62), 0, 1, 2, 3, 4, 2**31, 2**62])
-def test_sums_over_a_plan_with_any_other_number_stay_within_the_rows(number: int) -> None:
+def test_sums_over_a_plan_with_any_other_number_read_only_within_the_rows(number: int) -> None:
     index = torch.tensor([7, 2, 7, 0])
     for part in range(5):
         for place in range(len(speedtorch.plan_rows(index, ROWS)[part])):
@@ -296,7 +296,9 @@ def test_sums_over_a_plan_with_any_other_number_stay_within_the_rows(number: int
 
 def test_a_plan_of_another_batch_moves_no_row() -> None:
     plan = speedtorch.plan_rows(torch.tensor([1, 2, 3, 4]), ROWS)
-    with pytest.raises(ValueError, match=r"plan of evict is that of other ids .*plan_rows\(evict"):
+    with pytest.raises(
+        ValueError, match=r"plan of evict was made for other ids: .*plan_rows\(evict"
+    ):
         planned_swap(plan, torch.tensor([1, 2, 3, 5]))
 
 
@@ -322,10 +324,13 @@ def test_lists_are_compared_only_as_far_as_they_go(distinct: int) -> None:
     wrong = status.clone()
     wrong[3] = distinct
     halt, fault = (torch.zeros(size, dtype=torch.int64) for size in (2, 8))
-    others, message = (ROWS, halt, fault), f"says {distinct} distinct ids, of 4"
+    more, message = (
+        (ROWS, halt, fault),
+        f"must report 0 to 4 unique ids, the length of its list, got {distinct}",
+    )
     refused(lambda: ops.plan_batch(ids, ROWS, -1, -1, ids, wrong), f"held_status {message}")
     for lists in ((ids, wrong, ids, status), (ids, status, ids, wrong)):
-        refused(lambda lists=lists: ops.diff_ids(*lists, *others), message)  # type: ignore[misc]
+        refused(lambda lists=lists: ops.diff_ids(*lists, *more), message)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("begin", [-1, 2, 2**31, 2**63 - 1, -(2**63)])
@@ -333,7 +338,7 @@ def test_sums_begin_within_the_batch(begin: int) -> None:
     plan = speedtorch.plan_rows(torch.tensor([1, 3, 1]), ROWS)
     refused(
         lambda: speedtorch.sum_rows(torch.ones(2, 2), plan, ROWS, begin=begin),
-        f"rows {begin} to {begin + 2} are not all among the 3 ids",
+        f"rows {begin} to {begin + 2} must be within the 3 ids",
     )
 
 
@@ -361,7 +366,7 @@ def test_memory_that_ran_out_on_the_gpu_is_torchs_own_error() -> None:
     assert caught.type is RuntimeError
 
 
-def test_the_package_calls_each_op_in_one_way() -> None:
+def test_the_package_calls_an_op_in_one_way() -> None:
     package = Path(speedtorch.__file__).parent
     calling = {
         str(file.relative_to(package))
@@ -377,14 +382,14 @@ def test_the_package_calls_each_op_in_one_way() -> None:
 
 
 @NEEDS_GPU
-def test_sums_over_a_plan_that_is_none_are_zeros_and_told() -> None:
+def test_sums_over_an_invalid_plan_are_zeros_and_reported() -> None:
     rows = torch.ones(3, 40, device="cuda")
     good = torch.tensor([1, 3, 1], device="cuda")
     for ids, table_rows, distinct, message in (
         (torch.tensor([1, ROWS, 1], device="cuda"), ROWS, 2, f"id {ROWS} at position 1 of index"),
         (good, ROWS + 1, 2, f"made for a table of {ROWS} rows"),
-        (good, ROWS, 3, "distinct is 3, the plan of index has 2"),
-        (good, ROWS, 1, "distinct is 1, the plan of index has 2"),
+        (good, ROWS, 3, "distinct is 3, but the plan of index has 2"),
+        (good, ROWS, 1, "distinct is 1, but the plan of index has 2"),
     ):
         summed = ops.sum_rows(rows, speedtorch.plan_rows(ids, ROWS), table_rows, 0, distinct)
         with pytest.raises((ValueError, IndexError), match=f"sum_rows: .*{message}"):
@@ -394,7 +399,7 @@ def test_sums_over_a_plan_that_is_none_are_zeros_and_told() -> None:
 
 
 @NEEDS_GPU
-def test_a_bad_id_of_a_pageable_table_is_told_once() -> None:
+def test_a_bad_id_of_a_pageable_table_is_reported_once() -> None:
     table, rows = torch.zeros(ROWS, 2), torch.ones(3, 2, device="cuda")
     arriving, ids = torch.zeros(3, 2, device="cuda"), torch.tensor([1, ROWS], device="cuda")
     places = torch.tensor([0, 2], device="cuda")

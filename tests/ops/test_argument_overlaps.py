@@ -38,8 +38,8 @@ def attempt(op: Any, arguments: tuple[Any, ...]) -> tuple[Exception | None, list
         return error, []
     if op in (ops.plan_batch.default, ops.diff_ids.default) and len(result) > 6:
         *plan, counts = result[:5] if op == ops.plan_batch.default else result[-1:]
-        _, stay, arriving, leaving = counts[-4:].tolist()
-        sizes = (arriving, arriving, stay, stay, leaving, leaving)
+        _, kept, loaded, evicted = counts[-4:].tolist()
+        sizes = (loaded, loaded, kept, kept, evicted, evicted)
         lists = result[5:11] if plan else result[:-1]
         lists = [part[:size] for part, size in zip(lists, sizes, strict=True)]
         result = [*plan, counts, *lists]
@@ -60,8 +60,8 @@ def sharing(first: Tensor, second: Tensor, begin: int) -> tuple[Tensor, Tensor]:
     arena = torch.zeros(2 * size + begin, dtype=torch.uint8, device=first.device)
     copies = []
     for tensor, start in ((first, 0), (second, begin)):
-        piece = arena[start : start + tensor.numel() * tensor.itemsize]
-        copies.append(piece.view(tensor.dtype).view(tensor.shape).copy_(tensor))
+        part = arena[start : start + tensor.numel() * tensor.itemsize]
+        copies.append(part.view(tensor.dtype).view(tensor.shape).copy_(tensor))
     return copies[0], copies[1]
 
 
@@ -71,7 +71,7 @@ _arguments = functools.cache(op_arguments)
 def fresh(name: str, device: str) -> tuple[Any, tuple[Any, ...]]:
     """An op and its arguments, with tensors of their own."""
     op, arguments = _arguments(device)[name]
-    return op, with_tensors(arguments, [each.clone() for each in tensors_of(arguments)])
+    return op, with_tensors(arguments, [tensor.clone() for tensor in tensors_of(arguments)])
 
 
 def pairs_of(name: str, device: str) -> list[tuple[int, int]]:
@@ -121,7 +121,7 @@ def test_arguments_side_by_side_are_no_overlap(device: str, name: str) -> None:
         assert_same([*tensors, *result], [*apart, *expected])
 
 
-def test_every_op_is_here() -> None:
+def test_every_op_is_listed() -> None:
     declared = {
         name.removeprefix("speedtorch::")
         for name in torch._C._dispatch_get_all_op_names()
@@ -133,7 +133,7 @@ def test_every_op_is_here() -> None:
         types = [
             argument.type for argument in getattr(getattr(ops, packet), overload)._schema.arguments
         ]
-        taking |= {name for each in types if "Tensor" in str(each)}
+        taking |= {name for kind in types if "Tensor" in str(kind)}
     assert taking - ONE_TENSOR == {name.split(",")[0] for name in NAMES}
 
 
@@ -181,7 +181,7 @@ def views(draw: st.DrawFn, shape: tuple[int, int]) -> tuple[int, int]:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_rows_that_share_no_byte_are_copied_and_all_others_refused(data: st.DataObject) -> None:
+def test_rows_that_share_no_byte_are_copied_and_overlaps_raise(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 4)))
     (to_stride, to), (from_stride, begin) = (data.draw(views(shape)) for _ in range(2))
     values = torch.arange(64, dtype=torch.int16)

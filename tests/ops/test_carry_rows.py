@@ -11,17 +11,17 @@ from speedtorch.ops.functions import carry_rows
 
 @pytest.mark.parametrize("fields", [1, 2, 3])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_rows_of_each_field_have_the_bits_of_their_sources(
+def test_rows_of_all_fields_have_the_bits_of_their_sources(
     count: int, fields: int, device: str
 ) -> None:
     shapes = [(2,), (), (3, 2)][:fields]
     rows = [torch.zeros(5, *shape, device=device) for shape in shapes]
-    others = [torch.randn(4, *shape, device=device) for shape in shapes]
+    sources = [torch.randn(4, *shape, device=device) for shape in shapes]
     places = torch.tensor([0, 2, 4], device=device)[:count]
-    sources = torch.tensor([3, 0, 3], device=device)[:count]
-    expected = [each.clone() for each in rows]
-    for each, other in zip(expected, others, strict=True):
-        each[places] = other[sources]
-    carry_rows(rows, places, others, sources)
-    for actual, each in zip(rows, expected, strict=True):
-        assert_same_bytes(actual, each)
+    source_places = torch.tensor([3, 0, 3], device=device)[:count]
+    expected = [field.clone() for field in rows]
+    for field, source in zip(expected, sources, strict=True):
+        field[places] = source[source_places]
+    carry_rows(rows, places, sources, source_places)
+    for actual, field in zip(rows, expected, strict=True):
+        assert_same_bytes(actual, field)

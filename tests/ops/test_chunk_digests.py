@@ -46,7 +46,7 @@ def test_sizes_at_which_the_way_changes(begin: int, by_tables: bool) -> None:
 
 @pytest.mark.parametrize("by_tables", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, 999, RUNS, 2**63 - 1])
-def test_each_chunk_has_a_digest(chunk: int, by_tables: bool) -> None:
+def test_every_chunk_has_a_digest(chunk: int, by_tables: bool) -> None:
     data = DATA[:2000] if chunk < RUNS else DATA
     expected = [crc32c(data[at : at + chunk]) for at in range(0, len(data), chunk)]
     assert chunk_digests(bytes_of(data), chunk, by_tables).tolist() == expected
@@ -86,7 +86,7 @@ def test_other_threads_run_meanwhile() -> None:
         (FLAT, -3, "chunk_bytes must be at least 1, got -3"),
     ],
 )
-def test_wrong_arguments_are_told(data: torch.Tensor, chunk: int, message: str) -> None:
+def test_wrong_arguments_raise(data: torch.Tensor, chunk: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"chunk_digests: {message}"):
         chunk_digests(data, chunk)
 

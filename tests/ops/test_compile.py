@@ -47,7 +47,7 @@ class Step:
 
 
 @pytest.mark.slow
-def test_a_compiled_gather_gives_the_rows(place: Place) -> None:
+def test_a_compiled_gather_returns_the_rows(place: Place) -> None:
     step = Step(place)
     function = compiled(lambda table, index: speedtorch.pinned_gather(table, index + 1) * 2)
     rows = function(step.table, step.index - 1)

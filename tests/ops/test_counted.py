@@ -62,7 +62,7 @@ class Block:
             *(plan[0], plan[4], self.ids, self.status),
             *(table_rows, self.halt, self.fault),
         )
-        assert [len(each) for each in lists] == [*[self.capacity] * 6, 4]
+        assert [len(tensor) for tensor in lists] == [*[self.capacity] * 6, 4]
         return list(lists)
 
 
@@ -73,9 +73,9 @@ def plan_of(ids: list[int] | Tensor, device: str, padding: int = -1) -> list[Ten
 
 def listed(lists: list[Tensor]) -> list[list[int]]:
     """The entries that count: ids and places arriving, places staying, ids and places leaving."""
-    _, staying, arriving, leaving = lists[-1].tolist()
-    sizes = [arriving] * 2 + [staying] * 2 + [leaving] * 2
-    return [each[:size].tolist() for each, size in zip(lists, sizes, strict=False)]
+    _, kept, loaded, evicted = lists[-1].tolist()
+    sizes = [loaded] * 2 + [kept] * 2 + [evicted] * 2
+    return [tensor[:size].tolist() for tensor, size in zip(lists, sizes, strict=False)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_what_fits_is_compared_as_without_a_capacity(device: str, more: int, pad
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_first_batch_that_does_not_fit_is_told_and_halts(device: str) -> None:
+def test_the_first_batch_that_does_not_fit_is_reported_and_halts(device: str) -> None:
     block, plan = Block(3, device, [2, 5]), plan_of([1, 2, 3, 4, 2], device)
     bad, good = plan_of([2, 3], device), plan_of([2, 5, 6], device)
     bad[4][:3] = torch.tensor([4, 1, 99])
@@ -229,7 +229,7 @@ def test_as_many_rows_are_swapped_as_the_counts_say(
     leaving, arriving = fields_of(60, 10), fields_of(55, 20)
     lists = [some(count, ROWS, seed) for seed, count in enumerate(counts)]
     places = [torch.randperm(of)[:count] for count, of in zip(counts, (60, 55), strict=True)]
-    expected_host, expected = fields_of(ROWS, 0), [each.clone() for each in arriving]
+    expected_host, expected = fields_of(ROWS, 0), [tensor.clone() for tensor in arriving]
     for into, values in zip(host, expected_host, strict=True):
         into.copy_(values)
     speedtorch.optimizer_state_swap(
@@ -239,11 +239,11 @@ def test_as_many_rows_are_swapped_as_the_counts_say(
     )
     for into, side in zip(expected_host, leaving, strict=True):  # those in both lists, too
         into[lists[0]] = side[places[0]]
-    garbage = [padded(each, 40, -7).to(device) for each in (lists[0], lists[1], *places)]
+    garbage = [padded(tensor, 40, -7).to(device) for tensor in (lists[0], lists[1], *places)]
     number = [torch.tensor([count], device=device) for count in counts]
-    arriving = [each.to(device) for each in arriving]
+    arriving = [tensor.to(device) for tensor in arriving]
     ops.exchange_rows(
-        *(host, [each.to(device) for each in leaving], garbage[0], garbage[2]),
+        *(host, [tensor.to(device) for tensor in leaving], garbage[0], garbage[2]),
         *(arriving, garbage[1], garbage[3], 1, *number),
     )
     speedtorch.synchronize()
@@ -267,8 +267,8 @@ def counted_swap(
     given = {"evict": [1, 2], "evict_places": [0, 1], "load": [2, 3], "load_places": [3, 0]}
     given |= {"evict_count": [2], "load_count": [2]}
     lists = {name: torch.tensor(values) for name, values in given.items()} | changes
-    evict, places, *others = (each.to(device) for each in lists.values())
-    load, load_places, *counts = others
+    evict, places, *more = (tensor.to(device) for tensor in lists.values())
+    load, load_places, *counts = more
     try:
         ops.exchange_rows([host], [side], evict, places, [arriving], load, load_places, 1, *counts)
         speedtorch.synchronize()
@@ -301,7 +301,7 @@ def test_a_count_that_is_none_is_an_error_on_the_cpu_and_zero_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message", "others"),
+    ("changes", "message", "moved"),
     [
         (
             {"evict": [1, 6]},
@@ -321,11 +321,11 @@ def test_ids_and_places_that_count_are_checked(
     device: str,
     changes: dict[str, list[int]],
     message: str,
-    others: tuple[list[float], list[float]],
+    moved: tuple[list[float], list[float]],
 ) -> None:
     lists = {name: torch.tensor(values) for name, values in changes.items()}
     with pytest.raises(IndexError, match=message):
-        counted_swap(device, others if device == "cuda" else NOTHING, **lists)
+        counted_swap(device, moved if device == "cuda" else NOTHING, **lists)
     (name,) = changes
     counted_swap(device, **lists, **{f"{name.removesuffix('_places')}_count": torch.tensor([1])})
 
@@ -357,13 +357,13 @@ def held_after(
 ) -> list[list[Tensor]]:
     """The reference: held, coming and left after stays, origins and leaving places."""
     stay_places, stay_from, leaving_places = changes
-    after = [[each.clone() for each in fields] for fields in (coming, left)]
+    after = [[tensor.clone() for tensor in fields] for fields in (coming, left)]
     for k, rows in enumerate(held):
         after[0][k][stay_places] = rows[stay_from]
         after[0][k][named:] = 0
         if left:
             after[1][k][: len(leaving_places)] = rows[leaving_places]
-    return [[each.clone() for each in after[0]], *after]
+    return [[tensor.clone() for tensor in after[0]], *after]
 
 
 @pytest.mark.parametrize("aside", [True, False], ids=["put aside", "let go"])
@@ -374,27 +374,27 @@ def held_after(
 def test_rows_are_held_as_the_places_say(
     device: str, counts: tuple[int, int, int], aside: bool
 ) -> None:
-    rows, (named, staying, leaving) = 23, counts
+    rows, (named, kept, evicted) = 23, counts
     held, coming = fields_of(rows, 1), fields_of(rows, 2)
     left = fields_of(rows, 3) if aside else []
-    changes = [some(staying, max(named, 1), 1), some(staying, rows, 2), some(leaving, rows, 3)]
+    changes = [some(kept, max(named, 1), 1), some(kept, rows, 2), some(evicted, rows, 3)]
     ids = some(named, ROWS, 4)
     expected = held_after(held, coming, left, changes, named)
-    actual = [[each.to(device) for each in fields] for fields in (held, coming, left)]
+    actual = [[tensor.to(device) for tensor in fields] for fields in (held, coming, left)]
     held_ids, left_ids = (torch.full((rows,), 77, device=device) for _ in range(2))
     status, left_count = (torch.full((size,), 99, device=device) for size in (8, 1))
-    lists = [padded(each, rows, 10**9).to(device) for each in changes]
-    leaving_ids = padded(some(leaving, ROWS, 5), rows).to(device)
+    lists = [padded(tensor, rows, 10**9).to(device) for tensor in changes]
+    evicted_ids = padded(some(evicted, ROWS, 5), rows).to(device)
     ops.hold_rows(
-        *(*actual, *lists[:2], leaving_ids, lists[2]),
-        torch.tensor([named, staying, 99, leaving], device=device),
+        *(*actual, *lists[:2], evicted_ids, lists[2]),
+        torch.tensor([named, kept, 99, evicted], device=device),
         *(padded(ids, rows + 3, 88).to(device), held_ids, status, left_ids, left_count),
     )
     for mine, theirs in zip(actual, expected, strict=True):
         assert_same_fields(mine, theirs)
     assert held_ids.tolist() == padded(ids, rows, NO_ID).tolist()
-    assert left_ids.tolist() == (leaving_ids.tolist() if aside else [77] * rows)
-    assert left_count.tolist() == [leaving if aside else 99]
+    assert left_ids.tolist() == (evicted_ids.tolist() if aside else [77] * rows)
+    assert left_count.tolist() == [evicted if aside else 99]
     assert status.tolist() == [0, named, 0, named, 99, named, named, 0]
 
 
@@ -445,9 +445,9 @@ def test_counts_and_places_that_are_none_touch_nothing_else() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_beyond_the_count_are_cleared(device: str, count: int) -> None:
     fields = [*fields_of(5, 1, device), *fields_of(9, 2, device)]
-    expected = [each.clone() for each in fields]
-    for each in expected:
-        each[count:] = 0
+    expected = [tensor.clone() for tensor in fields]
+    for tensor in expected:
+        tensor[count:] = 0
     ops.clear_rows(fields, torch.tensor([count], device=device))
     assert_same_fields(fields, expected)
 
@@ -498,8 +498,8 @@ class Training:
         assert self.block.ids.eq(NO_ID).all() and self.block.fault[0] == TOO_MANY
 
     def reset(self) -> None:
-        for each in (self.table, self.held, self.coming, self.block.halt, self.block.fault):
-            each.zero_()
+        for tensor in (self.table, self.held, self.coming, self.block.halt, self.block.fault):
+            tensor.zero_()
         self.block.ids.fill_(-1)
         self.block.status.copy_(status_of(0, "cpu"))
 
@@ -524,7 +524,7 @@ def test_rows_are_trained_without_a_count_on_the_host(device: str) -> None:
 
 
 @NEEDS_GPU
-def test_a_captured_step_trains_the_rows_of_each_replay() -> None:
+def test_a_captured_step_trains_the_rows_of_all_replays() -> None:
     training = Training("cuda", capacity=12, entries=20)
     training.block.fault = torch.zeros(8, dtype=torch.int64, pin_memory=True)
     graph = captured(training.step)
@@ -564,8 +564,8 @@ def test_comparisons_that_do_not_fit_are_errors() -> None:
         ("halt", numbers(0), r"halt has shape \[1\], expected \[2\]"),
         ("halt", torch.zeros(2), "halt must be a contiguous int64 tensor"),
         ("fault", numbers(0), r"fault has shape \[1\], expected \[8\]"),
-        ("named_status", status_of(3, "cpu"), "named_status says 3 distinct ids, of 2 entries"),
-        ("held_status", status_of(-1, "cpu"), "held_status says -1 distinct ids, of 2 entries"),
+        ("named_status", status_of(3, "cpu"), "named_status must report 0 to 2 .* got 3"),
+        ("held_status", status_of(-1, "cpu"), "held_status must report 0 to 2 .* got -1"),
     ):
         *plans, halt, fault = (given | {name: value}).values()
         with pytest.raises(ValueError, match=f"diff_ids: {message}"):
@@ -580,7 +580,7 @@ def test_counts_of_another_kind_are_errors() -> None:
         with pytest.raises(ValueError, match=f"{name} must be a contiguous int64 tensor"):
             counted_swap("cpu", **{name: torch.ones(1)})
     host, side = torch.zeros(6), torch.zeros(4)
-    with pytest.raises(ValueError, match="evict_count and load_count go together"):
+    with pytest.raises(ValueError, match="evict_count and load_count must be passed together"):
         ops.exchange_rows(
             *([host], [side], *[numbers(1)] * 2, [side.clone()], *[numbers(1)] * 2, 1, numbers(1))
         )
@@ -605,13 +605,21 @@ def test_rows_that_cannot_be_held_are_errors() -> None:
     given |= {"ids": numbers(4, 5), "held_ids": numbers(1, 3), "held_status": status_of(2, "cpu")}
     given |= {"left_ids": numbers(0, 0), "left_count": numbers(0)}
     for name, value, message in (
-        ("held", [], "held must name at least one field, got an empty list"),
-        ("coming", [], "lists of one length, or left an empty one, got 1, 0 and 1"),
-        ("left", [rows + 2] * 2, "lists of one length, or left an empty one, got 1, 1 and 2"),
-        ("coming", [torch.ones(3, 3)], r"coming\[0\] has 3 rows, held_ids has 2 entries"),
+        ("held", [], "held must have at least one field, got an empty list"),
+        ("coming", [], "must have the same length .left may be empty., got 1, 0 and 1"),
+        ("left", [rows + 2] * 2, "must have the same length .left may be empty., got 1, 1 and 2"),
+        (
+            "coming",
+            [torch.ones(3, 3)],
+            r"coming\[0\] has 3 rows, expected 2, the length of held_ids",
+        ),
         ("coming", [torch.ones(2, 4)], r"coming\[0\] has shape \[2, 4\], expected \[2, 3\]"),
-        ("left", [rows.double()], r"left\[0\] has dtype Double, expected Float as held\[0\]"),
-        ("left", [torch.ones(3, 2).t()], r"the rows of left\[0\] must be contiguous inside"),
+        (
+            "left",
+            [rows.double()],
+            r"left\[0\] has dtype Double, expected Float, the dtype of held\[0\]",
+        ),
+        ("left", [torch.ones(3, 2).t()], r"each row of left\[0\] must be contiguous"),
         ("held", [torch.ones(2, 6)[:, :3]], r"held\[0\] must be contiguous"),
         ("leaving", three, r"leaving has shape \[3\], expected \[2\]"),
         ("left_ids", three, r"left_ids has shape \[3\], expected \[2\]"),
@@ -624,12 +632,12 @@ def test_rows_that_cannot_be_held_are_errors() -> None:
         ("counts", numbers(0, -1, 0, 0), r"counts\[1\] must be 0 to 2, got -1"),
         ("counts", numbers(0, 0, 0, 3), r"counts\[3\] must be 0 to 2, got 3"),
         ("ids", numbers(4), r"counts\[0\] must be 0 to 1, got 2"),
-        ("stay_places", numbers(0, 2), "stay_places has 2 at position 1, .* none of the 2 rows"),
-        ("stay_from", numbers(-1, 0), "stay_from has -1 at position 0, .* none of the 2 rows"),
+        ("stay_places", numbers(0, 2), "stay_places has 2 at position 1, .* for 2 rows"),
+        ("stay_from", numbers(-1, 0), "stay_from has -1 at position 0, .* for 2 rows"),
         (
             "leaving_places",
             numbers(0, 9),
-            "leaving_places has 9 at position 1, .* none of the 2 rows",
+            "leaving_places has 9 at position 1, .* for 2 rows",
         ),
     ):
         with pytest.raises(ValueError, match=f"hold_rows: .*{message}"):
@@ -642,7 +650,7 @@ def test_rows_that_cannot_be_held_are_errors() -> None:
 def test_rows_that_cannot_be_cleared_are_errors() -> None:
     rows = torch.ones(3, 2)
     for fields, count, message in (
-        ([], numbers(1), "rows must name at least one field, got an empty list"),
+        ([], numbers(1), "rows must have at least one field, got an empty list"),
         ([rows[:, :1]], numbers(1), r"rows\[0\] must be contiguous"),
         ([rows], numbers(1, 1), r"count has shape \[2\], expected \[1\]"),
         ([rows, torch.ones(2)], numbers(3), "count must be 0 to 2, got 3"),

@@ -65,19 +65,19 @@ def swapped() -> list[Tensor]:
 
 def held() -> list[Tensor]:
     """Rows that stay change places, others leave, and the rest become zeros."""
-    count, staying, leaving = 4000, 3000, 1000
-    rows, coming, left = ([numbers(count + k, 32)[:count]] for k in range(3))
-    stay_places, stay_from = torch.arange(count), torch.arange(count).flip(0)
-    leaving_ids, leaving_places = torch.arange(count), torch.arange(count)
-    counts = torch.tensor([3500, staying, 500, leaving])
-    held_ids, status, left_ids, left_count = (
+    count, kept, evicted = 4000, 3000, 1000
+    rows, incoming, saved = ([numbers(count + k, 32)[:count]] for k in range(3))
+    kept_places, kept_from = torch.arange(count), torch.arange(count).flip(0)
+    evicted_ids, evicted_places = torch.arange(count), torch.arange(count)
+    counts = torch.tensor([3500, kept, 500, evicted])
+    held_ids, status, saved_ids, saved_count = (
         torch.zeros(size, dtype=torch.int64) for size in (count, 8, count, 1)
     )
     _ops.hold_rows(
-        *(rows, coming, left, stay_places, stay_from, leaving_ids, leaving_places, counts),
-        *(torch.arange(count), held_ids, status, left_ids, left_count),
+        *(rows, incoming, saved, kept_places, kept_from, evicted_ids, evicted_places, counts),
+        *(torch.arange(count), held_ids, status, saved_ids, saved_count),
     )
-    return [*rows, *left, held_ids, left_ids]
+    return [*rows, *saved, held_ids, saved_ids]
 
 
 def rounded() -> list[Tensor]:
@@ -108,7 +108,7 @@ def many_looked_at() -> list[Tensor]:
     return [speedtorch.pinned_gather(numbers(ROWS, 1), ids(1 << 20))]
 
 
-def bad_in_each_part() -> list[Tensor]:
+def bad_in_all_parts() -> list[Tensor]:
     """The position of the first bad id is said, whichever thread meets one first."""
     bad = ids(1 << 20)
     bad[1000::1000] = ROWS
@@ -131,7 +131,7 @@ WORK: dict[str, Callable[[], list[Tensor]]] = {
     "shard ids": lambda: sharded(-1),
     "shard ids, in blocks": lambda: sharded(ROWS),
     "check ids": many_looked_at,
-    "check bad ids": bad_in_each_part,
+    "check bad ids": bad_in_all_parts,
 }
 
 

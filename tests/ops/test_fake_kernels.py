@@ -23,7 +23,7 @@ OF_THE_PROCESS = functions._OF_THE_PROCESS
 def registered(library: str) -> set[str]:
     """The overloads of a library, as "name" and "name.overload"."""
     names = torch._C._dispatch_get_all_op_names()
-    return {each.removeprefix(f"{library}::") for each in names if each.startswith(f"{library}::")}
+    return {name.removeprefix(f"{library}::") for name in names if name.startswith(f"{library}::")}
 
 
 def test_every_op_has_a_fake_kernel() -> None:
@@ -38,14 +38,14 @@ def made_by(op: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fake_kernel_gives_what_the_op_gives(name: str) -> None:
+def test_a_fake_kernel_returns_the_shapes_of_the_op(name: str) -> None:
     op, arguments = op_arguments("cpu")[name]
     with FakeTensorMode() as mode:
-        faked = [mode.from_tensor(each) for each in tensors_of(arguments)]
+        faked = [mode.from_tensor(tensor) for tensor in tensors_of(arguments)]
         fakes = made_by(op, with_tensors(arguments, faked))
     made = made_by(op, arguments)
-    assert [(each.shape, each.dtype, each.device) for each in fakes] == [
-        (each.shape, each.dtype, each.device) for each in made
+    assert [(tensor.shape, tensor.dtype, tensor.device) for tensor in fakes] == [
+        (tensor.shape, tensor.dtype, tensor.device) for tensor in made
     ]
 
 
@@ -53,7 +53,7 @@ def test_a_fake_kernel_gives_what_the_op_gives(name: str) -> None:
 def test_an_op_of_a_step_is_refused_by_name(name: str) -> None:
     op, arguments = op_arguments("cpu")[name]
     with FakeTensorMode() as mode:
-        faked = [mode.from_tensor(each) for each in tensors_of(arguments)]
+        faked = [mode.from_tensor(tensor) for tensor in tensors_of(arguments)]
         own = name.partition(",")[0]
         with pytest.raises(NotImplementedError, match=rf"speedtorch\.{own} is part of a step"):
             op(*with_tensors(arguments, faked))
@@ -63,10 +63,12 @@ def test_an_op_of_a_step_is_refused_by_name(name: str) -> None:
 def test_an_op_of_the_process_is_refused_by_name(name: str) -> None:
     op = getattr(torch.ops.speedtorch, name).default
     values = {"Tensor": torch.zeros(2), "int": 1, "bool": False, "Optional[int]": 1}
-    given = [values[str(each.type)] for each in op._schema.arguments]
+    given = [values[str(argument.type)] for argument in op._schema.arguments]
     with FakeTensorMode() as mode:
-        given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
-        with pytest.raises(NotImplementedError, match=rf"speedtorch\.{name} asks or changes"):
+        given = [
+            mode.from_tensor(tensor) if isinstance(tensor, Tensor) else tensor for tensor in given
+        ]
+        with pytest.raises(NotImplementedError, match=rf"speedtorch\.{name} queries or changes"):
             op(*given)
 
 
@@ -89,7 +91,7 @@ def test_a_graph_checks_its_owner() -> None:
     assert program.module()(table).sum().item() == 6
 
 
-def test_a_graph_breaks_where_the_memory_is_asked_for() -> None:
+def test_a_graph_breaks_where_the_memory_is_queried() -> None:
     torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager")
@@ -115,7 +117,7 @@ class Calls(nn.Module):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Tensors of all calls, in memory of their own."""
-        return tuple(each.clone() for _, given in self.calls for each in tensors_of(given))
+        return tuple(tensor.clone() for _, given in self.calls for tensor in tensors_of(given))
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """What the ops have made and written in full, and one that needs no op."""
@@ -137,8 +139,8 @@ def check(
     tensors, expected = calls.tensors(), calls.tensors()
     for _ in range(2):
         results, made = run(*tensors), calls(*expected)
-        for one, other in zip([*results, *tensors], [*made, *expected], strict=True):
-            assert_same_bytes(one, other)
+        for actual, wanted in zip([*results, *tensors], [*made, *expected], strict=True):
+            assert_same_bytes(actual, wanted)
 
 
 def compiled(calls: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
@@ -205,7 +207,7 @@ def test_the_swap_function_compiled_ahead_of_time_moves_the_rows(tmp_path: Path)
     path = torch._inductor.aoti_compile_and_package(
         program, package_path=str(tmp_path / "package.pt2")
     )
-    (given, *rest), (expected, *others) = arguments(), arguments()
+    (given, *rest), (expected, *ids) = arguments(), arguments()
     loaded = torch._inductor.aoti_load_package(path)(given, *rest)
-    assert torch.equal(loaded, SwapOfTwoFields()(expected, *others))
+    assert torch.equal(loaded, SwapOfTwoFields()(expected, *ids))
     assert torch.equal(given, expected)

@@ -302,7 +302,7 @@ def test_a_later_call_raises_and_does_nothing(gpu_place: Place, call: str) -> No
     speedtorch.synchronize()
 
 
-def test_a_gather_with_a_bad_id_gives_zeros(gpu_place: Place) -> None:
+def test_a_gather_with_a_bad_id_returns_zeros(gpu_place: Place) -> None:
     attempt = Attempt("gather", gpu_place, gpu_place.ids(with_bad((8, ROWS))))
     results = []
     message_of(lambda: results.append(attempt()))

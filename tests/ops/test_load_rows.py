@@ -40,16 +40,16 @@ def left(count: int, device: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(
-    ("leaves", "more", "loads"), [(0, 0, 0), (0, 2, 3), (4, 0, 0), (40, 1, 70), (3000, 0, 2500)]
+    ("evicts", "more", "loads"), [(0, 0, 0), (0, 2, 3), (4, 0, 0), (40, 1, 70), (3000, 0, 2500)]
 )
-def test_rows_of_both_lists_are_carried_and_others_come_from_the_table(
-    leaves: int, more: int, loads: int, pinned: bool, device: str
+def test_rows_of_both_lists_are_carried_and_further_rows_are_read(
+    evicts: int, more: int, loads: int, pinned: bool, device: str
 ) -> None:
     """`more` rows lie behind those that leave, as a padding's."""
     host = table(pinned=pinned and device == "cuda")
     before = [field.clone() for field in host]
-    evict, load = some(leaves, 2), some(loads, 3)
-    leaving = left(leaves + more, device)
+    evict, load = some(evicts, 2), some(loads, 3)
+    leaving = left(evicts + more, device)
     made = load_rows(host, leaving, evict.to(device), load.to(device))
     if device == "cuda":
         torch.cuda.synchronize()
@@ -62,13 +62,15 @@ def test_rows_of_both_lists_are_carried_and_others_come_from_the_table(
         assert_same_bytes(rows.cpu(), expected)
         expected, mine = old.clone(), field.clone()
         expected[gone] = 7
-        for each in (expected, mine):  # what is carried may be written here, too
-            each[load[carried]] = 0
+        for rows in (expected, mine):  # what is carried may be written here, too
+            rows[load[carried]] = 0
         assert_same_bytes(mine, expected)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_rows_that_do_not_leave_are_carried_and_the_table_stays(pinned: bool, device: str) -> None:
+def test_rows_without_eviction_are_carried_and_the_table_is_unchanged(
+    pinned: bool, device: str
+) -> None:
     host, evict, index = table(pinned=pinned and device == "cuda"), some(300, 2), some(700, 3)
     before = [field.clone() for field in host]
     lists = left(300, device), evict.to(device)
@@ -107,9 +109,9 @@ def test_a_batch_is_planned_and_loaded(
         given.fill_(ROWS)  # which changes neither the copy nor what a GPU has yet to read
         assert_same_bytes(copied, index)
         assert copied.is_pinned() == (device == "cuda") or count == 0
-    assert len(made) == 7 + len(host) and {each.device.type for each in made} == {device}
-    *plan, named, loaded = (each.cpu() for each in made[:7])
-    rows = [each.cpu() for each in made[7:]]
+    assert len(made) == 7 + len(host) and {tensor.device.type for tensor in made} == {device}
+    *plan, named, loaded = (tensor.cpu() for tensor in made[:7])
+    rows = [tensor.cpu() for tensor in made[7:]]
     expected = torch.unique(index.long())
     expected = expected[expected != padding]
     assert_same_bytes(named, expected)
@@ -147,12 +149,12 @@ def test_ids_of_a_gpu_have_rows_there() -> None:
 def test_a_graph_cannot_hold_a_batch_that_is_counted() -> None:
     host, index = table(pinned=True), torch.tensor([3], device="cuda")
     leaving = left(0, "cuda")
-    expected = pytest.raises(RuntimeError, match="count_batch: not possible while a CUDA graph")
+    expected = pytest.raises(RuntimeError, match="count_batch: not supported while a CUDA graph")
     with expected, torch.cuda.graph(torch.cuda.CUDAGraph()):
         load_batch(host, leaving, index[:0], index, ROWS, -1)
 
 
-def test_rows_of_16_bits_arrive_in_the_dtype_of_those_that_leave(device: str) -> None:
+def test_rows_of_16_bits_are_loaded_in_the_dtype_of_evicted_rows(device: str) -> None:
     host = torch.randn(ROWS, 3).bfloat16()
     if device == "cuda":
         speedtorch.pin_memory_(host)
@@ -166,7 +168,7 @@ def test_rows_of_16_bits_arrive_in_the_dtype_of_those_that_leave(device: str) ->
     ("leaving", "message"),
     [
         ([], "leaving"),
-        ([(4, 3)], "host, leaving and arriving must be lists of one length"),
+        ([(4, 3)], "host, leaving and arriving must have the same length"),
         ([(1, 3), (1,), (1, 4, 2)], r"leaving\[0\] has 1 rows, at least 2|place 1"),
         ([(), (), ()], r"leaving\[0\]"),
     ],

@@ -19,15 +19,15 @@ def lists(held: int, more: int, seed: int) -> tuple[Tensor, Tensor]:
     return every[:held].sort().values, every[held:].sort().values
 
 
-@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize(
     ("held", "more"), [(0, 0), (0, 3), (3, 0), (1, 1), (40, 7), (7, 40), (3000, 2000)]
 )
-def test_rows_go_where_their_ids_are(held: int, more: int, others: int, device: str) -> None:
+def test_rows_go_where_their_ids_are(held: int, more: int, padding: int, device: str) -> None:
     ids, new = lists(held, more, seed=held + more)
     rows = [
-        torch.arange((held + others) * torch.Size(shape).numel(), dtype=torch.float32)
-        .reshape(held + others, *shape)
+        torch.arange((held + padding) * torch.Size(shape).numel(), dtype=torch.float32)
+        .reshape(held + padding, *shape)
         .to(device, dtype)
         for shape, dtype in SHAPES
     ]
@@ -37,9 +37,9 @@ def test_rows_go_where_their_ids_are(held: int, more: int, others: int, device: 
     assert_same_bytes(expected[new_places.cpu()], new)
     own = places.cpu()
     assert_same_bytes(expected[own[:held]], ids)
-    assert own[held:].tolist() == [held + more] * others
+    assert own[held:].tolist() == [held + more] * padding
     for before, after in zip(rows, moved, strict=True):
-        assert after.shape == (held + more + others, *before.shape[1:])
+        assert after.shape == (held + more + padding, *before.shape[1:])
         assert_same_bytes(after[places].cpu(), before.cpu())
 
 
@@ -47,16 +47,16 @@ def test_many_fields_are_more_than_one_launch(device: str) -> None:
     ids, new = lists(5, 4, seed=1)
     rows = [torch.full((5, 2), k, device=device) for k in range(20)]
     _, places, _, *moved = merge_rows(rows, ids.to(device), new.to(device))
-    assert [int(each[places[0], 0]) for each in moved] == list(range(20))
+    assert [int(tensor[places[0], 0]) for tensor in moved] == list(range(20))
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "merge_rows: rows must name at least one field"),
+        ([], "merge_rows: rows must have at least one field"),
         ([(2, 3)], r"rows\[0\] has 2 rows, expected one for each of 4 held ids, or one more"),
         ([(6, 3)], r"rows\[0\] has 6 rows, expected one for each of 4 held ids"),
-        ([(4, 3), (5, 3)], r"rows\[1\] has 5 rows, rows\[0\] has 4"),
+        ([(4, 3), (5, 3)], r"rows\[1\] has 5 rows, expected 4 like rows\[0\]"),
     ],
 )
 def test_rows_that_are_not_those_of_the_ids_are_refused(

@@ -143,12 +143,12 @@ class Mirror:
         speedtorch.optimizer_state_swap(self.fields, leaving, evict, arriving, load, **plans)
         evict, load = evict.long(), load.long()
         place = self.places(evict)[load]
-        stays, goes = place >= 0, self.places(load)[evict] < 0
+        is_kept, is_evicted = place >= 0, self.places(load)[evict] < 0
         for rows, out_rows, in_rows in zip(self.expected, leaving, arriving, strict=True):
             loaded = rows.index_select(0, load)
-            loaded[stays] = out_rows[place[stays]]
+            loaded[is_kept] = out_rows[place[is_kept]]
             assert_same_bits(in_rows, loaded)
-            rows.index_copy_(0, evict[goes], out_rows[goes])
+            rows.index_copy_(0, evict[is_evicted], out_rows[is_evicted])
         return len(evict) + len(load)
 
     def check(self) -> None:

@@ -147,14 +147,14 @@ def test_other_arguments_raise(numbers: Tensor, message: str) -> None:
 def test_a_handle_names_one_copy(handle: int) -> None:
     numbers = torch.zeros(1, dtype=torch.int64, device="cuda")
     numbers_to_host(numbers, handle)
-    with pytest.raises(ValueError, match="is that of another copy"):
+    with pytest.raises(ValueError, match="already names another copy"):
         numbers_to_host(numbers, handle)
     with pytest.raises(ValueError, match="numbers must be int64 on a GPU, got Float"):
         numbers_to_host(numbers.float(), UNKNOWN)
 
 
 def test_a_handle_of_no_copy_raises() -> None:
-    for ask in (read_numbers, numbers_have_come):
-        with pytest.raises(ValueError, match=f"handle {UNKNOWN} is that of no copy"):
-            ask(UNKNOWN)
+    for query in (read_numbers, numbers_have_come):
+        with pytest.raises(ValueError, match=f"handle {UNKNOWN} names no copy"):
+            query(UNKNOWN)
     drop_numbers(UNKNOWN)

@@ -45,8 +45,8 @@ def test_opcheck_finds_nothing(place: Place, name: str) -> None:
 
 
 def test_opcheck_finds_nothing_where_no_rows_are_put_aside(device: str) -> None:
-    op, (held, coming, _, *others) = op_arguments(device)["hold_rows"]
-    opcheck(op, (held, coming, [], *others), test_utils="test_schema")
+    op, (held, incoming, _, *lists) = op_arguments(device)["hold_rows"]
+    opcheck(op, (held, incoming, [], *lists), test_utils="test_schema")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -211,7 +211,7 @@ def test_ids_may_be_of_either_dtype_and_lie_apart(
     check(place, [random_rows(37, (9,))], evict[::2], load[1::2])
 
 
-def test_ids_may_stay_on_the_cpu(place: Place) -> None:
+def test_ids_may_be_on_the_cpu(place: Place) -> None:
     check(place, [random_rows(37, (9,))], torch.tensor(EVICT), torch.tensor(LOAD))
 
 
@@ -225,7 +225,7 @@ def test_a_table_without_rows_is_legal(place: Place) -> None:
     check(place, [random_rows(0, (4,))], place.ids([]), place.ids([]), spare=1)
 
 
-def test_two_swaps_bring_every_row_home(place: Place) -> None:
+def test_two_swaps_write_every_row_back(place: Place) -> None:
     values = random_rows(37, (6,))
     host, first, second = place.table(values), place.ids([4, 7, 9]), place.ids([9, 30, 4])
     none, resident = place.ids([]), place.work(random_rows(3, (6,), seed=1))

@@ -47,7 +47,7 @@ def check(place: Place, values: Tensor, index: Tensor) -> None:
     reference.assert_same_storage(table, values)
 
 
-def test_rows_come_in_the_order_of_the_ids(place: Place) -> None:
+def test_rows_are_in_the_order_of_the_ids(place: Place) -> None:
     table = place.table(torch.tensor([[1, 2], [3, 4], [5, 6]]))
     result = speedtorch.pinned_gather(table, place.ids([2, 0, 2]))
     assert result.tolist() == [[5, 6], [1, 2], [5, 6]]
@@ -134,7 +134,7 @@ def test_nan_payloads_and_the_sign_of_zero_survive(place: Place) -> None:
     assert torch.equal(result.cpu().view(torch.int32), values.view(torch.int32).flip(0))
 
 
-def test_a_table_that_torch_conjugates_later_gives_conjugated_rows(place: Place) -> None:
+def test_a_table_that_torch_conjugates_later_has_conjugated_rows(place: Place) -> None:
     values = reference.small_numbers(5, (3,), torch.complex64)
     result = speedtorch.pinned_gather(place.table(values).conj(), place.ids([1, 4]))
     assert_same_bytes(result.resolve_conj(), values.conj().resolve_conj()[[1, 4]])

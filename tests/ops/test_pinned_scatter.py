@@ -62,7 +62,7 @@ def test_every_width_in_bytes_moves_bit_for_bit(place: Place, width: int) -> Non
 @pytest.mark.parametrize("src_spacing", SPACINGS)
 @pytest.mark.parametrize("columns", [1, 21, 128])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=dtype_name)
-def test_bytes_between_the_rows_stay(
+def test_bytes_between_the_rows_do_not_change(
     place: Place, spacing: str, src_spacing: str, columns: int, dtype: torch.dtype
 ) -> None:
     gap, offset = SPACINGS[spacing]
@@ -99,7 +99,7 @@ def test_ids_may_have_any_shape_and_strides(place: Place, layout: str, dtype: to
     check(place, random_rows(37, (5,)), index, src)
 
 
-def test_ids_may_stay_on_the_cpu(place: Place) -> None:
+def test_ids_may_be_on_the_cpu(place: Place) -> None:
     check(place, random_rows(37, (5,)), torch.tensor(IDS), random_rows(12, (5,), seed=1))
 
 

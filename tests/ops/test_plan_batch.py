@@ -69,7 +69,7 @@ def test_a_plan_of_a_million_ids_has_them_all(device: str) -> None:
         300_000, (SIZES["a million"],), generator=torch.Generator().manual_seed(1)
     )
     unique, inverse, order, offsets, status = (
-        each.cpu() for each in plan_batch(index.to(device), 300_000, 17, -1)[:5]
+        tensor.cpu() for tensor in plan_batch(index.to(device), 300_000, 17, -1)[:5]
     )
     distinct = int(status[3])
     trained = index[index != 17].unique()
@@ -148,9 +148,11 @@ def test_ids_on_the_cpu_are_copied() -> None:
 def test_arguments_that_are_none_are_errors() -> None:
     index: Tensor = torch.tensor([1, 2])
     for padding in (-2, ROWS):
-        with pytest.raises(ValueError, match=rf"padding must be a row of {ROWS}, or -1, got"):
+        with pytest.raises(
+            ValueError, match=rf"padding must be -1 or a row of a table of {ROWS} rows, got"
+        ):
             plan_batch(index, ROWS, padding, -1)
-    with pytest.raises(ValueError, match="held and held_status go together"):
+    with pytest.raises(ValueError, match="held and held_status must be passed together"):
         plan_batch(index, ROWS, -1, -1, index)
     with pytest.raises(ValueError, match="rows must not be negative"):
         plan_batch(index, -1, -1, -1)

@@ -38,7 +38,7 @@ def bags_of(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def called(device: str, *arguments: Tensor | int, mean: bool) -> Tensor:
     """The op, on a device."""
-    there = (each.to(device) if isinstance(each, Tensor) else each for each in arguments)
+    there = (tensor.to(device) if isinstance(tensor, Tensor) else tensor for tensor in arguments)
     return speedtorch.pool_rows(*there, mean=mean)  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_nothing_is_legal(device: str, features: int, bags: int) -> None:
 
 
 @NEEDS_GPU
-def test_places_and_offsets_that_are_none_stay_within_the_rows() -> None:
+def test_invalid_places_and_offsets_read_only_within_the_rows() -> None:
     rows, count = torch.ones(7, 40, device="cuda"), 500
     for seed in range(20):
         random = torch.Generator().manual_seed(seed)
@@ -124,14 +124,14 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
         (lambda: pool(rows.t(), places, offsets, 1), "rows must be contiguous"),
         (lambda: pool(rows, places.int(), offsets, 1), "places must be a contiguous int64"),
         (lambda: pool(rows, places, offsets[None], 1), "offsets must be a contiguous int64"),
-        (lambda: pool(rows, places, offsets[:0], 1), "offsets must hold one number more"),
+        (lambda: pool(rows, places, offsets[:0], 1), "offsets must have one entry more"),
         (lambda: pool(rows, meta, offsets, 1), "meta tensors"),
         (lambda: pool(rows, places, offsets, 2), "features must divide the 3 bags, got 2"),
         (lambda: pool(rows, places, offsets, 0), "features must divide the 3 bags, got 0"),
         (lambda: pool(rows, places, offsets, -3), "features must divide the 3 bags, got -3"),
-        (lambda: pool(rows, places + 1, offsets, 1), "places has 3 at position 1.*the 3 rows"),
+        (lambda: pool(rows, places + 1, offsets, 1), "places has 3 at position 1.* for 3 rows"),
         (lambda: pool(rows, places - 1, offsets, 1), "places has -1 at position 0"),
-        (lambda: pool(rows, places, offsets + 1, 1), "offsets has 1 at position 0; .* 0 to 2"),
+        (lambda: pool(rows, places, offsets + 1, 1), "offsets has 1 at position 0. .* 0 to 2"),
         (lambda: pool(rows, places, offsets.flip(0), 3), "offsets has 2 at position 0"),
         (lambda: pool(rows, places[:1], offsets, 3), "offsets has 2 at position 3"),
     ):

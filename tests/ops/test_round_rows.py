@@ -85,7 +85,7 @@ def random_words(seed: int, step: int, row: int, field: int, columns: int) -> li
     return words[:columns]
 
 
-def test_the_references_generator_gives_the_numbers_that_its_authors_give() -> None:
+def test_the_references_generator_has_the_numbers_of_its_authors() -> None:
     """Known answers of Random123."""
     assert philox([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     every = [0xFFFFFFFF] * 4
@@ -106,7 +106,7 @@ def test_a_number_goes_up_where_its_random_word_is_below_its_distance(
     down, up = neighbours(rows, dtype)
     for row, number in enumerate(ids.tolist()):
         for column, word in enumerate(random_words(*key, number, 1, 6)):
-            low, high, exact = (each[row, column].double() for each in (down, up, rows))
+            low, high, exact = (tensor[row, column].double() for tensor in (down, up, rows))
             share = int((exact - low) / (high - low) * 2**32)
             expected = high if word < share else low
             assert both[1][row, column].item() == expected.item()
@@ -139,7 +139,7 @@ def test_halves_between_two_numbers_go_to_the_even_one(dtype: torch.dtype, devic
     infinity = torch.tensor(float("inf"))
     rows = [half, half.nextafter(-infinity), half.nextafter(infinity)]
     for sign in (1, -1):
-        result = [(sign * each)[:, None].to(device) for each in rows]
+        result = [(sign * tensor)[:, None].to(device) for tensor in rows]
         key = torch.tensor([1, 0], device=device)
         ids = torch.arange(len(below), device=device)
         round_rows(result, ids, key, [BITS[dtype]] * 3, False)
@@ -148,7 +148,7 @@ def test_halves_between_two_numbers_go_to_the_even_one(dtype: torch.dtype, devic
 
 
 @DTYPES
-def test_at_random_it_gives_one_of_the_two_numbers_around(dtype: torch.dtype, device: str) -> None:
+def test_at_random_it_returns_a_neighboring_number(dtype: torch.dtype, device: str) -> None:
     rows = all_kinds(dtype)
     result = rounded(rows.to(device), dtype).cpu()
     down, up = neighbours(rows, dtype)
@@ -161,13 +161,13 @@ def test_at_random_it_gives_one_of_the_two_numbers_around(dtype: torch.dtype, de
 
 
 @DTYPES
-def test_what_was_rounded_stays(dtype: torch.dtype, device: str) -> None:
+def test_rounded_rows_do_not_change(dtype: torch.dtype, device: str) -> None:
     once = rounded(all_kinds(dtype).to(device), dtype)
     assert_same_bytes(rounded(once, dtype, key=(9, 9)), once)
 
 
 @DTYPES
-def test_a_device_gives_the_bits_of_the_cpu(dtype: torch.dtype, device: str) -> None:
+def test_a_device_has_the_bits_of_the_cpu(dtype: torch.dtype, device: str) -> None:
     rows = all_kinds(dtype)
     assert_same_bytes(rounded(rows.to(device), dtype).cpu(), rounded(rows, dtype))
 
@@ -201,7 +201,7 @@ def test_every_row_column_field_step_and_seed_has_its_own_numbers() -> None:
     value = 1.0 + 2.0**-9
     rows = torch.full((64, 256), value)
     result = rounded(rows, torch.bfloat16) > value
-    others = [
+    draws = [
         rounded(rows, torch.bfloat16, key=(2, 0)) > value,
         rounded(rows, torch.bfloat16, key=(1, 1)) > value,
         result.roll(1, 0),
@@ -211,20 +211,20 @@ def test_every_row_column_field_step_and_seed_has_its_own_numbers() -> None:
     second = [rows.clone(), rows.clone()]
     round_rows(second, torch.arange(64), torch.tensor([1, 0]), [8, 8], True)
     assert torch.equal(second[0] > value, result)
-    others.append(second[1] > value)
-    for each in others:  # of independent draws with a share of 1/4, 5/8 are alike
-        assert 0.6 < float((each == result).double().mean()) < 0.65
+    draws.append(second[1] > value)
+    for draw in draws:  # of independent draws with a share of 1/4, 5/8 are alike
+        assert 0.6 < float((draw == result).double().mean()) < 0.65
 
 
 def test_a_row_has_its_numbers_wherever_it_is(device: str) -> None:
     rows = torch.randn(50, 10, generator=torch.Generator().manual_seed(4)).to(device)
     ids = torch.arange(50) * 1000
-    some = torch.tensor([3, 4, 30, 49])
+    chosen = torch.tensor([3, 4, 30, 49])
     result = rounded(rows, torch.bfloat16, ids)
-    assert_same_bytes(rounded(rows[some], torch.bfloat16, ids[some]), result[some])
+    assert_same_bytes(rounded(rows[chosen], torch.bfloat16, ids[chosen]), result[chosen])
 
 
-def test_places_of_no_row_stay(device: str) -> None:
+def test_places_of_no_row_do_not_change(device: str) -> None:
     rows = torch.full((4, 3), 1.0 + 2.0**-9, device=device)
     result = rounded(rows, torch.bfloat16, torch.tensor([-1, 5, NO_ID]))
     assert_same_bytes(result[[0, 2, 3]], rows[[0, 2, 3]])  # and what comes after the ids
@@ -242,8 +242,8 @@ def test_no_rows_and_no_columns_count_a_step(device: str) -> None:
     ("change", "message"),
     [
         ({"exponent_bits": [11]}, r"exponent_bits must be 0, 5 or 8, got 11"),
-        ({"exponent_bits": []}, r"lists of one length, got 1 and 0"),
-        ({"rows": []}, r"rows must name at least one field"),
+        ({"exponent_bits": []}, r"must have the same length, got 1 and 0"),
+        ({"rows": []}, r"rows must have at least one field"),
         ({"rows": [torch.zeros(1, 3)]}, r"rows\[0\] has 1 rows, at least 2 are needed"),
         ({"rows": [torch.zeros(2, 3).double()]}, r"must be float32 to be stored in 16 bits, got"),
         ({"rows": [torch.zeros(2, 6)[:, ::2]]}, r"rows\[0\]"),

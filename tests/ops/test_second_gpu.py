@@ -18,7 +18,7 @@ SECOND = torch.device("cuda", 1)
 
 
 @pytest.fixture(autouse=True)
-def the_first_gpu_stays_the_current_one() -> Iterator[None]:
+def the_first_gpu_remains_current() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(0)
     yield
@@ -50,14 +50,17 @@ def test_ops_work_on_the_gpu_of_their_tensors(memory: str, count: int) -> None:
     speedtorch.synchronize(SECOND)
     assert_same_bytes(table, expected)
     half = torch.randperm(ROWS)[: ROWS // 2].to(SECOND)
-    gone, come = torch.randn(len(half), WIDTH, device=SECOND), torch.empty(9, WIDTH, device=SECOND)
-    speedtorch.optimizer_state_swap([table], [gone], half, [come], half[:9])
+    evicted, loaded = (
+        torch.randn(len(half), WIDTH, device=SECOND),
+        torch.empty(9, WIDTH, device=SECOND),
+    )
+    speedtorch.optimizer_state_swap([table], [evicted], half, [loaded], half[:9])
     speedtorch.synchronize(SECOND)
-    assert_same_bytes(come, gone[:9])
-    assert_same_bytes(table[half[9:].cpu()], gone[9:])
+    assert_same_bytes(loaded, evicted[:9])
+    assert_same_bytes(table[half[9:].cpu()], evicted[9:])
 
 
-def test_a_bad_id_there_is_told() -> None:
+def test_a_bad_id_there_is_reported() -> None:
     table = speedtorch.empty((ROWS, WIDTH))
     speedtorch.pinned_gather(table, torch.tensor([ROWS], device=SECOND))
     with pytest.raises(IndexError, match=f"{ROWS} rows"):

@@ -60,8 +60,8 @@ def called(ids: Tensor, sharding: BlockCyclic, share: int, device: str) -> list[
     """The op, on a device."""
     of_rows = sharding.rows, sharding.block, sharding.stride, sharding.ranks
     made = _ops.shard_ids(ids.to(device), sharding.distances().to(device), *of_rows, share)
-    assert all(each.device.type == device for each in made)
-    return [each.cpu() for each in made]
+    assert all(tensor.device.type == device for tensor in made)
+    return [tensor.cpu() for tensor in made]
 
 
 def assert_is_the_reference(ids: Tensor, sharding: BlockCyclic, share: int, device: str) -> None:
@@ -117,8 +117,8 @@ def test_it_is_the_reference(
 def test_ids_of_any_shape_and_stride_are_taken(device: str, share: int) -> None:
     sharding = SHARDINGS["uneven"]
     ids = torch.randint(97, (6, 8), generator=torch.Generator().manual_seed(0))
-    for each in (ids, ids.t(), ids[:, ::3], ids[0, 0], ids[:0]):
-        assert_is_the_reference(each, sharding, share, device)
+    for view in (ids, ids.t(), ids[:, ::3], ids[0, 0], ids[:0]):
+        assert_is_the_reference(view, sharding, share, device)
     for bad in (-(2**63), 2**63 - 1):
         assert_is_the_reference(torch.tensor([5, bad, 5]), sharding, share, device)
 

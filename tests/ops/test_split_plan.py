@@ -42,7 +42,7 @@ def begins_of(counts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("rows", "counts"), CASES.values(), ids=CASES)
-def test_each_table_gets_the_plan_of_its_own_ids(
+def test_a_table_has_the_plan_of_its_own_ids(
     device: str, rows: list[int], counts: list[int]
 ) -> None:
     ids, ranges = ids_of(rows, counts), ranges_of(rows)
@@ -80,17 +80,26 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
     split_plan(plan, offsets, ranges, 9)
     forged = [[plan[0], torch.tensor([1, 0, 2, place]), *plan[2:]] for place in (-1, 4, 1 << 40)]
     for arguments, message in (
-        *(((each, offsets, ranges, 9), "does not hold what plan_rows writes") for each in forged),
+        *(
+            ((changed, offsets, ranges, 9), "was not made by plan_rows or was changed")
+            for changed in forged
+        ),
         ((plan[:4], offsets, ranges, 9), "the plan of index has 4 tensors, expected the 5"),
         ((plan, offsets.int(), ranges, 9), "offsets must be a contiguous int64"),
-        ((plan, offsets[:1], ranges[:0], 9), "ranges must be .* of one table or more"),
+        ((plan, offsets[:1], ranges[:0], 9), "ranges must be .* with at least one table"),
         ((plan, offsets, ranges[:1], 9), r"ranges has shape \[1, 2\], expected \[2, 2\]"),
         ((plan, offsets, ranges.int(), 9), "ranges must be a contiguous int64 tensor"),
         ((plan, offsets, ranges, 8), "table of 9 rows|made for"),
         ((plan, torch.tensor([0, 2, 3]), ranges, 9), "offsets"),
-        ((plan, torch.tensor([0, 1, 4]), ranges, 9), "id 0 at position 1 is none of .* table 1"),
-        ((plan, offsets, torch.tensor([[0, 4], [5, 4]]), 9), "to go on from row 4 up to 9"),
-        ((plan, offsets, torch.tensor([[0, 4], [4, 6]]), 9), "to go on from row 4 up to 9"),
+        ((plan, torch.tensor([0, 1, 4]), ranges, 9), "id 0 at position 1 is not a row of table 1"),
+        (
+            (plan, offsets, torch.tensor([[0, 4], [5, 4]]), 9),
+            "expected first row 4 and at most 5 rows",
+        ),
+        (
+            (plan, offsets, torch.tensor([[0, 4], [4, 6]]), 9),
+            "expected first row 4 and at most 5 rows",
+        ),
     ):
         with pytest.raises((ValueError, IndexError), match=message):
             split_plan(*arguments)

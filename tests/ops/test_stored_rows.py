@@ -56,21 +56,21 @@ class Exchanged:
             leaving, arriving = (numbers(PLACES, columns, dtype, 10 * k + n) for n in (1, 2))
             self.leaving.append(leaving.to(place.device))
             self.arriving.append(arriving.to(place.device))
-            host, came = self.host[k].cpu().clone(), arriving.clone()
+            host, loaded = self.host[k].cpu().clone(), arriving.clone()
             host[self.evict] = leaving[self.places[0]].to(stored)
-            came[self.places[1]] = host[self.load].to(dtype)
-            stay = torch.isin(self.evict, self.load)
-            host[self.evict[stay]] = self.host[k].cpu()[self.evict[stay]]
-            self.expected.append((host, came))
+            loaded[self.places[1]] = host[self.load].to(dtype)
+            is_kept = torch.isin(self.evict, self.load)
+            host[self.evict[is_kept]] = self.host[k].cpu()[self.evict[is_kept]]
+            self.expected.append((host, loaded))
         self.lists = [
-            each.to(place.device)
-            for each in (self.evict, self.places[0], self.load, self.places[1])
+            tensor.to(place.device)
+            for tensor in (self.evict, self.places[0], self.load, self.places[1])
         ]
 
     def check(self) -> None:
-        for k, (host, came) in enumerate(self.expected):
+        for k, (host, loaded) in enumerate(self.expected):
             assert_same_bytes(self.host[k].cpu().contiguous(), host)
-            assert_same_bytes(self.arriving[k].cpu(), came)
+            assert_same_bytes(self.arriving[k].cpu(), loaded)
 
 
 @RECORD
@@ -90,7 +90,7 @@ def test_rows_of_a_cache_are_converted_as_well(
 ) -> None:
     given = Exchanged(record, place)
     slots = some(12, ROWS, 7)
-    cache = [each[slots].to(place.device).contiguous() for each in given.host]
+    cache = [tensor[slots].to(place.device).contiguous() for tensor in given.host]
     hot = torch.full((ROWS, 2), -1, dtype=torch.int32)
     hot[slots, 0] = torch.arange(12, dtype=torch.int32)
     evict, evict_places, load, load_places = given.lists
@@ -107,7 +107,9 @@ def test_rows_of_a_cache_are_converted_as_well(
 def test_tables_of_one_exchange_are_stored_alike() -> None:
     hosts = [torch.zeros(4, 2, dtype=BF16), torch.zeros(4, 2, dtype=F32)]
     side, none = torch.zeros(3, 2), torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"host\[1\] has dtype Float, expected BFloat16 as host"):
+    with pytest.raises(
+        ValueError, match=r"host\[1\] has dtype Float, expected BFloat16, the dtype of host"
+    ):
         exchange_rows(hosts, [side], none, none, [side.clone()], none, none, 2)
 
 
@@ -115,7 +117,9 @@ def test_tables_of_one_exchange_are_stored_alike() -> None:
 def test_no_other_dtypes_are_converted(dtype: torch.dtype) -> None:
     host, side = torch.zeros(4, 2, dtype=BF16), torch.zeros(3, 2, dtype=dtype)
     none = torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"has dtype \w+, expected BFloat16 as host\[0\]"):
+    with pytest.raises(
+        ValueError, match=r"has dtype \w+, expected BFloat16, the dtype of host\[0\]"
+    ):
         exchange_rows([host], [side], none, none, [side.clone()], none, none)
 
 
@@ -162,5 +166,5 @@ def test_any_bits_are_converted_as_on_the_cpu(stored: torch.dtype, place: Place)
         speedtorch.synchronize()
         return host.cpu().contiguous(), arriving.cpu()
 
-    for one, other in zip(exchanged(place.device), exchanged("cpu"), strict=True):
-        assert_same_bytes(one, other)
+    for actual, wanted in zip(exchanged(place.device), exchanged("cpu"), strict=True):
+        assert_same_bytes(actual, wanted)

@@ -62,7 +62,7 @@ def test_ops_run_on_the_current_stream(gpu_place: Place) -> None:
     assert_same_bytes(again, values[ids].flip(1))
 
 
-def test_streams_that_wait_for_each_other_see_each_others_rows(gpu_place: Place) -> None:
+def test_streams_that_wait_for_one_another_see_all_rows(gpu_place: Place) -> None:
     values = random_rows(ROWS, (WIDTH,))
     table, ids = gpu_place.table(values), pinned_ids(500, 2)
     index = ids.cuda()
@@ -101,11 +101,11 @@ def test_no_op_waits_for_the_gpu(mapped: Place, op: str) -> None:
 
     call()  # whatever is made once, is made here
     speedtorch.synchronize()
-    asleep = torch.cuda.Event()
+    sleep_ended = torch.cuda.Event()
     torch.cuda._sleep(LONG)
-    asleep.record()
+    sleep_ended.record()
     call()
-    assert not asleep.query()
+    assert not sleep_ended.query()
 
 
 @pytest.mark.parametrize("memory", ["managed", "registered", "torch_pinned"])
@@ -122,11 +122,11 @@ def test_a_table_may_be_deleted_while_the_gpu_reads_it(memory: str, streams: int
             results.append(speedtorch.pinned_gather(table, index))
     del table
     gc.collect()
-    others = [place.table(torch.full((ROWS, WIDTH), float("nan"))) for _ in range(4)]
+    unused = [place.table(torch.full((ROWS, WIDTH), float("nan"))) for _ in range(4)]
     torch.cuda.synchronize()
     for result in results:
         assert_same_bytes(result, values.flip(0))
-    assert len(others) == 4
+    assert len(unused) == 4
 
 
 @pytest.mark.parametrize("memory", ["managed", "registered", "torch_pinned"])
@@ -140,9 +140,9 @@ def test_a_table_may_be_deleted_while_the_gpu_writes_it(memory: str) -> None:
     speedtorch.pinned_scatter(table, index, src)
     del table
     gc.collect()
-    others = [place.table(torch.zeros(ROWS, WIDTH)) for _ in range(4)]
+    unused = [place.table(torch.zeros(ROWS, WIDTH)) for _ in range(4)]
     speedtorch.synchronize()
-    assert not any(other.any() for other in others)
+    assert not any(table.any() for table in unused)
 
 
 def test_a_view_keeps_the_memory_too(mapped: Place) -> None:
@@ -195,16 +195,16 @@ def test_many_streams_give_the_bits_of_one(gpu_place: Place) -> None:
     work = [(index.cuda(), rows.cuda()) for index, rows in zip(ids, src, strict=True)]
     torch.cuda.synchronize()
     results = []
-    for turn in range(2):
+    for round_ in range(2):
         for stream, table, (index, rows) in zip(streams, tables, work, strict=True):
             with torch.cuda.stream(stream):
-                speedtorch.pinned_scatter(table, index, rows, accumulate=turn == 1)
+                speedtorch.pinned_scatter(table, index, rows, accumulate=round_ == 1)
                 results.append(speedtorch.pinned_gather(table, index))
     speedtorch.synchronize()
-    for turn in range(2):
+    for round_ in range(2):
         for k in range(8):
-            reference.pinned_scatter(values[k], ids[k], src[k], accumulate=turn == 1)
-            assert_same_bytes(results[8 * turn + k], values[k][ids[k]])
+            reference.pinned_scatter(values[k], ids[k], src[k], accumulate=round_ == 1)
+            assert_same_bytes(results[8 * round_ + k], values[k][ids[k]])
     for table, expected in zip(tables, values, strict=True):
         assert_same_storage(table, expected)
 
@@ -247,7 +247,7 @@ def test_threads_move_rows_of_different_lengths_at_once() -> None:
     assert errors == []
 
 
-def test_bad_ids_of_two_streams_are_told_by_one_of_them(mapped: Place) -> None:
+def test_bad_ids_of_two_streams_are_reported_by_one_of_them(mapped: Place) -> None:
     """All numbers of a message are those of one launch, whichever comes first."""
     tables = [mapped.table(torch.zeros(rows, 8)) for rows in (1000, 300)]
     ids = [torch.arange(count, device="cuda") % 300 for count in (900, 250)]
@@ -261,19 +261,19 @@ def test_bad_ids_of_two_streams_are_told_by_one_of_them(mapped: Place) -> None:
         "(2 of 250 ids are out of range); no row was moved",
     }
     streams = [torch.cuda.Stream() for _ in range(2)]
-    told = set()
-    for turn in range(100):
+    reported = set()
+    for round_ in range(100):
         torch.cuda._sleep(1_000_000)  # both begin at the end of this
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
         with pytest.raises(IndexError) as caught:
-            for which in (0, 1) if turn % 2 else (1, 0):
+            for which in (0, 1) if round_ % 2 else (1, 0):
                 with torch.cuda.stream(streams[which]):
                     if which == 0:
                         speedtorch.pinned_gather(tables[0], ids[0])
                     else:
                         speedtorch.pinned_scatter(tables[1], ids[1], src)
             speedtorch.synchronize()
-        told.add(str(caught.value))
+        reported.add(str(caught.value))
         speedtorch.synchronize()  # the other one is told by none
-    assert told <= words
+    assert reported <= words

@@ -48,7 +48,7 @@ def test_whole_numbers_are_added_up_exactly(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_part_of_a_batch_counts_the_others_as_zeros(device: str) -> None:
+def test_ids_outside_of_a_part_count_as_zeros(device: str) -> None:
     index = ids_of("half", 700)
     rows = torch.randint(-5, 6, (700, 6)).float()
     plan = speedtorch.plan_rows(index.to(device), ROWS)
@@ -117,7 +117,7 @@ def test_ids_have_the_rows_of_their_sources(device: str, dtype: torch.dtype, cou
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_source_gives_the_bits_of_the_copied_rows(device: str, dtype: torch.dtype) -> None:
+def test_a_source_has_the_bits_of_the_copied_rows(device: str, dtype: torch.dtype) -> None:
     plan = speedtorch.plan_rows(ids_of("half", 5000).to(device), ROWS)
     rows = torch.randn(300, 20).to(device, dtype)
     source = torch.randint(300, (2000,), device=device)
@@ -134,12 +134,12 @@ def test_an_ids_sum_does_not_depend_on_the_rest_of_the_batch(
         rows = torch.randn(count, columns).to(device, dtype)
         plan = speedtorch.plan_rows(torch.full((count,), hot, device=device), ROWS)
         alone = speedtorch.sum_rows(rows, plan, ROWS)
-        for others in (1, 17, 32, 700):
-            index = torch.randint(ROWS, (count + others,))
+        for more in (1, 17, 32, 700):
+            index = torch.randint(ROWS, (count + more,))
             index[index == hot] = 0
-            at = torch.randperm(count + others)[:count].sort().values
+            at = torch.randperm(count + more)[:count].sort().values
             index[at] = hot
-            among = torch.randn(count + others, columns).to(device, dtype)
+            among = torch.randn(count + more, columns).to(device, dtype)
             among[at.to(device)] = rows
             plan = speedtorch.plan_rows(index.to(device), ROWS)
             actual = speedtorch.sum_rows(among, plan, ROWS)
@@ -177,8 +177,8 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
         ({"distinct": 4}, "0 to 3.*got 4"),
         ({"distinct": 1}, "is 1.*has 2"),
         ({"plan": plan[:4], "distinct": 2}, "4 tensors"),
-        ({"source": torch.tensor([0, 2, 3])}, "source has 3 at position 2.*none of the 3 rows"),
-        ({"source": torch.tensor([-1, 2, 5])}, "source has -1 at position 0.*none of the 3 rows"),
+        ({"source": torch.tensor([0, 2, 3])}, "source has 3 at position 2.* for 3 rows"),
+        ({"source": torch.tensor([-1, 2, 5])}, "source has -1 at position 0.* for 3 rows"),
         ({"source": torch.tensor([0, 0, 0, 0])}, "rows 0 to 4.*3 ids"),
         ({"source": torch.tensor([0, 0]), "begin": 2}, "rows 2 to 4.*3 ids"),
         ({"source": torch.tensor([0, 0, 0]).int()}, "source must be a contiguous int64"),

@@ -45,7 +45,7 @@ def swap_faults(place: Place) -> dict[str, tuple[dict[str, object], str]]:
     }
     for side, counts in (("leaving", "2, 1 and 2"), ("arriving", "2, 2 and 1")):
         for fault, given, message in (
-            ("fewer", both[:1], f"one length, got {counts}"),
+            ("fewer", both[:1], f"same length, got {counts}"),
             ("few", [both[0], rows(2, 2)], rf"{side}\[1\] has 2 rows.* 3 "),
             ("wide", [both[0], rows(3, 3)], rf"{side}\[1\] has shape \[3, 3\], expected \[3, 2\]"),
             ("integers", [both[0], rows(3, 2).int()], rf"{side}\[1\] has dtype Int, .* Float"),
@@ -81,7 +81,7 @@ def test_exchanges_that_do_not_fit(place: Place, fault: str) -> None:
 def test_fields_on_the_gpu_and_in_pageable_memory_do_not_mix() -> None:
     host = [torch.zeros(8, 2, device="cuda"), torch.zeros(8, 2)]
     rows, ids = [torch.ones(1, 2, device="cuda") for _ in host], torch.tensor([3], device="cuda")
-    arriving = [torch.zeros_like(each) for each in rows]
+    arriving = [torch.zeros_like(tensor) for tensor in rows]
     with pytest.raises(ValueError, match="some host fields are on the GPU and others in pageable"):
         speedtorch.optimizer_state_swap(host, rows, ids, arriving, ids)
-    assert not any(each.any() for each in host)
+    assert not any(tensor.any() for tensor in host)

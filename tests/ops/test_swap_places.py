@@ -33,11 +33,11 @@ def swapped(
 ) -> tuple[Tensor, Tensor]:
     """The reference, row by row."""
     host_after, arriving_after = host.clone(), arriving.clone()
-    leaves = dict(zip(evict.tolist(), places[0].tolist(), strict=True))
+    evicted = dict(zip(evict.tolist(), places[0].tolist(), strict=True))
     arrives = dict(zip(load.tolist(), places[1].tolist(), strict=True))
     for row, place in arrives.items():
-        arriving_after[place] = leaving[leaves[row]] if row in leaves else host[row]
-    for row, place in leaves.items():
+        arriving_after[place] = leaving[evicted[row]] if row in evicted else host[row]
+    for row, place in evicted.items():
         if row not in arrives:
             host_after[row] = leaving[place]
     return host_after, arriving_after
@@ -64,9 +64,9 @@ def test_rows_go_from_and_to_their_places(
         leaving.append(random((60, *shape), dtype, k + 10))
         arriving.append(random((55, *shape), dtype, k + 20))
         expected.append(swapped(field.cpu(), leaving[-1], evict, arriving[-1], load, *places))
-    on_device = [each.to(device) for each in arriving]
-    leaving = [each.to(device) for each in leaving]
-    ids, slots = ([each.to(device) for each in lists] for lists in ((evict, load), places))
+    on_device = [tensor.to(device) for tensor in arriving]
+    leaving = [tensor.to(device) for tensor in leaving]
+    ids, slots = ([tensor.to(device) for tensor in lists] for lists in ((evict, load), places))
     swap_placed(hosts, leaving, ids[0], slots[0], on_device, ids[1], slots[1])
     speedtorch.synchronize()
     for field, side, (host_after, arriving_after) in zip(hosts, on_device, expected, strict=True):
@@ -77,8 +77,8 @@ def test_rows_go_from_and_to_their_places(
 BAD = {
     "out of range": ([1, 50], [0, 1], "id 50 at position 1 of {ids} is out of range.* 50 rows"),
     "negative": ([-1, 4], [0, 1], "id -1 at position 0 of {ids} is out of range"),
-    "twice": ([4, 4], [0, 1], "id 4 at position 1 of {ids} is not above the one before it"),
-    "descending": ([1, 5, 4], [0, 1, 2], "id 4 at position 2 of {ids} is not above"),
+    "twice": ([4, 4], [0, 1], "id 4 at position 1 of {ids} is not larger than the previous id"),
+    "descending": ([1, 5, 4], [0, 1, 2], "id 4 at position 2 of {ids} is not larger than"),
     "place": ([1, 5], [0, 3], "place 3 of the row at position 1 of {ids} is .* for 3 rows"),
     "negative place": ([1, 5], [-1, 2], "place -1 of the row at position 0 of {ids}"),
 }
@@ -110,12 +110,12 @@ def test_bad_ids_and_places_are_errors_and_move_nothing(
     ("part", "value", "message"),
     [
         (0, 70_000, "id 70000 at position {} of {} is out of range.* [(]2 of 60000"),
-        (0, 7, "id 7 at position {} of {} is not above"),
+        (0, 7, "id 7 at position {} of {} is not larger than"),
         (1, -1, "place -1 of the row at position {} of {}"),
     ],
     ids=["id", "order", "place"],
 )
-def test_of_long_lists_the_first_bad_entry_is_told_and_nothing_moves(
+def test_of_long_lists_the_first_bad_entry_is_reported_and_nothing_moves(
     part: int, value: int, message: str, which: str
 ) -> None:
     table = speedtorch.empty((70_000, 2)).zero_()
@@ -134,7 +134,7 @@ def test_of_long_lists_the_first_bad_entry_is_told_and_nothing_moves(
 
 
 def test_arguments_that_do_not_fit_are_errors() -> None:
-    weight, side, other = torch.zeros(ROWS, 2), torch.zeros(3, 2), torch.zeros(4, 2)
+    weight, side, longer = torch.zeros(ROWS, 2), torch.zeros(3, 2), torch.zeros(4, 2)
     ids, places = torch.tensor([1, 2]), torch.tensor([0, 1])
 
     def swap(**changes: object) -> None:
@@ -149,14 +149,14 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
         ({"evict": ids.int()}, "evict must be a contiguous int64"),
         ({"load_places": places.int()}, "load_places must be a contiguous int64"),
         ({"load_places": places[:1]}, r"load_places has shape \[1\], expected \[2\]"),
-        ({"load_places": None}, "evict_places and load_places go together"),
-        ({"evict_plan": speedtorch.plan_rows(ids, ROWS)}, "with no plan"),
+        ({"load_places": None}, "evict_places and load_places must be passed together"),
+        ({"evict_plan": speedtorch.plan_rows(ids, ROWS)}, "without a plan"),
     ):
         with pytest.raises(ValueError, match=message):
             swap(**changes)
     fields = [weight, weight.clone()]
     with pytest.raises(ValueError, match=r"leaving\[1\] has 4 rows, leaving\[0\] has 3"):
-        swap_placed(fields, [side, other], ids, places, [side.clone(), side.clone()], ids, places)
+        swap_placed(fields, [side, longer], ids, places, [side.clone(), side.clone()], ids, places)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_rows_of_several_tables_go_from_and_to_their_places(
     hosts = [next(ours) if count else empty for count in rows]
     evict = some(total // 2, total, 1, ascending=True)
     load = some(total * 2 // 3, total, 2, ascending=True)
-    places = [some(len(each), total, 3, ascending=False) for each in (evict, load)]
+    places = [some(len(ids), total, 3, ascending=False) for ids in (evict, load)]
     leaving, arriving, expected = [], [], []
     for k, (name, (shape, dtype)) in enumerate(fields.items()):
         values = random((total, *shape), dtype, k)
@@ -193,10 +193,10 @@ def test_rows_of_several_tables_go_from_and_to_their_places(
         leaving.append(random((total, *shape), dtype, k + 100))
         arriving.append(random((total, *shape), dtype, k + 200))
         expected.append(swapped(values, leaving[-1], evict, arriving[-1], load, *places))
-    on_device = [each.to(device) for each in arriving]
+    on_device = [tensor.to(device) for tensor in arriving]
     exchange_rows(
         [host[name] for host in hosts for name in fields],
-        [each.to(device) for each in leaving],
+        [tensor.to(device) for tensor in leaving],
         *(evict.to(device), places[0].to(device)),
         on_device,
         *(load.to(device), places[1].to(device), len(hosts)),
@@ -208,7 +208,7 @@ def test_rows_of_several_tables_go_from_and_to_their_places(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_bad_id_of_several_tables_is_told_once_and_moves_nothing(device: str) -> None:
+def test_a_bad_id_of_several_tables_is_reported_once_and_moves_nothing(device: str) -> None:
     tables = [speedtorch.HostTable(2, 2).normal_(seed=k) for k in range(100)]
     before = [table["weight"].clone() for table in tables]
     sides = [torch.full((3, 2), float(number), device=device) for number in (1, 2)]
@@ -219,7 +219,7 @@ def test_a_bad_id_of_several_tables_is_told_once_and_moves_nothing(device: str) 
         exchange_rows(hosts, sides[:1], good, places, sides[1:], bad, places, 100)
         speedtorch.synchronize()
     speedtorch.synchronize()  # said once
-    assert all(torch.equal(*each) for each in zip(before[:99], hosts, strict=False))
+    assert all(torch.equal(*pair) for pair in zip(before[:99], hosts, strict=False))
     if device == "cuda":  # the other entries are moved
         assert torch.equal(hosts[99][0], before[99][0]) and hosts[99][1].eq(1).all()
         assert sides[1].tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
@@ -232,18 +232,18 @@ def test_tables_that_do_not_fit_are_errors() -> None:
     weight, state, four = (torch.zeros(4, 2) for _ in range(3))
 
     def swap(hosts: list[Tensor], count: int, sides: list[Tensor]) -> None:
-        arriving = [each.clone() for each in sides]
+        arriving = [tensor.clone() for tensor in sides]
         exchange_rows(hosts, sides, ids, ids, arriving, none, none, count)
 
     two = [side, side.clone()]
     swap([weight, state], 2, [side])
     swap([weight, state], 1, two)
     for hosts, count, sides, message in (
-        ([], 1, [side], "host must name at least one field"),
-        ([weight], 0, [side], "host must name at least one field"),
-        ([weight], -1, [side], "host must name at least one field"),
+        ([], 1, [side], "host must have at least one field"),
+        ([weight], 0, [side], "host must have at least one field"),
+        ([weight], -1, [side], "host must have at least one field"),
         ([weight, state, four], 2, [side], "host has 3 fields, .* each of 2 tables"),
-        ([weight, state], 2, two, "must be lists of one length, got 1, 2 and 2"),
+        ([weight, state], 2, two, "must have the same length, got 1, 2 and 2"),
         ([weight, weight], 2, [side], r"host\[0\] and host\[1\] overlap"),
         ([weight, torch.zeros(4, 3)], 2, [side], r"leaving\[0\] has shape"),
         ([weight, state, four, torch.zeros(5, 2)], 2, two, r"host\[3\] has 5 rows, .*\[2\] has 4"),
@@ -257,7 +257,7 @@ def test_tables_that_do_not_fit_are_errors() -> None:
 def test_several_tables_in_pageable_memory_are_refused() -> None:
     ids, side = torch.tensor([1], device="cuda"), torch.zeros(3, 2, device="cuda")
     hosts = [torch.zeros(4, 2), torch.zeros(4, 2)]
-    with pytest.raises(ValueError, match="pageable memory, .* each table by itself; pin it"):
+    with pytest.raises(ValueError, match="pageable memory, .* with several tables needs .* Pin it"):
         exchange_rows(hosts, [side], ids, ids, [side.clone()], ids, ids, 2)
 
 

@@ -32,7 +32,7 @@ NAMES = sorted(op_arguments("cpu"))
 WITH_LISTS = [
     name
     for name, (_, arguments) in sorted(op_arguments("cpu").items())
-    if any(isinstance(each, list) for each in arguments)
+    if any(isinstance(argument, list) for argument in arguments)
 ]
 TIMES = 3
 _numbers = itertools.count()
@@ -54,13 +54,13 @@ def scripted(
             given.append(f"{name}={part!r}")
         elif literals:
             names = [f"{name}_{k}" for k in range(len(part))]
-            taken += [f"{each}: Tensor" for each in names]
+            taken += [f"{name}: Tensor" for name in names]
             given.append(f"{name}=[{', '.join(names)}]")
         else:
             taken.append(f"{name}: List[Tensor]")
             given.append(f"{name}={name}" if library == "speedtorch" else f"{name}=list({name})")
             lists.append(name)
-    returns = [str(each.type) for each in op._schema.returns]
+    returns = [str(result.type) for result in op._schema.returns]
     call = f"torch.ops.{library}.{op._schema.name.split('::')[1]}({', '.join(given)})"
     entries = ", ".join(f"all_[{k}]" for k in range(len(returns)))
     kept = {"": call, "List[Tensor]": f"made += {call}", "Tensor": f"made.append({call})"}
@@ -93,29 +93,33 @@ def loaded(module: Any) -> Any:
 def check(name: str, module: Any, *, literals: bool = False) -> None:
     """The module gives and writes what as many calls from Python do, and keeps its lists."""
     op, arguments = op_arguments("cpu")[name]
-    expected = [each.clone() for each in tensors_of(arguments)]
+    expected = [tensor.clone() for tensor in tensors_of(arguments)]
     results: list[Tensor] = []
     for _ in range(TIMES):
         made = op(*with_tensors(arguments, expected))
         results += [] if made is None else [made] if isinstance(made, Tensor) else made
     width = len(results) // TIMES
-    tensors = [each.clone() for each in tensors_of(arguments)]
-    parts = [each for each in with_tensors(arguments, tensors) if tensors_of((each,))]
+    tensors = [tensor.clone() for tensor in tensors_of(arguments)]
+    parts = [part for part in with_tensors(arguments, tensors) if tensors_of((part,))]
     if literals:
         parts = tensors_of(tuple(parts))
     made, kept = module(*parts)
     assert len(made) == len(results)
     if name in WRITTEN:
         made, results = (
-            [each for first in range(0, len(all_), width) for each in all_[first:][WRITTEN[name]]]
+            [
+                tensor
+                for first in range(0, len(all_), width)
+                for tensor in all_[first:][WRITTEN[name]]
+            ]
             for all_ in (made, results)
         )
     for one, other in zip([*made, *tensors], [*results, *expected], strict=True):
         assert_same_bytes(one, other)
-    given = [each for each in parts if isinstance(each, list)]
+    given = [part for part in parts if isinstance(part, list)]
     assert len(kept) == len(given)
     for one, other in zip(kept, given, strict=True):
-        assert [each.data_ptr() for each in one] == [each.data_ptr() for each in other]
+        assert [tensor.data_ptr() for tensor in one] == [tensor.data_ptr() for tensor in other]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,7 +169,7 @@ def test_a_scripted_call_that_raises_keeps_its_lists() -> None:
 
 
 def in_the_interpreter(op: Any, arguments: tuple[Any, ...]) -> None:
-    parts = [each for each in arguments if tensors_of((each,))]
+    parts = [part for part in arguments if tensors_of((part,))]
     scripted(op, arguments)(*parts)
 
 
@@ -186,20 +190,20 @@ def test_no_call_keeps_a_tensor(
     name: str, call: Callable[[Any, tuple[Any, ...]], None], fails: bool
 ) -> None:
     op, arguments = op_arguments("cpu")[name]
-    memory = [each.numpy().copy() for each in tensors_of(arguments)]
-    held = [sys.getrefcount(each) for each in memory]
+    memory = [tensor.numpy().copy() for tensor in tensors_of(arguments)]
+    held = [sys.getrefcount(array) for array in memory]
     for _ in range(3):
-        tensors = [torch.from_numpy(each) for each in memory]
+        tensors = [torch.from_numpy(array) for array in memory]
         if fails:
-            tensors = [each.to_sparse() if each.dim() else each for each in tensors[:1]] + tensors[
-                1:
-            ]
+            tensors = [
+                tensor.to_sparse() if tensor.dim() else tensor for tensor in tensors[:1]
+            ] + tensors[1:]
             with pytest.raises((RuntimeError, ValueError), match="dense"):
                 call(op, with_tensors(arguments, tensors))
         else:
             call(op, with_tensors(arguments, tensors))
         del tensors
-    assert [sys.getrefcount(each) for each in memory] == held
+    assert [sys.getrefcount(array) for array in memory] == held
 
 
 # ------------------------------------------------------------------------------------------------
@@ -228,10 +232,10 @@ def test_a_traced_exchange_keeps_its_lists() -> None:
 
     traced = torch.jit.trace(exchange, arguments(), check_trace=False)
     assert "speedtorch_lists::" not in str(traced.graph)
-    for each in (traced, loaded(traced)):
+    for module in (traced, loaded(traced)):
         for _ in range(3):
             ours, expected = arguments(), arguments()
-            assert_same_bytes(each(*ours), exchange(*expected))
+            assert_same_bytes(module(*ours), exchange(*expected))
             for one, other in zip(ours, expected, strict=True):
                 assert_same_bytes(one, other)
 

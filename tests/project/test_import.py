@@ -72,7 +72,7 @@ def test_a_source_folder_without_the_library_names_the_installed_package(tmp_pat
         check=False,
     )
     expected = (
-        f"instead of the installed {ROOT / 'speedtorch'}: start Python in another folder than"
+        f"instead of the installed {ROOT / 'speedtorch'}. Start Python in a folder other than"
     )
     assert expected in done.stderr.splitlines()[-1]
 

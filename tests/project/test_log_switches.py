@@ -286,8 +286,8 @@ speedtorch.pinned_gather(torch.zeros(3, dtype=torch.complex64).conj(), torch.ten
     path = dump_of(program, tmp_path)
     assert main(["replay", str(path)]) == 1
     large, conjugated, last = capsys.readouterr().out.splitlines()
-    assert large.endswith("not run: float32[17825792, 1]@cpu is not kept: a call has over 64 MiB")
-    assert conjugated.endswith("not run: complex64[3]@cpu is not kept: it is not a plain tensor")
+    assert large.endswith("float32[17825792, 1]@cpu is not recorded: a call has over 64 MiB")
+    assert conjugated.endswith("complex64[3]@cpu is not recorded: it is not a plain tensor")
     assert last == "0 of 2 operators did the same"
 
 

@@ -501,10 +501,10 @@ def test_locks_that_are_one_wait_for_each_other() -> None:
         order.append("this thread again")
     thread.join(10)
     assert order == ["this thread", "the other thread", "this thread again"]
-    with locks[0], pytest.raises(RuntimeError, match="does not have the turn"):
-        locks[0].unite(RowLock())
-    with locks[0], pytest.raises(TypeError, match="takes a Turn"):
-        locks[0].unite(threading.Lock())  # type: ignore[arg-type]
+    with locks[0], pytest.raises(RuntimeError, match="does not own the lock"):
+        locks[0].merge(RowLock())
+    with locks[0], pytest.raises(TypeError, match="accepts only a RowLock"):
+        locks[0].merge(threading.Lock())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3000])
@@ -529,7 +529,7 @@ def test_several_locks_are_taken_by_threads_in_any_order(count: int) -> None:
         merge_locks(locks[:5])
     seen.clear()
     assert run_in_threads(lambda: take(locks), take_each) == []
-    with pytest.raises(TypeError, match="takes Turns alone"):
+    with pytest.raises(TypeError, match="accepts only RowLock objects"):
         RowLocks(RowLock(), threading.Lock())  # type: ignore[arg-type]
 
 
@@ -555,7 +555,7 @@ def test_a_thread_that_waits_for_several_locks_has_none_of_them() -> None:
 
 def test_a_lock_is_given_back_by_the_thread_that_has_it_alone() -> None:
     lock = RowLock()
-    with pytest.raises(RuntimeError, match="this thread does not have the turn"):
+    with pytest.raises(RuntimeError, match="this thread does not own the lock"):
         lock.__exit__(None, None, None)
     with lock:
         (error,) = run_in_threads(lambda: lock.__exit__(None, None, None))

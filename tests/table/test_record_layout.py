@@ -111,5 +111,5 @@ def test_a_dtype_that_is_none_is_refused() -> None:
 
 
 def test_a_quantized_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="field 'a': quantized dtypes .*: torch.quint8"):
+    with pytest.raises(ValueError, match="field 'a': quantized dtypes .* got torch.quint8"):
         lay_out({"a": (1, torch.quint8)})
