@@ -187,19 +187,17 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         tensors = {id(e): e for e in tree_leaves((args, kwargs)) if isinstance(e, Tensor)}
         tracked = [tensor for tensor in tensors.values() if isinstance(tensor, _Tracked)]
         if tracked:
-            untracked = [tensor for tensor in tensors.values() if not isinstance(tensor, _Tracked)]
-            return _run_tracked(func, args, kwargs, tracked, untracked)
+            plain = [tensor for tensor in tensors.values() if not isinstance(tensor, _Tracked)]
+            return _run_tracked(func, args, kwargs, tracked, plain)
     with as_plain():  # prevents a recursive call of this function
         return func(*args, **kwargs)
 
 
-def _run_tracked(
-    func: Any, args: Any, kwargs: Any, tracked: list[Any], untracked: list[Tensor]
-) -> Any:
+def _run_tracked(func: Any, args: Any, kwargs: Any, tracked: list[Any], plain: list[Tensor]) -> Any:
     alive = dict.fromkeys(tensor._tracker.owner() for tensor in tracked)
     owners: list[TrackedOwner] = [owner for owner in alive if owner is not None]
     loading = [owner for owner in owners if owner.loads_on_use]
-    if loading and not _loads_modules(func, args, kwargs, tracked, untracked):
+    if loading and not _loads(func, args, kwargs, tracked, plain):
         loading = []
     with ExitStack() as stack:
         to_outputs = [stack.enter_context(owner.operation()) for owner in loading]
@@ -219,20 +217,17 @@ def _run_tracked(
         return result
 
 
-def _loads_modules(
-    func: Any, args: Any, kwargs: Any, tracked: list[Any], untracked: list[Tensor]
-) -> bool:
+def _loads(func: Any, args: Any, kwargs: Any, tracked: list[Any], plain: list[Tensor]) -> bool:
     """Whether an operation under `auto()` loads the modules of its tracked tensors.
 
-    Inspection never loads modules. A computation with another tensor on a module's device always
-    does. Otherwise in-place writes, and operations without a gradient on several modules, load
-    none.
+    Inspection loads no module. A computation with another tensor on a module's device always does.
+    Otherwise in-place writes, and operations without a gradient on several modules, load none.
     """
     if not _computes(func):
         return False
     with as_plain():
         owners = {owner for tensor in tracked if (owner := tensor._tracker.owner()) is not None}
-        devices = {tensor.device for tensor in untracked if tensor.device.type != "cpu"}
+        devices = {tensor.device for tensor in plain if tensor.device.type != "cpu"}
         if any(owner.device in devices for owner in owners):
             return True
         written = args[:1] if _is_in_place(func) else kwargs.get("out")

@@ -120,9 +120,7 @@ class AutoOffload:
     # --------------------------------------------------------------------------------------------
     # Hooks
 
-    def _before_forward(
-        self, offloaded: OffloadedModule, _: nn.Module, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
+    def _before_forward(self, offloaded: OffloadedModule, _: Any, args: Any, kwargs: Any) -> Any:
         """Loads a module before its forward, or its recomputation in a backward; copies inputs."""
         self._check_call(offloaded)
         depth, thread = calls_under_way()[offloaded.module], threading.get_ident()
@@ -133,8 +131,7 @@ class AutoOffload:
         self._record_call(_ModuleCall(offloaded, backward=False))
         if offloaded.device.type == "cpu":
             return None
-        inputs: tuple[Any, Any] = on_device((args, kwargs), offloaded.device)
-        return inputs
+        return on_device((args, kwargs), offloaded.device)
 
     @contextmanager
     def using(self, offloaded: OffloadedModule) -> Iterator[None]:

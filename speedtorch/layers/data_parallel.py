@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,12 +67,8 @@ _placed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 def averaged_parameters() -> frozenset[int]:
     """The ids of trained parameters in all DistributedDataParallels created so far."""
-    return frozenset(
-        id(param)
-        for wrapper in _registry.alive
-        for param in wrapper.parameters()
-        if param.requires_grad
-    )
+    parameters = chain.from_iterable(wrapper.parameters() for wrapper in _registry.alive)
+    return frozenset(id(param) for param in parameters if param.requires_grad)
 
 
 class _NodeLink(torch.autograd.Function):
@@ -181,9 +178,7 @@ class Averaging:
         """The module's trained parameters that the wrapper does not ignore."""
         if wrapper not in _averaged:  # the reducer keeps the parameters alive, so ids remain valid
             ignored, named = wrapper.parameters_to_ignore, wrapper.module.named_parameters()
-            _averaged[wrapper] = frozenset(
-                id(param) for name, param in named if name not in ignored
-            )
+            _averaged[wrapper] = frozenset(id(param) for n, param in named if n not in ignored)
         return [param for param in self._trained() if id(param) in _averaged[wrapper]]
 
     def _add_to(self, wrapper: DistributedDataParallel, averaged: Iterable[nn.Parameter]) -> None:

@@ -36,7 +36,7 @@ class _OnHost(TorchFunctionMode):
             made = torch.Generator().manual_seed(given.initial_seed())
             kwargs["generator"] = self._generators.setdefault(given, made)
         if func is Tensor.to:
-            args = (args[0], *(_on_host(each) for each in args[1:]))
+            args = (args[0], *(_on_host(value) for value in args[1:]))
         made = func(*args, **kwargs)
         # Such as after set_default_device() within, or from type("torch.cuda.FloatTensor").
         if _is_away(made) and not any(map(_is_away, tree_leaves((args, kwargs)))):

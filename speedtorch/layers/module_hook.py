@@ -31,7 +31,4 @@ def weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a bound method without keeping its object alive; returns None once that is deleted."""
     weak = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> Any:
-        return None if (called := weak()) is None else called(*args)
-
-    return call
+    return lambda *args: None if (called := weak()) is None else called(*args)

@@ -45,12 +45,9 @@ class ModuleSteps:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        modules: Mapping[nn.Module, OffloadedModule],
-        residency: Residency,
+        self, optimizer: Optimizer, offloaded: Mapping[Any, OffloadedModule], residency: Residency
     ) -> None:
-        self.optimizer, self._modules, self._residency = optimizer, modules, residency
+        self.optimizer, self._offloaded, self._residency = optimizer, offloaded, residency
         self._are_in_backward = False
         self._outside_gradients: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """Gradients outside modules, which a backward leaves to optimizer.step(), with versions."""
@@ -58,9 +55,9 @@ class ModuleSteps:
         """Changes of optimizer settings by steps in the backward, which step() completes."""
         self._returned = WeakTensorKeyDictionary()
         """Copies that state_dict() has returned, with their source tensors and versions then."""
-        for offloaded in modules.values():
-            offloaded.remove_step_hooks()
-        device = next(iter(modules.values())).device
+        for module in offloaded.values():
+            module.remove_step_hooks()
+        device = next(iter(offloaded.values())).device
         self._undo = replace_step(optimizer, self._step_modules, device, lambda: self._changes)
         self._hooks = (
             optimizer.register_state_dict_post_hook(self._after_state_dict),
@@ -96,7 +93,7 @@ class ModuleSteps:
 
     def _step_modules(self, step: PartialStep) -> Collection[Tensor]:
         """Steps all modules with gradients, and returns the parameters outside modules."""
-        modules = self._modules.values()
+        modules = self._offloaded.values()
         owners = {id(param): owner for owner in modules for param in owner.module.parameters()}
         parts: dict[OffloadedModule | None, list[nn.Parameter]] = {None: []}
         for group in step.optimizer.param_groups:
@@ -153,13 +150,11 @@ class ModuleSteps:
                 )
         self._outside_gradients.clear()  # changes after a step are allowed
 
-    def _step(
-        self, offloaded: OffloadedModule, step: PartialStep, parameters: list[nn.Parameter]
-    ) -> None:
+    def _step(self, module: OffloadedModule, step: PartialStep, params: list[nn.Parameter]) -> None:
         try:
-            step.step(parameters)
+            step.step(params)
         finally:
-            offloaded.note_step()
+            module.note_step()
 
     def _after_state_dict(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Puts host copies into state_dict(), which remain readable when modules are evicted."""
@@ -213,9 +208,8 @@ def check_scaler_waits() -> None:
     stepping = stepping_grad_scaler()
     if stepping is not None and not stepping.waits:
         raise RuntimeError(
-            "GradScaler: torch's scaler divides gradients in host memory before its scale has been"
-            " copied from the GPU. Nothing has been stepped. Use speedtorch.GradScaler, which waits"
-            " for this copy."
+            "GradScaler: torch's scaler divides gradients in host memory before its scale is copied"
+            " from the GPU. Nothing has been stepped. Use speedtorch.GradScaler, which waits."
         )
 
 
@@ -277,10 +271,8 @@ def replace_step(
             """Steps the parts, and passes the original step() only the remaining parameters."""
             # The first argument is the optimizer, or a shallow copy from another Swapper's step.
             (stepped, *arguments), kwargs = _call_closure(args, kwargs)
-            step = PartialStep(stepped, tuple(arguments), kwargs, changes())
-            remaining = parts(step)
-            partial_steps.append(step)
-            return (step.shallow_copy(remaining), *arguments), kwargs
+            partial_steps.append(step := PartialStep(stepped, tuple(arguments), kwargs, changes()))
+            return (step.shallow_copy(parts(step)), *arguments), kwargs
 
         def after_step(*_: Any) -> None:
             """Copies changed settings to the optimizer."""

@@ -178,7 +178,7 @@ class OffloadedModule:
         self._hooks: list[RemovableHandle] = []
         self._forward_hook, begins, saved = (
             ModuleHook(weak_call(method))
-            for method in (self._after_forward, self._before_forward, self._after_state_dict)
+            for method in (self._after_forward, self._before_forward, self._save_on_host)
         )
         self._node_hook = weak_call(self._before_backward)
         self._check_ownership()
@@ -192,9 +192,7 @@ class OffloadedModule:
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
         ]
         after_step = weak_call(self.note_step)
-        self._step_hooks = [
-            optimizer.register_step_post_hook(after_step) for optimizer in self.optimizers
-        ]
+        self._step_hooks = [o.register_step_post_hook(after_step) for o in self.optimizers]
 
     @property
     def nbytes(self) -> int:
@@ -399,10 +397,8 @@ class OffloadedModule:
     @_untracked
     def missing_gradients(self) -> int:
         """Bytes of gradients that a backward may create."""
-        parameters = self._parameters.values()
-        return sum(
-            param.nbytes for param in parameters if param.requires_grad and param.grad is None
-        )
+        without = [param for param in self._parameters.values() if param.grad is None]
+        return sum(param.nbytes for param in without if param.requires_grad)
 
     @_untracked
     def without_state(self) -> list[tuple[Optimizer, nn.Parameter]]:
@@ -473,9 +469,7 @@ class OffloadedModule:
         if self.device_bytes:
             self._tracker.start(self._current_index.all_tensors())
         else:
-            self._tracker.start(
-                () if self._auto_loader is None else self._current_index.own.values()
-            )
+            self._tracker.start(self._current_index.own.values() if self.loads_on_use else ())
 
     def _join_streams(self, after: torch.cuda.Event | None = None) -> None:
         """Makes the current stream wait for streams of the last use, unless `after` is given."""
@@ -559,9 +553,8 @@ class OffloadedModule:
         if any(map(self.is_view, results)):
             self.returned_views = True
         nodes = _nodes_since(begun, results)
-        is_nested = (
-            bool(nodes) and self._auto_loader is not None and self._auto_loader.is_nested(self)
-        )
+        loader = self._auto_loader
+        is_nested = bool(nodes) and loader is not None and loader.is_nested(self)
         for node, is_last in nodes.items():
             self.has_graph = self.has_graph or is_last
             self.open_results += is_last
@@ -582,16 +575,14 @@ class OffloadedModule:
                 self._before_gradients(self)
         if self.memory is not memory:
             states = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "partly moved"}
-            was_loaded = memory is Memory.DEVICE
-            remedy = "Run the backward within use()" if was_loaded else "Call evict() before it"
+            move = "use" if memory is Memory.DEVICE else "evict"
             raise RuntimeError(
                 f"module {self.name!r}: its forward ran while it was {states[memory]}, and a"
-                f" backward reached it while it is {states[self.memory]}. {remedy}."
+                f" backward reached it while it is {states[self.memory]}. Call {move}() before"
+                " the backward."
             )
 
-    def _after_state_dict(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, _: object
-    ) -> None:
+    def _save_on_host(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Puts host tensors into state_dict(), which remain readable after an eviction."""
         if self.memory is Memory.HOST:
             return

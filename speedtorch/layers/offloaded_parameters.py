@@ -24,65 +24,65 @@ from speedtorch.torch_internals import tree_leaves
 
 __all__ = [
     "OffloadedParameters",
-    "bring_to_host",
     "check_offloaded",
     "follow_inner",
+    "move_to_host",
     "offloaded_bytes",
 ]
 
 
-class _Copied(NamedTuple):
+class _Entry(NamedTuple):
     """A plain tensor of a parameter or gradient, its host memory, and the device copy."""
 
     whole: Tensor
     is_gradient: bool
     tensor: Tensor
-    home: Tensor
+    host: Tensor
     copy: Tensor
 
 
 class OffloadedParameters:
-    """Copies of parameters and gradients, which are on the device from load() to leave().
+    """Copies of parameters and gradients, which are on the device from load() to offload().
 
     On a GPU the copies run on side streams, like copies of a flat buffer.
     """
 
     def __init__(self, device: torch.device, traffic: TransferStats) -> None:
         self._device, self._traffic = device, traffic
-        self._coming = SharedSideStream("layers load", is_timed=True)
-        self._leaving = SharedSideStream("layers write back", is_timed=True)
-        self._copied: list[_Copied] = []
+        self._load_stream = SharedSideStream("layers load", is_timed=True)
+        self._write_back_stream = SharedSideStream("layers write back", is_timed=True)
+        self._entries: list[_Entry] = []
         self._is_seen = False
         """Whether any of the tensors are on the device."""
         self._is_written = False
         """Whether the copy of the stepped tensors to the host has started."""
 
-    def bring(self, parameters: Iterable[Tensor]) -> None:
+    def prefetch(self, parameters: Iterable[Tensor]) -> None:
         """Starts a copy of host parameters with gradients, and of the gradients, to the device."""
-        copied = []
-        with self._coming.after_current(self._device) as stream:
+        entries = []
+        with self._load_stream.after_current(self._device) as stream:
             begun = self._traffic.begin(stream)
-            for each in parameters:
-                if each.grad is None or not each.is_cpu:
+            for param in parameters:
+                if param.grad is None or not param.is_cpu:
                     continue
-                for whole in (each, each.grad):
+                for whole in (param, param.grad):
                     for _, tensor in plain_tensors("", whole):
-                        home = tensor.data
-                        copy = home.to(self._device, non_blocking=True, copy=True)
-                        copied.append(_Copied(whole, whole is not each, tensor, home, copy))
-        if copied:
-            nbytes = sum(each.home.nbytes for each in copied)
-            self._traffic.end(begun, self._coming.end, nbytes, Memory.DEVICE)
-        self._copied = copied
+                        host = tensor.data
+                        copy = host.to(self._device, non_blocking=True, copy=True)
+                        entries.append(_Entry(whole, whole is not param, tensor, host, copy))
+        if entries:
+            nbytes = sum(entry.host.nbytes for entry in entries)
+            self._traffic.end(begun, self._load_stream.end, nbytes, Memory.DEVICE)
+        self._entries = entries
 
     def load(self) -> None:
         """Assigns the device copies to `data`; the current stream waits for the copies."""
-        self._coming.join()
+        self._load_stream.join()
         self._is_seen, self._is_written = True, False
-        for each in self._copied:
-            each.tensor.data = each.copy
-        for each in self._copied:
-            follow_inner(each.whole)
+        for entry in self._entries:
+            entry.tensor.data = entry.copy
+        for entry in self._entries:
+            follow_inner(entry.whole)
 
     def write_back(self) -> None:
         """Starts a copy of all tensors to the host, after the current stream's queued step.
@@ -90,18 +90,18 @@ class OffloadedParameters:
         Gradients are copied too, because a step may change them (weight decay, Nesterov momentum).
         For wrapper subclasses torch does not count changes by `foreach` operations.
         """
-        if self._copied:
-            with self._leaving.after_current(self._device) as stream:
+        if self._entries:
+            with self._write_back_stream.after_current(self._device) as stream:
                 begun = self._traffic.begin(stream)
-                for each in self._copied:
-                    if not (each.is_gradient and _is_expanded(each.home)):
+                for entry in self._entries:
+                    if not (entry.is_gradient and _is_expanded(entry.host)):
                         # `data`, not `copy`: the step may have assigned other memory.
-                        each.home.copy_(each.tensor.data, non_blocking=True)
-            nbytes = sum(each.home.nbytes for each in self._copied)
-            self._traffic.end(begun, self._leaving.end, nbytes, Memory.HOST)
+                        entry.host.copy_(entry.tensor.data, non_blocking=True)
+            nbytes = sum(entry.host.nbytes for entry in self._entries)
+            self._traffic.end(begun, self._write_back_stream.end, nbytes, Memory.HOST)
         self._is_written = True
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Waits for the write-back, assigns host memory to `data`, and drops the device copies.
 
         After an error, another call completes this one.
@@ -109,19 +109,19 @@ class OffloadedParameters:
         if self._is_seen:
             if not self._is_written:
                 self.write_back()
-            self._leaving.finish()
-            for each in self._copied:
-                each.tensor.data = each.home
-            for each in self._copied:
-                follow_inner(each.whole)
-                if not each.is_gradient:
-                    bring_to_host(each.whole.grad)  # the step may have assigned another gradient
-        self._is_seen, self._copied = False, []
+            self._write_back_stream.finish()
+            for entry in self._entries:
+                entry.tensor.data = entry.host
+            for entry in self._entries:
+                follow_inner(entry.whole)
+                if not entry.is_gradient:
+                    move_to_host(entry.whole.grad)  # the step may have assigned another gradient
+        self._is_seen, self._entries = False, []
 
 
 def offloaded_bytes(parameter: Tensor) -> int:
     """Bytes of a host parameter and its gradient; 0 for a parameter on the device."""
-    return 2 * sum(each.nbytes for _, each in plain_tensors("", parameter) if each.is_cpu)
+    return 2 * sum(tensor.nbytes for _, tensor in plain_tensors("", parameter) if tensor.is_cpu)
 
 
 def check_offloaded(parameters: Iterable[Tensor]) -> None:
@@ -129,52 +129,52 @@ def check_offloaded(parameters: Iterable[Tensor]) -> None:
     averaged = averaged_parameters()
     spans = []
     gradients: dict[int, Tensor] = {}
-    for each in parameters:
-        if each.grad is None or not each.is_cpu:
+    for param in parameters:
+        if param.grad is None or not param.is_cpu:
             continue
-        parts = [("a parameter", each, tensor) for _, tensor in plain_tensors("", each)]
-        parts += [("a gradient", each.grad, tensor) for _, tensor in plain_tensors("", each.grad)]
+        parts = [("a parameter", param, tensor) for _, tensor in plain_tensors("", param)]
+        parts += [("a gradient", param.grad, tensor) for _, tensor in plain_tensors("", param.grad)]
         for what, whole, tensor in parts:
             if tensor.layout is not torch.strided or not tensor.is_cpu:
                 raise ValueError(
-                    f"{what} of shape {list(whole.shape)} cannot come to the device for its step:"
-                    f" expected a dense tensor on the CPU, got {tensor.layout} on"
-                    f" {str(tensor.device)!r}"
+                    f"{what} of shape {list(whole.shape)} cannot be copied to the device for its"
+                    f" step: expected a dense tensor on the CPU, got {tensor.layout} on"
+                    f" {str(tensor.device)!r}."
                 )
-            if whole is not each:
-                if (other := gradients.setdefault(id(tensor), each)) is not each:
+            if whole is not param:
+                if (other := gradients.setdefault(id(tensor), param)) is not param:
                     raise ValueError(
-                        f"parameters of shapes {list(other.shape)} and {list(each.shape)} have one"
-                        " gradient tensor, which cannot come with both: give each its own"
+                        f"parameters of shapes {list(other.shape)} and {list(param.shape)} share a"
+                        " gradient tensor. Give each parameter its own gradient tensor."
                     )
             elif _is_expanded(tensor):
                 raise ValueError(
-                    f"a parameter of shape {list(whole.shape)} has elements that are one in memory"
-                    f" (strides {list(tensor.stride())}), and cannot be stepped: give the optimizer"
-                    " a contiguous one"
+                    f"a parameter of shape {list(whole.shape)} cannot be stepped, because its"
+                    f" elements share memory (strides {list(tensor.stride())}). Pass the optimizer"
+                    " a contiguous parameter."
                 )
             elif tensor.numel():
                 spans.append((tensor.data_ptr(), extent(tensor), whole.shape))
-        if id(each) in averaged:
+        if id(param) in averaged:
             raise ValueError(
-                f"a parameter of shape {list(each.shape)} is in host memory and averaged by"
-                " DistributedDataParallel, which finds its gradient no more once it has been on the"
-                " device: keep it there, or use fully_shard"
+                f"a parameter of shape {list(param.shape)} is in host memory, and"
+                " DistributedDataParallel averages its gradient. A step on the device would break"
+                " this. Keep the parameter on the device, or use fully_shard."
             )
     spans.sort(key=itemgetter(0))
     for (begin, nbytes, shape), (after, _, other_shape) in pairwise(spans):
         if after < begin + nbytes:
             raise ValueError(
-                f"parameters of shapes {list(shape)} and {list(other_shape)} share host memory, and"
-                " would be stepped as two: let the optimizer have one of them"
+                f"parameters of shapes {list(shape)} and {list(other_shape)} share host memory, but"
+                " would be stepped separately. Pass the optimizer only one of them."
             )
 
 
-def bring_to_host(value: object) -> None:
+def move_to_host(value: object) -> None:
     """Moves all tensors in a value to host memory by assigning `data`."""
-    for _, each in plain_tensors("", value):
-        if not each.is_cpu:
-            each.data = each.cpu()
+    for _, tensor in plain_tensors("", value):
+        if not tensor.is_cpu:
+            tensor.data = tensor.cpu()
     for leaf in tree_leaves(value):
         follow_inner(leaf)
 
@@ -185,9 +185,9 @@ def follow_inner(tensor: object) -> None:
         return
     names, settings = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
-    tensors = [each for each in inner.values() if isinstance(each, Tensor)]
-    for each in tensors:
-        follow_inner(each)
+    tensors = [value for value in inner.values() if isinstance(value, Tensor)]
+    for value in tensors:
+        follow_inner(value)
     if tensors and tensors[0].device != tensor.device:
         made: Any = type(tensor)
         tensor.data = made.__tensor_unflatten__(inner, settings, tensor.shape, tensor.stride())

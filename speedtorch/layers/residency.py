@@ -312,8 +312,8 @@ class Residency:
     def _keep(self, module: OffloadedModule, *, state: bool) -> None:
         """Removes a module from the requested prefetches and from pending evictions."""
         self._requested.pop(module, None)
-        others = (v for v in self._writing if v.module is not module or v.only_state > state)
-        self._writing = list(others)
+        kept = (v for v in self._writing if v.module is not module or v.only_state > state)
+        self._writing = list(kept)
 
     def _load(self, module: OffloadedModule, *, state: bool, waits: bool, spare: int = 0) -> bool:
         """Loads a module; without `waits` prefetches it, or returns False if it does not fit now.
@@ -344,9 +344,8 @@ class Residency:
         evicted = set()
         while (over := self.used_bytes() + missing - self._budget) > 0:
             self._write_back(over, self._evictable(self._candidates(), module, by_force=waits))
-            queue = self._writing
-            done = (v for v in queue if v.module.is_written_back(only_state=v.only_state))
-            victim = next(done, queue[0] if waits and queue else None)
+            done = (v for v in self._writing if v.module.is_written_back(only_state=v.only_state))
+            victim = next(done, self._writing[0] if waits and self._writing else None)
             if victim is None:
                 if not waits:
                     return False

@@ -22,9 +22,9 @@ from speedtorch.layers.module_steps import (
 from speedtorch.layers.offloaded_module import exact_device, is_offloaded
 from speedtorch.layers.offloaded_parameters import (
     OffloadedParameters,
-    bring_to_host,
     check_offloaded,
     follow_inner,
+    move_to_host,
     offloaded_bytes,
 )
 from speedtorch.layers.optimizer_trials import FirstState, check_when_given
@@ -88,7 +88,7 @@ class _Piece:
     def come(self, members: Members) -> Members:
         """Starts the copies to the device, and returns the argument for load()."""
         if self._brings:
-            self.offloaded.bring(self.parameters)
+            self.offloaded.prefetch(self.parameters)
         # State from an interrupted step is copied again: its host copy may have changed since.
         is_old = self.pack.buffer.is_filled
         self.pack.prefetch(members)
@@ -107,7 +107,7 @@ class _Piece:
         """Finishes copies to the host and frees device memory; None: state remains there."""
         if members is not None:
             self.pack.evict(members, search=False)
-        self.offloaded.leave()
+        self.offloaded.offload()
 
     def members(self, shared: Mapping[int, int]) -> Members:
         """State tensors by name that can be moved.
@@ -272,7 +272,7 @@ class StateSwapper:
                     if self.device is not None and piece.home.type == "cpu":
                         piece.pack.evict(members, search=False)
                         for each in piece.parameters:
-                            bring_to_host(optimizer.state.get(each))
+                            move_to_host(optimizer.state.get(each))
                     else:
                         piece.pack.load(members)
                         piece.pack.buffer.load_stream.join()
@@ -302,13 +302,13 @@ class StateSwapper:
                 going = [e for e in its if e.pack.buffer.device_bytes and e not in staying]
                 _evicted(other, going)
                 for each in going:
-                    each.offloaded.leave()
+                    each.offloaded.offload()
         try:
             self._step_each(step, pieces, staying, shared)
         finally:
             with as_plain(), torch.no_grad():
                 for piece in pieces:
-                    piece.offloaded.leave()
+                    piece.offloaded.offload()
         return ()
 
     def _step_each(
@@ -377,7 +377,7 @@ class StateSwapper:
         """
         pieces = [each for each in self._pieces[optimizer] if each.parameters]
         for piece in pieces:
-            piece.offloaded.leave()  # an error may have interrupted the last call
+            piece.offloaded.offload()  # an error may have interrupted the last call
         if any(e.device != piece.home for piece in pieces for e in piece.parameters):
             pieces = []
         owned = {id(each) for piece in pieces for each in piece.parameters}

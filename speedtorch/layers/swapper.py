@@ -117,9 +117,8 @@ class Swapper:
     def __repr__(self) -> str:
         if not self._offloaded:
             return f"{type(self).__name__}(closed)"
-        named = [(offloaded.name, type(module)) for module, offloaded in self._offloaded.items()]
-        shown = [f"{name}: {module_type.__name__}" for name, module_type in named[:3]]
-        shown += [f"{len(named) - 3} more"] * (len(named) > 3)
+        named = [f"{module.name}: {type(key).__name__}" for key, module in self._offloaded.items()]
+        shown = named[:3] + [f"{len(named) - 3} more"] * (len(named) > 3)
         budget = None if self.budget is None else text_of(self.budget)
         text = f"{', '.join(shown)}; device={self.device}, budget={budget}"
         return f"{type(self).__name__}({text})"
@@ -132,8 +131,7 @@ class Swapper:
             *modules: offloaded modules, or modules that contain offloaded ones.
 
         Raises:
-            TypeError: an argument is no nn.Module.
-            ValueError: an argument neither is nor contains an offloaded module.
+            TypeError, ValueError: an argument neither is nor contains an offloaded module.
             RuntimeError: the budget or the device memory (torch.OutOfMemoryError) is too small for
                 all modules in use. Other modules may have been moved; values are unchanged.
         """
@@ -158,9 +156,8 @@ class Swapper:
             state: whether to copy the optimizer state too. None: only if the module was stepped the
                 last time it was on the device.
         """
-        for offloaded in self._find_offloaded(modules):
-            with_state = offloaded.was_stepped if state is None else state
-            self._residency.request(offloaded, state=with_state)
+        for module in self._find_offloaded(modules):
+            self._residency.request(module, state=module.was_stepped if state is None else state)
         self._residency.advance()
 
     def evict(self, *modules: nn.Module) -> Freed:
@@ -178,16 +175,14 @@ class Swapper:
             RuntimeError: a given module is in use. Nothing has changed.
         """
         self._residency.refresh()
-        is_used = self._residency.is_used
         selected = self._find_offloaded(modules) if modules else list(self._offloaded.values())
-        in_use = {offloaded: offloaded.name for offloaded in selected if is_used(offloaded)}
-        if modules and in_use:
-            names = list(in_use.values())
+        in_use = [module for module in selected if self._residency.is_used(module)]
+        if modules and (names := [module.name for module in in_use]):
             raise RuntimeError(f"evict: modules {names} are in use. Call evict() after use() ends.")
         freed, held = 0, []
-        for offloaded in [offloaded for offloaded in selected if offloaded not in in_use]:
-            freed += self._residency.evict(Evictable(offloaded), search=True)
-            held += [f"{offloaded.name}: {view}" for view in offloaded.held_by()]
+        for module in [module for module in selected if module not in in_use]:
+            freed += self._residency.evict(Evictable(module), search=True)
+            held += [f"{module.name}: {view}" for view in module.held_by()]
         return Freed(freed, held)
 
     def flush(self) -> None:
@@ -252,7 +247,7 @@ class Swapper:
                 a GradScaler has not unscaled gradients correctly.
         """
         if not self._given:
-            raise RuntimeError("step: this Swapper has no optimizer. Pass one to Swapper().")
+            raise RuntimeError("step: the Swapper has no optimizer. Pass one to Swapper().")
         if closure is None:
             results = [optimizer.step() for optimizer in self._given]
             return results[0] if len(results) == 1 else None
@@ -292,9 +287,7 @@ class Swapper:
         """
         self._check_open()
         if step and not self._steps:
-            raise RuntimeError(
-                "auto(step=True): this Swapper has no optimizer. Pass one to Swapper()."
-            )
+            raise RuntimeError("auto(step=True): the Swapper has no optimizer. Pass one to it.")
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ValueError(f"auto: ahead must be an int of at least 0, got {ahead!r}")
         if self._auto is not None:
@@ -308,11 +301,11 @@ class Swapper:
         """Reports where modules are and what has been copied so far; waits for queued copies."""
         residency, modules = self._residency, self._offloaded.values()
         residency.refresh()
-        resident, is_used = residency.resident, residency.is_used
+        resident = residency.resident
         return SwapReport(
             units=len(modules),
             resident=tuple(module.name for module in resident),
-            in_use=tuple(module.name for module in resident if is_used(module)),
+            in_use=tuple(module.name for module in resident if residency.is_used(module)),
             resident_bytes=residency.used_bytes(),
             budget_bytes=self.budget,
             host_bytes=sum(module.nbytes for module in modules),
@@ -321,9 +314,7 @@ class Swapper:
             misses=residency.misses,
             seconds_waited=residency.seconds_waited,
             **self._traffic.figures(),
-            held_by=tuple(
-                f"{module.name}: {view}" for module in modules for view in module.held_by()
-            ),
+            held_by=tuple(f"{m.name}: {view}" for m in modules for view in m.held_by()),
         )
 
 
@@ -336,8 +327,7 @@ def _name_modules(modules: object) -> list[tuple[str, nn.Module]]:
         named = [(str(number), module) for number, module in enumerate(modules)]
         empty = "expected at least one nn.Module, got none."
     else:
-        kind = type(modules).__name__
-        raise TypeError(f"modules: expected an nn.Module or an iterable of nn.Module, got {kind}")
+        raise TypeError(f"modules: expected an nn.Module or a list, got {type(modules).__name__}")
     if not named:
         raise ValueError(f"modules: {empty}")
     for name, module in named:

@@ -76,8 +76,8 @@ class Freed(int):
     """Bytes of device memory that an eviction has freed.
 
     Attributes:
-        held_by: views of evicted tensors that the program still holds, each with the unit's name.
-            They keep the unit's device memory allocated.
+        held_by: views of evicted tensors that the program still holds, each with the module's name.
+            They keep the module's device memory allocated.
     """
 
     held_by: tuple[str, ...]
@@ -119,36 +119,36 @@ class TransferReport:
 
 @dataclass(frozen=True)
 class SwapReport(TransferReport):
-    """Locations of a Swapper's units (offloaded modules), and all copies since its creation."""
+    """Locations of a Swapper's offloaded modules, and all copies since its creation."""
 
     units: int
-    """Number of units."""
+    """Number of offloaded modules."""
     resident: tuple[str, ...]
-    """Names of units on the device, least recently used first."""
+    """Names of modules on the device, least recently used first."""
     in_use: tuple[str, ...]
     resident_bytes: int
     """Bytes of device memory, including gradients and new optimizer state."""
     budget_bytes: int | None
     new_bytes: int
-    """Device bytes that an eviction of all units would copy to the host now."""
+    """Device bytes that an eviction of all modules would copy to the host now."""
     hits: int
-    """Uses that found their unit on the device."""
+    """Uses that found their module on the device."""
     misses: int
     seconds_waited: float
     """Seconds that the host has waited for evictions."""
     held_by: tuple[str, ...]
-    """Views of units' device tensors that the program holds."""
+    """Views of modules' device tensors that the program holds."""
 
     def __str__(self) -> str:
         budget = "" if self.budget_bytes is None else f" of {text_of(self.budget_bytes)}"
         lines = [
-            f"units      {len(self.resident)} of {self.units} there, {len(self.in_use)} in use",
-            f"device     {text_of(self.resident_bytes)}{budget}, {text_of(self.new_bytes)} new",
+            f"modules    {len(self.resident)} of {self.units} loaded, {len(self.in_use)} in use",
+            f"device     {text_of(self.resident_bytes)}{budget}, {text_of(self.new_bytes)} changed",
             f"host       {text_of(self.host_bytes)}",
-            f"uses       {self.hits} found their unit there, {self.misses} did not",
+            f"uses       {self.hits} found their module loaded, {self.misses} did not",
             f"waited     {self.seconds_waited:.3f} s",
             *self._copies(),
-            *(f"held by    {each}" for each in self.held_by),
+            *(f"held by    {view}" for view in self.held_by),
         ]
         return "\n".join(lines)
 
@@ -158,14 +158,14 @@ class StateReport(TransferReport):
     """Location of a StateSwapper's state, and all copies since its creation."""
 
     pieces: int
-    """Number of pieces in which state is copied."""
+    """Number of buckets in which state is copied."""
     device_bytes: int
     """Device bytes that state uses now."""
     budget_bytes: int
 
     def __str__(self) -> str:
         lines = [
-            f"host       {text_of(self.host_bytes)} in {self.pieces} pieces",
+            f"host       {text_of(self.host_bytes)} in {self.pieces} buckets",
             f"device     {text_of(self.device_bytes)} of {text_of(self.budget_bytes)}",
             *self._copies(),
         ]

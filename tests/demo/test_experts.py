@@ -28,7 +28,7 @@ def test_a_run_learns_and_is_that_of_experts_that_all_stay(
     saved = load_file(tmp_path / "model.safetensors")
     assert len(saved) == 6 * 4 and saved["experts.5.2.weight"].shape == (8, 32)
     said = capsys.readouterr().out
-    assert "bit for bit" in said and "found their unit there" in said
+    assert "bit for bit" in said and "found their module loaded" in said
 
 
 def test_more_experts_than_find_room_are_refused(

@@ -135,7 +135,7 @@ def test_parameters_come_behind_their_gradients_and_leave_behind_the_step(
     parameter.grad = torch.ones(4)
     parameters = OffloadedParameters(CPU, TransferStats())
     streams.work("gradients")
-    parameters.bring([parameter])
+    parameters.prefetch([parameter])
     streams.work("beside")
     parameters.load()
     streams.work("step")
@@ -144,7 +144,7 @@ def test_parameters_come_behind_their_gradients_and_leave_behind_the_step(
     assert "copy 1" not in streams.before("beside")
     assert "copy 1" in streams.before("step")
     assert "step" in streams.before("copy 2") and not streams.host
-    parameters.leave()
+    parameters.offload()
     assert "copy 2" in streams.host
 
 

@@ -32,8 +32,8 @@ def printed(program: str, folder: Path) -> str:
 @pytest.mark.examples
 def test_the_example_trains_and_saves(tmp_path: Path) -> None:
     units, state = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert "found their unit there" in printed(units, tmp_path)
-    assert "pieces" in printed(state, tmp_path)
+    assert "found their module loaded" in printed(units, tmp_path)
+    assert "buckets" in printed(state, tmp_path)
     saved = torch.load(tmp_path / "layers.pt", map_location="cpu")
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
     layers.load_state_dict(saved["model"])

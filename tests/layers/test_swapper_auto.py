@@ -308,7 +308,7 @@ def test_an_earlier_auto_that_ends_leaves_the_later_one(device: str) -> None:
 
 def test_a_step_in_backward_needs_an_optimizer() -> None:
     swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
-    with pytest.raises(RuntimeError, match="this Swapper has no optimizer. Pass one"):
+    with pytest.raises(RuntimeError, match="the Swapper has no optimizer. Pass one"):
         swapper.auto(step=True)
     for ahead in (-1, 1.5, "2", None, True):
         with pytest.raises(ValueError, match=f"ahead must be an int of at least 0, got {ahead!r}"):

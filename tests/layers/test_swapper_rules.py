@@ -566,7 +566,7 @@ TWICE = nn.Identity()
 @pytest.mark.parametrize(
     ("modules", "kind", "text"),
     [
-        (3, TypeError, "modules: expected an nn.Module or an iterable .* got int"),
+        (3, TypeError, "modules: expected an nn.Module or a list, got int"),
         ([], ValueError, "modules: expected at least one nn.Module, got none"),
         (nn.Identity(), ValueError, r"modules: Identity has no child modules. Pass \[module\]"),
         ([nn.Identity(), 3], TypeError, "modules: expected nn.Module, got int as 1"),
@@ -597,7 +597,7 @@ def test_a_unit_in_use_is_not_evicted_by_name() -> None:
 
 def test_a_swapper_without_an_optimizer_steps_none() -> None:
     swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
-    with pytest.raises(RuntimeError, match="step: this Swapper has no optimizer. Pass one"):
+    with pytest.raises(RuntimeError, match="step: the Swapper has no optimizer. Pass one"):
         swapper.step()
 
 
