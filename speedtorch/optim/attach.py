@@ -94,24 +94,24 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             " modules as one nn.ModuleList([...])."
         )
     with as_plain():
-        rows = {id(getattr(each, "trained_rows", None)) for each in module.modules()}
+        rows = {id(getattr(child, "trained_rows", None)) for child in module.modules()}
         within = stepped_by(optimizer)
-        holding = [each for each in within if any(id(r) in rows for r in rows_held_by(each))]
+        holding = [inner for inner in within if any(id(r) in rows for r in rows_held_by(inner))]
         added: dict[Optimizer, list[AttachedState]] = {}
         try:
-            for each in holding or within[:1]:  # without such an optimizer, _attach raises
-                added[each] = _attach(each, module)
+            for inner in holding or within[:1]:  # without such an optimizer, _attach raises
+                added[inner] = _attach(inner, module)
             if not any(added.values()):
                 raise ValueError(
                     f"{type(within[0]).__name__} is attached already to every Embedding of"
                     f" {type(module).__name__}. Another attach() only adds the tables of a later"
                     " add_param_group(). To start with new state, call detach() first."
                 )
-            show_all_rows(optimizer, {each: _attached[each] for each in added})
+            show_all_rows(optimizer, {inner: _attached[inner] for inner in added})
         except BaseException:
-            for each, states in added.items():
-                _detach(each, states)
-            if not any(each in _attached for each in within):
+            for inner, states in added.items():
+                _detach(inner, states)
+            if not any(inner in _attached for inner in within):
                 show_held_rows(optimizer)
             raise
 
@@ -120,8 +120,8 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
     """Attaches the tables of a module that are not attached yet, and returns their states."""
     kind = type(optimizer).__name__
     of_module = {
-        id(getattr(each, "trained_rows", None)): getattr(each, "sparse", False)
-        for each in module.modules()
+        id(getattr(child, "trained_rows", None)): getattr(child, "sparse", False)
+        for child in module.modules()
     }
     found, probes, is_held = [], _Probes(optimizer), False
     for rows in rows_held_by(optimizer):
@@ -192,8 +192,8 @@ class _Probes:
         kind = (group, parameter.shape[1:], parameter.dtype, parameter.device, sparse)
         known = self._known.setdefault(kind, [])
         if self._treats_alike:
-            for other, probe in known:
-                if state.keys() == other.keys() and agree(state, other):
+            for known_state, probe in known:
+                if state.keys() == known_state.keys() and agree(state, known_state):
                     return probe
         known.append((state, _probed(self._optimizer, rows, sparse=sparse)))
         return known[-1][1]
@@ -204,9 +204,9 @@ def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> Optimiz
     probe = probe_optimizer(optimizer, rows.weight)
     if sparse and not probe.sparse:
         with suppress(ValueError):  # it takes sparse gradients in a way that a probe does not see
-            asked = probe_optimizer(optimizer, rows.weight, sparse=True)
-            if asked.row_state.keys() != probe.row_state.keys():
-                return asked
+            with_sparse = probe_optimizer(optimizer, rows.weight, sparse=True)
+            if with_sparse.row_state.keys() != probe.row_state.keys():
+                return with_sparse
     return probe
 
 
@@ -217,17 +217,17 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
     optimizer's constructor and is the state before the first update.
     """
     rows, probe = state.table_rows, state.probe
-    every = rows.table.whole_rows
+    row_count = rows.table.whole_rows
     # A constructor's torch.full_like(weight, number) is the start that the probe has learnt.
     loaded = {n: v for n, v in loaded.items() if n not in state.names or not _is_constant(v)}
     lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
     counts = {lengths[name] for name in state.names if name in lengths}
     anew = "Build a new optimizer, attach it, and load the original's state_dict()."
-    if every in counts:
+    if row_count in counts:
         state.check(loaded)
     elif counts:
         raise ValueError(
-            f"{kind} has state of {max(counts)} rows, but {rows.name} has {every} rows. {anew}"
+            f"{kind} has state of {max(counts)} rows, but {rows.name} has {row_count} rows. {anew}"
         )
     else:
         for name, first in probe.scalar_state.items():
@@ -237,14 +237,14 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
                     f" an attached optimizer. {anew}"
                 )
         for name in lengths.keys() - {*probe.row_state, *probe.scalar_state}:
-            if lengths[name] == every and loaded[name].dim():
+            if lengths[name] == row_count and loaded[name].dim():
                 raise ValueError(
                     f"{kind} cannot be used: its constructor makes the state {name!r} of all rows"
                     f" of {rows.name}, but its step does not make this state for other rows"
                 )
     if was_read := rows.attach(state, _fields_of(probe)):
         state.check_kept()
-    state.take(loaded if every in counts else None, was_read=was_read)
+    state.take(loaded if row_count in counts else None, was_read=was_read)
 
 
 def _fields_of(probe: OptimizerProbe) -> Fields:
@@ -294,14 +294,14 @@ def detach(optimizer: Optimizer) -> None:
     """
     with as_plain():
         within = stepped_by(optimizer)
-        attached = [each for each in within if each in _attached]
+        attached = [inner for inner in within if inner in _attached]
         if not attached:
             raise ValueError(
                 f"{type(within[0]).__name__} is not attached. Pass detach() the optimizer that was"
                 " passed to attach()."
             )
-        for each in attached:
-            _detach(each, list(_attached[each].states))
+        for inner in attached:
+            _detach(inner, list(_attached[inner].states))
         show_held_rows(optimizer)
 
 

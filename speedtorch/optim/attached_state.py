@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.optim.lent_state import LentState, listed
 from speedtorch.optim.optimizer_copy import group_of
 from speedtorch.optim.probe import forgotten_by
 from speedtorch.optim.row_wise_adagrad import RowWiseAdagrad
+from speedtorch.optim.step_state import StepState, listed
 from speedtorch.step.row_weight import dense
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table.row_shard import RowShard
@@ -49,7 +49,7 @@ class Loading(NamedTuple):
         )
 
 
-class AttachedState(LentState):
+class AttachedState(StepState):
     """The per-row state of an optimizer for one Embedding, as its probe found it."""
 
     loading: Loading | None = None
@@ -93,9 +93,9 @@ class AttachedState(LentState):
             self._follow(optimizer)
         if group.get("fused") and "momentum_buffer" in self.names and not group["dampening"]:
             # torch's fused SGD needs the buffers of all parameters in a group, or of no parameter.
-            for other in group["params"]:
-                if other.grad is not None and optimizer.state[other].get("momentum_buffer") is None:
-                    optimizer.state[other]["momentum_buffer"] = torch.zeros_like(other)
+            for param in group["params"]:
+                if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
     def after_step(self) -> None:
         """Raises RuntimeError if a step made per-row state that attach() did not find."""
@@ -298,7 +298,7 @@ class SavedState:
         found = [numbers.get(id(state.table_rows.weight)) for state in self.states]
         saved = [rest.get(number) or None for number in found]
         self._check(saved)
-        self._bring_home()
+        self._write_back()
         replaced = optimizer.state, optimizer.param_groups
         for state, number, entries in zip(self.states, found, saved, strict=True):
             state.expect(Loading(entries, replaced))
@@ -315,7 +315,7 @@ class SavedState:
         """As the class's load_state_dict(); the rows' state is unchanged if that raises."""
         optimizer = self.states[0].optimizer()
         assert optimizer is not None  # this method is an attribute of the optimizer
-        self._bring_home()
+        self._write_back()
         before = optimizer.state, optimizer.param_groups
         try:
             type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
@@ -354,7 +354,7 @@ class SavedState:
                 rows.exchange.stepping.await_step()
                 rows.exchange.held.complete(ahead=False)
 
-    def _bring_home(self) -> None:
+    def _write_back(self) -> None:
         """Ends the current batch and writes the rows back to the tables, before state is loaded."""
         for state in self.states:
             state.table_rows.exchange.steps.give_up()
@@ -379,5 +379,5 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
 
 def _numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[int, Any]:
     """Maps the id() of each parameter to its number in a state dict."""
-    parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
+    parameters = [id(param) for group in optimizer.param_groups for param in group["params"]]
     return dict(zip(parameters, [n for group in groups for n in group["params"]], strict=False))

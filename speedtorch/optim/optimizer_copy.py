@@ -113,22 +113,22 @@ def _stand_in_for_large(left: list[Any], memo: dict[int, Any]) -> None:
     seen: set[int] = set()
     members: list[tuple[NotCopied, dict[str, Any]]] = []
     while left:
-        each = left.pop()
-        if id(each) in seen or id(each) in memo:
+        value = left.pop()
+        if id(value) in seen or id(value) in memo:
             continue
-        seen.add(id(each))
-        if isinstance(each, nn.Module | HostTable):
-            memo[id(each)] = NotCopied(each)
-        elif isinstance(each, Tensor) and each.numel() > _MOST_COPIED:
-            memo[id(each)] = each.detach().new_empty(0)
-        if isinstance(each, nn.Module):
-            for held in members_of(each):
-                members.append((memo[id(each)], held))
+        seen.add(id(value))
+        if isinstance(value, nn.Module | HostTable):
+            memo[id(value)] = NotCopied(value)
+        elif isinstance(value, Tensor) and value.numel() > _MOST_COPIED:
+            memo[id(value)] = value.detach().new_empty(0)
+        if isinstance(value, nn.Module):
+            for held in members_of(value):
+                members.append((memo[id(value)], held))
                 left += held.values()
-        elif not isinstance(each, _ENDS):
-            left += gc.get_referents(each)
+        elif not isinstance(value, _ENDS):
+            left += gc.get_referents(value)
     for stand_in, held in members:
-        vars(stand_in).update({n: memo[id(each)] for n, each in held.items() if id(each) in memo})
+        vars(stand_in).update({n: memo[id(v)] for n, v in held.items() if id(v) in memo})
 
 
 class Recorder(dict[str, Any]):
@@ -197,7 +197,7 @@ class OptimizerCopy:
         self._step = step or step_without_hooks(type(optimizer))
         self.parameter = nn.Parameter(values.detach().clone())
         self._states = _StateMap(Recorder)
-        own = {n: each for n, each in group.items() if n not in ("params", "param_names")}
+        own = {n: value for n, value in group.items() if n not in ("params", "param_names")}
         small, taken = {id(parameter): self.parameter}, [([self.parameter], own)]
         self.optimizer = _copied(optimizer, small, taken, settings, self._states, construct)
         if construct:
@@ -214,13 +214,13 @@ class OptimizerCopy:
         """Replaces the parameter's rows with `rows[""]`, and their state with the other entries."""
         self.parameter.grad = None
         self.parameter.data = rows[""].clone()
-        self.state.update({name: each.clone() for name, each in rows.items() if name})
+        self.state.update({name: value.clone() for name, value in rows.items() if name})
 
     def step(self, gradient: Tensor, *, sparse: bool) -> None:
         """Runs one step of the optimizer without hooks."""
         if sparse:
-            every_row = torch.arange(len(gradient), device=gradient.device)
-            gradient = sparse_of_all(gradient, every_row)
+            ids = torch.arange(len(gradient), device=gradient.device)
+            gradient = sparse_of_all(gradient, ids)
         self.parameter.grad = gradient.clone()  # some optimizers change it in place
         self._step(self.optimizer)
 
@@ -243,7 +243,7 @@ def copy_with(
         if not (chosen := small.get(number)):
             continue
         held, own = group["params"], dict[str, Any]()
-        by_id |= {id(held[place]): each for place, each in chosen.items()}
+        by_id |= {id(held[place]): parameter for place, parameter in chosen.items()}
         for name, value in group.items():
             is_cut = isinstance(value, list) and len(chosen) < len(held) == len(value)
             if name != "params":  # a list may have one entry per parameter, such as param_names

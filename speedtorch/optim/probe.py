@@ -200,8 +200,8 @@ class _Probe:
                 f" zero gradients ({errors[0]}) and with sparse zero gradients ({errors[1]})"
             ) from errors[0]
         # A momentum buffer made from the first gradient also contains the row's weight decay.
-        for each in (settings, {**settings, "weight_decay": 0.0}):
-            first, again = self._first_values(each), self._first_values(each)
+        for tried in (settings, {**settings, "weight_decay": 0.0}):
+            first, again = self._first_values(tried), self._first_values(tried)
             by_rows = [name for name, value in first.items() if _by_rows(value, self._rows)]
             starts = {name: torch.cat([first[name], again[name]]) for name in by_rows}
             same = {n: torch.allclose(s, s[:1], 0, 0, equal_nan=True) for n, s in starts.items()}
@@ -218,8 +218,8 @@ class _Probe:
                 raise self._refusal(f"a table cannot store a state with the name {name!r}")
         # Replace -0.0, which comes from a negated zero gradient, with 0.0.
         rows = {name: first[name][0].masked_fill(first[name][0] == 0, 0) for name in by_rows}
-        others = {name: value for name, value in first.items() if name not in rows}
-        return OptimizerProbe(rows, others, self._sparse)
+        scalars = {name: value for name, value in first.items() if name not in rows}
+        return OptimizerProbe(rows, scalars, self._sparse)
 
     def _stepped_once(self, settings: Mapping[str, Any]) -> OptimizerCopy:
         copied = self._copy(self._random_rows(), settings)
@@ -233,7 +233,7 @@ class _Probe:
                 "it replaces the dict that holds its state, so the initial values are unknown"
             )
         for name, value in copied.state.items():
-            for leaf in _leaves(value):
+            for leaf in _nested_values(value):
                 if type(leaf) not in (Tensor, nn.Parameter):
                     if leaf is None or isinstance(leaf, str | int | float | complex):
                         continue
@@ -264,17 +264,17 @@ class _Probe:
             raise_if_no_memory(error)
             raise self._refusal(f"its step fails with many rows ({error})") from error
         for name in learnt.scalar_state:
-            one, other = (getattr(each.state.get(name), "shape", ()) for each in (many, parts))
-            if one != other:
+            large, small = (getattr(c.state.get(name), "shape", ()) for c in (many, parts))
+            if large != small:
                 raise self._refusal(
-                    f"its state {name!r} is of size {list(other)} for {few} rows and {list(one)}"
+                    f"its state {name!r} is of size {list(small)} for {few} rows and {list(large)}"
                     f" for {rows} rows, but has no row for each row of the parameter"
                 )
         for name in learnt.row_state:
-            kind, other_kind = (_kind(copied.state.get(name)) for copied in (many, parts))
-            if kind != other_kind:
+            kind, small_kind = (_kind(copied.state.get(name)) for copied in (many, parts))
+            if kind != small_kind:
                 raise self._refusal(
-                    f"its state {name!r} is a {other_kind} with few rows and a {kind} with many"
+                    f"its state {name!r} is a {small_kind} with few rows and a {kind} with many"
                     " rows, and the number of rows changes from step to step. If the optimizer has"
                     " a setting for the kind of state, choose one kind for this parameter"
                 )
@@ -299,9 +299,9 @@ class _Probe:
                         f" value is unknown ({expected} after a first step, {found} after a step"
                         " from the assigned value)"
                     )
-            if wrong := [name for name, each in first.items() if not agree(each, after[name])]:
-                for name, each in start.items():
-                    if not agree(fresh.state.first[name], each):
+            if wrong := [name for name, rows in first.items() if not agree(rows, after[name])]:
+                for name, rows in start.items():
+                    if not agree(fresh.state.first[name], rows):
                         raise self._refusal(
                             f"its state {name!r} starts from the first gradient, so the initial"
                             " state of other rows is unknown"
@@ -324,20 +324,20 @@ class _Probe:
         for low, high in _BATCHES:
             gradient = self._random_rows()[low:high]
             before = {name: rows[low:high] for name, rows in table.items()}
-            every = torch.arange(high - low, device=first.device)
-            orders = [every.roll(-(len(every) // 3)).flip(0), every[:1], every[1:]]
+            batch = torch.arange(high - low, device=first.device)
+            orders = [batch.roll(-(len(batch) // 3)).flip(0), batch[:1], batch[1:]]
             copies = []
-            for places in orders[: 1 if len(every) == 1 else 3]:
-                rows = {name: each[places] for name, each in before.items()}
+            for places in orders[: 1 if len(batch) == 1 else 3]:
+                rows = {name: values[places] for name, values in before.items()}
                 apart = self._copy(rows[""], {}, together.state, together)
                 apart.hold(rows)
                 copies.append((places, apart, self._stepped(apart, gradient[places], names)))
             together.hold(before)
             result = self._stepped(together, gradient, names)
             for places, apart, found in copies:
-                for name, each in found.items():
+                for name, values in found.items():
                     scale = None if name else result[name] - before[name]
-                    self._compare(name, result[name][places], each, scale)
+                    self._compare(name, result[name][places], values, scale)
                 shared = _shared(apart, names)
                 for place, value in _shared(together, names).items():
                     if not agree(value, shared.get(place)):
@@ -345,32 +345,30 @@ class _Probe:
                             f"it keeps {place[1]!r} for all rows together, and its value depends on"
                             " the rows of a batch"
                         )
-            for name, each in result.items():
-                table[name][low:high] = each
+            for name, values in result.items():
+                table[name][low:high] = values
         if first.numel() and torch.equal(table[""], first):
             raise self._refusal(f"{len(_BATCHES)} steps with random gradients change no row")
 
     def find_forgotten(self, learnt: OptimizerProbe) -> dict[str, Any]:
         """See forgotten_by()."""
         values, gradient, start = self._random_rows(), self._random_rows(), self._start(learnt)
-        other = {n: rows + self._random_rows(len(rows)).mean().abs() for n, rows in start.items()}
+        shift = {n: rows + self._random_rows(len(rows)).mean().abs() for n, rows in start.items()}
 
-        def ends(known: Mapping[str, Any]) -> list[tuple[OptimizerCopy, dict[str, Tensor]]]:
-            found = []
-            for state in (start, other):
-                copied = self._copy(values, _PLAIN, {**learnt.scalar_state, **state})
-                vars(copied.optimizer).update(known)
-                found.append((copied, self._stepped(copied, gradient, start)))
-            return found
+        def step_both(attributes: Mapping[str, Any]) -> tuple[bool, OptimizerCopy]:
+            """Steps from two states; returns whether the results are equal, and the first copy."""
+            copies, results = [], []
+            for state in (start, shift):
+                copies.append(self._copy(values, _PLAIN, {**learnt.scalar_state, **state}))
+                vars(copies[-1].optimizer).update(attributes)
+                results.append(self._stepped(copies[-1], gradient, start))
+            first, second = results
+            return all(torch.equal(first[name], second[name]) for name in first), copies[0]
 
-        def same(of: list[tuple[OptimizerCopy, dict[str, Tensor]]]) -> bool:
-            (_, one), (_, two) = of
-            return all(torch.equal(one[name], two[name]) for name in one)
-
-        first, before = ends({}), plain_values(vars(self.optimizer))
-        after = plain_values(vars(first[0][0].optimizer))
-        known = {name: each for name, each in after.items() if before.get(name) != each}
-        return known if known and same(first) and not same(ends(known)) else {}
+        (are_equal, copied), before = step_both({}), plain_values(vars(self.optimizer))
+        after = plain_values(vars(copied.optimizer))
+        known = {name: value for name, value in after.items() if before.get(name) != value}
+        return known if known and are_equal and not step_both(known)[0] else {}
 
     def _copy(
         self,
@@ -430,9 +428,9 @@ class _Probe:
 
 def raise_if_no_memory(error: Exception) -> None:
     """Raises an out-of-memory error again, because it is no fault of the optimizer."""
-    said = str(error).lower()
+    message = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        isinstance(error, RuntimeError) and words in said for words in _NO_MEMORY
+        isinstance(error, RuntimeError) and text in message for text in _NO_MEMORY
     ):
         raise error
 
@@ -453,10 +451,10 @@ def _shared(copied: OptimizerCopy, names: Iterable[str]) -> dict[tuple[int, str]
     rows = len(copied.parameter)
     return {
         (place, name): [
-            each
-            for each in _leaves(value)
-            if isinstance(each, Tensor | int | float | complex)
-            and (rows == 1 or not _by_rows(each, rows))
+            leaf
+            for leaf in _nested_values(value)
+            if isinstance(leaf, Tensor | int | float | complex)
+            and (rows == 1 or not _by_rows(leaf, rows))
         ]
         for place, entries in enumerate(places)
         for name, value in entries.items()
@@ -470,12 +468,12 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} of {value.dtype}, {list(value.shape[1:])} a row"
 
 
-def _leaves(value: Any) -> list[Any]:
+def _nested_values(value: Any) -> list[Any]:
     """The values in nested containers, or the value itself."""
-    each = value.values() if isinstance(value, Mapping) else value
-    if not isinstance(each, ValuesView | list | tuple | Set | deque):
+    parts = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(parts, ValuesView | list | tuple | Set | deque):
         return [value]
-    return [leaf for part in each for leaf in _leaves(part)]
+    return [leaf for part in parts for leaf in _nested_values(part)]
 
 
 def agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
@@ -489,9 +487,9 @@ def agree(left: Any, right: Any, scale: Tensor | None = None) -> bool:
         own, most = (float(t.detach().abs().nan_to_num(0, 0, 0).amax()) for t in (left, scale))
         near = 1e-4 * most + 8 * torch.finfo(left.dtype).eps * own
         return torch.allclose(left, right.to(left), rtol=0, atol=near, equal_nan=True)
-    leaves, others = _leaves(left), _leaves(right)
-    if len(leaves) != 1 or leaves[0] is not left:  # a container
-        return len(leaves) == len(others) and all(map(agree, leaves, others))
+    ours, theirs = _nested_values(left), _nested_values(right)
+    if len(ours) != 1 or ours[0] is not left:  # a container
+        return len(ours) == len(theirs) and all(map(agree, ours, theirs))
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=1e-4) or (left != left and right != right)
     return bool(left == right)

@@ -138,10 +138,8 @@ class RowWiseAdagrad(Optimizer):
         """Loads as torch does, but keeps the float32 sums of 16-bit parameters unrounded."""
         loaded: dict[str, Any] = {}
 
-        def note(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            loaded.update(state_dict)
-
-        def restore(optimizer: Optimizer) -> None:
+        def restore_sums(optimizer: Optimizer) -> None:
+            """Replaces the sums that torch has rounded to 16 bits."""
             numbers = _parameters(loaded["param_groups"])
             for number, parameter in zip(numbers, _parameters(optimizer.param_groups), strict=True):
                 saved = loaded["state"].get(number, {}).get("sum")
@@ -154,8 +152,8 @@ class RowWiseAdagrad(Optimizer):
         # Runs after the user's pre-hooks, which may replace the state, and before the user's
         # post-hooks, which may read it.
         handles = (
-            self.register_load_state_dict_pre_hook(note),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
+            self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given)),
+            self.register_load_state_dict_post_hook(restore_sums, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -260,24 +258,24 @@ def _step_one(rows: _Rows, group: dict[str, Any]) -> None:
 def _step_many(rows: list[_Rows], group: dict[str, Any]) -> None:
     """As _step_one(), for several parameters of one device and dtype."""
     dtype = rows[0].sums.dtype
-    sums = [each.sums for each in rows]
-    weights = [each.parameter.to(dtype) for each in rows]
-    gradients = [each.gradient.to(dtype) for each in rows]
+    sums = [part.sums for part in rows]
+    weights = [part.parameter.to(dtype) for part in rows]
+    gradients = [part.gradient.to(dtype) for part in rows]
     if group["maximize"]:
         gradients = foreach_neg(gradients)
     if group["weight_decay"]:
         gradients = foreach_add(gradients, weights, alpha=group["weight_decay"])
     squares = foreach_mul(gradients, gradients)
-    foreach_add_(sums, [_mean_of_rows(each) for each in squares])
-    divisors = foreach_sqrt([_beside(*each) for each in zip(sums, weights, strict=True)])
+    foreach_add_(sums, [_mean_of_rows(square) for square in squares])
+    divisors = foreach_sqrt([_beside(*pair) for pair in zip(sums, weights, strict=True)])
     foreach_add_(divisors, group["eps"])
     if isinstance(rows[0].rate, Tensor):
-        gradients = foreach_mul(gradients, [-each.rate for each in rows])
+        gradients = foreach_mul(gradients, [-part.rate for part in rows])
         foreach_addcdiv_(weights, gradients, divisors)
     else:
-        foreach_addcdiv_(weights, gradients, divisors, [-each.rate for each in rows])
+        foreach_addcdiv_(weights, gradients, divisors, [-part.rate for part in rows])
     if weights[0] is not rows[0].parameter:
-        foreach_copy_([each.parameter for each in rows], weights)
+        foreach_copy_([part.parameter for part in rows], weights)
 
 
 def _step_named(rows: _Rows, group: dict[str, Any]) -> None:
@@ -338,7 +336,7 @@ def _check_options(group: dict[str, Any]) -> None:
         "maximize": (True, False),
         "capturable": (True, False),
     }.items():
-        if not any(group[name] is each for each in allowed):
+        if not any(group[name] is value for value in allowed):
             raise TypeError(
                 f"RowWiseAdagrad: {name} must be one of {', '.join(map(str, allowed))}, got"
                 f" {group[name]!r}"

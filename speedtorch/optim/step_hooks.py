@@ -52,7 +52,7 @@ def watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-class _Known:
+class _OptimizerCache:
     """Cached facts of an optimizer, so that a step need not search all its parameters.
 
     Attributes:
@@ -76,27 +76,27 @@ class _Known:
         """Becomes None in copies and pickles of an optimizer, which then need no speedtorch."""
         return type(None), ()
 
-    def of(self, optimizer: Optimizer) -> _Known:
+    def of(self, optimizer: Optimizer) -> _OptimizerCache:
         """Returns this object, or a new one for an optimizer that has a copy of the attributes."""
         if (own := self._optimizer()) is optimizer:
             return self
-        made = _Known(optimizer)
+        made = _OptimizerCache(optimizer)
         if type(own) is type(optimizer):
             made.stateless = dict(self.stateless)
         return made
 
-    def look(self, optimizer: Optimizer) -> bool:
+    def find_weights(self, optimizer: Optimizer) -> bool:
         """Finds the weights again if the parameter lists changed. Returns whether any exist."""
         if not self._is_as_before(optimizer):
             found = [(at, at[0][at[1]]) for at in places_of_weights(optimizer)]
             # A step in another thread may have replaced some weights.
-            every = zip(self.places, self.weights, strict=True)
-            found += [(at, weight) for at, weight in every if _is_lent(at, weight)]
+            known = zip(self.places, self.weights, strict=True)
+            found += [(at, weight) for at, weight in known if _is_replaced(at, weight)]
             self.places = [at for at, _ in found]
             self.weights[:] = [weight for _, weight in found]
             lists = [group["params"] for group in optimizer.param_groups]
-            self._lists = [(each, len(each)) for each in lists]
-            numbers = {id(each): number for number, each in enumerate(lists)}
+            self._lists = [(params, len(params)) for params in lists]
+            numbers = {id(params): number for number, params in enumerate(lists)}
             self.groups = [numbers[id(held)] for held, _ in self.places]
         return bool(self.places)
 
@@ -108,7 +108,7 @@ class _Known:
             if group["params"] is not held or len(held) != count:
                 return False
         for at, weight in zip(self.places, self.weights, strict=True):
-            is_there = at[0][at[1]] is weight or _is_lent(at, weight)
+            is_there = at[0][at[1]] is weight or _is_replaced(at, weight)
             if not is_there or weight._rows._weight() is not weight:
                 return False
         return True
@@ -118,22 +118,22 @@ class _Known:
         self._lists = []
 
 
-def _is_lent(at: tuple[list[Any], int], weight: RowWeight) -> bool:
+def _is_replaced(at: tuple[list[Any], int], weight: RowWeight) -> bool:
     """Whether a weight is replaced with the step's rows, as within an optimizer's step."""
     held, place = at
     return place < len(held) and held[place] is weight._rows.parameter
 
 
-_KNOWN = "_speedtorch"
-"""The optimizer's attribute that holds its _Known. A weak-key dictionary would never release the
-optimizer, because an OptimizerStep that an exception left refers to it."""
+_CACHE = "_speedtorch"
+"""The optimizer's attribute that holds its _OptimizerCache. A weak-key dictionary would never
+release the optimizer, because an OptimizerStep that an exception left refers to it."""
 
 
-def _known_of(optimizer: Optimizer) -> _Known:
+def _cache_of(optimizer: Optimizer) -> _OptimizerCache:
     attributes = vars(optimizer)
-    before: _Known = attributes.get(_KNOWN) or _Known(optimizer)
-    known = attributes[_KNOWN] = before.of(optimizer)
-    return known
+    before: _OptimizerCache = attributes.get(_CACHE) or _OptimizerCache(optimizer)
+    cache = attributes[_CACHE] = before.of(optimizer)
+    return cache
 
 
 class OptimizerStep:
@@ -145,7 +145,7 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        known: _Known,
+        cache: _OptimizerCache,
         frame: FrameType,
         *,
         is_traced: bool = False,
@@ -155,9 +155,9 @@ class OptimizerStep:
         self.is_idle = False
         self.optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame
-        self._weights, self._places, self._groups = [*known.weights], known.places, known.groups
+        self._weights, self._places, self._groups = [*cache.weights], cache.places, cache.groups
         self._rows: list[TrainedRows] = [weight._rows for weight in self._weights]
-        self._stateless = known.stateless
+        self._stateless = cache.stateless
         self._thread = threading.get_ident()
         self._lent: Callable[[], object] = lambda: None
         """Restores the optimizer's found_inf after this step."""
@@ -182,20 +182,20 @@ class OptimizerStep:
             for rows in self._rows:
                 rows.exchange.before_optimizer(self)
             self.paused = False
-            known = optimizer.state
-            for rows, weight, (held, place) in self._each():
+            states = optimizer.state
+            for rows, weight, (held, place) in self._tables():
                 if isinstance(state := rows.state, AttachedState):
                     state.begin_step(rows, weight)
-                if weight in known:  # remains there, so that the order of the state is kept
-                    known[rows.parameter] = known[weight]
+                if weight in states:  # remains there, so that the order of the state is kept
+                    states[rows.parameter] = states[weight]
                     if self._is_traced:  # torch's compiler reads the whole state
-                        del known[weight]
+                        del states[weight]
                 held[place] = rows.parameter
 
     def _check(self, *, looks_up: bool) -> None:
         """Raises an error if the optimizer cannot step the rows. The caller has their locks."""
         groups = self.optimizer.param_groups
-        for (rows, weight, _), number in zip(self._each(), self._groups, strict=True):
+        for (rows, weight, _), number in zip(self._tables(), self._groups, strict=True):
             _check(self.optimizer, rows, weight, groups[number], self._stateless)
             if not looks_up:
                 rows.exchange.steps.check_lookups()
@@ -207,7 +207,7 @@ class OptimizerStep:
         Returns whether ranks share rows. Raises this rank's own error after the report to the other
         ranks. This rank holds no lock while it waits for other ranks.
         """
-        if not (agree := [a for each in self._rows if (a := each.exchange.steps.agree_on_step)]):
+        if not (agree := [a for rows in self._rows if (a := rows.exchange.steps.agree_on_step)]):
             return False
         met: set[object] = set()
         try:
@@ -217,24 +217,25 @@ class OptimizerStep:
                 self._check(looks_up=False)
         except Exception:
             with suppress(DisagreementError):  # the caller raises this rank's own error
-                for each in agree:
-                    each(met, fails=True)
+                for report in agree:
+                    report(met, fails=True)
             raise
-        for each in agree:
-            each(met, fails=False)
+        for report in agree:
+            report(met, fails=False)
         return True
 
     def by_user(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a closure, so that the user's code sees the weights."""
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def with_weights(*args: Any, **kwargs: Any) -> Any:
+            """Runs the closure between two parts of the step."""
             self.paused = True
             self._restore()
             result = closure(*args, **kwargs)
             self.enter()
             return result
 
-        return called
+        return with_weights
 
     @in_timeline("speedtorch::after_step")
     def finish(self) -> None:
@@ -289,20 +290,20 @@ class OptimizerStep:
             return True
         return False
 
-    def _each(self) -> Iterable[tuple[TrainedRows, RowWeight, tuple[list[Any], int]]]:
+    def _tables(self) -> Iterable[tuple[TrainedRows, RowWeight, tuple[list[Any], int]]]:
         return zip(self._rows, self._weights, self._places, strict=True)
 
     def _restore(self) -> None:
         """Restores the weights in groups and state; can be repeated."""
-        known = self.optimizer.state
-        for rows, weight, (held, place) in self._each():
+        states = self.optimizer.state
+        for rows, weight, (held, place) in self._tables():
             if isinstance(state := rows.state, AttachedState):
                 state.end_step(rows, weight)
             if place < len(held) and held[place] is rows.parameter:
                 held[place] = weight
-            if (entries := known.get(rows.parameter)) is not None:
-                known[weight] = entries
-                del known[rows.parameter]
+            if (entries := states.get(rows.parameter)) is not None:
+                states[weight] = entries
+                del states[rows.parameter]
 
 
 class _Steps(threading.local):
@@ -317,11 +318,17 @@ class _Steps(threading.local):
 _steps = _Steps()
 
 
+def _end(call: OptimizerStep) -> None:
+    """Stops a call and forgets it."""
+    call.stop()
+    _forget(call)
+
+
 def _forget(call: OptimizerStep) -> None:
     """Forgets an ended call, so that the optimizer's next step does not wait for it."""
     _steps.calls.discard(call)
-    if (known := _known_of(call.optimizer)).running is call:
-        known.running = None
+    if (cache := _cache_of(call.optimizer)).running is call:
+        cache.running = None
 
 
 @not_compiled
@@ -329,11 +336,11 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     for call in [*_steps.calls]:
         if call.clean_up():
             _forget(call)
-    known = _known_of(optimizer)
-    has_weights = known.look(optimizer)  # hooks may read gradients of the weights
-    stepping.begin(optimizer, known)
+    cache = _cache_of(optimizer)
+    has_weights = cache.find_weights(optimizer)  # hooks may read gradients of the weights
+    stepping.begin(optimizer, cache)
     if has_weights and type(optimizer) not in own_steps and not is_wrapper(optimizer):
-        find_own_step(optimizer, known.weights[0]._rows)
+        find_own_step(optimizer, cache.weights[0]._rows)
 
 
 @not_compiled
@@ -371,6 +378,7 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step function, with the step's rows if it is the optimizer's own one."""
         if torch.compiler.is_compiling():
             # torch.compile breaks its graph here, and compiled code has no exception handlers.
             call, args, kwargs = begin_outside(optimizer, args, kwargs, is_traced=True)
@@ -385,7 +393,7 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             call.finish()
             return result
         finally:
-            end(call)
+            _end(call)
 
     def begin(
         optimizer: Optimizer,
@@ -394,24 +402,25 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
         *,
         is_traced: bool = False,
     ) -> tuple[OptimizerStep | None, tuple[Any, ...], dict[str, Any]]:
+        """Enters a call; returns it, or None for another function, and the step's arguments."""
         if _steps.tried is not None:
             _steps.tried.append(step)
-        known = _known_of(optimizer)
-        if known.running is not None:
-            known.running.wait()  # a step in another thread has replaced the weights
-        if not known.look(optimizer) or own_steps.get(type(optimizer)) is not step:
+        cache = _cache_of(optimizer)
+        if cache.running is not None:
+            cache.running.wait()  # a step in another thread has replaced the weights
+        if not cache.find_weights(optimizer) or own_steps.get(type(optimizer)) is not step:
             return None, args, kwargs
         frame = sys._getframe(1)
         while frame.f_code.co_name != "step" or frame.f_code.co_filename != __file__:
             assert frame.f_back is not None  # torch's compiler adds frames
             frame = frame.f_back
-        call = known.running = OptimizerStep(optimizer, known, frame, is_traced=is_traced)
+        call = cache.running = OptimizerStep(optimizer, cache, frame, is_traced=is_traced)
         _steps.calls.add(call)
-        closures = [each for each in (*args[:1], kwargs.get("closure")) if callable(each)]
+        closures = [arg for arg in (*args[:1], kwargs.get("closure")) if callable(arg)]
         try:
             call.enter(looks_up=bool(closures))
         except BaseException:
-            end(call)
+            _end(call)
             raise
         if args and callable(args[0]):
             args = (call.by_user(args[0]), *args[1:])
@@ -419,14 +428,11 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs = {**kwargs, "closure": call.by_user(closures[0])}
         return call, args, kwargs
 
-    def end(call: OptimizerStep) -> None:
-        call.stop()
-        _forget(call)
-
     def finish(call: OptimizerStep | None) -> None:
+        """Ends a traced call after its own step function."""
         if call is not None:
             call.finish()
-            end(call)
+            _end(call)
 
     reason = "the number of the step's rows changes from step to step"
     begin_outside, end_outside = never_compiled(begin, reason), never_compiled(finish, reason)
@@ -460,7 +466,7 @@ def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], obj
 
     A GradScaler skips steps with infinite gradients in the same way. Returns the undo function.
     """
-    halted = [flag for each in rows if (flag := each.exchange.memory.halted) is not None]
+    halted = [flag for row in rows if (flag := row.exchange.memory.halted) is not None]
     if not halted or not can_skip(optimizer):
         return lambda: None
     before = vars(optimizer).get(FOUND_INF)
@@ -470,6 +476,7 @@ def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], obj
     setattr(optimizer, FOUND_INF, found)
 
     def undo() -> None:
+        """Restores the previous found_inf."""
         if before is not None:
             setattr(optimizer, FOUND_INF, before)
         else:
@@ -483,11 +490,11 @@ def _check(
     rows: TrainedRows,
     parameter: RowWeight,
     group: Mapping[str, Any],
-    known: dict[int, dict[str, Any]],
+    stateless: dict[int, dict[str, Any]],
 ) -> None:
     """Raises an error, before any step, if the optimizer must not step the rows.
 
-    `group` has the parameter. `known` maps id() of a weight to the settings with which the
+    `group` has the parameter. `stateless` maps id() of a weight to the settings with which the
     optimizer keeps no per-row state.
     """
     state = state_of(rows)
@@ -499,7 +506,7 @@ def _check(
             )
         state.before_step(optimizer, group)
         return
-    if (before := known.get(id(parameter))) is not None:  # usually no setting has changed
+    if (before := stateless.get(id(parameter))) is not None:  # usually no setting has changed
         for name in optimizer.defaults:
             if group.get(name) is not before.get(name) and name != "lr":
                 break
@@ -511,8 +518,8 @@ def _check(
         return
     if kept := probe_optimizer(optimizer, parameter).row_state:
         kept_of = f"{type(optimizer).__name__} keeps {', '.join(kept)} of each row of {rows.name}"
-        others = [state_of(other) for other in rows_held_by(optimizer)]
-        if any(other is not None and other.optimizer() is optimizer for other in others):
+        attached = [state for held in rows_held_by(optimizer) if (state := state_of(held))]
+        if any(state.optimizer() is optimizer for state in attached):
             raise RuntimeError(
                 f"{kept_of}, but is attached only to other tables. Nothing was stepped. Call"
                 " speedtorch.attach(optimizer, model) again with a model that has this table. The"
@@ -522,4 +529,4 @@ def _check(
             f"{kept_of}, but is not attached. Call speedtorch.attach(optimizer, model) once before"
             " the first step. Nothing was stepped."
         )
-    known[id(parameter)] = settings
+    stateless[id(parameter)] = settings

@@ -33,7 +33,7 @@ _SHOWN = ("state_dict", "load_state_dict")
 @lru_cache(maxsize=64)
 def _kinds(kind: type) -> frozenset[str]:
     """Names of a class and its base classes."""
-    return frozenset(each.__name__ for each in kind.__mro__)
+    return frozenset(base.__name__ for base in kind.__mro__)
 
 
 def _within(optimizer: Any) -> list[Any]:
@@ -42,7 +42,7 @@ def _within(optimizer: Any) -> list[Any]:
     if kinds & _WRAPPERS:
         return [optimizer.optimizer]
     if _COMBINED in kinds:
-        return [each for _, each in optimizer.optimizers]
+        return [inner for _, inner in optimizer.optimizers]
     if _KEYED in kinds and "_optimizer" in vars(optimizer):
         return [optimizer._optimizer]
     return []
@@ -56,17 +56,17 @@ def is_wrapper(optimizer: Optimizer) -> bool:
 def _tree(optimizer: Any) -> Iterator[Any]:
     """Yields an optimizer and all optimizers that it wraps, at any depth."""
     yield optimizer
-    for each in _within(optimizer):
-        yield from _tree(each)
+    for inner in _within(optimizer):
+        yield from _tree(inner)
 
 
 def stepped_by(optimizer: Any) -> list[Optimizer]:
     """Returns the wrapped optimizers that keep state; TypeError if one is no torch optimizer."""
-    found = [each for each in _tree(optimizer) if not _within(each)]
-    for each in found:
-        if not isinstance(each, Optimizer):
+    found = [inner for inner in _tree(optimizer) if not _within(inner)]
+    for inner in found:
+        if not isinstance(inner, Optimizer):
             raise TypeError(
-                f"expected a torch.optim.Optimizer, got {type(each).__name__}. If it wraps an"
+                f"expected a torch.optim.Optimizer, got {type(inner).__name__}. If it wraps an"
                 " optimizer, attach that optimizer before wrapping it."
             )
     return found
@@ -87,12 +87,12 @@ def optimizers_within(given: Iterable[Any]) -> list[Optimizer]:
     Raises TypeError if an argument is no optimizer, ValueError for duplicates.
     """
     found = []
-    for each in given:
-        if not isinstance(each, Optimizer) and not is_wrapper(each):
+    for outer in given:
+        if not isinstance(outer, Optimizer) and not is_wrapper(outer):
             raise TypeError(
-                f"optimizer: expected a torch.optim.Optimizer, got {type(each).__name__}"
+                f"optimizer: expected a torch.optim.Optimizer, got {type(outer).__name__}"
             )
-        found += stepped_by(each)
+        found += stepped_by(outer)
     if len(set(map(id, found))) < len(found):
         raise ValueError("optimizer: one optimizer occurs twice")
     return found
@@ -105,19 +105,19 @@ def show_all_rows(wrapper: Any, saved: Mapping[Optimizer, SavedState]) -> None:
     makes. An interrupted load leaves a part of the state loaded.
     """
     shown = _Shown(saved)
-    for each in _keyed(wrapper):
-        vars(each).update({name: partial(getattr(shown, name), each) for name in _SHOWN})
+    for keyed in _keyed(wrapper):
+        vars(keyed).update({name: partial(getattr(shown, name), keyed) for name in _SHOWN})
 
 
 def show_held_rows(wrapper: Any) -> None:
     """Undoes show_all_rows()."""
-    for each in _keyed(wrapper):
+    for keyed in _keyed(wrapper):
         for name in _SHOWN:
-            vars(each).pop(name, None)
+            vars(keyed).pop(name, None)
 
 
 def _keyed(wrapper: Any) -> list[Any]:
-    return [each for each in _tree(wrapper) if _within(each) and _KEYED in _kinds(each.__class__)]
+    return [o for o in _tree(wrapper) if _within(o) and _KEYED in _kinds(o.__class__)]
 
 
 class _Shown:
@@ -133,22 +133,24 @@ class _Shown:
         )
 
     def state_dict(self, wrapper: Any) -> dict[str, Any]:
-        shown = {kept: each.shown(kept, to_write=False) for kept, each in self._saved.items()}
+        """As the wrapper's method, with the state of all rows."""
+        shown = {kept: saved.shown(kept, to_write=False) for kept, saved in self._saved.items()}
         state: dict[str, Any] = type(wrapper).state_dict(_stand_in(wrapper, shown))
         return state
 
     def load_state_dict(self, wrapper: Any, state_dict: Mapping[str, Any]) -> None:
-        shown = {kept: each.shown(kept, to_write=True) for kept, each in self._saved.items()}
+        """As the wrapper's method, with the state of all rows, which the tables then adopt."""
+        shown = {kept: saved.shown(kept, to_write=True) for kept, saved in self._saved.items()}
         type(wrapper).load_state_dict(_stand_in(wrapper, shown), state_dict)
-        for kept, each in self._saved.items():
-            each.was_written(shown[kept])
+        for kept, saved in self._saved.items():
+            saved.was_written(shown[kept])
 
 
 def _stand_in(wrapper: Any, shown: Mapping[Optimizer, Mapping[Any, Any]]) -> Any:
     """Copies a wrapper, with `shown` as the state of its optimizers."""
     own = {name: value for name, value in vars(wrapper).items() if name not in _SHOWN}
     if _COMBINED in _kinds(wrapper.__class__):
-        own["_optims"] = [(name, _stand_in(each, shown)) for name, each in wrapper.optimizers]
+        own["_optims"] = [(name, _stand_in(inner, shown)) for name, inner in wrapper.optimizers]
     elif not (within := _within(wrapper)):
         return wrapper
     elif within[0] in shown:

@@ -71,9 +71,9 @@ def test_numbers_that_a_scheduler_changes_need_no_probe(monkeypatch: pytest.Monk
     def no(*_: Any) -> None:
         raise AssertionError("probed")
 
-    monkeypatch.setattr("speedtorch.optim.lent_state.probe_optimizer", no)
+    monkeypatch.setattr("speedtorch.optim.step_state.probe_optimizer", no)
     step(ours, adam, IDS)
-    monkeypatch.setattr("speedtorch.optim.lent_state.learn_state", no)
+    monkeypatch.setattr("speedtorch.optim.step_state.learn_state", no)
     for _ in range(3):
         schedule.step()
         step(ours, adam, IDS)

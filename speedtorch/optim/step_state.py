@@ -1,4 +1,4 @@
-"""LentState: replaces the state of all rows with the step's rows while an optimizer steps."""
+"""StepState: replaces the state of all rows with the step's rows while an optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from speedtorch.optim.probe import OptimizerProbe, learn_state, probe_optimizer
 from speedtorch.step.row_weight import RowWeight, dense
 from speedtorch.step.trained_rows import TrainedRows
 
-__all__ = ["LentState", "listed"]
+__all__ = ["StepState", "listed"]
 
 
-class LentState:
+class StepState:
     """The per-row state of one table. The optimizer's own step function sees the step's rows."""
 
     def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
@@ -31,9 +31,9 @@ class LentState:
         """Whether a step has run or stepped state was loaded; `optimizer.state` has it then."""
         self._held: list[Tensor] = []
         """The state of the step's rows."""
-        self._aside: dict[str, Any] = {}
+        self._entries_before: dict[str, Any] = {}
         """The optimizer's entries from before its own step function."""
-        self._is_lent = False
+        self._is_replaced = False
         """Whether the optimizer's entries certainly are the state of the step's rows."""
         self._entries: dict[str, Any] = {}
         self._settings = settings_of(optimizer, rows.weight)
@@ -77,7 +77,7 @@ class LentState:
         held = []
         for name, before in zip(self.names, self._held, strict=True):
             value = entries.get(name)
-            if isinstance(value, RowWeight) or (value is None and not self._is_lent):
+            if isinstance(value, RowWeight) or (value is None and not self._is_replaced):
                 value = before  # interrupted before begin_step() or after end_step()
             if not isinstance(value, Tensor):
                 raise self._lost(name)
@@ -120,7 +120,7 @@ class LentState:
 
         The returned view keeps the rows alive, so this object must not refer to the view.
         """
-        before = self._aside.get(name)
+        before = self._entries_before.get(name)
         if isinstance(before, RowWeight):
             return before
         return RowWeight.of(rows, rows, field=name)
@@ -179,10 +179,10 @@ class LentState:
         if self.names:
             entries = optimizer.state.get(weight)
             entries = {} if entries is None else entries
-            lent = self._missing(entries) | dict(zip(self.names, self._held, strict=True))
-            self._aside = {name: entries.get(name) for name in self.names}
-            optimizer.state.setdefault(weight, {}).update(lent)
-            self._is_lent = True
+            of_step = self._missing(entries) | dict(zip(self.names, self._held, strict=True))
+            self._entries_before = {name: entries.get(name) for name in self.names}
+            optimizer.state.setdefault(weight, {}).update(of_step)
+            self._is_replaced = True
         self._has_stepped = True
 
     def end_step(self, rows: TrainedRows, weight: RowWeight) -> None:
@@ -196,7 +196,7 @@ class LentState:
             self._take_step(entries)
             entries.update({name: self._of_all(rows, name) for name in self.names})
             self._keep(entries)
-            self._is_lent, self._aside = False, {}
+            self._is_replaced, self._entries_before = False, {}
 
     def begin_replay(self) -> None:
         """Marks the state as stepped, before a CUDA graph steps the rows."""
