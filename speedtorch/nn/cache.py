@@ -53,17 +53,17 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
     if not isinstance(module, nn.Module):
         given = f"{type(module).__name__}, {type(nbytes).__name__}"
         raise TypeError(f"cache: expected an nn.Module and bytes, in this order, got {given}")
-    modules = [each for each in module.modules() if isinstance(each, RowModule)]
+    modules = [child for child in module.modules() if isinstance(child, RowModule)]
     if not modules:
         raise ValueError(
             f"cache: {type(module).__name__} has no speedtorch.Embedding, EmbeddingBag or"
             " collection in it"
         )
-    for each in modules:  # check all modules before the first changes
-        each.trained_rows.exchange.memory.refuse_if_captured("changing its cache")
+    for row_module in modules:  # check all modules before the first changes
+        row_module.trained_rows.exchange.memory.refuse_if_captured("changing its cache")
     if nbytes is None:
-        for each in modules:
-            each.set_cache(None)
+        for row_module in modules:
+            row_module.set_cache(None)
         return
     share_cache(modules, CacheBudget(bytes_of("nbytes", nbytes)))
 

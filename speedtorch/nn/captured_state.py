@@ -24,7 +24,7 @@ from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import as_plain
 
-__all__ = ["CapturedState", "kept_as_before"]
+__all__ = ["CapturedState", "restored_afterwards"]
 
 _Entries = dict[str, Any]
 
@@ -37,14 +37,15 @@ class _Captured(NamedTuple):
     of_parameters: dict[Tensor, dict[str, Tensor]]
     of_groups: list[dict[str, Tensor]]
 
-    def is_there(self, optimizer: Optimizer) -> bool:
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the dicts of the capture and the graph's tensors in them."""
         state, groups = optimizer.state, optimizer.param_groups
         if state is not self.state or groups is not self.groups:
             return False
         return len(state) == len(self.of_parameters) and all(
-            group.get(name) is each
+            group.get(name) is tensor
             for group, own in zip(groups, self.of_groups, strict=False)
-            for name, each in own.items()
+            for name, tensor in own.items()
         )
 
 
@@ -63,16 +64,16 @@ class CapturedState:
         tables: Sequence[TrainedRows],
     ) -> None:
         self._modules, self._optimizers = nn.ModuleList(modules), optimizers
-        self._tables = {id(each.weight): each for each in tables}
-        self._own = [self._captured(each) for each in optimizers]
+        self._tables = {id(rows.weight): rows for rows in tables}
+        self._own = [self._captured(optimizer) for optimizer in optimizers]
         self._moved = times_moved()
         self._tensors = self._named()
-        self._places = {name: each.data_ptr() for name, each in self._tensors.items()}
+        self._places = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
     def _named(self) -> dict[str, Tensor]:
         found = state_tensors(self._modules, self._optimizers).of
         of = {**found["weights"], **found["optimizer"]}
-        return {name: each for name, each in of.items() if each.is_cuda}
+        return {name: tensor for name, tensor in of.items() if tensor.is_cuda}
 
     def _captured(self, optimizer: Optimizer) -> _Captured:
         own = {
@@ -84,7 +85,7 @@ class CapturedState:
             optimizer.state,
             groups,
             {parameter: _tensors_in(of) for parameter, of in own.items()},
-            [_tensors_in(each) for each in groups],
+            [_tensors_in(group) for group in groups],
         )
 
     def _names_of_rows(self, parameter: Tensor) -> tuple[str, ...]:
@@ -100,7 +101,7 @@ class CapturedState:
         has changed then.
         """
         for number, (optimizer, own) in enumerate(zip(self._optimizers, self._own, strict=True)):
-            if not own.is_there(optimizer):
+            if not own.is_current(optimizer):
                 self._take_over(optimizer, own)
                 self._own[number] = self._captured(optimizer)
         if self._moved != times_moved():
@@ -108,8 +109,8 @@ class CapturedState:
 
     def _take_over(self, optimizer: Optimizer, own: _Captured) -> None:
         given = {
-            each: {n: v for n, v in optimizer.state.get(each, {}).items() if v is not None}
-            for each in own.of_parameters
+            param: {n: v for n, v in optimizer.state.get(param, {}).items() if v is not None}
+            for param in own.of_parameters
         }
         groups = optimizer.param_groups
         if len(groups) != len(own.of_groups):
@@ -117,7 +118,7 @@ class CapturedState:
                 f"graphed: {type(optimizer).__name__} had {len(own.of_groups)} parameter groups at"
                 f" the capture and has {len(groups)} now. Call graphed() again."
             )
-        pairs = [(given[each], tensors) for each, tensors in own.of_parameters.items()]
+        pairs = [(given[parameter], tensors) for parameter, tensors in own.of_parameters.items()]
         for now, tensors in (*pairs, *zip(groups, own.of_groups, strict=True)):
             _check_fits(optimizer, now, tensors)
         with torch.no_grad(), as_plain():
@@ -144,7 +145,7 @@ class CapturedState:
 
 
 def _tensors_in(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: each for name, each in entries.items() if isinstance(each, Tensor)}
+    return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
 
 
 def _check_fits(
@@ -186,21 +187,22 @@ def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def kept_as_before(
+def restored_afterwards(
     modules: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     memories: Mapping[TrainedRows, FixedMemory],
 ) -> Iterator[None]:
     """Restores rows, parameters, optimizer state and random states after the block."""
     device = next(iter(memories.values())).held.device
-    held = {id(each.weight) for each in memories}
-    others = [p for each in modules for p in (*each.parameters(), *each.buffers())]
-    others += [p for each in optimizers for group in each.param_groups for p in group["params"]]
-    tensors = {id(p): p for p in others if id(p) not in held}
+    held = {id(rows.weight) for rows in memories}
+    own = [p for module in modules for p in (*module.parameters(), *module.buffers())]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    own += [p for group in groups for p in group["params"]]
+    tensors = {id(p): p for p in own if id(p) not in held}
     before = {key: (p, p.detach().clone()) for key, p in tensors.items()}
     states = [
-        {p: {n: snapshot(v) for n, v in _own(of).items()} for p, of in each.state.items()}
-        for each in optimizers
+        {p: {n: snapshot(v) for n, v in _own(of).items()} for p, of in optimizer.state.items()}
+        for optimizer in optimizers
     ]
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
     with as_plain():
@@ -223,7 +225,7 @@ def kept_as_before(
 
 def _own(entries: _Entries) -> _Entries:
     """Returns the entries except state of all rows, which the table has."""
-    return {name: each for name, each in entries.items() if not isinstance(each, RowWeight)}
+    return {name: value for name, value in entries.items() if not isinstance(value, RowWeight)}
 
 
 def _put_back(optimizer: Optimizer, known: dict[Tensor, _Entries], held: set[int]) -> None:

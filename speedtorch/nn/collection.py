@@ -61,11 +61,11 @@ class TableCollection(nn.Module):
     ) -> None:
         super().__init__()
         tables = list(tables)
-        described = [Table.of(each) for each in tables]
-        self._configs = [_with_features(*each) for each in zip(tables, described, strict=True)]
+        described = [Table.of(config) for config in tables]
+        self._configs = [_with_features(*pair) for pair in zip(tables, described, strict=True)]
         if not described:
             raise ValueError(f"{type(self).__name__}: tables: expected one or more, got none")
-        twice = [name for name, n in Counter(each.name for each in described).items() if n > 1]
+        twice = [name for name, n in Counter(table.name for table in described).items() if n > 1]
         if twice:
             raise ValueError(f"{type(self).__name__}: two tables have the name {twice[0]!r}")
         by_group: dict[tuple[object, ...], list[Table]] = {}
@@ -73,8 +73,8 @@ class TableCollection(nn.Module):
             kind = (table.group, table.columns, table.dtype)
             by_group.setdefault(kind, []).append(table)
         of_all = (device, memory, freeze, capacity, stored, rounding)
-        groups = [TableGroup(some, *of_all) for some in by_group.values()]
-        setattr(self, self._kept_as, Tables(groups, [each.name for each in described]))
+        groups = [TableGroup(members, *of_all) for members in by_group.values()]
+        setattr(self, self._kept_as, Tables(groups, [table.name for table in described]))
         self._names = _result_names(described)
         self._places = self._placed(described)
         self._features = frozenset(key for table in described for key in table.features)
@@ -131,7 +131,7 @@ class TableCollection(nn.Module):
             sources = [self._source(group, features) for group in groups]
             # Bad input raises before any row is copied. The lookups check ids on a GPU, and the ids
             # of a single group.
-            read = [group.ids_of(each) for group, each in zip(groups, sources, strict=True)]
+            read = [group.ids_of(source) for group, source in zip(groups, sources, strict=True)]
         except Exception as error:
             fail(groups, error)
             raise
@@ -160,12 +160,12 @@ class TableCollection(nn.Module):
         """Returns the row ids by group that prefetch plans for the features of its lookups."""
         several = isinstance(features, list | tuple) and not hasattr(features, "keys")
         lookups = features if several else [features]
-        for each in lookups:
-            self._check_features(each)
+        for lookup in lookups:
+            self._check_features(lookup)
         return {
             group: [
-                group.checked(group.ids_of(self._source(group, each), planned=True)).rows
-                for each in lookups
+                group.checked(group.ids_of(self._source(group, lookup), planned=True)).rows
+                for lookup in lookups
             ]
             for group in self._groups()
         }
@@ -227,11 +227,11 @@ class TableCollection(nn.Module):
         after = [*before[:at], config, *before[at + 1 :]]
         table = Table.of(config)
 
-        def follow() -> None:
-            is_larger = table in group.ranges.tables
-            self._configs = after if is_larger else before
+        def update_configs() -> None:
+            """Sets the configs of the current tables, also after an undone resize."""
+            self._configs = after if table in group.ranges.tables else before
 
-        group.resize_table(table, rows, follow)
+        group.resize_table(table, rows, update_configs)
         return self
 
     def group_of(self, name: str) -> TableGroup:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtorch.nn.captured_state import CapturedState, kept_as_before
+from speedtorch.nn.captured_state import CapturedState, restored_afterwards
 from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.optimizer_copy import settings_of
@@ -41,8 +41,8 @@ class GraphedStep(ABC):
     ) -> None:
         self._step = step
         self._optimizers = optimizers
-        self._asked = modules_with_ids(modules)
-        self._named = {} if next_ids is None else ids_of_modules(next_ids, self._asked)
+        self._modules = modules_with_ids(modules)
+        self._named = self._by_module(next_ids)
         self._settings = self._numbers()
 
     def _numbers(self) -> list[list[dict[str, Any]]]:
@@ -77,7 +77,10 @@ class GraphedStep(ABC):
             )
         if next_ids is not None and not self._named:
             raise ValueError("graphed: next_ids need an example. Pass next_ids= to graphed() too.")
-        return self._train(batch, {} if next_ids is None else ids_of_modules(next_ids, self._asked))
+        return self._train(batch, self._by_module(next_ids))
+
+    def _by_module(self, next_ids: Any) -> dict[RowModule, list[Tensor]]:
+        return {} if next_ids is None else ids_of_modules(next_ids, self._modules)
 
     @abstractmethod
     def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
@@ -108,11 +111,11 @@ class _Captured(GraphedStep):
         self._device = next(iter(memories.values())).held.device
         self._inputs = tree_map(self._own, example)
         self._next = {
-            module: [self._own(each) for each in parts] for module, parts in self._named.items()
+            module: [self._own(ids) for ids in parts] for module, parts in self._named.items()
         }
         # Autograd nodes of an eager step in a reference cycle would belong to that step's stream.
         gc.collect()
-        with kept_as_before(modules, optimizers, memories):
+        with restored_afterwards(modules, optimizers, memories):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             # Each stream reads what the other wrote before, so each waits for the other.
             side.wait_stream(torch.cuda.current_stream(self._device))
@@ -124,7 +127,7 @@ class _Captured(GraphedStep):
         self._graph = torch.cuda.CUDAGraph()
         # Capture on the stream of the warm-ups: autograd nodes that are still alive belong to it.
         with (
-            _told_apart(),
+            _explained_isolation(),
             capturing(self._graph, side),
             ExitStack() as foreseen,
         ):
@@ -158,8 +161,8 @@ class _Captured(GraphedStep):
         for module, parts in following.items():
             own = self._next.get(module, [])
             if len(own) == len(parts) and all(map(_alike, own, parts)):
-                for each, ids in zip(own, parts, strict=True):
-                    _send(ids, each)
+                for own_ids, given_ids in zip(own, parts, strict=True):
+                    _send(given_ids, own_ids)
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
         """Whether a batch has the structure, shapes and dtypes of the graph's inputs."""
@@ -168,26 +171,26 @@ class _Captured(GraphedStep):
 
 
 @contextmanager
-def _told_apart() -> Iterator[None]:
+def _explained_isolation() -> Iterator[None]:
     """Replaces CUDA's capture error by an error with the remedy if an earlier step is alive."""
     try:
         yield
     except RuntimeError as error:
-        told: BaseException | None = error
-        while told is not None:
-            if any(name in str(told) for name in _ISOLATION):
+        cause: BaseException | None = error
+        while cause is not None:
+            if any(name in str(cause) for name in _ISOLATION):
                 raise RuntimeError(
                     "graphed: the step waits for work outside of the capture, such as an earlier"
                     " step whose loss, output or exception is still alive. Release these objects"
                     " first (del loss, or loss.detach())."
                 ) from error
-            told = told.__context__
+            cause = cause.__context__
         raise
 
 
 def _without_nodes(result: Any) -> Any:
     """Detaches the tensors of a step's result from autograd."""
-    return tree_map(lambda each: each.detach() if _is_tensor(each) else each, result)
+    return tree_map(lambda value: value.detach() if _is_tensor(value) else value, result)
 
 
 def _is_tensor(given: Any) -> TypeGuard[Tensor]:
@@ -223,29 +226,30 @@ def _listed(argument: str, given: object, kind: type[_Kind]) -> list[_Kind]:
     several = list(given) if isinstance(given, Iterable) else []
     if isinstance(given, kind):
         several = [given]
-    elif not isinstance(given, Iterable) or not all(isinstance(each, kind) for each in several):
+    elif not isinstance(given, Iterable) or not all(isinstance(item, kind) for item in several):
         raise TypeError(f"{argument}: expected {kind.__name__} or a list of them, got {given!r}")
     return several
 
 
 def _memories_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedMemory]:
     memories: dict[TrainedRows, FixedMemory] = {}
-    found = [each for module in modules for each in module.modules() if isinstance(each, RowModule)]
-    for each in found:
-        name, memory = each.trained_rows.name, each.trained_rows.exchange.memory
+    children = [child for module in modules for child in module.modules()]
+    found = [child for child in children if isinstance(child, RowModule)]
+    for module in found:
+        name, memory = module.trained_rows.name, module.trained_rows.exchange.memory
         if not isinstance(memory, FixedMemory):
             raise ValueError(f"graphed: {name} has no capacity. Build it with capacity=.")
-        if each.lookups is not each.trained_rows:
+        if module.lookups is not module.trained_rows:
             raise NotImplementedError(
                 f"graphed: the rows of {name} are sharded among ranks, and a CUDA graph cannot"
                 " contain exchanges between ranks. Train without graphed()."
             )
-        memories[each.trained_rows] = memory
+        memories[module.trained_rows] = memory
     if not found:
         raise ValueError(
             "graphed: modules have no speedtorch.Embedding, EmbeddingBag or collection"
         )
-    on_cpu = [each.name for each in memories if not each.parameter.is_cuda]
+    on_cpu = [rows.name for rows in memories if not rows.parameter.is_cuda]
     if 0 < len(on_cpu) < len(memories):
         raise ValueError(
             f"graphed: the rows of {on_cpu[0]} are on the CPU and other rows are on a GPU. A CUDA"
@@ -315,6 +319,6 @@ def graphed(
     modules = _listed("modules", modules, nn.Module)
     optimizers = _listed("optimizers", optimizers, Optimizer)
     memories = _memories_of(modules)
-    if all(each.parameter.is_cpu for each in memories):
+    if all(rows.parameter.is_cpu for rows in memories):
         return _Uncaptured(step, modules, optimizers, next_ids)
     return _Captured(step, example, modules, optimizers, next_ids, memories)

@@ -63,8 +63,8 @@ class Source(NamedTuple):
         parts, sizes = self.tensors, self.sizes
         if sizes is None or (device.type != "cpu" and len({*sizes}) > 1):
             return _joined(self.parts(), self.samples, device)
-        if not len({*sizes}) == len({each.dim() for each in parts}) == 1:
-            parts = [each.reshape(-1) for each in parts]
+        if not len({*sizes}) == len({ids.dim() for ids in parts}) == 1:
+            parts = [ids.reshape(-1) for ids in parts]
         ids = _moved(parts, device).reshape(-1).contiguous()
         if device.type == "cpu":
             # A new tensor for each lookup, which may run in another mode, such as inference mode.
@@ -79,7 +79,7 @@ class Source(NamedTuple):
     def weights(self, device: torch.device) -> Tensor:
         """Returns the weight of each id on a device."""
         factors = [part.weights for part in self.parts() if part.weights is not None]
-        return torch.cat([each.reshape(-1).to(device, non_blocking=True) for each in factors])
+        return torch.cat([weights.reshape(-1).to(device, non_blocking=True) for weights in factors])
 
 
 class _Bags(NamedTuple):
@@ -99,7 +99,7 @@ def read_features(given: Features, wanted: list[str], name: str, *, weighted: bo
     """
     if isinstance(given, Mapping):
         return _of_dict(given, wanted, name, weighted)
-    if all(callable(getattr(given, each, None)) for each in ("keys", "values", "offsets")):
+    if all(callable(getattr(given, method, None)) for method in ("keys", "values", "offsets")):
         return _of_keyed(given, wanted, name, weighted)
     raise TypeError(
         f"{name}: expected a dict of features or a keyed jagged tensor, got {type(given).__name__}."
@@ -135,6 +135,7 @@ def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Sourc
 
     @cache
     def parts() -> list[_Bags]:
+        """Returns the bags of the wanted features in order."""
         if wanted == keys:
             return [_Bags(ids, offsets, bags, weights)]
         # Reads the first position of each feature's ids, which waits for a GPU.
@@ -143,9 +144,9 @@ def _of_keyed(given: Any, wanted: list[str], name: str, weighted: bool) -> Sourc
         made = []
         for first, last in _runs([at[key] for key in wanted]):
             begin, end = begins[first], begins[last + 1]
-            some = offsets[first * samples : (last + 1) * samples + 1] - begin
+            own_offsets = offsets[first * samples : (last + 1) * samples + 1] - begin
             factors = None if weights is None else weights[begin:end]
-            made.append(_Bags(ids[begin:end], some, len(some) - 1, factors))
+            made.append(_Bags(ids[begin:end], own_offsets, len(own_offsets) - 1, factors))
         return made
 
     return Source([ids, offsets], tuple(keys), samples, parts)
@@ -171,18 +172,18 @@ def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: b
     if len({part.bags for part in parts}) > 1:
         samples = {key: part.bags for key, part in zip(wanted, parts, strict=True)}
         raise ValueError(f"{name}: features must have equal numbers of samples, got {samples}")
-    tensors = [each for part in parts for each in part[:2] if isinstance(each, Tensor)]
+    tensors = [tensor for part in parts for tensor in part[:2] if isinstance(tensor, Tensor)]
     form = tuple(isinstance(part.offsets, Tensor) for part in parts)
     return Source(tensors, form, parts[0].bags, lambda: parts)
 
 
 def _sizes_of(values: list[Any]) -> tuple[int, ...] | None:
     """Returns each feature's bag size; None unless all are valid tensors of ids without offsets."""
-    if {*map(type, values)} != {Tensor} or {each.layout for each in values} != {torch.strided}:
+    if {*map(type, values)} != {Tensor} or {ids.layout for ids in values} != {torch.strided}:
         return None
-    shapes = [each.shape for each in values]
+    shapes = [ids.shape for ids in values]
     kinds = {*shapes}  # usually a single shape
-    if not ({each.dtype for each in values} <= ID_DTYPES and {*map(len, kinds)} <= {1, 2}):
+    if not ({ids.dtype for ids in values} <= ID_DTYPES and {*map(len, kinds)} <= {1, 2}):
         return None
     if len({shape[0] for shape in kinds}) > 1:
         return None
@@ -237,8 +238,8 @@ def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) ->
 @lru_cache(maxsize=4)  # an entry of a large batch takes megabytes
 def _even_offsets(sizes: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]:
     """Returns offsets of `samples` bags for each size. Callers share them and must not write."""
-    every = np.repeat([0, *sizes], [1, *[samples] * len(sizes)])
-    return every.cumsum(dtype=np.int64)
+    steps = np.repeat([0, *sizes], [1, *[samples] * len(sizes)])
+    return steps.cumsum(dtype=np.int64)
 
 
 def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagged:
@@ -253,18 +254,18 @@ def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagge
         offsets = torch.arange(bags + 1, device=device)
         offsets = offsets if per_bag == 1 else offsets * per_bag
     else:
-        pieces, begin = [], 0
+        offset_parts, begin = [], 0
         for part in parts:
-            each = part.offsets
-            if isinstance(each, int):
-                each = torch.arange(part.bags, device=part.ids.device) * each
-            pieces.append(each[: part.bags] + begin)
+            part_offsets = part.offsets
+            if isinstance(part_offsets, int):
+                part_offsets = torch.arange(part.bags, device=part.ids.device) * part_offsets
+            offset_parts.append(part_offsets[: part.bags] + begin)
             begin += part.ids.numel()
-        pieces.append(torch.full((1,), begin, device=pieces[-1].device))
-        offsets = _moved(pieces, device)
+        offset_parts.append(torch.full((1,), begin, device=offset_parts[-1].device))
+        offsets = _moved(offset_parts, device)
     begins = None
     if samples and all(part.bags == samples for part in parts):
-        begins = [0, *accumulate(each.numel() for each in flat)]
+        begins = [0, *accumulate(ids.numel() for ids in flat)]
     offsets = offsets.to(torch.int64).contiguous()
     return Jagged(ids.contiguous(), offsets, samples, begins)
 
@@ -368,16 +369,16 @@ class JaggedRows:
         ids, has_ids = self.weights_or_none(), self._group.ids is not None
         rows, offsets = self.values(), self.offsets()
         given = (rows, offsets, offsets[:0] if ids is None else ids)
-        rows, offsets, ids = (each.to(device, non_blocking=non_blocking) for each in given)
+        rows, offsets, ids = (tensor.to(device, non_blocking=non_blocking) for tensor in given)
         jagged = Jagged(ids, offsets, len(offsets) - 1, [0, len(rows)])
         return JaggedRows(GroupRows(rows, jagged, 1, has_ids=has_ids), 0)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keeps the tensors' memory until the work queued so far on `stream` is done."""
         group = self._group
-        for each in (group.rows, group.jagged.offsets, group.ids):
-            if each is not None:
-                each.record_stream(stream)
+        for tensor in (group.rows, group.jagged.offsets, group.ids):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
     def to_dense(self) -> list[Tensor]:
         """The rows of each sample: `[ids of the sample, columns]`."""
@@ -442,8 +443,8 @@ class RowsByFeature(dict[str, JaggedRows]):
         """
         if len(self._rows) == 1:
             return self._rows[0]
-        parts = [each.values() for each in self.values()]
-        if len({each.shape[1] for each in parts}) > 1:
+        parts = [feature.values() for feature in self.values()]
+        if len({rows.shape[1] for rows in parts}) > 1:
             raise ValueError("rows(): the tables differ in columns. Read features by name.")
         return torch.cat(parts)
 
@@ -471,7 +472,7 @@ class KeyedFeatures:
     def values(self) -> Tensor:
         """Concatenates all features: `[samples, columns of all]`."""
         if self._whole is None:
-            self._whole = torch.cat([each for _, each in self.items()], 1)
+            self._whole = torch.cat([rows for _, rows in self.items()], 1)
         return self._whole
 
     def key_dim(self) -> int:
@@ -498,8 +499,8 @@ class KeyedFeatures:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keeps the result's memory until the work queued so far on `stream` is done."""
-        for each in (*self._parts, self.values()):
-            each.record_stream(stream)
+        for tensor in (*self._parts, self.values()):
+            tensor.record_stream(stream)
 
     def __getitem__(self, key: str) -> Tensor:
         """Returns the pooled rows of a feature, `[samples, columns]`."""

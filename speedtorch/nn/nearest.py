@@ -88,8 +88,8 @@ def nearest_neighbors(
             # Write into existing tensors: allocations between scores would fragment the heap.
             count = max(1, _SCORES // len(held))
             for begin in range(0, len(wanted), count):
-                some = slice(begin, begin + count)
-                values[some], places[some] = _largest(wanted[some] @ held.T, k)
+                chunk = slice(begin, begin + count)
+                values[chunk], places[chunk] = _largest(wanted[chunk] @ held.T, k)
             scores = torch.cat([scores, values], dim=1)
             ids = torch.cat([ids, places + first], dim=1)
             # The stable sort puts lower ids first among equal scores, within and across blocks.
@@ -112,8 +112,8 @@ def _check_queries(emb: Readable, queries: object) -> None:
     columns = emb.embedding_dim
     if queries.layout != torch.strided or queries.dim() != 2 or queries.shape[1] != columns:
         shape, layout = [*queries.shape], queries.layout
-        one = ". For a single vector, pass queries[None]." if queries.dim() == 1 else ""
-        raise ValueError(f"queries: expected dense [q, {columns}], got {shape} of {layout}{one}")
+        remedy = ". For a single vector, pass queries[None]." if queries.dim() == 1 else ""
+        raise ValueError(f"queries: expected dense [q, {columns}], got {shape} of {layout}{remedy}")
 
 
 def _directions(vectors: Tensor) -> Tensor:

@@ -41,12 +41,12 @@ class Prefetch(Generic[_Batch]):
     def __init__(
         self,
         loader: Iterable[_Batch],
-        asked: list[RowModule | TableCollection],
+        named_modules: list[RowModule | TableCollection],
         modules: list[RowModule],
         ids: _IdsOf,
     ) -> None:
         self._loader = loader
-        self._asked = asked
+        self._named_modules = named_modules
         self._modules = modules
         self._ids = ids
 
@@ -55,7 +55,7 @@ class Prefetch(Generic[_Batch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        shown = [f"{type(each).__name__}({each.extra_repr()})" for each in self._modules[:3]]
+        shown = [f"{type(module).__name__}({module.extra_repr()})" for module in self._modules[:3]]
         if more := len(self._modules) - len(shown):
             shown.append(f"{more} more")
         return f"{type(self).__name__}({type(self._loader).__name__}; {', '.join(shown)})"
@@ -98,14 +98,14 @@ class Prefetch(Generic[_Batch]):
     def _planned(self, pace: Pace) -> Iterator[_Given[_Batch] | Exception]:
         """Yields batches with their plans, or at last the exception of the loader or a plan."""
         plans: _Plans | None = None
-        asks = True
+        needs_ids = True
         try:
             for batch in self._loader:
                 parts: _Parts = {}
                 planned = None
-                if asks or pace.is_ahead:
-                    parts = ids_of_modules(self._ids(batch), self._asked)
-                    asks = pace.checks or _needs_announcing(parts)
+                if needs_ids or pace.is_ahead:
+                    parts = ids_of_modules(self._ids(batch), self._named_modules)
+                    needs_ids = pace.checks or _needs_announcing(parts)
                 # The loop may run in inference mode, and tensors of a plan must allow gradients.
                 with as_plain(), torch.inference_mode(False):
                     if pace.is_ahead:
@@ -127,8 +127,8 @@ class _Plans:
     """Plans the batches of a loop; `parts` are the ids of the first batch."""
 
     def __init__(self, parts: _Parts) -> None:
-        own = [each for each in parts if each.lookups is each.trained_rows]
-        self._together = joined({each: each.trained_rows.exchange for each in own})
+        own = [module for module in parts if module.lookups is module.trained_rows]
+        self._together = joined({module: module.trained_rows.exchange for module in own})
         self._last: dict[RowModule, Batch] = {}
         self._joint: dict[JointExchange, JointBatch] = {}
 
@@ -166,23 +166,23 @@ def _announce(parts: _Parts) -> None:
 
 
 def ids_of_modules(
-    named: Any, asked: Sequence[RowModule | TableCollection]
+    named: Any, modules: Sequence[RowModule | TableCollection]
 ) -> dict[RowModule, list[Tensor]]:
     """Returns the ids of each module. `named` has the format of prefetch's `ids` results.
 
-    Only modules in `asked` may be named. Raises TypeError or ValueError for anything else.
+    Only these `modules` may be named. Raises TypeError or ValueError for anything else.
     """
     if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
-        if (count := len(asked)) != 1:
+        if (count := len(modules)) != 1:
             keys = f" The result has the keys {list(named)}." if isinstance(named, Mapping) else ""
             raise ValueError(
                 f"ids: the model has {count} Embeddings. Return a dict by module, such as"
                 f" {{model.users: ids}}.{keys}"
             )
-        named = {asked[0]: named}
+        named = {modules[0]: named}
     parts: dict[RowModule, list[Tensor]] = {}
     for module, ids in named.items():
-        if module not in asked:
+        if module not in modules:
             kind = type(module).__name__
             raise ValueError(f"ids: expected keys that are Embeddings of the model, got a {kind}")
         parts |= module.ids_by_module(ids)
@@ -191,9 +191,9 @@ def ids_of_modules(
 
 def modules_with_ids(modules: Iterable[nn.Module]) -> list[RowModule | TableCollection]:
     """Returns the modules that `ids` may name: a collection itself, not its groups."""
-    every = [each for module in modules for each in module.modules()]
-    asked = [each for each in every if isinstance(each, RowModule | TableCollection)]
-    return [each for each in asked if not isinstance(each, TableGroup)]
+    children = [child for module in modules for child in module.modules()]
+    found = [child for child in children if isinstance(child, RowModule | TableCollection)]
+    return [child for child in found if not isinstance(child, TableGroup)]
 
 
 def _end_loop(module: RowModule, loop: _Loop) -> None:
@@ -258,7 +258,7 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         raise TypeError(f"ids: expected a function of a batch, got {type(ids).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not (modules := [each for each in model.modules() if isinstance(each, RowModule)]):
+    if not (modules := [child for child in model.modules() if isinstance(child, RowModule)]):
         raise ValueError(
             f"model: {type(model).__name__} has no speedtorch.Embedding or EmbeddingBag"
         )

@@ -118,16 +118,16 @@ class MeasuredPace:
             self._end_trial(is_better=median < _GAIN * self._before)
         elif is_idle == self.is_ahead and self._steps >= self._next_trial:
             self._before = median
-            self._turn()
+            self._switch()
 
     def _end_trial(self, *, is_better: bool) -> None:
         self._before = None
         if not is_better:
-            self._turn()
+            self._switch()
         self._wait = _FIRST_WAIT if is_better else min(2 * self._wait, _MOST_WAIT)
         self._next_trial = self._steps + self._wait
 
-    def _turn(self) -> None:
+    def _switch(self) -> None:
         self.is_ahead, self._left_out = not self.is_ahead, _SETTLE
 
 
@@ -137,21 +137,21 @@ _measured: weakref.WeakKeyDictionary[RowModule, MeasuredPace] = weakref.WeakKeyD
 
 def pace_of(modules: Sequence[RowModule]) -> Pace:
     """Returns the pace of a loop over these modules, equal on all ranks that share the rows."""
-    devices = {each.trained_rows.exchange.held.device for each in modules}
+    devices = {module.trained_rows.exchange.held.device for module in modules}
     if all(device.type == "cpu" for device in devices):  # no transfer to hide
         return AT_ONCE
-    shared = [each.lookups for each in modules if each.lookups is not each.trained_rows]
+    shared = [module.lookups for module in modules if module.lookups is not module.trained_rows]
     lookups = (shared or [modules[0].lookups])[0]
     if len(devices) > 1 or not lookups.can_agree:
         return AHEAD
     if (first := modules[0]) not in _measured:
         agree = weakref.WeakMethod(lookups.agree_on_pace)
         (device,) = devices
-        _measured[first] = MeasuredPace(device, lambda *given: _called(agree)(*given))
+        _measured[first] = MeasuredPace(device, lambda *given: _alive(agree)(*given))
     return _measured[first]
 
 
-def _called(agree: Callable[[], Agree | None]) -> Agree:
+def _alive(agree: Callable[[], Agree | None]) -> Agree:
     found = agree()
     assert found is not None  # the loop's module has it
     return found

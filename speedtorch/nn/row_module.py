@@ -139,7 +139,7 @@ class RowModule(nn.Module):
     stored: dict[str, torch.dtype] | None
     rounding: RoundingMode
     rounding_state: Tensor
-    _wanted: torch.dtype | None = None
+    _requested_dtype: torch.dtype | None = None
     """The dtype that a caller converted the module to, which the table does not take."""
 
     @torch.inference_mode(False)  # inference tensors could never be written to later
@@ -163,7 +163,7 @@ class RowModule(nn.Module):
         nn.Module.__init__(self)
         for setting, value in settings.items():
             setattr(self, setting, value)
-        name = self._called()
+        name = self._label()
         _check_device(name, device)
         if padding_idx is not None:
             padding_idx = operator.index(padding_idx)
@@ -209,7 +209,7 @@ class RowModule(nn.Module):
             self.register_buffer("rounding_state", torch.tensor([random_seed(), 0], device=device))
         # device=None gives torch's default device, which the user may have set.
         held = torch.empty(0, embedding_dim, dtype=kind, device=device)
-        self._train(table, nn.Parameter(held, requires_grad=not _freeze), self.padding_idx)
+        self._make_rows(table, nn.Parameter(held, requires_grad=not _freeze), self.padding_idx)
         if _weight is None:
             self.reset_parameters()
         elif isinstance(_weight, Tensor):
@@ -217,12 +217,12 @@ class RowModule(nn.Module):
                 self.trained_rows.fields.load("weight", dense(_weight))
         watch_steps()
 
-    def _called(self) -> str:
+    def _label(self) -> str:
         """The module's name in error messages."""
         return type(self).__name__
 
-    def _train(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
-        name, capacity, rounding = self._called(), self._capacity, None
+    def _make_rows(self, table: LazyTable, parameter: nn.Parameter, padding: int | None) -> None:
+        name, capacity, rounding = self._label(), self._capacity, None
         if self.stored is not None:
             state, shard_spec = self.rounding_state, table.shard_spec
             if shard_spec is not None:
@@ -235,10 +235,10 @@ class RowModule(nn.Module):
             self._cache.add(self, self.trained_rows, self._cache_rows)
             self._cache.share()
         # The weight and the table may outlive the module: the finalizer writes rows back only.
-        self._end = weakref.finalize(self, self.trained_rows.release)
-        self._end.atexit = False
+        self._finalizer = weakref.finalize(self, self.trained_rows.release)
+        self._finalizer.atexit = False
 
-    def share_out(
+    def keep_shard(
         self, shard_spec: ShardSpec, lookups: Callable[[TrainedRows, int | None], Lookups]
     ) -> None:
         """Keeps one shard of the rows. `lookups` returns the object that looks up all rows.
@@ -249,16 +249,16 @@ class RowModule(nn.Module):
         """
         if self._cache_rows is not None:
             raise ValueError(
-                f"{self._called()}: cache_rows cannot be used with sharded rows, because it names"
+                f"{self._label()}: cache_rows cannot be used with sharded rows, because it names"
                 " rows of the whole table. Build the module with cache= only."
             )
         table = self.trained_rows.table.sharded(shard_spec)
         padding = shard_spec.place(self.padding_idx)
         if self.capacity is not None and padding is None:
             padding = table.rows
-        self._end.detach()
+        self._finalizer.detach()
         weight = self.weight
-        self._train(table, self.trained_rows.parameter, padding)
+        self._make_rows(table, self.trained_rows.parameter, padding)
         self.lookups = lookups(self.trained_rows, padding)
         # Keep the same weight object, because an optimizer may have it.
         self.weight = self.trained_rows.take_weight(weight, self.lookups)
@@ -342,19 +342,19 @@ class RowModule(nn.Module):
             >>> embedding.resize(4, rows=torch.ones(2, 3))(torch.tensor([3]))[0].tolist()
             [1.0, 1.0, 1.0]
         """
-        before, name = self.num_embeddings, self._called()
+        before, name = self.num_embeddings, self._label()
         if rows is None and type(self).reset_parameters is not RowModule.reset_parameters:
             raise NotImplementedError(
                 f"{name}: resize() cannot initialize new rows, because {type(self).__name__}"
                 " overrides reset_parameters(). Pass the new rows as rows=."
             )
-        count = self._more(before, num_embeddings, rows)
+        count = self._count_new_rows(before, num_embeddings, rows)
         self._insert(before, count, nn.init.normal_ if rows is None else rows)
         return self
 
-    def _more(self, before: int, total: int, rows: Tensor | None) -> int:
+    def _count_new_rows(self, before: int, total: int, rows: Tensor | None) -> int:
         """Returns the number of rows that resize() adds to `before`; raises its errors."""
-        name, count = self._called(), checked_count("num_embeddings", total, "rows") - before
+        name, count = self._label(), checked_count("num_embeddings", total, "rows") - before
         self._check_use()
         if self.trained_rows.table.shard_spec is not None:
             raise NotImplementedError(
@@ -376,7 +376,7 @@ class RowModule(nn.Module):
         first: int,
         count: int,
         rows: Tensor | Callable[[Tensor], object],
-        follow: Callable[[], object] = lambda: None,
+        notify: Callable[[], object] = lambda: None,
     ) -> None:
         """Inserts rows (or an init function's rows) at row `first`; see TrainedRows.insert."""
         if count == 0:
@@ -387,16 +387,18 @@ class RowModule(nn.Module):
         places = slice(first, first + count)
 
         def fill(table: HostTable) -> None:
+            """Writes the new rows to a table that contains them."""
             if isinstance(rows, Tensor):
                 table["weight"][places].copy_(rows)
             else:
                 table.init_(rows, seed=random_seed(), rows=places)
 
-        def followed() -> None:
+        def update_size() -> None:
+            """Adopts the number of rows after the insertion, or after its undo."""
             self.num_embeddings = self.trained_rows.shape[0]
-            follow()
+            notify()
 
-        self.trained_rows.insert(first, count, fill, followed)
+        self.trained_rows.insert(first, count, fill, update_size)
         if self._cache is not None:
             self._cache.share()
 
@@ -440,12 +442,12 @@ class RowModule(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults, the device and the kind of memory."""
-        said = f"{self.num_embeddings}, {self.embedding_dim}"
+        text = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", *self._settings, "capacity"):
             value = getattr(self, name)
             if not (value is None or value is False or (name == "norm_type" and value == 2.0)):
-                said += f", {name}={value!r}"
-        return f"{said}, {self.places()}"
+                text += f", {name}={value!r}"
+        return f"{text}, {self.places()}"
 
     def places(self) -> str:
         """The settings of 16-bit rows, the device of lookup results and the table's memory."""
@@ -538,8 +540,8 @@ class RowModule(nn.Module):
         with as_plain():
             self._check_use()
             try:
-                for each in ids:
-                    check_ids(f"{self.trained_rows.name}.announce", each)
+                for tensor in ids:
+                    check_ids(f"{self.trained_rows.name}.announce", tensor)
             except Exception as error:
                 self.fail(error, announced=len(ids))
                 raise
@@ -595,8 +597,8 @@ class RowModule(nn.Module):
             >>> [(first, block.shape[0]) for first, block in embedding.blocks(rows=2)]
             [(0, 2), (2, 2), (4, 1)]
         """
-        every = slice(0, self.num_embeddings)
-        return blocks_of(self.trained_rows, every, rows, self._refuse_share)
+        all_rows = slice(0, self.num_embeddings)
+        return blocks_of(self.trained_rows, all_rows, rows, self._check_unsharded)
 
     @property
     def step_ids(self) -> Tensor:
@@ -634,11 +636,11 @@ class RowModule(nn.Module):
             >>> embedding.numpy().tolist()
             [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
         """
-        self._refuse_share()
+        self._check_unsharded()
         self.flush()
         return self.table.numpy()
 
-    def _refuse_share(self) -> None:
+    def _check_unsharded(self) -> None:
         """Raises RuntimeError if this rank has only a shard of the rows."""
         if self.trained_rows.table.shard_spec is not None:
             raise RuntimeError(
@@ -681,12 +683,12 @@ class RowModule(nn.Module):
         """Raises for a converted dtype, a replaced weight, gradient hooks or unsupported DDP."""
         parameter = self.trained_rows.parameter
         name = self.trained_rows.name
-        if self._wanted is not None:
-            dtype = self.weight.dtype
+        if self._requested_dtype is not None:
+            dtype, requested = self.weight.dtype, self._requested_dtype
             raise TypeError(
-                f"{name}: the module was converted to {self._wanted}, but its table remains"
-                f" {dtype}. Call emb.to({dtype}), or build the module with dtype={self._wanted}."
-                " For mixed precision use torch.autocast."
+                f"{name}: the module was converted to {requested}, but its table remains {dtype}."
+                f" Call emb.to({dtype}), or build the module with dtype={requested}. For mixed"
+                " precision use torch.autocast."
             )
         weight, held = self.trained_rows._weight(), self._parameters.get("weight")
         if weight is None or id(held) != id(weight):
@@ -717,7 +719,7 @@ class RowModule(nn.Module):
         name, parameter = self.trained_rows.name, self.trained_rows.parameter
         dtype = parameter.dtype
         with as_plain():
-            moved = fn(parameter.detach()[:0].to(self._wanted or dtype))
+            moved = fn(parameter.detach()[:0].to(self._requested_dtype or dtype))
             if moved.is_cpu and moved.is_shared():  # type: ignore[no-untyped-call]
                 raise NotImplementedError(
                     f"{name}: its table cannot be moved to shared memory. Save it with"
@@ -725,22 +727,23 @@ class RowModule(nn.Module):
                 )
             _check_device(name, moved.device)
             if moved.device != parameter.device:
-                others = nn.Module()  # for torch to move: all but the weight
+                rest = nn.Module()  # for torch to move: all but the weight
                 own = {"_buffers": self._buffers, "_modules": self._modules}
-                vars(others).update(own, _parameters={**self._parameters, "weight": None})
-                move_others: Any = others._apply
+                vars(rest).update(own, _parameters={**self._parameters, "weight": None})
+                move_rest: Any = rest._apply
 
                 def move() -> None:
+                    """Moves the weight and the rest of the module, after rows are written back."""
                     parameter.data = parameter.detach()[:0].to(moved.device)
                     self.weight.data = self.trained_rows.weight_on(moved.device)
-                    move_others(lambda each: fn(each).to(each.dtype), recurse)
-                    self._parameters.update({**others._parameters, "weight": self.weight})
+                    move_rest(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
+                    self._parameters.update({**rest._parameters, "weight": self.weight})
                     self._follow_rounding()
 
                 self.trained_rows.exchange.moving(move)
             # torch has already converted other layers, so raising here would leave the model half
             # converted. The next lookup raises unless the module is converted back before.
-            self._wanted = None if moved.dtype == dtype else moved.dtype
+            self._requested_dtype = None if moved.dtype == dtype else moved.dtype
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -756,8 +759,8 @@ class RowModule(nn.Module):
         key, more = f"{prefix}weight", (missing_keys, unexpected_keys, error_msgs)
         rounding_key = f"{prefix}rounding_state"
         own = (key, rounding_key)
-        others = {name: value for name, value in state_dict.items() if name not in own}
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, *more)
+        rest = {name: value for name, value in state_dict.items() if name not in own}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, *more)
         # Checkpoints of 16-bit and of float32 rows are interchangeable, so this key is optional.
         if rounding_key in missing_keys:
             missing_keys.remove(rounding_key)
@@ -801,9 +804,8 @@ class RowModule(nn.Module):
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         memo[id(self)] = made
-        others = {**self._parameters, "weight": None}
-        own = {**vars(self), "trained_rows": None, "lookups": None, "_end": None, "_cache": None}
-        own["_parameters"] = others
+        own = {**vars(self), "_parameters": {**self._parameters, "weight": None}}
+        own |= dict.fromkeys(("trained_rows", "lookups", "_finalizer", "_cache"))
         vars(made).update(copy.deepcopy(own, memo))
         if self._cache is not None:
             vars(made)["_cache"] = self._cache.copied(self, memo)
@@ -812,7 +814,7 @@ class RowModule(nn.Module):
         with as_plain():
             held = self.trained_rows.parameter
             parameter = nn.Parameter(held.detach()[:0].clone(), requires_grad=held.requires_grad)
-            made._train(table, parameter, self.padding_idx)
+            made._make_rows(table, parameter, self.padding_idx)
         memo[id(self.weight)] = made.weight
         return made
 

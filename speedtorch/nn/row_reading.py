@@ -23,6 +23,7 @@ def blocks_of(
     check()
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
+        """Copies one block at each next()."""
         for first in range(rows.start, rows.stop, most):
             check()
             block = slice(first, min(first + most, rows.stop))

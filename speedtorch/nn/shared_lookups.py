@@ -65,4 +65,4 @@ def fail(modules: Sequence[RowModule], error: Exception, *, announced: int = 0) 
 
 def trained(modules: Iterable[RowModule]) -> list[RowModule]:
     """Returns the modules with trained rows; announce() has no effect on frozen rows."""
-    return [each for each in modules if each.trained_rows.parameter.requires_grad]
+    return [module for module in modules if module.trained_rows.parameter.requires_grad]

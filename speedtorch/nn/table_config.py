@@ -96,7 +96,7 @@ class Table(NamedTuple):
 
         Raises TypeError for another type, and ValueError for a wrong field.
         """
-        if missing := [each for each in _NEEDED if not hasattr(config, each)]:
+        if missing := [name for name in _NEEDED if not hasattr(config, name)]:
             raise TypeError(
                 "tables: expected a list of EmbeddingBagConfig or EmbeddingConfig, got a"
                 f" {type(config).__name__} in the list, which has no {missing[0]!r}"

@@ -50,8 +50,8 @@ class TableGroup(RowModule):
         how: Any = {"stored": stored, "rounding": rounding}
         super().__init__(ranges.rows, columns, *own, ranges=ranges, **how)
 
-    def _called(self) -> str:
-        names = [repr(each.name) for each in self.ranges.tables]
+    def _label(self) -> str:
+        names = [repr(table.name) for table in self.ranges.tables]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"{'tables' if len(names) > 1 else 'table'} {', '.join(names[:3])}{more}"
 
@@ -66,39 +66,40 @@ class TableGroup(RowModule):
     def settings(self) -> dict[str, object]:
         """See RowModule. Lookup settings are listed for each table."""
         return {
-            f"table {each.name!r}": (each.rows, each.features, "mean" if each.mean else "sum")
-            for each in self.ranges.tables
+            f"table {table.name!r}": (table.rows, table.features, "mean" if table.mean else "sum")
+            for table in self.ranges.tables
         } | self._stored_as()
 
     def extra_repr(self) -> str:
         """The tables with their numbers of rows, the device and the kind of memory."""
-        tables = ", ".join(f"{each.name}: {each.rows}" for each in self.ranges.tables)
+        tables = ", ".join(f"{table.name}: {table.rows}" for table in self.ranges.tables)
         return f"{tables}; columns={self.embedding_dim}, {self.places()}"
 
     def resize(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises NotImplementedError, because only the collection resizes tables."""
         name = self.ranges.tables[-1].name
         raise NotImplementedError(
-            f"{self._called()}: only the collection can resize its tables. Call"
+            f"{self._label()}: only the collection can resize its tables. Call"
             f" collection.resize({name!r}, n)."
         )
 
-    def resize_table(self, table: Table, rows: Tensor | None, follow: Callable[[], object]) -> None:
+    def resize_table(self, table: Table, rows: Tensor | None, notify: Callable[[], object]) -> None:
         """Resizes one of the tables; see Embedding.resize. `table` is the new description.
 
-        `follow` is called after the change, and again after a change that an exception undoes.
+        `notify` is called after the change, and again after a change that an exception undoes.
         """
         before = self.ranges
-        at = [each.name for each in before.tables].index(table.name)
+        at = [old.name for old in before.tables].index(table.name)
         after = TableRanges([*before.tables[:at], table, *before.tables[at + 1 :]])
-        count = self._more(before.tables[at].rows, table.rows, rows)
+        count = self._count_new_rows(before.tables[at].rows, table.rows, rows)
 
-        def followed() -> None:
+        def update_ranges() -> None:
+            """Sets the ranges of the current number of rows."""
             self.ranges = after if self.num_embeddings == after.rows else before
-            follow()
+            notify()
 
         end = before.range_of(table.name).stop
-        self._insert(end, count, table.draw if rows is None else rows, followed)
+        self._insert(end, count, table.draw if rows is None else rows, update_ranges)
 
     def ids_of(self, source: Source, *, planned: bool = False) -> TableIds:
         """Converts feature ids to row ids, for a lookup or `planned` ahead; see TableRanges."""
@@ -124,7 +125,7 @@ class TableGroup(RowModule):
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises NotImplementedError, because the collection looks up all tables together."""
         raise NotImplementedError(
-            f"{self._called()}: a collection looks up all its tables together. Call it with a dict"
+            f"{self._label()}: a collection looks up all its tables together. Call it with a dict"
             " of all features, collection({feature: ids, ...})[feature]. For a table with its own"
             " lookups build a speedtorch.EmbeddingBag."
         )
@@ -144,16 +145,16 @@ class TableGroup(RowModule):
         """
         with as_plain():
             trains, rows = self._check_lookup(ids.rows), self.lookups
-            one_by_one = not pooled or weights is not None
+            is_row_wise = not pooled or weights is not None
             try:
                 if trains:
-                    found = rows.summed(ids.rows, None if one_by_one else ids.bags)
+                    found = rows.summed(ids.rows, None if is_row_wise else ids.bags)
                 else:
                     places, held = rows.borrow(ids.rows, None, 2.0)
-                    found = held[places] if one_by_one else ids.bags.pool(held, places)
+                    found = held[places] if is_row_wise else ids.bags.pool(held, places)
             except IndexError as error:
                 raise self.ranges.explained(error, ids) from None
-            if pooled and one_by_one:
+            if pooled and is_row_wise:
                 assert weights is not None
                 factors = weights.to(found.dtype)[:, None]
                 found = _PooledRows.apply(found * factors, ids.bags)  # type: ignore[no-untyped-call]
@@ -178,12 +179,14 @@ class _PooledRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bags: Bags) -> Tensor:
+        """Returns pooled rows `[bags, columns]`."""
         ctx.bags = bags
         places = torch.arange(len(rows), device=rows.device)
         return bags.pool(rows.contiguous(), places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient of each id's row."""
         bags = ctx.bags
         gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         return bags.share(gradient).index_select(0, bags.of_ids), None

@@ -46,19 +46,19 @@ class TableRanges:
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = list(tables)
-        *self.firsts, self.rows = [0, *accumulate(each.rows for each in tables)]
-        self.features = [(k, key) for k, each in enumerate(tables) for key in each.features]
+        *self.firsts, self.rows = [0, *accumulate(table.rows for table in tables)]
+        self.features = [(k, key) for k, table in enumerate(tables) for key in table.features]
         self.keys = [key for _, key in self.features]
         self._are_means = [self.tables[k].mean for k, _ in self.features]
         self._ranges: dict[torch.device, Tensor] = {}
         self._means: dict[torch.device, Tensor] = {}
-        self._known = _Known()
+        self._cache = _IdsCache()
         self._awaited: list[_Entry] = []
         """Ids of this rank, until their row ids are garbage collected."""
 
     def range_of(self, name: str) -> slice:
         """Returns the rows of a table."""
-        at = [each.name for each in self.tables].index(name)
+        at = [table.name for table in self.tables].index(name)
         return slice(self.firsts[at], self.firsts[at] + self.tables[at].rows)
 
     def ids_of(self, source: Source, device: torch.device) -> TableIds:
@@ -66,16 +66,16 @@ class TableRanges:
 
         The call waits for no device. The lookup finds bad ids; see explained().
         """
-        if device.type == "cpu" and not any(each.is_cuda for each in source.tensors):
+        if device.type == "cpu" and not any(tensor.is_cuda for tensor in source.tensors):
             # Announced or planned ids on the CPU are recognized by the values of their row ids.
             return self._made(source.read(device), device)
         # A CUDA graph must convert ids itself, because its inputs change with each replay.
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        known = self._known.find(source, place)
+        known = self._cache.find(source, place)
         if known is None:
             seen = [SeenTensors(source.tensors, device)]
             known = self._made(source.read(device), device)
-            self._known.append((source.form, seen, place, lambda: known))
+            self._cache.append((source.form, seen, place, lambda: known))
         return known
 
     def ids_of_rank(self, source: Source, device: torch.device, *, planned: bool) -> TableIds:
@@ -86,7 +86,7 @@ class TableRanges:
         lookup finds bad ids on all ranks.
         """
         place = (device, False)
-        self._awaited = [each for each in self._awaited if each[-1]() is not None]
+        self._awaited = [entry for entry in self._awaited if entry[-1]() is not None]
         known = _find(self._awaited, source, place)
         if known is None:
             tensors = source.tensors if planned else []
@@ -115,10 +115,10 @@ class TableRanges:
 
     def explained(self, error: IndexError, latest: TableIds | None = None) -> IndexError:
         """Returns an error with feature and table, if the bad ids are still known, or `error`."""
-        before = [made() for *_, made in (*self._known, *self._awaited)]
+        before = [made() for *_, made in (*self._cache, *self._awaited)]
         for ids in reversed([*before, latest]):
             if ids is not None and (named := self._bad_id(ids)) is not None:
-                self._known.clear()
+                self._cache.clear()
                 return named
         return error
 
@@ -153,7 +153,7 @@ def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds 
     for form, seen, where, made in reversed(entries):
         # An equal form also means an equal number of tensors.
         same_form = (form, where) == (source.form, place)
-        if same_form and all(each.matches(source.tensors) for each in seen):
+        if same_form and all(tensors.matches(source.tensors) for tensors in seen):
             return made()
     return None
 
@@ -164,14 +164,14 @@ def _while_kept(ids: TableIds) -> Callable[[], TableIds | None]:
     return lambda: None if (kept := rows()) is None else TableIds(kept, bags, jagged)
 
 
-class _Known(deque[_Entry]):
+class _IdsCache(deque[_Entry]):
     """The latest converted ids. A deep copy of a module starts empty."""
 
     def __init__(self, ids: Iterable[Any] = ()) -> None:
         super().__init__(ids, maxlen=_KEPT)
 
-    def __deepcopy__(self, memo: object) -> _Known:
-        return _Known()
+    def __deepcopy__(self, memo: object) -> _IdsCache:
+        return _IdsCache()
 
     def find(self, source: Source, place: _Place) -> TableIds | None:
         """Returns the row ids of a source, if its tensors are known to be unchanged."""

@@ -177,7 +177,7 @@ def rows_of(tables: Tables, name: str) -> Tensor:
 
     Raises KeyError if there is no such table, and RuntimeError if ranks share the rows.
     """
-    return _Part(name, *place_of(tables, name)).all_rows()
+    return _Member(name, *place_of(tables, name)).all_rows()
 
 
 class JoinedTable:
@@ -189,7 +189,7 @@ class JoinedTable:
     """
 
     def __init__(self, name: str, group: TableGroup, rows: slice) -> None:
-        self._weight = TableWeight(_Part(name, group, rows))
+        self._weight = TableWeight(_Member(name, group, rows))
         self.num_embeddings, self.embedding_dim = rows.stop - rows.start, group.embedding_dim
 
     @property
@@ -199,36 +199,37 @@ class JoinedTable:
 
     @weight.setter
     def weight(self, value: object) -> None:
-        if value is not self._weight:  # `weight *= 2` assigns the same object
-            part = self._weight._part
+        """Raises AttributeError except for the same object, which `weight *= 2` assigns."""
+        if value is not self._weight:
+            member = self._weight._member
             raise AttributeError(
-                f"table {part.name!r}: its weight cannot be replaced. Write to it, for example with"
-                " weight.copy_(rows), or build the collection with from_pretrained()."
+                f"table {member.name!r}: its weight cannot be replaced. Write to it, for example"
+                " with weight.copy_(rows), or build the collection with from_pretrained()."
             )
 
     def blocks(self, rows: int = 65_536) -> Iterator[tuple[int, Tensor]]:
         """Iterates over the table's rows in blocks, as Embedding.blocks() does."""
-        part = self._weight._part
-        return blocks_of(part.group.trained_rows, part.rows, rows, part.refuse_share)
+        member = self._weight._member
+        return blocks_of(member.group.trained_rows, member.rows, rows, member.check_unsharded)
 
     def numpy(self) -> npt.NDArray[Any]:
         """Returns a view of the table's rows as a NumPy array, as Embedding.numpy() does."""
-        part = self._weight._part
-        part.refuse_share()
-        return part.group.numpy()[part.rows]
+        member = self._weight._member
+        member.check_unsharded()
+        return member.group.numpy()[member.rows]
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises NotImplementedError, because the collection looks up all tables together."""
-        self._weight._part.group.forward(*args, **kwargs)
+        self._weight._member.group.forward(*args, **kwargs)
 
     def __getattr__(self, attribute: str) -> NoReturn:
         # copy, pickle and torch probe for names that begin with "_".
         if attribute.startswith("_"):
             raise AttributeError(attribute)
-        raise AttributeError(self._weight._part.has_no(attribute))
+        raise AttributeError(self._weight._member.has_no(attribute))
 
     def __repr__(self) -> str:
-        name, rows = self._weight._part.name, self.num_embeddings
+        name, rows = self._weight._member.name, self.num_embeddings
         return f"{type(self).__name__}({name}: {rows}; columns={self.embedding_dim})"
 
 
@@ -236,7 +237,7 @@ Readable: TypeAlias = RowModule | JoinedTable
 """A module or table whose blocks() reads all rows."""
 
 
-class _Part(NamedTuple):
+class _Member(NamedTuple):
     """The rows of one table in a group."""
 
     name: str
@@ -245,10 +246,10 @@ class _Part(NamedTuple):
 
     def all_rows(self) -> Tensor:
         """See rows_of()."""
-        self.refuse_share()
+        self.check_unsharded()
         return self.group.table["weight"][self.rows]
 
-    def refuse_share(self) -> None:
+    def check_unsharded(self) -> None:
         """Raises RuntimeError if this rank has only a shard of the rows."""
         if self.group.trained_rows.table.shard_spec is not None:
             raise RuntimeError(
@@ -261,7 +262,7 @@ class _Part(NamedTuple):
         name = repr(self.name)
         return (
             f"table {name} has no {attribute!r}, because it shares a parameter with other tables:"
-            f" group_of({name}).weight, of {self.group._called()}. For a parameter of its own, set"
+            f" group_of({name}).weight, of {self.group._label()}. For a parameter of its own, set"
             f" group={name} in the table's config."
         )
 
@@ -273,15 +274,15 @@ class TableWeight(Tensor):
     memory, with the rows that are current at the call.
     """
 
-    _part: _Part
+    _member: _Member
 
-    def __new__(cls, part: _Part) -> TableWeight:
+    def __new__(cls, member: _Member) -> TableWeight:
         """Creates a tensor with the shape of the rows and the memory of one element."""
-        extents = part.rows.stop - part.rows.start, part.group.embedding_dim
+        extents = member.rows.stop - member.rows.start, member.group.embedding_dim
         with as_plain():
-            one = torch.empty(1, dtype=part.group.trained_rows.table.stored_dtype, device="cpu")
-            self = one.expand(extents).as_subclass(cls)
-        self._part = part
+            dtype = member.group.trained_rows.table.stored_dtype
+            self = torch.empty(1, dtype=dtype, device="cpu").expand(extents).as_subclass(cls)
+        self._member = member
         return self
 
     @classmethod
@@ -293,23 +294,24 @@ class TableWeight(Tensor):
             if isinstance(weight, TableWeight):
                 access, name = name, getattr(getattr(func, "__self__", None), "__name__", name)
                 if access == "__get__" and name == "requires_grad":
-                    return weight._part.group.weight.requires_grad
+                    return weight._member.group.weight.requires_grad
                 if name in _OF_PARAMETERS:
-                    raise RuntimeError(weight._part.has_no(name))
+                    raise RuntimeError(weight._member.has_no(name))
                 if access == "__set__" and name == "data":
-                    part, shape = weight._part, tuple(weight.shape)
-                    part.all_rows().copy_(loadable(f"table {part.name!r}", args[1], shape))
+                    member, shape = weight._member, tuple(weight.shape)
+                    member.all_rows().copy_(loadable(f"table {member.name!r}", args[1], shape))
                     return None
                 if name in _EXTENTS:
                     return func(*args, **(kwargs or {}))
             made: dict[int, Tensor] = {}
 
-            def real(each: Any) -> Any:
-                if not isinstance(each, TableWeight):
-                    return each
-                return made.setdefault(id(each), each._part.all_rows())
+            def in_memory(value: Any) -> Any:
+                """Replaces each TableWeight with one tensor of its rows."""
+                if not isinstance(value, TableWeight):
+                    return value
+                return made.setdefault(id(value), value._member.all_rows())
 
-            args, kwargs = tree_map(real, (tuple(args), kwargs or {}))
+            args, kwargs = tree_map(in_memory, (tuple(args), kwargs or {}))
             answer = func(*args, **kwargs)
             # In-place methods must return the TableWeight itself.
             is_itself = isinstance(weight, TableWeight) and answer is made.get(id(weight))

@@ -82,8 +82,8 @@ def save_word2vec_format(
             file.reserve(len(header) + letters + (row_bytes + 2) * len(named))
         file.write(header)
         for first, block in blocks:
-            here = named[first : first + len(block)]
-            file.write(b"".join(lines(here, block.to(torch.float32))))
+            block_words = named[first : first + len(block)]
+            file.write(b"".join(lines(block_words, block.to(torch.float32))))
             bar.update(len(block))
 
 

@@ -109,7 +109,7 @@ def shard(
         if names := [name for name, param in submodule.named_parameters() if param in own]:
             ignored_by_data_parallel(submodule, names)
     for (name, module), sharding, spec in zip(named.items(), shardings, specs, strict=True):
-        module.share_out(
+        module.keep_shard(
             spec,
             partial(
                 ShardedRows,

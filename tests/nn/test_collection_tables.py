@@ -249,7 +249,7 @@ def test_rows_of_a_share_are_not_taken_for_all(pooled: bool) -> None:
     for group in {id(each): each for each in map(ours.group_of, ROWS)}.values():
         rows = range(group.num_embeddings // 2)
         shard_spec = ShardSpec(group.num_embeddings, [(rows, rows)], lambda seed: seed)
-        group.share_out(shard_spec, lambda trained, _: trained)
+        group.keep_shard(shard_spec, lambda trained, _: trained)
     reads: list[Any] = [
         lambda: ours.table_weight("item"),
         lambda: ours.table_weight("word"),

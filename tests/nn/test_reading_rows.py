@@ -53,7 +53,8 @@ def joined(module: Any, rows: int = 7) -> Tensor:
 def shared_out(kind: Kind = speedtorch.Embedding) -> Any:
     """A module with the first half of its rows, as on the first of two ranks."""
     module, half = kind(ROWS, WIDTH), range(ROWS // 2)
-    module.share_out(ShardSpec(ROWS, [(half, half)], lambda seed: seed), lambda trained, _: trained)
+    spec = ShardSpec(ROWS, [(half, half)], lambda seed: seed)
+    module.keep_shard(spec, lambda trained, _: trained)
     return module
 
 
@@ -277,7 +278,7 @@ def test_an_iterator_made_before_the_rows_are_shared_out_gives_no_share() -> Non
     module, half = speedtorch.Embedding(ROWS, WIDTH), range(ROWS // 2)
     blocks = module.blocks()
     shard_spec = ShardSpec(ROWS, [(half, half)], lambda seed: seed)
-    module.share_out(shard_spec, lambda trained, _: trained)
+    module.keep_shard(shard_spec, lambda trained, _: trained)
     with pytest.raises(RuntimeError, match="this rank has only a shard"):
         next(blocks)
 
