@@ -357,7 +357,7 @@ def check_failing(folder: str, failing: int, how: dict[str, Any]) -> None:
         table.track_changes()
     saved(folder, run, step=1)
     before, failed = run.own(), 0
-    for name in ("open", "write", "read", "fsync", "own"):
+    for name in ("open", "write", "read", "fsync", "lockf"):
         for number in (1, 2, 3, 5, 8, 11):
             with failing_call(name, number if is_failing else 0) as left:
                 try:

@@ -75,7 +75,7 @@ def check_timeout(folder: str) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     rendezvous = met(folder, timeout=0.3)
-    with mock.patch.object(system_calls.calls, "own", own), rendezvous:
+    with mock.patch.object(system_calls.calls, "lockf", own), rendezvous:
         assert not rendezvous.check_locks(Ranks.of())
         dist.barrier()
         assert rendezvous.all_gather(rendezvous.rank) == list(range(rendezvous.size))
@@ -96,7 +96,7 @@ def check_without_locks(folder: str) -> None:
 
     run = Run()
     for number, own in enumerate((refused, lambda *_: None), 1):
-        with mock.patch.object(system_calls.calls, "own", own):
+        with mock.patch.object(system_calls.calls, "lockf", own):
             assert saved(folder, run.train(number, 1), background=True).generation == number
         other = Run(seed=3)
         speedtorch.load(folder, **other.parts())

@@ -18,7 +18,7 @@ from speedtorch.files.field_blocks import SelectedRows, write_blocks
 from speedtorch.files.file_digests import chunk_count, digests_of
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.safetensors_format import in_file_order, safetensors_header
-from speedtorch.files.system_calls import about, calls, open_to_read, opened, write_all
+from speedtorch.files.system_calls import calls, open_to_read, opened, path_in_errors, write_all
 from speedtorch.parallel.collectives import Collectives
 from speedtorch.table.row_shard import RowShard
 
@@ -91,7 +91,7 @@ class JoinedFile:
         """Writes this rank's rows, or copies of them, and syncs the file to the disk."""
         path = os.path.join(folder, self.name)
         runs = {begin: rows.nbytes for begin, rows in own.items()}
-        with opened(path, os.O_WRONLY) as descriptor, about(path):
+        with opened(path, os.O_WRONLY) as descriptor, path_in_errors(path):
             write_blocks(_writer_of_runs(descriptor, runs), b"", [*own.values()])
             calls.fsync(descriptor)
 

@@ -67,7 +67,7 @@ class Rendezvous:
             file = opened(self._path(self.rank), os.O_WRONLY | os.O_APPEND)
             self._file = stack.enter_context(file)
             with suppress(OSError):  # no locks on this file system: check_locks() returns False
-                calls.own(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                calls.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._exit_stack, self._in_use = stack.pop_all(), True
         return self
 
@@ -136,7 +136,7 @@ class Rendezvous:
         """Whether no process holds another rank's lock."""
         with opened(self._path(rank), os.O_WRONLY) as descriptor:
             try:
-                calls.own(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                calls.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 return False
         return True

@@ -23,7 +23,7 @@ from speedtorch.checkpoints.saved_values import restored
 from speedtorch.files import safetensors_format
 from speedtorch.files.file_digests import CHUNK_BYTES, all_digests, chunk_count, crc32c
 from speedtorch.files.file_format import StoredArray
-from speedtorch.files.system_calls import about, calls, open_to_read, read_file
+from speedtorch.files.system_calls import calls, open_to_read, path_in_errors, read_file
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.ops.functions import pinned_scatter
 from speedtorch.table.progress import progress_bar
@@ -132,7 +132,7 @@ class SavedGeneration:
                 text += f". Generation {self._later} has the base generation {self.number}"
             raise DamagedError(self.number, text, remedy) from error
         except OSError as error:
-            with about(error.filename or path, remedy):
+            with path_in_errors(error.filename or path, remedy):
                 raise error
 
     def _open_base(self) -> SavedGeneration:

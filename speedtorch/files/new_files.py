@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from speedtorch.files.system_calls import (
-    about,
     calls,
     opened_folder,
+    path_in_errors,
     reserve,
     share_lock,
     sync_folder,
@@ -89,7 +89,7 @@ class NewFile:
 
     def write(self, data: bytes | memoryview) -> int:
         """Appends all of `data` and returns its number of bytes."""
-        with about(self.path):
+        with path_in_errors(self.path):
             write_all(self._descriptor, data)
             self.count += (count := memoryview(data).nbytes)
             begin, end = self._written_back, self.count - self.count % _WRITEBACK_BYTES
@@ -104,7 +104,7 @@ class NewFile:
 
     def finish(self) -> None:
         """Syncs all bytes to disk and closes the file."""
-        with about(self.path):
+        with path_in_errors(self.path):
             calls.fsync(self._descriptor)
         self._close()
 
@@ -201,7 +201,7 @@ def new_folder(
         calls.make_folder(partial)
         inner = stack.enter_context(opened_folder(partial))
         yield inner
-        with where_supported(), about(partial):
+        with where_supported(), path_in_errors(partial):
             calls.fsync(inner)
         switch(descriptor)
 
@@ -240,7 +240,9 @@ def rename_folder(source: str, target: str, *errors: int) -> bool:
 
 
 def _complete_earlier(group_path: str) -> None:
-    with about(group_path, "an earlier save cannot be completed. No file of this save is in place"):
+    with path_in_errors(
+        group_path, "an earlier save cannot be completed. No file of this save is in place"
+    ):
         _complete(group_path)
 
 
@@ -256,7 +258,10 @@ def _complete(group_path: str) -> None:
         # Makes the switch durable first: no file may have its name after a power loss otherwise.
         sync_folder(folder, target)
         text = f"the new files are complete in {place}. Loading and the next save find them there"
-        with about(group_path, text), suppress(FileNotFoundError):  # Another process removed it.
+        with (
+            path_in_errors(group_path, text),
+            suppress(FileNotFoundError),
+        ):  # Another process removed it.
             for name in os.listdir(source):
                 # `source` is the opened folder, even if another folder has this name by now.
                 with suppress(FileNotFoundError):  # Another process has moved the file.

@@ -24,12 +24,12 @@ from torch import Tensor
 
 __all__ = [
     "OpenFile",
-    "about",
     "calls",
     "map_new_file",
     "open_to_read",
     "opened",
     "opened_folder",
+    "path_in_errors",
     "read_file",
     "reserve",
     "share_lock",
@@ -73,7 +73,7 @@ class FileCalls:
     make_folder: Callable[[str], None] = os.mkdir
     fsync: Callable[[int], None] = os.fsync
     lock: Callable[[int, int], Any] = fcntl.flock
-    own: Callable[[int, int], Any] = fcntl.lockf
+    lockf: Callable[[int, int], Any] = fcntl.lockf
     rename: Callable[[str, str], None] = os.replace
     move: Callable[[str, int, int], None] = _move
     unlink: Callable[[str], None] = os.unlink
@@ -88,7 +88,7 @@ _LOCK_SECONDS = 5.0
 
 
 @contextmanager
-def about(path: str, more: str = "") -> Iterator[None]:
+def path_in_errors(path: str, more: str = "") -> Iterator[None]:
     """Adds the file's path to errors that do not name one, and `more` to errors of file calls."""
     try:
         yield
@@ -120,7 +120,7 @@ def reserve(descriptor: int, count: int, path: str) -> None:
         return
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
-    with about(path, f"{count:,} bytes are needed and {free:,} are free"):
+    with path_in_errors(path, f"{count:,} bytes are needed and {free:,} are free"):
         # Checked first: an allocation that fails would use up the disk for others meanwhile.
         if status.f_blocks and count > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -167,7 +167,7 @@ def share_lock(descriptor: int) -> None:
 def sync_folder(folder: str, descriptor: int) -> None:
     """Syncs the names in a folder to disk, if the file system supports that."""
     text = "the new file is complete and in place, but a power loss may still undo the replacement"
-    with where_supported(), about(folder, text):
+    with where_supported(), path_in_errors(folder, text):
         calls.fsync(descriptor)
 
 
@@ -186,7 +186,7 @@ class OpenFile:
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fills a view with the bytes from `offset` on; ValueError if the file ends earlier."""
-        with about(self.path):
+        with path_in_errors(self.path):
             while len(view):
                 if (count := calls.read(self.descriptor, [view], offset)) == 0:
                     raise ValueError(f"the file ends at byte {offset:,}. It was cut off.")
@@ -194,7 +194,7 @@ class OpenFile:
 
     def map(self, how: Callable[[int, int], mmap.mmap]) -> mmap.mmap:
         """Maps the whole file; OSError if the file system does not support that."""
-        with about(self.path):
+        with path_in_errors(self.path):
             return how(self.descriptor, self.size)
 
 
@@ -249,7 +249,7 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
         reserve(descriptor, count, name)
         data = torch.empty(0, dtype=torch.uint8, device="cpu")
         if count:  # An empty file cannot be mapped.
-            with about(name):
+            with path_in_errors(name):
                 data = torch.frombuffer(calls.map(descriptor, count), dtype=torch.uint8)
         sync_folder(folder, parent)
         undone.pop_all()

@@ -18,7 +18,7 @@ from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.field_blocks import SelectedRows, byte_rows, write_blocks
 from speedtorch.files.file_format import FileFormat, StoredArray, listed
 from speedtorch.files.new_files import NewFile, replace_files
-from speedtorch.files.system_calls import OpenFile, about, open_to_read
+from speedtorch.files.system_calls import OpenFile, open_to_read, path_in_errors
 from speedtorch.ops.shapes import check_span
 
 __all__ = [
@@ -62,7 +62,7 @@ class StoredField(StoredArray):
             for column in range(0, row_bytes, _BLOCK_BYTES):
                 block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
                 buffer = whole[: block.numel()]
-                with about(
+                with path_in_errors(
                     self.file.path, "the table has both old and new rows now. Load it again"
                 ):
                     self.file.read(buffer.numpy().data, offset)
@@ -85,7 +85,7 @@ def save_fields(
     would be read as fields of this table, or a path that is the file `mapped`.
     """
     name = os.fspath(path)
-    with about(name):  # realpath() raises if the current folder was deleted
+    with path_in_errors(name):  # realpath() raises if the current folder was deleted
         _check_not_mapped([name], mapped)
     files = _format_of(name).files_to_write(name, fields)
     targets = [target for target, _, _ in files]
@@ -142,12 +142,12 @@ def open_fields(
     with ExitStack() as stack:
         files = _open_files(name, lambda: file_format.files_to_read(name, names), stack)
         for before, file in files.items():
-            with about(file.path):
+            with path_in_errors(file.path):
                 for after, array in file_format.read_arrays(file.read, file.size).items():
                     key = before + after
                     check_span(repr(key), array.shape, array.dtype)
                     stored[key] = StoredField(array.shape, array.dtype, array.offset, file)
-        with about(name):
+        with path_in_errors(name):
             if not stored:
                 raise ValueError("the file has no field")
             if field is not None:

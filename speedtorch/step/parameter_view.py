@@ -192,7 +192,7 @@ class ParameterView:
             return None
         return self._shown[0]
 
-    def note_read(self) -> None:
+    def set_was_read(self) -> None:
         """Records that the caller has the weight's gradient and may write to it."""
         if self.zeros is not None:
             self.zeros = self.zeros[0], -1

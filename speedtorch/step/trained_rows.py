@@ -253,7 +253,7 @@ class TrainedRows(WholeWeight):
         self.exchange.held.write_back()
         self.parameter_view.keep(None, {})
         self.exchange.held.reload_rows()
-        self.table.note_read(was_read)
+        self.table.set_was_read(was_read)
 
 
 class _RowsOfStep(torch.autograd.Function):

@@ -232,7 +232,7 @@ class WholeWeight(ClaimedRows):
             if gradient is None and (gradient := view.make_zeros()) is None:
                 self.exchange.note_zero_grad()
                 return None
-            view.note_read()
+            view.set_was_read()
             if (shown := view.shown_of(gradient)) is not None:
                 return shown
             if gradient.is_sparse and self.table.shard_spec is None:

@@ -797,11 +797,11 @@ class HostTable:
                 " a new table."
             )
 
-    def note_given(self, *fields: str) -> None:
+    def mark_loaded(self, *fields: str) -> None:
         """Marks fields as loaded, so that begin_state() of another process does not replace them.
 
         Example:
-            >>> HostTable(2, 1, memory="plain").note_given("weight")
+            >>> HostTable(2, 1, memory="plain").mark_loaded("weight")
         """
         numbers = {name: number for number, name in enumerate(self.fields)}
         for field in fields:
@@ -849,7 +849,7 @@ class HostTable:
 
     was_read = False
 
-    def note_read(self, was_read: bool) -> None:
+    def set_was_read(self, was_read: bool) -> None:
         """Records whether rows were read from a file, rather than initialized."""
         self.was_read = was_read
 
@@ -907,7 +907,7 @@ class HostTable:
             self._read(parts, local)
 
     def _read(self, stored: Mapping[str, table_files.StoredField], rows: range) -> None:
-        self.note_given(*stored)
+        self.mark_loaded(*stored)
         for name, field in stored.items():
             field.read_into(self.rows_of(name)[rows.start : rows.stop])
         self.settle()

@@ -147,7 +147,7 @@ class LazyTable:
         if self.is_drawn:
             table.settle()  # The GPU may still be writing rows back.
             made.rows_of("weight").copy_(table.rows_of("weight"))
-        made.note_read(table.was_read)
+        made.set_was_read(table.was_read)
         made.take_changes(table)
         self._adopt(made)
         table.set_holder(None)
@@ -187,7 +187,7 @@ class LazyTable:
             new[first + count :].copy_(old[first:])
             if name in state:
                 new[first : first + count].copy_(state[name])
-        made.note_read(before.was_read)
+        made.set_was_read(before.was_read)
         return made
 
     def place(self) -> tuple[HostTable, HostTable | None]:
@@ -206,10 +206,10 @@ class LazyTable:
         """Whether the rows were read from a file."""
         return self._table is not None and self._table.was_read
 
-    def note_read(self, was_read: bool) -> None:
+    def set_was_read(self, was_read: bool) -> None:
         """Records whether the rows were read from a file."""
         if self._table is not None:
-            self._table.note_read(was_read)
+            self._table.set_was_read(was_read)
 
     @property
     def is_drawn(self) -> bool:
@@ -229,7 +229,7 @@ class LazyTable:
         made = LazyTable(self.name, replace(self.new))
         if self.is_drawn:
             made.table_of("weight", anew=True).rows_of("weight").copy_(self.host_table["weight"])
-            made.new.note_drawn()
+            made.new.mark_drawn()
         return made
 
     def check_unused(self) -> None:

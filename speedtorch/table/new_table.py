@@ -98,9 +98,9 @@ class NewTable:
             with torch.inference_mode(False):
                 for draw in self.draws:
                     draw(table)
-            self.note_drawn()
+            self.mark_drawn()
 
-    def note_drawn(self) -> None:
+    def mark_drawn(self) -> None:
         """Drops all pending draws, because all weights have values."""
         self.draws = ()
 

@@ -64,9 +64,9 @@ class WholeFields:
         else:
             _convert(value.detach(), field[rows])
             table.settle()
-        table.note_given(name)
+        table.mark_loaded(name)
         if name == "weight" and are_all:
-            self._table.new.note_drawn()
+            self._table.new.mark_drawn()
 
     def _load_shard(self, field: Tensor, value: Tensor, blocks: list[tuple[range, range]]) -> None:
         if not isinstance(value, RowShard):
