@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant(
         "rows that arrived ahead are dropped, not written",
         "step/counted_memory.py",
-        "        self.held.store.exchange(self.held.fields, arrived, None)\n",
+        "        self.held.store.exchange(self.held.fields, new, None)\n",
         "",
         "tests/nn/test_prefetch.py"
         "::test_rows_that_went_from_one_step_to_a_batch_ahead_are_not_lost",
@@ -300,7 +300,7 @@ MUTANTS = [
     Mutant(
         "gradients are added up in another order than torch's",
         "step/gradient_sums.py",
-        "(gradient.clone(), added) if more_to_come else None",
+        "(gradient.clone(), added) if expects_more else None",
         "None",
         "tests/step/test_embedding_steps.py::test_gradients_of_several_lookups_add_up_as_in_torch",
     ),

@@ -142,7 +142,7 @@ class Embedding(RowModule, nn.Embedding):
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)
             place = -1 if padding is None else len(held) - 1
-            sparse = rows.gives_sparse(asked=self.sparse)
+            sparse = rows.makes_sparse(requested=self.sparse)
             return torch.embedding(held, local, place, by_freq, sparse)
 
     @classmethod

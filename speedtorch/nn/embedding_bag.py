@@ -136,7 +136,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             offsets = None if offsets is None else offsets.to(local)
             weights = None if weights is None else weights.to(held.device)
             by_freq, last = self.scale_grad_by_freq, self.include_last_offset
-            sparse = rows.gives_sparse(asked=self.sparse)
+            sparse = rows.makes_sparse(requested=self.sparse)
             return F.embedding_bag(
                 local, held, offsets, None, 2.0, by_freq, self.mode, sparse, weights, last, padding
             )

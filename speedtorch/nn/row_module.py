@@ -124,8 +124,8 @@ class Lookups(Protocol):
     def end_by_error(self) -> None:
         """Called before a loop of prefetch raises an exception of its loader or its ids."""
 
-    def gives_sparse(self, *, asked: bool) -> bool:
-        """Whether autograd computes a sparse gradient, if `asked` or if the optimizer wants it."""
+    def makes_sparse(self, *, requested: bool) -> bool:
+        """Whether autograd computes a sparse gradient, as `requested` or as the optimizer needs."""
 
 
 class RowModule(nn.Module):

@@ -97,7 +97,7 @@ class ShardedRows(SharedLookups):
         request = self.exchange.for_step(ids)
         places, held = self._rows.rows_of(request.requested.ids, max_norm, norm_type)
         padding = len(held) - 1 if self._owns_padding else -1
-        sparse = self._rows.gives_sparse(asked=self._sparse)
+        sparse = self._rows.makes_sparse(requested=self._sparse)
         rows = torch.embedding(held, places, padding, False, sparse)
         received = self._exchange_rows(rows, request)
         return self._operand(request, self._with_backward(rows, request, received))
@@ -224,7 +224,7 @@ class ShardedRows(SharedLookups):
                 whole = out.view(sharding.rows, elements).view(torch.uint8)
                 whole.index_copy_(0, ids, received.cpu())
 
-    def gives_sparse(self, *, asked: bool) -> bool:
+    def makes_sparse(self, *, requested: bool) -> bool:
         """Never: ranks exchange dense gradients; the owner makes them sparse."""
         return False
 

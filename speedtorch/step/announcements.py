@@ -109,7 +109,7 @@ class Announcements:
                     after = latest.parts
                     continue
                 begins = announced.begins
-                begin = 0 if len(begins) == 1 else max(each for each in begins if each <= part)
+                begin = 0 if len(begins) == 1 else max(first for first in begins if first <= part)
                 if begin == 0 and not after:
                     return announced, part
                 combined = _planned((*announced.parts[begin:], *after), (0,), plan)
@@ -151,7 +151,7 @@ def check_all_looked_up(
     ]
     if any(values is None and not is_planned for values, is_planned in looked_up):
         return
-    named = [each.reshape(-1).long() for each, _ in looked_up if each is not None]
+    named = [values.reshape(-1).long() for values, _ in looked_up if values is not None]
     if padding is not None:
         named.append(torch.tensor([padding]))
     has_other_batches = len(now.batches) > len(now.planned)

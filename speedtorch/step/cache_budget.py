@@ -143,6 +143,7 @@ def even_shares(bounds: Sequence[tuple[int, int]], total: int) -> list[int]:
     """
 
     def shares(level: int) -> list[int]:
+        """The shares if each is `level`, as far as its bounds allow."""
         return [min(max(level, least), most) for least, most in bounds]
 
     level = bisect_right(range(total + 1), total, key=lambda level: sum(shares(level))) - 1

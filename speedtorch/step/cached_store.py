@@ -50,14 +50,14 @@ class CachedStore(RowStore):
     ) -> None:
         """As RowStore.exchange, after an update of the cached rows if one is due."""
         lists = exchanged(outgoing, incoming)
-        hot = self._ready(names, lists[1].device, leaves=lists[1].shape[0] > 0)
+        hot = self._ready(names, lists[1].device, evicts=lists[1].shape[0] > 0)
         host_fields = self.fields(names)
         with self._writing(outgoing):
             exchange_cached(host_fields, hot.fields, hot.map, *lists)
 
     def load(self, names: Iterable[str], outgoing: Block, ids: Tensor) -> list[Tensor]:
         """As RowStore.load."""
-        rows = [each.new_empty((ids.shape[0], *each.shape[1:])) for each in outgoing.rows]
+        rows = [field.new_empty((ids.shape[0], *field.shape[1:])) for field in outgoing.rows]
         self.exchange(names, outgoing, Block(rows, ids))
         return rows
 
@@ -78,7 +78,7 @@ class CachedStore(RowStore):
 
     def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
         """As RowStore.exchange_counted, after an update of the cached rows if one is due."""
-        hot = self._ready(names, outgoing.ids.device, leaves=not outgoing.are_none)
+        hot = self._ready(names, outgoing.ids.device, evicts=not outgoing.are_none)
         lists = (outgoing.ids, outgoing.places, incoming.rows, incoming.ids, incoming.places)
         numbers = (outgoing.number, incoming.number)
         host_fields = self.fields(names)
@@ -126,8 +126,8 @@ class CachedStore(RowStore):
             torch.cuda.synchronize(self._hot.device)  # other streams may read it
         self._hot = self._made_for = None
 
-    def _ready(self, names: Iterable[str], device: torch.device, *, leaves: bool) -> HotRows:
-        """The cache for these fields on a device, after an update of its rows if `leaves`.
+    def _ready(self, names: Iterable[str], device: torch.device, *, evicts: bool) -> HotRows:
+        """The cache for these fields on a device, after an update of its rows if `evicts`.
 
         If no row leaves, nothing was trained, and other code may still write to the table's memory:
         torch.distributed.checkpoint makes a step with rate 0 before it loads into this memory.
@@ -145,7 +145,7 @@ class CachedStore(RowStore):
             self.free_cache()
             self._hot, self._made_for = self._made(made_for[0], device), made_for
         hot = self._hot
-        if leaves and not captures:
+        if evicts and not captures:
             host_fields = self.fields(names)
             with self._writing():
                 hot.before_exchange(host_fields)
@@ -159,7 +159,7 @@ class CachedStore(RowStore):
                 f" table has memory={self._table.memory!r}. Use memory='managed' or 'registered',"
                 " or no cache."
             )
-        row_bytes = sum(each[:1].numel() * each.element_size() for each in fields.values())
+        row_bytes = sum(field[:1].numel() * field.element_size() for field in fields.values())
         slots = min(self.rows, self.nbytes // (row_bytes + BYTES_OF_SLOT))
         if slots < 1:
             raise ValueError(

@@ -30,7 +30,7 @@ class CapturingGraphs:
     def are_alive(self) -> bool:
         """Whether one of the graphs still exists."""
         alive = _ops.graph_is_alive
-        self._captures = [each for each in self._captures if alive(each)]
+        self._captures = [capture for capture in self._captures if alive(capture)]
         return bool(self._captures)
 
     def remain(self, device: torch.device) -> bool:

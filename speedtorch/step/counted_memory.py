@@ -185,9 +185,9 @@ class CountedMemory(RowMemory):
         """As RowMemory.put_back."""
         batch = prefetched.batch
         assert isinstance(batch, PlannedBatch)
-        new_row_count = batch.new_row_count  # excludes the padding row, which is never written back
-        arrived = Block(prefetched.rows, *(each[:new_row_count] for each in batch.incoming))
-        self.held.store.exchange(self.held.fields, arrived, None)
+        count = batch.new_row_count  # excludes the padding row, which is never written back
+        new = Block(prefetched.rows, *(listed[:count] for listed in batch.incoming))
+        self.held.store.exchange(self.held.fields, new, None)
 
     def written_back(self, *, changes: bool) -> Step:
         """As RowMemory.written_back."""

@@ -157,7 +157,7 @@ class Exchange:
             begun, announced = self._begin(ids, announced)
         if announced is not None:
             parts = announced.parts
-            if begun is not announced.batch and any(held.now.find(each) is None for each in parts):
+            if begun is not announced.batch and any(held.now.find(ids) is None for ids in parts):
                 self.extend(parts, is_planned=True)
             held.announced.forget()
         if is_over and begun is None:

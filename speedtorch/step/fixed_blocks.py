@@ -7,6 +7,8 @@ an eager step or a CUDA graph, and work that an exception interrupted can be rep
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -99,10 +101,7 @@ class FixedBlocks:
                     for shape, dtype in fields.values()
                 ]
 
-            def numbers(count: int) -> Tensor:
-                """Allocates zero int64 numbers on the device of the rows."""
-                return torch.zeros(count, dtype=torch.int64, device=device)
-
+            numbers = partial(torch.zeros, dtype=torch.int64, device=device)
             rows = block(size + (self._padding is not None))
             self._trained = rows if self._padding is None else [field[:size] for field in rows]
             """The rows without the padding's."""
@@ -183,9 +182,8 @@ class FixedBlocks:
                 lists_of_old = (changes.outgoing, changes.outgoing_places, changes.counts[3:4])
                 outgoing = Counted(self.rows, *lists_of_old)
                 self._drop_prefetched()
-            self.store.exchange_counted(
-                self._fields, outgoing, Counted(self._incoming_rows, *lists, number)
-            )
+            incoming = Counted(self._incoming_rows, *lists, number)
+            self.store.exchange_counted(self._fields, outgoing, incoming)
         waits = are_prefetched is not False  # the rows for their write-back
         self.has_outgoing, self.may_have_rows = waits, True
         _ops.hold_rows(
@@ -291,8 +289,7 @@ class FixedBlocks:
 
     def have(self, rows: Sequence[Tensor]) -> bool:
         """Whether `rows` are the tensors of the blocks."""
-        same = (own is row for own, row in zip(self.rows, rows, strict=False))
-        return len(rows) == len(self.rows) and all(same)
+        return len(rows) == len(self.rows) and all(map(is_, self.rows, rows))
 
     def take(self, rows: Sequence[Tensor]) -> bool:
         """Copies rows in other memory to the blocks; returns whether there were any."""

@@ -85,16 +85,14 @@ class FixedMemory(BlockMemory):
                 self._raise_with_ranks(fault)
             else:
                 batch.spoil(fault)
-        are_prefetched: bool | None = (
-            isinstance(now.transfer, Prefetched) and now.transfer.batch is batch
-        )
-        if not are_prefetched:
+        is_ahead: bool | None = isinstance(now.transfer, Prefetched) and now.transfer.batch is batch
+        if not is_ahead:
             held.drop_prefetched()
         elif held.transfer_stream.end is not None:
             held.transfer_stream.join()
         captured = held.captures()
         if captured and self._next_ids is not None:
-            are_prefetched = None
+            is_ahead = None
         if captured:
             blocks.graphs.watch(blocks.ids)
         if not blocks.are_for(held.device, held.fields):
@@ -104,8 +102,8 @@ class FixedMemory(BlockMemory):
                 blocks.clear()  # the table has these rows, perhaps newer
         elif now.batches and self._take():
             held.view.put_back(now)  # else an interrupt below would repeat the copy
-        blocks.begin(batch, are_prefetched=are_prefetched)
-        outgoing = None if are_prefetched is False else blocks.outgoing
+        blocks.begin(batch, are_prefetched=is_ahead)
+        outgoing = None if is_ahead is False else blocks.outgoing
         return now.after(
             batch,
             blocks.ids,

@@ -23,27 +23,27 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._backward: int | None = None
-        self._given: Callable[[], Tensor | None] = lambda: None
+        self._last_sum: Callable[[], Tensor | None] = lambda: None
         self._parts: tuple[Tensor, Tensor] | None = None
         """The gradient from before this backward, and the sum of this backward so far."""
 
-    def add(self, gradient: Tensor | None, added: Tensor, *, more_to_come: bool) -> Tensor:
+    def add(self, gradient: Tensor | None, added: Tensor, *, expects_more: bool) -> Tensor:
         """Adds the gradient of one lookup within a backward, in place if both are dense.
 
-        `more_to_come`: Other lookups may add gradients in this backward.
+        `expects_more`: Other lookups may add gradients in this backward.
         """
         backward, summed = current_backward(), added
         if gradient is None:
             self._parts = None
         else:
-            if backward != self._backward or gradient is not self._given():
-                self._parts = (gradient.clone(), added) if more_to_come else None
+            if backward != self._backward or gradient is not self._last_sum():
+                self._parts = (gradient.clone(), added) if expects_more else None
             elif self._parts is not None:
                 self._parts = (self._parts[0], self._parts[1] + added)
             before, new = self._parts or (gradient, added)
             is_sparse = gradient.is_sparse or added.is_sparse
             summed = before + new if is_sparse else torch.add(before, new, out=gradient)
-        self._backward, self._given = backward, weakref.ref(summed)
+        self._backward, self._last_sum = backward, weakref.ref(summed)
         return summed
 
 
@@ -62,11 +62,11 @@ def among_more(gradient: Tensor, places: Tensor, rows: int) -> Tensor:
     return more.index_copy_(0, places, gradient[: len(places)])
 
 
-def sparse_of_all(gradient: Tensor, every: Tensor) -> Tensor:
-    """Makes a sparse gradient with entries for `every` row, 0 to n - 1, even without a gradient."""
+def sparse_of_all(gradient: Tensor, indices: Tensor) -> Tensor:
+    """Makes a sparse gradient with an entry for every row; `indices` are 0 to n - 1."""
     if gradient.is_sparse:
         summed = gradient.coalesce()
-        if len(sparse_values(summed)) == len(every):
+        if len(sparse_values(summed)) == len(indices):
             return summed
-        gradient = among_more(sparse_values(summed), sparse_indices(summed)[0], len(every))
-    return sparse_coo(every[None], gradient, gradient.shape, is_coalesced=True)
+        gradient = among_more(sparse_values(summed), sparse_indices(summed)[0], len(indices))
+    return sparse_coo(indices[None], gradient, gradient.shape, is_coalesced=True)

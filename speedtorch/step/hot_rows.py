@@ -72,8 +72,8 @@ def planned_refresh(outside: Sequence[int], inside: Sequence[int], free: int) ->
         needed = surely_above(least) if least >= 0 else 1
         if needed >= len(outside):
             break
-        if (some := min(room, above[needed])) > admitted:
-            admitted, evicted = some, max(0, some - free)
+        if (count := min(room, above[needed])) > admitted:
+            admitted, evicted = count, max(0, count - free)
     admit_above = next((uses for uses in range(len(above)) if above[uses] <= admitted), len(above))
     below = [0, *accumulate(inside)]
     evict_below = 0
@@ -114,16 +114,16 @@ class CacheReport(NamedTuple):
     """Seconds of all refreshes."""
 
     def __str__(self) -> str:
-        said = f"{self.rows:,} of {self.slots:,} slots hold rows, {text_of(self.nbytes)}"
+        text = f"{self.rows:,} of {self.slots:,} slots have rows, {text_of(self.nbytes)}"
         if self.hit_rate is None:
-            return said
+            return text
         assert self.hit_rate_of_half is not None
         assert self.hit_rate_of_double is not None
         return (
-            f"{said}; {self.hit_rate:.1%} of the rows that were loaded lately were in them (half as"
-            f" many slots: {self.hit_rate_of_half:.1%}, twice as many: "
-            f"{self.hit_rate_of_double:.1%}); {self.refreshes} refreshes moved"
-            f" {self.rows_moved:,} rows in {self.seconds * 1e3:,.1f} ms"
+            f"{text}. {self.hit_rate:.1%} of recently loaded rows had a slot (half as many slots:"
+            f" {self.hit_rate_of_half:.1%}, twice as many: {self.hit_rate_of_double:.1%})."
+            f" {self.refreshes} refreshes moved {self.rows_moved:,} rows in"
+            f" {self.seconds * 1e3:,.1f} ms."
         )
 
 
@@ -149,15 +149,15 @@ class HotRows:
     ) -> None:
         with torch.inference_mode(False):
             self.fields = [
-                torch.zeros((slots, *each.shape[1:]), dtype=each.dtype, device=device)
-                for each in fields.values()
+                torch.zeros((slots, *field.shape[1:]), dtype=field.dtype, device=device)
+                for field in fields.values()
             ]
             self.map = torch.zeros((rows, 2), dtype=torch.int32, device=device)
             """`[rows, 2]`: the slot of each row, or -1, and how often the row was loaded."""
             self._ids = torch.full((slots,), -1, dtype=torch.int64, device=device)
             """The id of each slot's row, valid only if the map names this slot for it."""
-            self._slot_of, self._uses = self.map[:, 0], self.map[:, 1]
-            self._slot_of.fill_(-1)
+            self._row_slots, self._uses = self.map[:, 0], self.map[:, 1]
+            self._row_slots.fill_(-1)
             if members is not None:
                 self._ids[: members.shape[0]] = members.to(device)
         self.names = tuple(fields)
@@ -173,7 +173,7 @@ class HotRows:
 
     @property
     def _nbytes(self) -> int:
-        return sum(each.nbytes for each in self.fields)
+        return sum(field.nbytes for field in self.fields)
 
     # ---- between two exchanges
 
@@ -198,8 +198,7 @@ class HotRows:
         After an exception at any point, the map names the current copy of each row.
         """
         begin = self._now()
-        slot_of, used = self._slot_of, self._uses.clamp(max=_MOST)
-        is_cached = slot_of >= 0
+        is_cached, used = self._row_slots >= 0, self._uses.clamp(max=_MOST)
         size = _MOST + 1
         counted = torch.bincount(used + size * is_cached, minlength=2 * size).tolist()
         outside, inside = counted[:size], counted[size:]
@@ -207,11 +206,11 @@ class HotRows:
         free = self.slots - sum(inside)
         plan = planned_refresh(outside, inside, free)
         if plan.admitted:
-            ids = self._some(~is_cached, used, plan.admitted, plan.admit_above, most=True)
-            uses_of_slots = torch.where(of_slots, used[self._ids.clamp(min=0)], _MOST + 1)
-            slots = self._some(of_slots, uses_of_slots, plan.evicted, plan.evict_below, most=False)
+            ids = self._select(~is_cached, used, plan.admitted, plan.admit_above, most=True)
+            uses = torch.where(of_slots, used[self._ids.clamp(min=0)], _MOST + 1)
+            evicted = self._select(of_slots, uses, plan.evicted, plan.evict_below, most=False)
             (unused,) = torch.where(~of_slots)
-            self._move(fields, ids, slots, unused[: max(0, plan.admitted - plan.evicted)])
+            self._move(fields, ids, evicted, unused[: max(0, plan.admitted - plan.evicted)])
         self._histogram = [a + b for a, b in zip(outside, inside, strict=True)]
         loaded = _uses_of(self._histogram)
         self._hits = _uses_of(inside) / loaded if loaded else None
@@ -222,12 +221,11 @@ class HotRows:
         self._note_time(begin)
 
     @staticmethod
-    def _some(among: Tensor, uses: Tensor, number: int, edge: int, *, most: bool) -> Tensor:
+    def _select(among: Tensor, uses: Tensor, number: int, edge: int, *, most: bool) -> Tensor:
         """Ascending indices of `number` entries of `among`: beyond the edge first, then at it."""
         (beyond,) = torch.where(among & ((uses > edge) if most else (uses < edge)))
         (at,) = torch.where(among & (uses == edge))
-        some = torch.cat([beyond[:number], at[: max(0, number - beyond.shape[0])]])
-        return some.sort().values
+        return torch.cat([beyond[:number], at[: max(0, number - beyond.shape[0])]]).sort().values
 
     def _move(self, fields: Sequence[Tensor], ids: Tensor, evicted: Tensor, free: Tensor) -> None:
         """Writes back rows of `evicted` slots; loads rows of ids into these and `free` slots."""
@@ -244,17 +242,17 @@ class HotRows:
             places = torch.arange(count, device=self.device)
             exchange_rows(fields, self.fields, old_ids, old_slots, loaded, new_ids, places)
             # From here on these rows are current in the table, and their slots are empty.
-            self._slot_of[old_ids] = -1
+            self._row_slots[old_ids] = -1
             self._ids[old_slots] = -1
             for field, rows_of_field in zip(self.fields, loaded, strict=True):
                 field[new_slots] = rows_of_field
             self._ids[new_slots] = new_ids
-            self._slot_of[new_ids] = new_slots.int()
+            self._row_slots[new_ids] = new_slots.int()
 
     def _slots_with_rows(self) -> Tensor:
         """Mask `[slots]` of slots with a row: the map names the slot for its id."""
         slots = torch.arange(self.slots, device=self.device)
-        return (self._ids >= 0) & (self._slot_of[self._ids.clamp(min=0)] == slots)
+        return (self._ids >= 0) & (self._row_slots[self._ids.clamp(min=0)] == slots)
 
     # ---- empty slots
 
@@ -263,28 +261,28 @@ class HotRows:
         has_row = self._slots_with_rows()
         (slots,) = torch.where(has_row)
         ids, order = self._ids[slots].sort()
-        nothing, none = [each[:0] for each in self.fields], ids[:0]
+        nothing, none = [field[:0] for field in self.fields], ids[:0]
         exchange_rows(fields, self.fields, ids, slots[order], nothing, none, none)
         if not self._is_fixed:  # drop ids of rows without a slot
             self._ids.masked_fill_(~has_row, -1)
-        self._slot_of.fill_(-1)
+        self._row_slots.fill_(-1)
         self.needs_reload = True
 
     def _take_slots_again(self, fields: Sequence[Tensor]) -> None:
         (slots,) = torch.where(self._ids >= 0)
         ids, order = self._ids[slots].sort()
         slots = slots[order]
-        nothing, none = [each[:0] for each in self.fields], ids[:0]
+        nothing, none = [field[:0] for field in self.fields], ids[:0]
         exchange_rows(fields, nothing, none, none, self.fields, ids, slots)
         self.needs_reload = False  # first: the map makes slots newer than the table
-        self._slot_of[ids] = slots.int()
+        self._row_slots[ids] = slots.int()
 
     # ---- single rows
 
     def read(self, ids: Tensor, out: Tensor, name: str) -> None:
         """Overwrites rows of `out` `[*ids.shape, ...]`, read from the table, with rows of slots."""
         field = self.fields[self.names.index(name)]
-        found = self._slot_of[ids.to(self.device).clamp(0, self.map.shape[0] - 1)]
+        found = self._row_slots[ids.to(self.device).clamp(0, self.map.shape[0] - 1)]
         found = found.to(torch.int64)
         rows = field[found.clamp(min=0)]
         mask = (found >= 0).view(*found.shape, *[1] * (field.dim() - 1))
@@ -319,8 +317,8 @@ class HotRows:
             return None
         hits, free = 0, slots
         for uses in reversed(range(len(counted))):
-            some = min(free, counted[uses])
-            hits, free = hits + some * uses, free - some
+            count = min(free, counted[uses])
+            hits, free = hits + count * uses, free - count
         return hits / _uses_of(counted)
 
     def _now(self) -> torch.cuda.Event | float:

@@ -84,10 +84,8 @@ class JointExchange:
             try:
                 batch = JointBatch(apart, self._device, after)
             except IndexError:
-                for ids_of_table in apart:
-                    ids_of_table.plan_by_itself(
-                        -1, -1
-                    )  # raises an error that names the ids and the table
+                for table_ids in apart:
+                    table_ids.plan_by_itself(-1, -1)  # raises an error that names ids and table
                 raise
         batch.planned_until(self._planning.end)
         return batch

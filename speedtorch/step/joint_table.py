@@ -45,7 +45,7 @@ class JointTable:
         return self.held.store.fields(fields)
 
     def may_begin(self, batch: PlannedBatch, fields: Fields, *, starts: bool) -> bool:
-        """Whether a step may begin; `starts` says that this table's own lookup begins the step."""
+        """Whether a step may begin; `starts`: this table's own lookup begins the step."""
         held, steps = self.held, self._steps
         held.complete(ahead=False)
         is_expected = steps.expected is batch and held.announced.latest is None

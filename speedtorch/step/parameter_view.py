@@ -116,13 +116,13 @@ class ParameterView:
         rows, state = [self.parameter.detach()], self.kept.state
         if state is not None:
             rows += state.rows()
-        for number, (each, memory) in enumerate(zip(rows, step.rows, strict=True)):
-            if each.shape != memory.shape:
+        for number, (field, memory) in enumerate(zip(rows, step.rows, strict=True)):
+            if field.shape != memory.shape:
                 raise RuntimeError(
-                    f"{self._name}: the step's rows have shape {list(each.shape)}, expected"
+                    f"{self._name}: the step's rows have shape {list(field.shape)}, expected"
                     f" {list(memory.shape)}. An optimizer must not resize them."
                 )
-            rows[number] = each.contiguous()
+            rows[number] = field.contiguous()
         return rows
 
     def change(self, step: Step, change: Callable[[Rows], None]) -> None:
@@ -131,9 +131,9 @@ class ParameterView:
         rows += [] if state is None else state.rows()
         contiguous = self.rows_of(step)
         change(contiguous)
-        for own, each in zip(rows, contiguous, strict=True):
-            if own.data_ptr() != each.data_ptr():
-                own.copy_(each)
+        for own, changed in zip(rows, contiguous, strict=True):
+            if own.data_ptr() != changed.data_ptr():
+                own.copy_(changed)
         self.mark()
 
     def put_back(self, step: Step) -> None:

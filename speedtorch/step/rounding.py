@@ -88,8 +88,8 @@ class Rounding:
             return ids
         if self._blocks is None:
             blocks = self._shard_spec.blocks
-            begins = torch.tensor([here.start for _, here in blocks] or [0])
-            shifts = torch.tensor([there.start - here.start for there, here in blocks] or [0])
+            begins = torch.tensor([local.start for _, local in blocks] or [0])
+            shifts = torch.tensor([whole.start - local.start for whole, local in blocks] or [0])
             self._blocks = begins.to(ids.device), shifts.to(ids.device)
         begins, shifts = self._blocks
         block = torch.searchsorted(begins, ids, right=True) - 1
@@ -100,8 +100,8 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
     """Checks the argument `stored` and returns its dtypes by field name, or None for None."""
     if stored is None:
         return None
-    asked: dict[str, Any] = dict(stored) if isinstance(stored, Mapping) else {"weight": stored}
-    for name, dtype in asked.items():
+    dtypes: dict[str, Any] = dict(stored) if isinstance(stored, Mapping) else {"weight": stored}
+    for name, dtype in dtypes.items():
         if dtype not in _EXPONENT_BITS:
             raise ValueError(
                 f"stored: expected torch.bfloat16 or torch.float16 for {name!r}, got {dtype}"
@@ -111,7 +111,7 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
             f"stored: rows are {held} in a step, but only float32 can be stored in 16 bits. Pass"
             " dtype=torch.float32."
         )
-    return asked
+    return dtypes
 
 
 def check_mode(mode: object, stored: object) -> None:

@@ -168,13 +168,13 @@ class RowStore:
 
         The caller calls fields() first, which sets the host tables.
         """
-        noted = [home.changes for home in self._host_tables if home.changes is not None]
+        noted = [table.changes for table in self._host_tables if table.changes is not None]
         if not noted:
             return _UNNOTED
         if outgoing is None or (isinstance(outgoing, Counted) and outgoing.are_none):
-            return _all_of([each.moving() for each in noted])
+            return _all_of([changes.moving() for changes in noted])
         number = getattr(outgoing, "number", None)
-        return _all_of([each.writing(outgoing.ids, number) for each in noted])
+        return _all_of([changes.writing(outgoing.ids, number) for changes in noted])
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Reads rows of a field by id into `out`, `[*ids.shape, ...]`, on the CPU or a GPU."""
@@ -188,9 +188,9 @@ class RowStore:
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Writes weights `[*ids.shape, ...]` to the rows of the ids."""
-        home = self._table.table_of("weight")
-        field = home.rows_of("weight")
-        with home.recording_changes(ids):
+        table = self._table.table_of("weight")
+        field = table.rows_of("weight")
+        with table.recording_changes(ids):
             pinned_scatter(field, ids, rows.to(field.dtype))
 
     @property
@@ -242,9 +242,8 @@ class RowStore:
         reached, version = self._reached, self._table.version
         if reached is None or reached[0] is not names or reached[1] != version:
             found = [self._table.field(name) for name in names]
-            self._host_tables = list(
-                {self._table.table_of(name): None for name in ("weight", *names)}
-            )
+            tables = map(self._table.table_of, ("weight", *names))
+            self._host_tables = [*dict.fromkeys(tables)]
             reached = (names, self._table.version, found)
             # A table whose holder has none of its rows sends no notice when it closes.
             if self._table.claim.is_registered:
@@ -256,8 +255,8 @@ class RowStore:
 def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
     """Enters all contexts."""
     with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
@@ -266,9 +265,9 @@ def exchanged(
 ) -> tuple[Sequence[Tensor], Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor | None]:
     """The arguments of exchange_rows for two blocks, of which one may be None."""
     if outgoing is None or incoming is None:
-        some = outgoing or incoming
-        assert some is not None
-        nothing = Block([each[:0] for each in some.rows], some.ids[:0])
+        block = outgoing or incoming
+        assert block is not None
+        nothing = Block([field[:0] for field in block.rows], block.ids[:0])
         outgoing, incoming = outgoing or nothing, incoming or nothing
     return (
         *(outgoing.rows, outgoing.ids, outgoing.places),

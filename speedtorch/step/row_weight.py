@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from speedtorch.step.sparse_rows import LIKE_FILLS, SparseRows, for_each_of_lists, name_of_one
+from speedtorch.step.sparse_rows import LIKE_FILLS, SparseRows, map_lists, single_name
 from speedtorch.torch_internals import (
     as_plain,
     base_of,
@@ -148,10 +148,12 @@ class RowWeight(Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        """Sets the gradient of the step's rows from a gradient of all rows."""
         (_gradient if torch_function_is_on() else _own_gradient)("__set__", self, value)
 
     @grad.deleter
     def grad(self) -> None:
+        """Sets the gradient to None."""
         (_gradient if torch_function_is_on() else _own_gradient)("__delete__", self)
 
     @classmethod
@@ -264,13 +266,13 @@ class _LookedUp(Tensor):
         vars(made).update(_of=view, _again=again, _when=view._rows.rows_version())
         return made
 
+    def _now(self) -> Tensor:
+        return self if self._when == self._of._rows.rows_version() else self._again()
+
     @classmethod
     def _with_gradient(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        def of_now(leaf: Any) -> Any:
-            is_old = isinstance(leaf, cls) and leaf._when != leaf._of._rows.rows_version()
-            return leaf._again() if is_old else leaf
-
-        own_args, own_kwargs = tree_map(of_now, args), tree_map(of_now, kwargs)
+        current = partial(tree_map, lambda leaf: leaf._now() if isinstance(leaf, cls) else leaf)
+        own_args, own_kwargs = current(args), current(kwargs)
         with as_plain():
             result = func(*own_args, **own_kwargs)
             is_view = isinstance(result, Tensor) and base_of(result) is not None
@@ -405,8 +407,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
             return found
     writes = _is_write(func, name, args, kwargs)
     if weight._rows.table.shard_spec is not None:
-        others = [e for e in (*args[1:], *kwargs.values()) if not isinstance(e, int | float | None)]
-        if not (is_first and not others and _OPERATORS.get(name, name) in _OVERWRITE | _CHANGE):
+        plain = all(isinstance(e, int | float | None) for e in (*args[1:], *kwargs.values()))
+        if not (is_first and plain and _OPERATORS.get(name, name) in _OVERWRITE | _CHANGE):
             _refuse_share(weight, name)
     if name in ("numpy", "__array__"):
         with as_plain():
@@ -439,7 +441,8 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if is_first and name in _CONVERSIONS and _is_of_kind(func, name, args, kwargs):
         return first
 
-    def resolved(leaf: Any) -> Any:
+    def on_host(leaf: Any) -> Any:
+        """Returns the host memory of a weight's elements, and numbers of a GPU on the CPU."""
         if isinstance(leaf, RowWeight):
             found.append((leaf, leaf._all(memory, is_compact=is_compact)))
             return found[-1][1]
@@ -453,7 +456,7 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         written = args[0] if writes and args else None
         if is_elsewhere or (isinstance(written, SparseRows) and written.is_cuda):
             raise _all_rows_needed(first, f"{name}()")
-        given = tree_map(resolved, args), tree_map(resolved, kwargs)
+        given = tree_map(on_host, args), tree_map(on_host, kwargs)
         versions = {key: version_of(base) for key, base in memory.items()}
         result = func(*given[0], **given[1])
         if isinstance(func, OpOverload) and func._schema.is_mutable:
@@ -462,7 +465,8 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     storages = {storage_id(base.untyped_storage()) for base in memory.values()}
     place = -1
 
-    def returned(leaf: Any) -> Any:
+    def as_view(leaf: Any) -> Any:
+        """Returns a view of the weight for a result that shares the table's memory."""
         nonlocal place
         place += 1
         if not isinstance(leaf, Tensor) or isinstance(leaf, RowWeight | SparseRows):
@@ -478,7 +482,7 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return first._view(like, step, is_compact=is_compact)
 
     with as_plain():
-        return tree_map(returned, result)
+        return tree_map(as_view, result)
 
 
 def _is_of_kind(func: Any, name: str, args: Any, kwargs: Any) -> bool:
@@ -523,6 +527,7 @@ def _again(
     """Takes a view of a weight again from the table's current memory, `base`."""
 
     def memory_of(leaf: Any) -> Any:
+        """Returns the present memory of a weight's elements."""
         return base if leaf is weight else leaf._all() if isinstance(leaf, RowWeight) else leaf
 
     own = partial(tree_map, memory_of)
@@ -535,16 +540,17 @@ def _with_gradient(
 ) -> Any:
     """Computes with the whole table while gradients are recorded; its backward raises."""
     leaves = tree_leaves((args, kwargs))
-    others = [e for e in leaves if isinstance(e, Tensor) and not isinstance(e, RowWeight)]
+    plain = [e for e in leaves if isinstance(e, Tensor) and not isinstance(e, RowWeight)]
     with as_plain():
-        is_elsewhere = weights[0].is_cuda and any(leaf.is_cuda for leaf in others)
-        if writes or is_elsewhere or any(leaf.requires_grad for leaf in others):
+        is_elsewhere = weights[0].is_cuda and any(leaf.is_cuda for leaf in plain)
+        if writes or is_elsewhere or any(leaf.requires_grad for leaf in plain):
             raise _all_rows_needed(weights[0], f"{name}()")
     refusal = str(_all_rows_needed(weights[0], f"a gradient of {name}()"))
     with torch.no_grad():
         result = _without_gradient(func, name, args, kwargs)
 
-    def answered(leaf: Any) -> Any:
+    def with_refusal(leaf: Any) -> Any:
+        """Gives a floating-point result the backward that raises."""
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
         if isinstance(leaf, RowWeight):
@@ -554,7 +560,7 @@ def _with_gradient(
         with as_plain():
             return _Read.apply(weights[0], [leaf], refusal)  # type: ignore[no-untyped-call]
 
-    return tree_map(answered, result)
+    return tree_map(with_refusal, result)
 
 
 class _Read(torch.autograd.Function):
@@ -562,11 +568,13 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, read: list[Tensor], refusal: str) -> Tensor:
+        """Returns the only tensor of `read`, with `parameter` as its autograd input."""
         ctx.refusal = refusal
         return read[0]  # the list keeps autograd from treating the result as a view of an input
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        """Raises NotImplementedError with the text of `refusal`."""
         raise NotImplementedError(ctx.refusal)
 
 
@@ -665,14 +673,14 @@ replace_truncated_normal(_truncated)
 
 def _of_lists(name: str, args: Any, kwargs: Any) -> Any:
     """Computes a function of lists tensor by tensor."""
-    single = name_of_one(name, args)
-    function: Any = torch.linalg.vector_norm if single == "norm" else None
-    function = function or getattr(Tensor, single, None)
+    single = single_name(name, args)
+    norm: Any = torch.linalg.vector_norm
+    function = norm if single == "norm" else getattr(Tensor, single, None)
     if function is None:
         weight = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, RowWeight))
         remedy = "the function of one tensor"
         raise _refused(weight, f"{name}() of", "no function of one tensor has its name", remedy)
-    results = for_each_of_lists(function, single, args, kwargs)
+    results = map_lists(function, single, args, kwargs)
     return args[0] if name.endswith("_") else results
 
 
@@ -790,6 +798,7 @@ def _by_ids(weight: RowWeight, ids: Tensor, trains: bool, *, is_padded: bool = F
             )
 
             def check(gradient: Tensor) -> None:
+                """Raises NotImplementedError if the padding row has a gradient."""
                 if bool(gradient[(ids == padding).to(gradient.device)].any()):
                     raise NotImplementedError(refusal)
 

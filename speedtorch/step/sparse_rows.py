@@ -27,7 +27,7 @@ from speedtorch.torch_internals import (
     version_of,
 )
 
-__all__ = ["LIKE_FILLS", "RowContent", "SparseRows", "for_each_of_lists", "name_of_one"]
+__all__ = ["LIKE_FILLS", "RowContent", "SparseRows", "map_lists", "single_name"]
 
 _ALIASES = frozenset({"detach", "alias", "lift_fresh", "detach_"})
 # Pointwise operations that torch does not tag as pointwise.
@@ -134,7 +134,7 @@ class RowContent:
         """Replaces the ids and the values."""
         self._ids, self.values = ids, values
 
-    def fill_others(self, fill: float, scales: _Scales) -> None:
+    def set_fill(self, fill: float, scales: _Scales) -> None:
         """Replaces the fill and the scales of the rows without memory."""
         self.own_fill, self.scales = fill, scales
 
@@ -146,11 +146,11 @@ class RowContent:
         """Copies the rows of any ids, `[*ids.shape, ...]`."""
         self._check_all()
         own, place = torch.sort(self.ids)
-        asked = ids.to(own.device).reshape(-1)
-        rows = self.values.new_full((len(asked), *self.values.shape[1:]), self.fill)
+        requested = ids.to(own.device).reshape(-1)
+        rows = self.values.new_full((len(requested), *self.values.shape[1:]), self.fill)
         if len(own):
-            found = torch.searchsorted(own, asked).clamp_(max=len(own) - 1)
-            there = (own[found] == asked).nonzero().squeeze(1)
+            found = torch.searchsorted(own, requested).clamp_(max=len(own) - 1)
+            there = (own[found] == requested).nonzero().squeeze(1)
             rows[there] = self.rows[place[found[there]]]
         return rows.view(*ids.shape, *rows.shape[1:])
 
@@ -305,15 +305,16 @@ def _check_alike(name: str, args: Sequence[Any], contents: Sequence[RowContent])
 def _of_all_rows(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls `func` with all rows allocated; the tensors keep this memory if it may be written."""
     # Operations of other libraries, such as collectives, may write without a mutable schema.
-    stays = func._schema.is_mutable or is_view(func) or func.namespace != "aten"
+    keeps_memory = func._schema.is_mutable or is_view(func) or func.namespace != "aten"
 
-    def whole(leaf: Any) -> Any:
+    def all_rows_of(leaf: Any) -> Any:
+        """Returns all rows of a SparseRows as a dense tensor."""
         if not isinstance(leaf, SparseRows):
             return leaf
-        stays_whole = stays or leaf.content.dense is not None
-        return leaf.in_memory() if stays_whole else leaf.to_dense()
+        is_allocated = leaf.content.dense is not None
+        return leaf.in_memory() if keeps_memory or is_allocated else leaf.to_dense()
 
-    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+    return func(*tree_map(all_rows_of, args), **tree_map(all_rows_of, kwargs))
 
 
 def _of_rows(func: Any, name: str, tensor: SparseRows, args: Any, kwargs: Any) -> Any:
@@ -369,19 +370,20 @@ def _pointwise(func: Any, args: Any, kwargs: Any, sparse: Sequence[SparseRows]) 
         if len(ids) == len(own.ids):
             ids = own.ids
         rows = [c.rows if c.ids is ids else c.rows_at(ids) for c in contents]
-    left = iter(rows)
+    remaining = iter(rows)
 
-    def of_ids(leaf: Any) -> Any:
+    def rows_of_ids(leaf: Any) -> Any:
+        """Returns the rows of the ids from an argument that has all rows."""
         if isinstance(leaf, SparseRows):
-            return next(left)
+            return next(remaining)
         is_whole = isinstance(leaf, Tensor) and leaf.dim() == len(shape) and leaf.shape[0] != 1
         return leaf.index_select(0, ids.to(leaf.device)) if is_whole else leaf
 
-    result = func(*tree_map(of_ids, args), **tree_map(of_ids, kwargs))
+    result = func(*tree_map(rows_of_ids, args), **tree_map(rows_of_ids, kwargs))
     if written:
         if result.data_ptr() != own.values.data_ptr():
             own.keep(ids, result)
-        own.fill_others(fill, scales)
+        own.set_fill(fill, scales)
         return first
     return SparseRows.of(shape[0], RowContent(ids, result, fill, scales=scales))
 
@@ -431,20 +433,21 @@ def _fill(
     size = torch.broadcast_shapes((1,) * dims, *shapes)  # type: ignore[no-untyped-call]
     place = plain[0].device if differs else torch.device("cpu")
 
-    def other(leaf: Any) -> Any:
+    def fill_of(leaf: Any) -> Any:
+        """Returns the elements without memory of an argument."""
         if isinstance(leaf, SparseRows):
             return torch.full(size, leaf.content.fill, dtype=leaf.dtype, device=place)
         return leaf.to(place) if isinstance(leaf, Tensor) else leaf
 
     options = {key: place if key == "device" else value for key, value in kwargs.items()}
-    found = func(*tree_map(other, args), **tree_map(other, options))
+    found = func(*tree_map(fill_of, args), **tree_map(fill_of, options))
     if not isinstance(found, Tensor):
         return None
     if differs:
-        others = torch.ones(len(found), dtype=torch.bool, device=place)
+        is_fill = torch.ones(len(found), dtype=torch.bool, device=place)
         for content in contents:
-            others[content.ids.to(place)] = False
-        found = found[others]
+            is_fill[content.ids.to(place)] = False
+        found = found[is_fill]
     if found.numel() == 0:
         return 0.0
     value = found.reshape(-1)[0]
@@ -473,7 +476,7 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             if results is None:
                 content.scales = after or ()
                 if name == "_foreach_zero_":
-                    content.fill_others(0.0, ())
+                    content.set_fill(0.0, ())
             elif name != "_foreach_norm":
                 fill = content.own_fill
                 made = RowContent(content._ids, results[place], fill, scales=after or ())
@@ -483,19 +486,19 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     elif name.startswith("_amp"):
         return _of_all_rows(func, args, kwargs)
     else:
-        base = name_of_one(name, args)
+        base = single_name(name, args)
         single = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base, None)
         if single is None:
             raise NotImplementedError(
                 f"{name}() does not support {first[0]!r}. Use the function of one tensor."
             )
-        results = for_each_of_lists(single, base, args, kwargs)
+        results = map_lists(single, base, args, kwargs)
     if func._schema.is_mutable:
         return _note_written(name, contents)
     return results
 
 
-def name_of_one(name: str, args: Sequence[Any]) -> str:
+def single_name(name: str, args: Sequence[Any]) -> str:
     """The name of the one-tensor function that a function of lists calls for each tensor."""
     base = name.removeprefix("_foreach_")
     if len(args) > 1 and isinstance(args[1], int | float):
@@ -503,7 +506,7 @@ def name_of_one(name: str, args: Sequence[Any]) -> str:
     return base
 
 
-def for_each_of_lists(
+def map_lists(
     function: Callable[..., Any], base: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Any]:
     """Calls a one-tensor function, `base`, for each place of the arguments' lists."""

@@ -233,14 +233,14 @@ class Step(NamedTuple):
         """Planned parts whose ids no lookup has named, directly or by a part with equal ids."""
         if len(self.seen) == self.planned_parts:
             return []
-        left = [
+        unseen = [
             (number, part)
             for number in self.planned
             for part in range(len(self.batches[number].parts))
             if (number, part) not in self.seen
         ]
-        return [each for each in left if not any(self._are_same(each, seen) for seen in self.seen)]
+        return [key for key in unseen if not any(self._are_same(key, seen) for seen in self.seen)]
 
-    def _are_same(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
-        parts = self.batches[one[0]].parts
-        return parts.is_same(one[1], self.batches[other[0]].parts, other[1])
+    def _are_same(self, key: tuple[int, int], other: tuple[int, int]) -> bool:
+        parts = self.batches[key[0]].parts
+        return parts.is_same(key[1], self.batches[other[0]].parts, other[1])

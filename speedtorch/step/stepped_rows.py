@@ -59,7 +59,7 @@ class SteppedRows:
             is_idle = call.is_idle and not held.captures()
             held.reload_rows()
             if is_idle:
-                as_in_table = [each.clone() for each in view.rows_of(held.now)]
+                as_in_table = [rows.clone() for rows in view.rows_of(held.now)]
         self._as_in_table = as_in_table
         parameter = view.parameter
         gradient = parameter.grad
@@ -72,8 +72,8 @@ class SteppedRows:
             gradient = parameter.grad
         state = view.kept.state
         if state is not None and state.sparse and gradient is not None:
-            every = torch.arange(held.now.rows[0].shape[0], device=held.device)
-            gradient = parameter.grad = sparse_of_all(gradient, every)
+            indices = torch.arange(held.now.rows[0].shape[0], device=held.device)
+            gradient = parameter.grad = sparse_of_all(gradient, indices)
         self.call = (call, held.now.number, gradient is not None)
 
     def after(self) -> None:

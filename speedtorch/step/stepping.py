@@ -46,7 +46,7 @@ class Stepping(threading.local):
         """The optimizer and its Entered, or None."""
         if self._now is None:
             return None
-        optimizer, entered = (each() for each in self._now)
+        optimizer, entered = (reference() for reference in self._now)
         if optimizer is None or entered is None:
             return None
         return optimizer, entered
@@ -58,9 +58,8 @@ stepping = Stepping()
 def places_of_weights(optimizer: torch.optim.Optimizer) -> list[tuple[list[Any], int]]:
     """The places of an optimizer's RowWeights: the parameter list of a group, and the index."""
     return [
-        (held, place)
+        (group["params"], place)
         for group in optimizer.param_groups
-        for held in (group["params"],)
-        for place, each in enumerate(held)
-        if type(each) is RowWeight and each._rows._weight() is each
+        for place, param in enumerate(group["params"])
+        if type(param) is RowWeight and param._rows._weight() is param
     ]

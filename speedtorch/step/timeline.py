@@ -18,14 +18,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def in_timeline(name: str) -> Callable[[_Function], _Function]:
     """Decorates a function so that a running profiler records its calls under `name`."""
 
-    def named(function: _Function) -> _Function:
+    def decorate(function: _Function) -> _Function:
+        """Returns the function with its calls recorded."""
+
         @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not is_profiling():  # a range costs as much time as a small op, even unrecorded
                 return function(*args, **kwargs)
             with torch.profiler.record_function(name):
                 return function(*args, **kwargs)
 
-        return called  # type: ignore[return-value]
+        return call  # type: ignore[return-value]
 
-    return named
+    return decorate

@@ -217,12 +217,12 @@ class TrainedRows(WholeWeight):
     def end_by_error(self) -> None:
         """Called before a loop of batches raises an error; does nothing on a single rank."""
 
-    def gives_sparse(self, *, asked: bool) -> bool:
+    def makes_sparse(self, *, requested: bool) -> bool:
         """Whether autograd makes a sparse gradient, by request or for the optimizer."""
         # On a GPU torch sums the rows of a dense gradient in a tenth of the time, but in another
         # order. The step converts a dense gradient if the optimizer requires a sparse one.
         state = self.state
-        return asked or (state is not None and state.sparse and self.adds_in_order())
+        return requested or (state is not None and state.sparse and self.adds_in_order())
 
     @serialized
     def attach(self, state: OptimizerState, fields: Fields) -> bool:
@@ -257,7 +257,7 @@ class TrainedRows(WholeWeight):
 
 
 class _RowsOfStep(torch.autograd.Function):
-    """The step's rows as the operand of a lookup; backward adds their gradient to `asker`.
+    """The step's rows as the operand of a lookup; backward adds their gradient to `owner`.
 
     torch's own node that accumulates a parameter's gradient has one shape for its lifetime. A step
     gains rows with each lookup, so this function bypasses that node.
@@ -265,19 +265,21 @@ class _RowsOfStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, rows: list[Tensor], places: list[Tensor], asker: TrainedRows
+        ctx: Any, parameter: Tensor, rows: list[Tensor], places: list[Tensor], owner: TrainedRows
     ) -> Tensor:
-        step = asker.exchange.held.now
-        ctx.asker, ctx.ids, ctx.number, ctx.places = asker, step.ids, step.number, places
-        ctx.pending = asker.exchange.held.backwards.made(step.number)
+        """Returns the step's rows."""
+        step = owner.exchange.held.now
+        ctx.owner, ctx.ids, ctx.number, ctx.places = owner, step.ids, step.number, places
+        ctx.pending = owner.exchange.held.backwards.made(step.number)
         return rows[0]  # the list keeps autograd from treating the result as a view of an input
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        """Adds the gradient of the rows to the parameter's gradient."""
         check_once(gradient)
-        with ctx.asker.lock:  # else another thread could see no pending gradient before the sum
+        with ctx.owner.lock:  # else another thread could see no pending gradient before the sum
             ctx.pending = None
-            ctx.asker.add_gradient(gradient, ctx.ids, ctx.number, lambda: ctx.places[0])
+            ctx.owner.add_gradient(gradient, ctx.ids, ctx.number, lambda: ctx.places[0])
         return None, None, None, None
 
 
@@ -289,12 +291,13 @@ class _SummedLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, found: LookupPlaces, bags: Bags | None, asker: TrainedRows
+        ctx: Any, parameter: Tensor, found: LookupPlaces, bags: Bags | None, owner: TrainedRows
     ) -> Tensor:
-        ctx.asker, ctx.batch, ctx.part, ctx.bags = asker, found.batch, found.part, bags
-        ctx.number = number = asker.exchange.held.now.number
-        ctx.pending = asker.exchange.held.backwards.made(number)
-        held = asker.parameter.detach()
+        """Returns the looked-up rows, or their sums by bag."""
+        ctx.owner, ctx.batch, ctx.part, ctx.bags = owner, found.batch, found.part, bags
+        ctx.number = number = owner.exchange.held.now.number
+        ctx.pending = owner.exchange.held.backwards.made(number)
+        held = owner.parameter.detach()
         if bags is None:
             return rows_at(held, found.positions)
         with without_autograd():
@@ -302,16 +305,17 @@ class _SummedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        """Sums the gradient by row and adds the sums to the parameter's gradient."""
         check_once(gradient)
-        asker, batch, part = ctx.asker, ctx.batch, ctx.part
-        with asker.lock:  # else another thread could see no pending gradient before the sum
+        owner, batch, part = ctx.owner, ctx.batch, ctx.part
+        with owner.lock:  # else another thread could see no pending gradient before the sum
             ctx.pending = None
-            if ctx.number != asker.exchange.held.now.number:
+            if ctx.number != owner.exchange.held.now.number:
                 if batch.parts.shape(part).numel() == 0:  # empty bags have no gradient
                     return None, None, None, None
-                asker.check_held(ctx.number)
+                owner.check_held(ctx.number)
             added = summed(gradient, batch, part, ctx.bags)
-            asker.add_gradient(added, batch.ids, ctx.number, lambda: batch.parts.local(part))
+            owner.add_gradient(added, batch.ids, ctx.number, lambda: batch.parts.local(part))
         return None, None, None, None
 
 
@@ -347,7 +351,7 @@ def check_once(gradient: Tensor) -> None:
 
 def rows_held_by(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:
     """The TrainedRows of an optimizer's weights, in the optimizer's order."""
-    return [held[place]._rows for held, place in places_of_weights(optimizer)]
+    return [params[place]._rows for params, place in places_of_weights(optimizer)]
 
 
 def rows_of_parameter(parameter: Tensor) -> TrainedRows | None:

@@ -193,8 +193,8 @@ class WholeWeight(ClaimedRows):
             elif gradient.is_sparse:
                 added = of_rows(gradient, sparse_indices(gradient), held)
             added = self.parameter_view.summand(added)
-            more_to_come = self.exchange.held.expects_gradient()
-            summed = self._sums.add(self.parameter.grad, added, more_to_come=more_to_come)
+            expects_more = self.exchange.held.expects_gradient()
+            summed = self._sums.add(self.parameter.grad, added, expects_more=expects_more)
             self.parameter.grad = summed
             self.parameter_view.note_gradient()
 
@@ -264,9 +264,9 @@ class WholeWeight(ClaimedRows):
     def _check_entered(self, optimizer: torch.optim.Optimizer, entered: Entered) -> None:
         """Raises RuntimeError in a step of an optimizer to which the weight was added unnoticed."""
         weight = self.weight
-        if any(each is weight for each in entered.weights):
+        if any(param is weight for param in entered.weights):
             return
-        if any(held[place] is weight for held, place in places_of_weights(optimizer)):
+        if any(params[place] is weight for params, place in places_of_weights(optimizer)):
             entered.forget()
             stepping.end()  # the error ends the step
             raise RuntimeError(
