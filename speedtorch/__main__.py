@@ -52,10 +52,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         type=_folder,
         help="measures how fast a file of 256 MiB is written and read there",
     )
-    commands.add_parser("calibrate", help="measures what moving a row takes here, and keeps it")
-    again = commands.add_parser("replay", help="runs the operators of a dump again, and compares")
-    again.add_argument("file", help="written by a program under SPEEDTORCH_LOG=dump")
-    add_demos(commands.add_parser("demo", help="see it work"))
+    commands.add_parser("calibrate", help="measures the time to copy a row, and saves it")
+    replay_parser = commands.add_parser(
+        "replay", help="runs the operators of a dump and compares results"
+    )
+    replay_parser.add_argument("file", help="a dump of a program with SPEEDTORCH_LOG=dump")
+    add_demos(commands.add_parser("demo", help="trains an example model"))
     chosen = parser.parse_args(arguments)
     if chosen.command == "demo":
         return run_demo(chosen)

@@ -26,9 +26,9 @@ def _report(process: int) -> None:
     if os.getpid() != process:  # a forked child has copies of all objects
         return
     gc.collect()  # frees objects that only reference cycles keep alive
-    tables = [f"\n  {table!r}, made at {place}" for table, place in _places.items()]
-    pinned = [f"\n  {call_text(each)}, {each.nbytes} bytes" for each in pinned_tensors()]
-    types = [type(each) for each in gc.get_objects()]
+    tables = [f"\n  {table!r}, created at {place}" for table, place in _places.items()]
+    pinned = [f"\n  {call_text(tensor)}, {tensor.nbytes} bytes" for tensor in pinned_tensors()]
+    types = [type(value) for value in gc.get_objects()]
     cuda = Counter(t.__name__ for t in types if issubclass(t, torch.cuda.Stream | torch.cuda.Event))
     logging.getLogger("speedtorch.alive").warning(
         "alive at exit: %d tables%s\n%d pinned tensors%s\nbytes of host memory: %s\n"
@@ -41,10 +41,11 @@ def report_at_exit() -> None:
     """Records the line that creates each table from now on, and logs live objects at exit."""
     make = HostTable._set_memory
 
-    def noted(table: HostTable, *arguments: Any) -> None:
+    def set_memory_and_record(table: HostTable, *arguments: Any) -> None:
+        """Creates the table and records the line outside this package that creates it."""
         make(table, *arguments)
-        lines = [each for each in traceback.extract_stack() if _PACKAGE not in each.filename]
+        lines = [frame for frame in traceback.extract_stack() if _PACKAGE not in frame.filename]
         _places[table] = f"{lines[-1].filename}:{lines[-1].lineno}"
 
-    setattr(HostTable, "_set_memory", noted)  # noqa: B010
+    setattr(HostTable, "_set_memory", set_memory_and_record)  # noqa: B010
     atexit.register(_report, os.getpid())

@@ -45,7 +45,7 @@ _LEAST_MEMORY_SHARE = 0.9
 # The approximate speed of one hard disk.
 _LEAST_FILE_GBPS = 0.2
 _HUGE_PAGES = "kernel/mm/transparent_hugepage/enabled"
-_REPORT = "report this line together with what `speedtorch info` prints"
+_REPORT = "report this line together with the output of `speedtorch info`"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def check_memory(
 ) -> Finding:
     """Checks a kind of host memory: the CPU and each device write rows that the other reads."""
     if kind == "managed" and not _ops.managed_supported():
-        advice = 'none is needed: memory="auto" takes registered memory here'
+        advice = 'no action is needed; memory="auto" selects registered memory'
         return Finding("note", "not every GPU has concurrentManagedAccess", advice)
     shape = (nbytes // _ROW_BYTES, _ROW_BYTES // 8)
     table = host_memory.empty(shape, dtype=torch.int64, memory=kind)
@@ -156,7 +156,7 @@ def check_available_memory(available_bytes: int, meminfo: str) -> Finding:
     total, free = (int(words[name]) << 10 for name in ("MemTotal:", "MemAvailable:"))
     found = f"{text_of(available_bytes)} available; the machine has {text_of(total)}"
     if available_bytes < _LEAST_MEMORY_SHARE * free:
-        advice = "give the container or job more memory, or keep tables within its cgroup's limit"
+        advice = "raise the memory limit of the container or job, or keep tables below it"
         found += f", {text_of(free)} of it available"
         return Finding("note", f"{found}: the cgroup has a limit", advice)
     return Finding("ok", found)
@@ -165,7 +165,7 @@ def check_available_memory(available_bytes: int, meminfo: str) -> Finding:
 def check_huge_pages(setting: str) -> Finding:
     """Checks the kernel's transparent_hugepage/enabled, such as "always [madvise] never"."""
     if not setting:
-        advice = "none outside a sandbox: its host decides about the size of pages"
+        advice = "no action is needed in a sandbox, whose host chooses the page size"
         return Finding("note", "the system does not show transparent huge pages", advice)
     if "[never]" in setting:
         advice = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
@@ -181,17 +181,17 @@ def check_kernel(release: str) -> Finding:
     return Finding("note", f"{release}: WSL", advice)
 
 
-def check_iommu(units: Sequence[str], groups: int, types: Sequence[str]) -> Finding:
+def check_iommu(iommus: Sequence[str], groups: int, types: Sequence[str]) -> Finding:
     """Checks the machine's IOMMUs, the number of groups, and the types of the GPUs' groups."""
-    if not units and not groups:
-        return Finding("ok", "none is shown")
-    found = f"{', '.join(units) or 'no unit'}, {groups} groups"
+    if not iommus and not groups:
+        return Finding("ok", "none is visible")
+    found = f"{', '.join(iommus) or 'no IOMMU'}, {groups} groups"
     if not types:
         return Finding("ok", f"{found}; there is no GPU")
-    found += f"; the GPUs' groups: {', '.join(each or 'unknown' for each in types)}"
-    if all(each == "identity" for each in types):
+    found += f"; the GPUs' groups: {', '.join(kind or 'unknown' for kind in types)}"
+    if all(kind == "identity" for kind in types):
         return Finding("ok", found)
-    advice = "where a link is slow or copies between GPUs hang, boot with iommu=pt"
+    advice = "if a link is slow or copies between GPUs hang, boot with iommu=pt"
     return Finding("note", found, advice)
 
 
@@ -216,7 +216,7 @@ def check_folder(folder: str, nbytes: int) -> Finding:
             read_s += time.perf_counter() - start
             differ += length != len(block) or into != block
     if differ:
-        advice = "keep no tables and checkpoints there; check the disk and the kernel's log"
+        advice = "do not store tables or checkpoints there; check the disk and the kernel's log"
         return Finding("wrong", f"{differ} of {count} blocks differ when read again", advice)
     speeds = [count * len(block) / 1e9 / max(seconds, 1e-9) for seconds in (write_s, read_s)]
     found = f"write {speeds[0]:.2f} GB/s with fsync, read {speeds[1]:.2f} GB/s, {text_of(nbytes)}"
@@ -250,7 +250,7 @@ def checks(folder: str | None = None) -> list[Check]:
     kinds = [k for k in host_memory.HOST_KINDS if k == "plain" or (with_kernels and k != "auto")]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     less = "free host memory, update NVIDIA's driver, or use another kind until this check is ok"
-    free = "free GPU memory (nvidia-smi shows which process has it), and check again"
+    free = "free GPU memory (nvidia-smi shows which process uses it) and repeat the check"
     found = [
         Check("gpus", lambda: check_gpus(info()), _REPORT),
         *(Check(f"{kind} memory", partial(check_memory, kind, devices), less) for kind in kinds),
@@ -262,7 +262,7 @@ def checks(folder: str | None = None) -> list[Check]:
         Check("iommu", _iommu, _REPORT),
     ]
     if folder is not None:
-        advice = f"give a folder that you may write to, with {text_of(_FILE_BYTES)} free"
+        advice = f"choose a writable folder with {text_of(_FILE_BYTES)} free"
         found.append(Check("folder", partial(check_folder, folder, _FILE_BYTES), advice))
     return found
 

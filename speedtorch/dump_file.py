@@ -23,7 +23,7 @@ from speedtorch.files.system_calls import OpenFile, open_to_read
 from speedtorch.memory import empty
 from speedtorch.torch_internals import storage_id
 
-__all__ = ["DUMP_FORMAT", "Dump", "opened_dump", "write_dump"]
+__all__ = ["DUMP_FORMAT", "Dump", "open_dump", "write_dump"]
 
 DUMP_FORMAT = "speedtorch dump 2"
 
@@ -39,7 +39,8 @@ def write_dump(path: Path, calls: Sequence[dict[str, Any]]) -> None:
     storages: list[Any] = []
     tensors: list[Any] = []
 
-    def keep(name: str, value: Tensor) -> str:
+    def add(name: str, value: Tensor) -> str:
+        """Adds a tensor and, if it is new, its storage; returns the tensor's number as a text."""
         storage = value.untyped_storage()
         if (key := storage_id(storage)) not in places:
             places[key] = len(storages)
@@ -49,18 +50,18 @@ def write_dump(path: Path, calls: Sequence[dict[str, Any]]) -> None:
         return str(len(tensors) - 1)
 
     content = {
-        "calls": [described(f"calls[{at}]", call, keep) for at, call in enumerate(calls)],
+        "calls": [described(f"calls[{at}]", call, add) for at, call in enumerate(calls)],
         "format": DUMP_FORMAT,
-        "storages": [[each.device.type, each.nbytes()] for each in storages],
+        "storages": [[storage.device.type, storage.nbytes()] for storage in storages],
         "tensors": tensors,
     }
     text = json.dumps(content, separators=(",", ":")).encode()
-    sizes = {"calls": len(text), "storages": sum(each.nbytes() for each in storages)}
+    sizes = {"calls": len(text), "storages": sum(storage.nbytes() for storage in storages)}
     header = safetensors_header({name: ([size], torch.uint8) for name, size in sizes.items()})
     with path.open("wb") as file:
         file.write(header + text)
-        for each in storages:
-            file.write(_bytes_of(each).numpy().data)
+        for storage in storages:
+            file.write(_bytes_of(storage).numpy().data)
 
 
 class _Tensor(NamedTuple):
@@ -83,11 +84,11 @@ class _Tensor(NamedTuple):
 
 
 class Dump:
-    """The validated calls of a dump in an open file; see opened_dump()."""
+    """The validated calls of a dump in an open file; see open_dump()."""
 
     def __init__(self, file: OpenFile) -> None:
         arrays = read_arrays(file.read, file.size)
-        kinds = {(name, each.dtype, len(each.shape)) for name, each in arrays.items()}
+        kinds = {(name, array.dtype, len(array.shape)) for name, array in arrays.items()}
         if kinds != {("calls", torch.uint8, 1), ("storages", torch.uint8, 1)}:
             raise ValueError(f"the arrays {[*arrays][:4]}")
         self._file, self._begins = file, [arrays["storages"].offset]
@@ -97,10 +98,10 @@ class Dump:
         if not isinstance(content, dict) or content.get("format") != DUMP_FORMAT:
             found = content.get("format") if isinstance(content, dict) else content
             raise ValueError(f"the format {str(found)[:40]!r}")
-        self._storages = [self._storage(each) for each in content["storages"]]
+        self._storages = [self._storage(entry) for entry in content["storages"]]
         if self._begins[-1] - self._begins[0] != arrays["storages"].nbytes:
             raise ValueError("storages of another size")
-        self._tensors = [self._tensor(each) for each in content["tensors"]]
+        self._tensors = [self._tensor(entry) for entry in content["tensors"]]
         self._calls = content["calls"]
         nothing = torch.empty(0)
         for at in range(len(self)):
@@ -181,14 +182,13 @@ class _Inputs:
 
 
 @contextmanager
-def opened_dump(path: str) -> Iterator[Dump]:
+def open_dump(path: str) -> Iterator[Dump]:
     """Opens a dump and validates its contents. Raises ValueError for other files."""
     with open_to_read(path) as file:
         try:
             dump = Dump(file)
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}: expected a file that SPEEDTORCH_LOG=dump has written ({DUMP_FORMAT!r}),"
-                f" got {error}"
+                f"{path}: expected a dump of SPEEDTORCH_LOG=dump ({DUMP_FORMAT!r}), got {error}"
             ) from error
         yield dump

@@ -60,7 +60,7 @@ def peak_gbps(generation: int, width: int) -> float:
         >>> f"{peak_gbps(4, 16):.1f}"
         '31.5'
     """
-    (speed,) = (speed for speed, each in _GENERATIONS.items() if each == generation)
+    (speed,) = (speed for speed, number in _GENERATIONS.items() if number == generation)
     encoding = 8 / 10 if generation < 3 else 128 / 130 if generation < 6 else 242 / 256
     return speed * width * encoding / 8
 
@@ -246,7 +246,7 @@ def _generation(text: str) -> int | None:
     return _GENERATIONS.get(float(speed[1])) if speed else None
 
 
-def _lines(facts: dict[str, Any], unit: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
+def _lines(facts: dict[str, Any], suffix: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
     """Yields (label, fact) per line; a group's label has an empty fact and its facts follow."""
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -255,15 +255,15 @@ def _lines(facts: dict[str, Any], unit: str = "", indent: str = "") -> Iterator[
             yield indent + name.replace("_", " "), ""
             yield from _lines(value, "_bytes" if name.endswith("_bytes") else "", indent + "  ")
         elif isinstance(value, tuple) and value:
-            yield from _lines({f"{name[:-1]} {index}": each for index, each in enumerate(value)})
+            yield from _lines({f"{name[:-1]} {index}": item for index, item in enumerate(value)})
         else:
             label = name.removesuffix("_bytes").removesuffix("_gbps").replace("_", " ")
-            yield indent + label, _in_words(name + unit, value)
+            yield indent + label, _in_words(name + suffix, value)
 
 
 def _in_words(name: str, value: Any) -> str:
     if value is None:
-        return _MISSING.get(name, "not told by this system")
+        return _MISSING.get(name, "not reported by this system")
     if value == () or (name, value) == ("numa_node", -1):
         return "none"
     if name.endswith("_gbps"):

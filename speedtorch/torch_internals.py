@@ -33,16 +33,17 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 __all__ = [
     "FOREACH_TYPES",
     "FOUND_INF",
-    "LENT_BY_GRAD_SCALER",
     "METHODS_OF_MODULES",
+    "SET_BY_GRAD_SCALER",
     "STEP_HOOKS",
-    "VERSION_ASKED",
+    "VERSION_GETTER",
     "HostGradScaler",
     "SteppingScaler",
     "TensorWeakRef",
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
     "active_data_parallel",
+    "allows_uneven_inputs",
     "apply_of",
     "as_plain",
     "attributes_without_hooks",
@@ -51,7 +52,6 @@ __all__ = [
     "buffers_of",
     "call_after_backward",
     "call_with_first_gpu",
-    "calls_under_way",
     "can_skip",
     "capturing",
     "composable_data_parallel",
@@ -59,6 +59,8 @@ __all__ = [
     "current_node",
     "current_stream",
     "dispatch_modes",
+    "empty_of_other_dtype",
+    "forbid_data_pointer",
     "foreach_add",
     "foreach_add_",
     "foreach_addcdiv_",
@@ -66,9 +68,8 @@ __all__ = [
     "foreach_mul",
     "foreach_neg",
     "foreach_sqrt",
-    "forget_failed_backward",
+    "free_failed_backward",
     "fully_sharded",
-    "give_no_data_pointer",
     "gradient_hooks",
     "group_like",
     "ignored_by_data_parallel",
@@ -88,18 +89,18 @@ __all__ = [
     "no_torch_function",
     "not_compiled",
     "number_of_node",
-    "of_another_dtype",
-    "place_buckets",
     "plain_truncated_normal",
     "prefix_store",
+    "rebuild_buckets",
     "replace_step",
     "replace_truncated_normal",
+    "running_calls",
     "schema_name",
     "set_versions",
     "sparse_coo",
     "sparse_indices",
     "sparse_values",
-    "split_apart",
+    "split_with_versions",
     "step_functions",
     "step_without_hooks",
     "stepping_grad_scaler",
@@ -108,7 +109,6 @@ __all__ = [
     "storage_of",
     "storage_reference",
     "storage_uses",
-    "takes_uneven_inputs",
     "tensor_of_class",
     "tensor_without_memory",
     "timeout_of",
@@ -137,7 +137,7 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """The number of writes to a tensor or to a tensor that shares its memory."""
 
-VERSION_ASKED: Any = cast(Any, Tensor._version).__get__
+VERSION_GETTER: Any = cast(Any, Tensor._version).__get__
 """The function that `__torch_function__` receives when code reads a tensor's version."""
 
 no_torch_function = torch._C._disabled_torch_function_impl
@@ -152,13 +152,13 @@ storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata"
 set_versions = torch._C._autograd._unsafe_set_version_counter
 """Sets the version counters of a tuple of tensors, and their views, to a tuple of numbers."""
 
-split_apart = torch.unsafe_split_with_sizes
+split_with_versions = torch.unsafe_split_with_sizes
 """Splits a tensor's rows by these sizes in the same memory; each part has its own version."""
 
 tensor_without_memory = Tensor._make_wrapper_subclass
 """Creates a tensor of a class with a shape and a dtype but without elements."""
 
-give_no_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+forbid_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """Makes a tensor without memory raise if C++ requests the address of its elements."""
 
 tensor_of_class = Tensor._make_subclass
@@ -190,8 +190,8 @@ def is_pointwise(operator: Any) -> bool:
 @cache
 def is_view(operator: Any) -> bool:
     """Whether an operator's result shares memory with an argument that the operator only reads."""
-    results = [each.alias_info for each in operator._schema.returns]
-    return any(each is not None and not each.is_write for each in results)
+    aliases = [result.alias_info for result in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 schema_name: Callable[[Any], str] = operator.attrgetter("_schema.name")
@@ -206,7 +206,7 @@ def written_arguments(operator: Any) -> dict[str, int]:
     argument, and batch norm writes to its running statistics.
     """
     schema = operator._schema
-    arguments = {each.name: (k, each.alias_info) for k, each in enumerate(schema.arguments)}
+    arguments = {arg.name: (k, arg.alias_info) for k, arg in enumerate(schema.arguments)}
     written = {
         name: k
         for name, (k, alias) in arguments.items()
@@ -218,7 +218,7 @@ def written_arguments(operator: Any) -> dict[str, int]:
 
 
 @cache
-def of_another_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty_of_other_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A temporary value for a parameter's `data` before the parameter's shape may change.
 
     Only a change of dtype makes torch drop the node that accumulates the parameter's gradient. A
@@ -310,7 +310,7 @@ Its `parameters_to_ignore` are names in its module; it also has `gradient_as_buc
 """
 
 
-def place_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
+def rebuild_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
     """Rebuilds the buckets in the order of ready gradients; False if already done or too early.
 
     Too early is before the first backward pass. Without this call, the wrapper's next forward
@@ -319,7 +319,7 @@ def place_buckets(wrapper: nn.parallel.DistributedDataParallel) -> bool:
     return wrapper.reducer._rebuild_buckets()
 
 
-takes_uneven_inputs: Callable[[nn.parallel.DistributedDataParallel], bool] = operator.attrgetter(
+allows_uneven_inputs: Callable[[nn.parallel.DistributedDataParallel], bool] = operator.attrgetter(
     "_join_config.enable"
 )
 """Whether the wrapper's join() context is active."""
@@ -389,9 +389,9 @@ def ignored_by_data_parallel(module: nn.Module, names: Iterable[str]) -> None:
     `names` are names in the module. Parameters that were ignored before are still ignored.
     """
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    every = [*before, *(name for name in names if name not in before)]
+    ignored = [*before, *(name for name in names if name not in before)]
     set_names = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    set_names(module, every)  # type: ignore[no-untyped-call]
+    set_names(module, ignored)  # type: ignore[no-untyped-call]
 
 
 def never_compiled(function: _Function, reason: str) -> _Function:
@@ -409,13 +409,14 @@ def not_compiled(function: _Function) -> _Function:
 
     torch.compile also compiles each wrapper, but only a few at most, so use this for few objects.
     """
-    broken = never_compiled(function, "the number of held rows changes from step to step")
+    broken = never_compiled(function, "the number of rows changes from step to step")
 
     @wraps(function)
-    def either(*args: Any, **kwargs: Any) -> Any:
+    def uncompiled(*args: Any, **kwargs: Any) -> Any:
+        """Calls `function`, with a graph break under torch.compile."""
         return (broken if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
-    return cast(_Function, either)
+    return cast(_Function, uncompiled)
 
 
 call_with_first_gpu: Callable[[Callable[[], object]], None] = torch.cuda._lazy_call
@@ -465,10 +466,10 @@ def fully_sharded(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     if groups is None:  # torch 2.11
         groups = [group for group in [state._fsdp_param_group] if group is not None]
     shards = [shard for group in groups for shard in group.fsdp_params]
-    return [(each.sharded_param, each._sharded_param_data) for each in shards]
+    return [(shard.sharded_param, shard._sharded_param_data) for shard in shards]
 
 
-def calls_under_way() -> Counter[nn.Module]:
+def running_calls() -> Counter[nn.Module]:
     """Counts the calls of each module on this thread's stack, except those of compiled modules."""
     found: Counter[nn.Module] = Counter()
     code, frame = nn.Module._call_impl.__code__, sys._getframe().f_back
@@ -482,7 +483,7 @@ def calls_under_way() -> Counter[nn.Module]:
 # ------------------------------------------------------------------------------------------------
 # Optimizers
 
-LENT_BY_GRAD_SCALER = ("grad_scale", "found_inf")
+SET_BY_GRAD_SCALER = ("grad_scale", "found_inf")
 """Attributes that a GradScaler sets on an optimizer for one step."""
 
 
@@ -497,9 +498,9 @@ class HostGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         with as_plain():
-            every = [each for group in optimizer.param_groups for each in group["params"]]
-            where = {each.grad.device.type for each in every if each.grad is not None}
-        if "cpu" in where and inv_scale.device.type != "cpu":
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            devices = {param.grad.device.type for param in params if param.grad is not None}
+        if "cpu" in devices and inv_scale.device.type != "cpu":
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
@@ -523,7 +524,7 @@ def stepping_grad_scaler() -> SteppingScaler | None:
             scaler, known = frame.f_locals["self"], frame.f_locals.get("optimizer_state")
             if known is None:  # the scaler is disabled
                 return None
-            divided = {each.type for each in known["found_inf_per_device"]}
+            divided = {device.type for device in known["found_inf_per_device"]}
             is_near = "cpu" not in divided or scaler._scale.device.type == "cpu"
             return SteppingScaler(scaler, is_near or isinstance(scaler, HostGradScaler))
     return None
@@ -549,22 +550,22 @@ def loads_by_own_code(module: Any) -> bool:
         module._state_dict_pre_hooks,
     )
     known = ("torch.nn.", "speedtorch.")
-    return any(hooks) or not all(each.__module__.startswith(known) for each in methods)
+    return any(hooks) or not all(method.__module__.startswith(known) for method in methods)
 
 
 FOUND_INF = "found_inf"
 """The attribute that makes a fused optimizer skip a step on its device: 1 to skip, else 0."""
 
 
-def forget_failed_backward(device: torch.device) -> None:
+def free_failed_backward(device: torch.device) -> None:
     """Makes torch free the state of a failed backward pass, which the CPU keeps until the next one.
 
     On a GPU, the thread of its backward passes may free the state later.
     """
     if current_backward() == -1:
         with torch.enable_grad(), torch.inference_mode(False):
-            for each in {torch.device("cpu"), device}:
-                torch.zeros((), device=each, requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+            for place in {torch.device("cpu"), device}:
+                torch.zeros((), device=place, requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
 
 # Operations on lists of tensors. On a GPU one kernel serves many dense tensors if shapes match at
@@ -593,7 +594,7 @@ def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
 
 def step_functions(kind: type[Optimizer]) -> list[type[Optimizer]]:
     """The classes in the MRO of `kind` that define a step(), the most derived first."""
-    return [each for each in kind.__mro__ if "step" in vars(each) and each is not Optimizer]
+    return [base for base in kind.__mro__ if "step" in vars(base) and base is not Optimizer]
 
 
 def replace_step(
@@ -627,7 +628,7 @@ def replace_step(
 def _codes_of_hooks() -> frozenset[CodeType]:
     """The code objects of torch's wrapper around step functions, which calls the hooks."""
     codes = Optimizer.profile_hook_step.__code__.co_consts
-    return frozenset(each for each in codes if isinstance(each, CodeType))
+    return frozenset(code for code in codes if isinstance(code, CodeType))
 
 
 def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], object]:

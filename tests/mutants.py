@@ -372,7 +372,7 @@ MUTANTS = [
     Mutant(
         "a failed backward refuses the lookups after it",
         "step/exchange.py",
-        "        forget_failed_backward(held.device)",
+        "        free_failed_backward(held.device)",
         "        pass",
         "tests/nn/test_capacity.py::test_a_backward_that_fails_refuses_no_lookup_after_it",
     ),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.torch_internals import (
-    VERSION_ASKED,
+    VERSION_GETTER,
     as_plain,
     never_compiled,
     tree_leaves,
@@ -71,7 +71,7 @@ _METADATA = frozenset(
         *_named(Tensor, _METHODS),
         _GRADIENT.__set__,
         _GRADIENT.__delete__,
-        VERSION_ASKED,
+        VERSION_GETTER,
     ]
 )
 

@@ -31,9 +31,9 @@ from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.residency import Residency, Use
 from speedtorch.torch_internals import (
     call_after_backward,
-    calls_under_way,
     current_backward,
     is_transformed,
+    running_calls,
 )
 
 __all__ = ["AutoOffload"]
@@ -123,7 +123,7 @@ class AutoOffload:
     def _before_forward(self, offloaded: OffloadedModule, _: Any, args: Any, kwargs: Any) -> Any:
         """Loads a module before its forward, or its recomputation in a backward; copies inputs."""
         self._check_call(offloaded)
-        depth, thread = calls_under_way()[offloaded.module], threading.get_ident()
+        depth, thread = running_calls()[offloaded.module], threading.get_ident()
         self._end_calls(offloaded, thread, depth - 1)
         use = self._residency.begin_use([offloaded])
         self._forward.setdefault(offloaded, []).append(_RunningForward(use, thread, depth))
@@ -185,7 +185,7 @@ class AutoOffload:
     def end_failed(self) -> None:
         """Ends the uses of forwards and backwards that have failed."""
         if self._forward:  # torch calls no forward hook after Ctrl-C
-            under_way, thread = calls_under_way(), threading.get_ident()
+            under_way, thread = running_calls(), threading.get_ident()
             for offloaded in list(self._forward):
                 self._end_calls(offloaded, thread, under_way[offloaded.module])
         if current_backward() == -1 and (self._graphs or self._backward):

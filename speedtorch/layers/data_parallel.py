@@ -24,11 +24,11 @@ from speedtorch.layers.module_hook import weak_call
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
     active_data_parallel,
+    allows_uneven_inputs,
     as_plain,
     current_node,
     gradient_hooks,
-    place_buckets,
-    takes_uneven_inputs,
+    rebuild_buckets,
 )
 
 __all__ = ["Averaging", "averaged_parameters"]
@@ -272,7 +272,7 @@ def _before_forward(wrapper: nn.Module, _: object) -> None:
         )
     if wrapper in _placed or not torch.is_grad_enabled():
         return
-    if takes_uneven_inputs(wrapper):  # join() counts ranks before any allocation
+    if allows_uneven_inputs(wrapper):  # join() counts ranks before any allocation
         if any(member.host_parameters for member in members):
             raise NotImplementedError(
                 "DistributedDataParallel.join() allocates gradients on the parameters' device in"
@@ -283,5 +283,5 @@ def _before_forward(wrapper: nn.Module, _: object) -> None:
     with as_plain(), ExitStack() as places:
         for member in members:
             places.enter_context(member.with_device_data())
-        if place_buckets(wrapper):
+        if rebuild_buckets(wrapper):
             _placed.add(wrapper)

@@ -18,7 +18,7 @@ from speedtorch.layers.optimizer_trials import check_steps_apart, needs_argument
 from speedtorch.layers.partial_step import ChangedSetting, PartialStep
 from speedtorch.layers.residency import Residency
 from speedtorch.torch_internals import (
-    LENT_BY_GRAD_SCALER,
+    SET_BY_GRAD_SCALER,
     STEP_HOOKS,
     WeakTensorKeyDictionary,
     not_compiled,
@@ -287,7 +287,7 @@ def replace_step(
                 return original(*args, **kwargs)
         except BaseException:
             if stepping_grad_scaler() is not None:  # removes them only after a successful step
-                for name in LENT_BY_GRAD_SCALER:
+                for name in SET_BY_GRAD_SCALER:
                     vars(optimizer).pop(name, None)
             raise
 

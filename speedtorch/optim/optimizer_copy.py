@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from speedtorch.step.gradient_sums import sparse_of_all
 from speedtorch.table.host_table import HostTable
 from speedtorch.torch_internals import (
-    LENT_BY_GRAD_SCALER,
+    SET_BY_GRAD_SCALER,
     attributes_without_hooks,
     members_of,
     step_without_hooks,
@@ -100,7 +100,7 @@ def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
         # Schedulers set a `step` attribute that is bound to the original optimizer.
         name: value
         for name, value in attributes_without_hooks(optimizer).items()
-        if name not in LENT_BY_GRAD_SCALER and not callable(getattr(kind, name, None))
+        if name not in SET_BY_GRAD_SCALER and not callable(getattr(kind, name, None))
     }
 
 

@@ -27,8 +27,8 @@ from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 from speedtorch.torch_internals import (
     active_data_parallel,
+    allows_uneven_inputs,
     composable_data_parallel,
-    takes_uneven_inputs,
 )
 
 __all__ = ["ShardedRows", "ranks_of"]
@@ -113,7 +113,7 @@ class ShardedRows(SharedLookups):
     def _check_replicas(self) -> None:
         """Raises NotImplementedError if ranks that own no rows train the model too."""
         if (active := active_data_parallel()) is not None:
-            if takes_uneven_inputs(active):
+            if allows_uneven_inputs(active):
                 raise NotImplementedError(
                     f"{self._rows.name}: sharded rows cannot be looked up within"
                     " DistributedDataParallel.join(). A rank without further batches makes no"

@@ -25,7 +25,7 @@ from speedtorch.step.row_store import RowStore
 from speedtorch.step.step import Batch, Copy, LookupPlaces
 from speedtorch.step.stepped_rows import OptimizerCall, SteppedRows
 from speedtorch.step.timeline import in_timeline
-from speedtorch.torch_internals import current_backward, forget_failed_backward
+from speedtorch.torch_internals import current_backward, free_failed_backward
 
 __all__ = ["Exchange"]
 
@@ -259,7 +259,7 @@ class Exchange:
             return False
         if all(held.now.find(part) is not None for part in parts):
             return False
-        forget_failed_backward(held.device)  # otherwise its lookups count until the next backward
+        free_failed_backward(held.device)  # otherwise its lookups count until the next backward
         return held.is_over()
 
     def _begins_new_step(self, ids: Tensor) -> bool:

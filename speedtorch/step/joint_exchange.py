@@ -25,7 +25,7 @@ from speedtorch.step.joint_table import JointTable
 from speedtorch.step.row_lock import RowLocks, merge_locks
 from speedtorch.step.row_store import Block, exchanged
 from speedtorch.step.step import Copy, PendingTransfer, Step, due
-from speedtorch.torch_internals import split_apart
+from speedtorch.torch_internals import split_with_versions
 
 __all__ = ["JointExchange", "joined"]
 
@@ -153,7 +153,7 @@ class JointExchange:
             self._exchange(None, Block(rows, numbers))
         # Own version counters: a write to one table's rows must not count as a change of others.
         held = [end - first for first, end in pairwise(batch.bounds)]
-        apart = zip(*(split_apart(field, held) for field in rows), strict=True)
+        apart = zip(*(split_with_versions(field, held) for field in rows), strict=True)
         copy = Copy.CLEAN if outgoing is None else Copy.DIRTY
         steps = tuple(
             table.begun(part, list(own), self._nothing, starts=table.held is requester, copy=copy)

@@ -13,7 +13,7 @@ from speedtorch.step.sparse_rows import SparseRows
 from speedtorch.step.step import Rows, Step
 from speedtorch.torch_internals import (
     as_plain,
-    of_another_dtype,
+    empty_of_other_dtype,
     sparse_values,
     version_of,
 )
@@ -270,7 +270,7 @@ def replace_rows(parameter: Tensor, rows: Tensor) -> None:
     if parameter.shape != rows.shape:
         # A live graph (a loss kept for logging) holds the node that accumulates the gradient, which
         # has the old shape. A temporary other dtype makes torch drop the node.
-        parameter.data = of_another_dtype(parameter.dtype, parameter.device)
+        parameter.data = empty_of_other_dtype(parameter.dtype, parameter.device)
     parameter.data = rows
     # A backward through a graph of an earlier batch would compute with these rows; now it raises.
     torch.autograd.graph.increment_version(parameter)

@@ -20,7 +20,7 @@ from speedtorch.step.sparse_rows import LIKE_FILLS, SparseRows, map_lists, singl
 from speedtorch.torch_internals import (
     as_plain,
     base_of,
-    give_no_data_pointer,
+    forbid_data_pointer,
     plain_truncated_normal,
     replace_truncated_normal,
     storage_id,
@@ -125,7 +125,7 @@ class RowWeight(Tensor):
             device=device or rows.parameter.device,
             requires_grad=requires_grad,
         )
-        give_no_data_pointer(made)
+        forbid_data_pointer(made)
         own = {"_rows": rows, "_lookups": lookups, "_field": field, "_path": path}
         vars(made).update(own, _count=rows.table.whole_rows)
         return made

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speedtorch.torch_internals import (
     FOREACH_TYPES,
-    give_no_data_pointer,
+    forbid_data_pointer,
     is_pointwise,
     is_view,
     no_torch_function,
@@ -188,7 +188,7 @@ class SparseRows(Tensor):
         made = tensor_without_memory(
             SparseRows, (rows, *values.shape[1:]), dtype=values.dtype, device=values.device
         )
-        give_no_data_pointer(made)
+        forbid_data_pointer(made)
         vars(made)["content"] = content
         return made
 

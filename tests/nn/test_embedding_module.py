@@ -208,7 +208,7 @@ def test_a_compiled_model_trains_as_an_eager_one() -> None:
 def test_one_graph_of_a_lookup_is_refused_by_name() -> None:
     model = torch.compile(Model(), fullgraph=True, backend="eager")
     with pytest.raises(
-        Exception, match="number of held rows changes from step to step|Embedding.forward"
+        Exception, match="number of rows changes from step to step|Embedding.forward"
     ):
         model(IDS)
 

@@ -92,7 +92,7 @@ MEMORY_BYTES = 1 << 16
         (partial(doctor.check_huge_pages, ""), "note", "does not show"),
         (partial(doctor.check_kernel, "6.8.0-41-generic"), "ok", "6.8.0-41-generic"),
         (partial(doctor.check_kernel, WSL), "note", f"{WSL}: WSL"),
-        (partial(doctor.check_iommu, [], 0, [""]), "ok", "none is shown"),
+        (partial(doctor.check_iommu, [], 0, [""]), "ok", "none is visible"),
         (partial(doctor.check_iommu, ["dmar0"], 9, []), "ok", "dmar0, 9 groups; there is no GPU"),
         (partial(doctor.check_iommu, ["dmar0"], 9, ["identity"]), "ok", "groups: identity"),
         (
@@ -100,7 +100,7 @@ MEMORY_BYTES = 1 << 16
             "note",
             "dmar0, dmar1, 9 groups; the GPUs' groups: identity, DMA-FQ, unknown",
         ),
-        (partial(doctor.check_iommu, [], 2, ["DMA"]), "note", "no unit, 2 groups"),
+        (partial(doctor.check_iommu, [], 2, ["DMA"]), "note", "no IOMMU, 2 groups"),
     ],
     ids=lambda value: value.func.__name__ if isinstance(value, partial) else str(value)[:24],
 )

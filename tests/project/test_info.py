@@ -28,7 +28,7 @@ from speedtorch.ops.functions import _ops
 
 # The package's attribute of this name is the function.
 module = import_module("speedtorch.info")
-UNKNOWN = "not told by this system"
+UNKNOWN = "not reported by this system"
 UNITS = {"": 1, "GB/s": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 ADDRESSES = ["0000:19:00.0", "0001:0a:1f.0"]
 FILES = {
@@ -180,7 +180,7 @@ gpu 0
   link
     generation        4
     width             8
-    max generation    not told by this system
+    max generation    not reported by this system
     max width         16
     to gpu            50.2 GB/s
     from gpu          40.0 GB/s

@@ -21,7 +21,7 @@ from warm_python import finished, warm_python
 
 import speedtorch
 from speedtorch.__main__ import main
-from speedtorch.dump_file import opened_dump, write_dump
+from speedtorch.dump_file import open_dump, write_dump
 from speedtorch.files.safetensors_format import read_arrays, safetensors_header
 from speedtorch.files.system_calls import open_to_read
 from speedtorch.ops import log_switches
@@ -216,7 +216,7 @@ def test_every_operator_is_replayed_with_the_same_results(
     path = dump_of(CALLS_OF_ALL_OPS, tmp_path)
     assert main(["replay", str(path)]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert last == f"{len(lines)} of {len(lines)} operators did the same"
+    assert last == f"{len(lines)} of {len(lines)} operators had the same results"
     assert len({line.split()[1].partition("(")[0] for line in lines}) > 25
     content, data = parts_of(path)
     value_of(content["calls"][4], "digests")[1] = ""
@@ -244,7 +244,7 @@ except IndexError:
     first, second, third, _ = capsys.readouterr().out.splitlines()
     assert first.endswith("us, the same results") and second.endswith("us, the same results")
     assert "us, the same IndexError: pinned_gather: id 5 at position 0" in third
-    with opened_dump(str(path)) as dump:
+    with open_dump(str(path)) as dump:
         tables = [call["inputs"][0].tolist()[1] for call in dump]
     assert tables == [[2, 2], [3, 3], [4, 4]]
     content, data = parts_of(path)
@@ -253,9 +253,9 @@ except IndexError:
     write_parts(path, content, data)
     assert main(["replay", str(path)]) == 1
     _, second, third, last = capsys.readouterr().out.splitlines()
-    assert second.endswith("us, results; recorded: no end of the call")
+    assert second.endswith("us, results; recorded: the call did not end")
     assert third.endswith("; recorded: OutOfMemoryError: no memory")
-    assert last == "1 of 3 operators did the same"
+    assert last == "1 of 3 operators had the same results"
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ speedtorch.pinned_gather(torch.zeros(3, dtype=torch.complex64).conj(), torch.ten
     large, conjugated, last = capsys.readouterr().out.splitlines()
     assert large.endswith("float32[17825792, 1]@cpu is not recorded: a call has over 64 MiB")
     assert conjugated.endswith("complex64[3]@cpu is not recorded: it is not a plain tensor")
-    assert last == "0 of 2 operators did the same"
+    assert last == "0 of 2 operators had the same results"
 
 
 ADD = {
@@ -310,7 +310,7 @@ def test_a_dump_is_a_safetensors_file_without_code(dump: Path) -> None:
     content, data = parts_of(dump)
     assert content["format"] == "speedtorch dump 2"
     assert data == struct.pack("6f?", *range(6), True)
-    with opened_dump(str(dump)) as opened:
+    with open_dump(str(dump)) as opened:
         (call,) = opened
     assert {key: call[key] for key in ("op", "grad", "error")} == {
         key: ADD[key] for key in ("op", "grad", "error")
@@ -324,7 +324,7 @@ def test_inputs_that_share_memory_share_it_in_a_replay(tmp_path: Path) -> None:
     whole = torch.zeros(4, requires_grad=True)
     view = whole.detach()[1:3]
     write_dump(tmp_path / "file", [{"op": ["a", "b"], "grad": True, "inputs": [whole, view]}])
-    with opened_dump(str(tmp_path / "file")) as opened:
+    with open_dump(str(tmp_path / "file")) as opened:
         for call in (*opened, *opened):
             again, part = call["inputs"]
             assert again.requires_grad and not part.requires_grad
@@ -344,7 +344,7 @@ def test_other_files_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (tmp_path / name).write_bytes(data)
     for name in (*contents, "saved"):
         assert main(["replay", str(tmp_path / name)]) == 1
-        expected = f"speedtorch: {tmp_path / name}: expected a file that SPEEDTORCH_LOG=dump has"
+        expected = f"speedtorch: {tmp_path / name}: expected a dump of SPEEDTORCH_LOG=dump"
         assert expected in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert "No such file or directory" in capsys.readouterr().err
@@ -400,7 +400,7 @@ def test_damaged_files_are_errors_before_an_operator_runs(
     assert main(["replay", str(dump)]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(f"speedtorch: {dump}: expected a file that SPEEDTORCH_LOG=dump has")
+    assert said.err.startswith(f"speedtorch: {dump}: expected a dump of SPEEDTORCH_LOG=dump")
     assert expected in said.err
 
 
@@ -410,10 +410,10 @@ def test_any_byte_may_be_wrong(dump: Path) -> None:
     for at in range(0, len(whole) - 25, 3):
         wrong = b'\x009]"'[at % 4 : at % 4 + 1]
         dump.write_bytes(whole[:at] + wrong + whole[at + 1 :])
-        with suppress(ValueError), opened_dump(str(dump)) as opened:
+        with suppress(ValueError), open_dump(str(dump)) as opened:
             assert len([*opened]) <= 1
         dump.write_bytes(whole[:at])
-        with pytest.raises(ValueError, match="has written"), opened_dump(str(dump)):
+        with pytest.raises(ValueError, match="expected a dump of"), open_dump(str(dump)):
             pass
 
 
@@ -421,8 +421,8 @@ def test_a_dump_names_operators_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     call = {"op": ["host_unregister", "default"], "grad": True, "inputs": [1, True]}
     write_dump(tmp_path / "file", [call])
     assert main(["replay", str(tmp_path / "file")]) == 1
-    line = "  1 host_unregister(1, True): not run: a dump holds no such operator\n"
-    assert capsys.readouterr().out == f"{line}0 of 1 operators did the same\n"
+    line = "  1 host_unregister(1, True): not run: dumps cannot contain this operator\n"
+    assert capsys.readouterr().out == f"{line}0 of 1 operators had the same results\n"
 
 
 @pytest.mark.slow
@@ -440,7 +440,7 @@ os.wait()
 """
     *_, first, second, third, fourth, fifth = run("alive", program, tmp_path).stderr.splitlines()
     assert first == "alive at exit: 1 tables"
-    assert second == f"  {speedtorch.HostTable(3, 2, memory='plain')!r}, made at <string>:6"
+    assert second == f"  {speedtorch.HostTable(3, 2, memory='plain')!r}, created at <string>:6"
     assert third == "0 pinned tensors"
     assert fourth.startswith("bytes of host memory: {'plain': 24, 'registered': 0, ")
     assert fifth == "streams and events of the whole program: {}"

@@ -113,7 +113,7 @@ def test_version_asked() -> None:
                 return func(*args, **(kwargs or {}))
 
     assert torch_internals.version_of(torch.zeros(3).as_subclass(Noted)) == 0
-    assert asked == [torch_internals.VERSION_ASKED]
+    assert asked == [torch_internals.VERSION_GETTER]
 
 
 def test_base_of() -> None:
@@ -183,7 +183,7 @@ def test_set_versions() -> None:
 
 def test_split_apart() -> None:
     tensor = torch.arange(12.0).view(6, 2)
-    parts = torch_internals.split_apart(tensor, [1, 0, 5])
+    parts = torch_internals.split_with_versions(tensor, [1, 0, 5])
     assert [len(part) for part in parts] == [1, 0, 5]
     before = [torch_internals.version_of(each) for each in (tensor, *parts)]
     parts[2].mul_(-1)
@@ -292,7 +292,7 @@ def test_a_weak_reference_to_a_tensor_that_a_graph_alone_keeps() -> None:
 def test_of_another_dtype(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
     kept = parameter.sum()
-    parameter.data = torch_internals.of_another_dtype(dtype, parameter.device)
+    parameter.data = torch_internals.empty_of_other_dtype(dtype, parameter.device)
     parameter.data = torch.zeros(5, 2, dtype=dtype)
     parameter.sum().backward()
     assert parameter.grad is not None and parameter.grad.shape == (5, 2)
@@ -535,7 +535,7 @@ def test_not_compiled() -> None:
     def whole(tensor: Tensor) -> Tensor:
         return function(2 * tensor)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="number of held rows changes"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="number of rows changes"):
         torch.compile(whole, backend="eager", fullgraph=True)(torch.ones(1))
     torch.compiler.reset()
     assert torch.compile(whole, backend="eager")(torch.ones(1)) == 3
@@ -625,7 +625,7 @@ def test_calls_under_way() -> None:
 
     class Inner(nn.Module):
         def forward(self, again: int) -> None:
-            found.append(torch_internals.calls_under_way())
+            found.append(torch_internals.running_calls())
             if again:
                 self(again - 1)
 
@@ -634,7 +634,7 @@ def test_calls_under_way() -> None:
     outer = nn.Sequential(inner)
     outer(1)
     assert found == [{outer: 1, inner: 1}, {outer: 1, inner: 2}]
-    assert not torch_internals.calls_under_way()
+    assert not torch_internals.running_calls()
 
 
 def test_replace_truncated_normal() -> None:
@@ -691,7 +691,7 @@ def test_give_no_data_pointer() -> None:
             raise AssertionError(func)
 
     tensor = torch_internals.tensor_without_memory(Own, (2, 3), dtype=torch.float32)
-    torch_internals.give_no_data_pointer(tensor)
+    torch_internals.forbid_data_pointer(tensor)
     for use in (lambda: tensor.data_ptr(), lambda: torch.utils.dlpack.to_dlpack(tensor)):
         with pytest.raises(RuntimeError, match="data pointer"):
             use()
@@ -774,7 +774,7 @@ def test_lent_by_grad_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
-    assert lent == [set(torch_internals.LENT_BY_GRAD_SCALER)]
+    assert lent == [set(torch_internals.SET_BY_GRAD_SCALER)]
 
 
 def test_step_hooks() -> None:
@@ -900,7 +900,7 @@ def test_forget_failed_backward_lets_the_graph_go(device: str) -> None:
     with pytest.raises(MemoryError):
         loss.backward()
     del loss, token
-    torch_internals.forget_failed_backward(torch.device(device))
+    torch_internals.free_failed_backward(torch.device(device))
     assert gone() is None
 
 
@@ -939,12 +939,12 @@ def test_current_node() -> None:
 @pytest.mark.usefixtures("process_group")
 def test_place_buckets() -> None:
     wrapper = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    assert not torch_internals.place_buckets(wrapper)
-    assert not torch_internals.takes_uneven_inputs(wrapper)
+    assert not torch_internals.rebuild_buckets(wrapper)
+    assert not torch_internals.allows_uneven_inputs(wrapper)
     with wrapper.join():
-        assert torch_internals.takes_uneven_inputs(wrapper)
+        assert torch_internals.allows_uneven_inputs(wrapper)
     wrapper(torch.ones(1, 2)).sum().backward()
-    assert [torch_internals.place_buckets(wrapper) for _ in range(2)] == [True, False]
+    assert [torch_internals.rebuild_buckets(wrapper) for _ in range(2)] == [True, False]
     wrapper(torch.ones(1, 2)).sum().backward()
 
 
