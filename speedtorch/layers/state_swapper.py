@@ -43,12 +43,12 @@ _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
 
 _AT_ONCE = 3
-"""Pieces in transfer: the stepped one, which is copied back to the host, and the next two."""
-_PIECE = 1 << 28
-"""Most bytes of a piece: larger ones copy no faster, and the rest of the budget keeps state."""
+"""Buckets in transfer: the stepped one, which is copied back to the host, and the next two."""
+_BUCKET_BYTES = 1 << 28
+"""Most bytes of a bucket: larger ones copy no faster, and the rest of the budget keeps state."""
 
 
-class _Piece:
+class _Bucket:
     """Parameters that are stepped together, and their optimizer state."""
 
     def __init__(
@@ -58,104 +58,104 @@ class _Piece:
         device: torch.device,
         traffic: TransferStats,
         *,
-        brings: bool,
+        copies_parameters: bool,
     ) -> None:
-        self._optimizer, self._brings = optimizer, brings
-        self.home = parameters[0].device
+        self._optimizer, self._copies_parameters = optimizer, copies_parameters
+        self.parameter_device = parameters[0].device
         """The device of all parameters."""
-        self._parameters = [weakref.ref(each) for each in parameters]
+        self._parameters = [weakref.ref(param) for param in parameters]
         self._names: list[dict[Any, str]] = [{} for _ in parameters]
         """Names of each parameter's state by key, cached because a step needs thousands."""
-        self.pack = TensorGroup(device, traffic)
+        self.state = TensorGroup(device, traffic)
         self.offloaded = OffloadedParameters(device, traffic)
         """The parameters, if they are in host memory and are copied to the device for a step."""
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that still exist."""
-        return [each for ref in self._parameters if (each := ref()) is not None]
+        return [param for ref in self._parameters if (param := ref()) is not None]
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient, so that a step would change the piece."""
-        return any(each.grad is not None for each in self.parameters)
+        """Whether any parameter has a gradient, so that a step would change the bucket."""
+        return any(param.grad is not None for param in self.parameters)
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of parameters and gradients that are copied with the state."""
-        return sum(map(offloaded_bytes, self.parameters)) if self._brings else 0
+        return sum(map(offloaded_bytes, self.parameters)) if self._copies_parameters else 0
 
-    def come(self, members: Members) -> Members:
+    def prefetch(self, members: Members) -> Members:
         """Starts the copies to the device, and returns the argument for load()."""
-        if self._brings:
+        if self._copies_parameters:
             self.offloaded.prefetch(self.parameters)
         # State from an interrupted step is copied again: its host copy may have changed since.
-        is_old = self.pack.buffer.is_filled
-        self.pack.prefetch(members)
+        is_old = self.state.buffer.is_filled
+        self.state.prefetch(members)
         return members if is_old else Members(members.tensors, ())
 
     def load(self, members: Members) -> None:
         """Moves state and parameters to the device; the current stream waits for the copies."""
-        self.pack.load(members)
-        self.pack.buffer.load_stream.join()
+        self.state.load(members)
+        self.state.buffer.load_stream.join()
         self.offloaded.load()
-        for each in self.parameters if self._brings else ():
-            for value in tree_leaves(self._optimizer.state.get(each)):
+        for param in self.parameters if self._copies_parameters else ():
+            for value in tree_leaves(self._optimizer.state.get(param)):
                 follow_inner(value)  # load_state_dict() may have made it a host tensor
 
-    def leave(self, members: Members | None) -> None:
+    def evict(self, members: Members | None) -> None:
         """Finishes copies to the host and frees device memory; None: state remains there."""
         if members is not None:
-            self.pack.evict(members, search=False)
+            self.state.evict(members, search=False)
         self.offloaded.offload()
 
     def members(self, shared: Mapping[int, int]) -> Members:
         """State tensors by name that can be moved.
 
         Tensors that several parameters share, or that alias a parameter or its gradient, are
-        left out. A shared tensor that is on another device is copied to the piece's device.
+        left out. A shared tensor that is on another device is copied to the bucket's device.
         """
         found: dict[str, Tensor] = {}
-        device, state = self.pack.buffer.device, self._optimizer.state
+        device, state = self.state.buffer.device, self._optimizer.state
         groups = self._optimizer.param_groups
-        may_stay = not all(group.get("capturable") or group.get("fused") for group in groups)
-        for number, of in enumerate(self._parameters):
-            parameter = of()
+        may_be_on_cpu = not all(group.get("capturable") or group.get("fused") for group in groups)
+        for number, ref in enumerate(self._parameters):
+            parameter = ref()
             if parameter is None or not (kept := state.get(parameter)):
                 continue
-            own, names = _spans(parameter), self._names[number]
+            spans, names = _spans(parameter), self._names[number]
             for key, value in kept.items():
                 if (name := names.get(key)) is None:
                     name = names[key] = f"{key!r} of parameter {number}"
-                is_count = may_stay and is_cpu_step(self._optimizer, parameter, key, value)
-                if is_count and not self.pack.has_place(name, value):
+                is_count = may_be_on_cpu and is_cpu_step(self._optimizer, parameter, key, value)
+                if is_count and not self.state.has_place(name, value):
                     continue
                 is_plain = type(value) is Tensor
-                for part, each in ((name, value),) if is_plain else plain_tensors(name, value):
-                    address = each.data_ptr() if each.layout is torch.strided else -1
-                    if [begin for begin, nbytes in own if 0 <= address - begin < nbytes]:
+                for part, tensor in ((name, value),) if is_plain else plain_tensors(name, value):
+                    address = tensor.data_ptr() if tensor.layout is torch.strided else -1
+                    if [begin for begin, nbytes in spans if 0 <= address - begin < nbytes]:
                         continue
-                    if shared.get(id(each), 0) > 1:
-                        if each.device != device:  # evicted while only one parameter had it
-                            each.data = each.to(device)
-                    elif each.is_cpu or each.device == device:
-                        found[part] = each
+                    if shared.get(id(tensor), 0) > 1:
+                        if tensor.device != device:  # evicted while only one parameter had it
+                            tensor.data = tensor.to(device)
+                    elif tensor.is_cpu or tensor.device == device:
+                        found[part] = tensor
         return Members(found, found.keys())
 
 
-def _evicted(optimizer: Optimizer, pieces: Sequence[_Piece]) -> int:
-    """Evicts the state of pieces, and returns the freed device bytes."""
-    shared = _times_kept(optimizer) if pieces else Counter()
-    return sum(each.pack.evict(each.members(shared), search=False) for each in pieces)
+def _evicted(optimizer: Optimizer, buckets: Sequence[_Bucket]) -> int:
+    """Evicts the state of buckets, and returns the freed device bytes."""
+    shared = _times_kept(optimizer) if buckets else Counter()
+    return sum(bucket.state.evict(bucket.members(shared), search=False) for bucket in buckets)
 
 
 class StateSwapper:
-    """Keeps optimizer state in host memory, and copies it to the device in pieces for each step.
+    """Keeps optimizer state in host memory, and copies it to the device in buckets for each step.
 
     Parameters, gradients and activations remain on their device. `optimizer.step()` steps the
-    parameters in pieces. While one piece is stepped, the state of the next piece is copied to
-    the device, and the state of the previous piece is written back. Results equal a step with all
-    state on the device. Pieces that fit into the budget beside the three in transfer remain on the
+    parameters in buckets. While one bucket is stepped, the state of the next bucket is copied to
+    the device, and the state of the previous bucket is written back. Results equal a step with all
+    state on the device. Buckets that fit into the budget beside the three in transfer remain on the
     device. Between steps, all other state consists of ordinary CPU tensors. state_dict() returns
     all state; load_state_dict() loads it into host memory.
 
@@ -169,7 +169,7 @@ class StateSwapper:
     Args:
         optimizer: one or several optimizers that step each parameter separately. Wrappers from
             accelerate, Lightning and Fabric are accepted.
-        budget: the most device memory for state, in bytes or as text such as "2GiB". Three pieces
+        budget: the most device memory for state, in bytes or as text such as "2GiB". Three buckets
             are in transfer, each with at most a third of the budget and at most 256 MiB. The state
             of one parameter is not split, so the largest counts three times. With `device`, copied
             parameters and gradients count as well.
@@ -213,24 +213,25 @@ class StateSwapper:
         if self.device is not None and self.device.type == "meta":
             raise ValueError("device: expected a device with memory, such as 'cuda', got 'meta'")
         self._traffic = TransferStats()
-        for each in self._optimizers:
-            check_can_be_split(each)
-        self._pieces: dict[Optimizer, list[_Piece]] = {each: [] for each in self._optimizers}
-        self._first = {each: FirstState(each) for each in self._optimizers}
+        for opt in self._optimizers:
+            check_can_be_split(opt)
+        self._buckets: dict[Optimizer, list[_Bucket]] = {opt: [] for opt in self._optimizers}
+        self._first = {opt: FirstState(opt) for opt in self._optimizers}
         self._undo: list[Callable[[], None]] = []
         try:
             _swapped.update(self._optimizers)
-            for each in self._optimizers:
-                self._undo.append(replace_step(each, partial(self._step_pieces, each), self.device))
-                self._undo.append(_load_on_host(each))
-                self._undo.append(each.register_state_dict_pre_hook(self._evict_mixed).remove)
+            for opt in self._optimizers:
+                self._undo.append(replace_step(opt, partial(self._step_buckets, opt), self.device))
+                load = partial(_load_on_host, opt)
+                self._undo.append(replace_method(opt, "load_state_dict", load))
+                self._undo.append(opt.register_state_dict_pre_hook(self._evict_mixed).remove)
             self.evict()
         except BaseException:
             self.close()
             raise
 
     def __repr__(self) -> str:
-        names = ", ".join(type(each).__name__ for each in self._optimizers)
+        names = ", ".join(type(opt).__name__ for opt in self._optimizers)
         return f"{type(self).__name__}({names}; budget={text_of(self.budget)})"
 
     def evict(self) -> int:
@@ -250,7 +251,7 @@ class StateSwapper:
         with as_plain(), torch.no_grad():
             for optimizer in self._optimizers:
                 self._arranged(optimizer)
-                freed += _evicted(optimizer, self._pieces[optimizer])
+                freed += _evicted(optimizer, self._buckets[optimizer])
         return freed
 
     def close(self) -> None:
@@ -265,144 +266,149 @@ class StateSwapper:
         self._undo = []
         _swapped.difference_update(self._optimizers)
         with as_plain(), torch.no_grad():
-            for optimizer in [each for each, pieces in self._pieces.items() if pieces]:
+            for optimizer in [opt for opt, buckets in self._buckets.items() if buckets]:
                 shared = self._arranged(optimizer, checks=False)
-                for piece in self._pieces[optimizer]:
-                    members = piece.members(shared)
-                    if self.device is not None and piece.home.type == "cpu":
-                        piece.pack.evict(members, search=False)
-                        for each in piece.parameters:
-                            move_to_host(optimizer.state.get(each))
+                for bucket in self._buckets[optimizer]:
+                    members = bucket.members(shared)
+                    if self.device is not None and bucket.parameter_device.type == "cpu":
+                        bucket.state.evict(members, search=False)
+                        for param in bucket.parameters:
+                            move_to_host(optimizer.state.get(param))
                     else:
-                        piece.pack.load(members)
-                        piece.pack.buffer.load_stream.join()
-                self._pieces[optimizer] = []
+                        bucket.state.load(members)
+                        bucket.state.buffer.load_stream.join()
+                self._buckets[optimizer] = []
 
     def report(self) -> StateReport:
         """Reports where state is and what has been copied so far; waits for queued copies."""
-        packs = [piece.pack for pieces in self._pieces.values() for piece in pieces]
+        groups = [bucket.state for buckets in self._buckets.values() for bucket in buckets]
         return StateReport(
-            pieces=len(packs),
-            host_bytes=sum(pack.buffer.nbytes for pack in packs),
-            device_bytes=sum(pack.buffer.device_bytes for pack in packs),
+            pieces=len(groups),
+            host_bytes=sum(group.buffer.nbytes for group in groups),
+            device_bytes=sum(group.buffer.device_bytes for group in groups),
             budget_bytes=self.budget,
             **self._traffic.figures(),
         )
 
-    def _step_pieces(self, optimizer: Optimizer, step: PartialStep) -> tuple[()]:
-        """Steps all pieces, and returns no remaining parameters."""
+    def _step_buckets(self, optimizer: Optimizer, step: PartialStep) -> tuple[()]:
+        """Steps all buckets, and returns no remaining parameters."""
         with as_plain(), torch.no_grad():
             shared = self._arranged(optimizer)
-            pieces = [each for each in self._pieces[optimizer] if each.has_gradients]
+            buckets = [bucket for bucket in self._buckets[optimizer] if bucket.has_gradients]
             if self.device is not None:
                 check_scaler_waits()
-                check_offloaded(each for piece in pieces for each in piece.parameters)
-            staying = self._staying(optimizer, pieces)
-            for other, its in self._pieces.items():  # these no longer fit into the budget
-                going = [e for e in its if e.pack.buffer.device_bytes and e not in staying]
-                _evicted(other, going)
-                for each in going:
-                    each.offloaded.offload()
+                check_offloaded(param for bucket in buckets for param in bucket.parameters)
+            resident = self._resident(optimizer, buckets)
+            for owner, owned in self._buckets.items():
+                loaded = [bucket for bucket in owned if bucket.state.buffer.device_bytes]
+                evicted = [bucket for bucket in loaded if bucket not in resident]
+                _evicted(owner, evicted)  # they no longer fit into the budget
+                for bucket in evicted:
+                    bucket.offloaded.offload()
         try:
-            self._step_each(step, pieces, staying, shared)
+            self._step_in_order(step, buckets, resident, shared)
         finally:
             with as_plain(), torch.no_grad():
-                for piece in pieces:
-                    piece.offloaded.offload()
+                for bucket in buckets:
+                    bucket.offloaded.offload()
         return ()
 
-    def _step_each(
+    def _step_in_order(
         self,
         step: PartialStep,
-        pieces: Sequence[_Piece],
-        staying: Collection[_Piece],
+        buckets: Sequence[_Bucket],
+        resident: Collection[_Bucket],
         shared: Mapping[int, int],
     ) -> None:
-        """Steps pieces in order, and prefetches the next two."""
+        """Steps buckets in order, and prefetches the next two."""
         with as_plain(), torch.no_grad():
-            coming = deque(each.come(each.members(shared)) for each in pieces[:2])
-        leaving: list[tuple[_Piece, Members | None]] = []
-        for number, piece in enumerate(pieces):
+            prefetched = deque(bucket.prefetch(bucket.members(shared)) for bucket in buckets[:2])
+        stepped: list[tuple[_Bucket, Members | None]] = []
+        for number, bucket in enumerate(buckets):
             with as_plain(), torch.no_grad():
-                piece.load(coming.popleft())
-            step.step(piece.parameters)
+                bucket.load(prefetched.popleft())
+            step.step(bucket.parameters)
             with as_plain(), torch.no_grad():
-                piece.offloaded.write_back()
-                members = piece.members(shared)
-                if piece not in staying:
-                    piece.pack.write_back(members)
-                # Searched before the host waits in leave(): afterwards the link is idle.
-                following = [(each, each.members(shared)) for each in pieces[number + 2 :][:1]]
-                for each, its in leaving:
-                    each.leave(its)
-                coming.extend(each.come(its) for each, its in following)
+                bucket.offloaded.write_back()
+                members = bucket.members(shared)
+                if bucket not in resident:
+                    bucket.state.write_back(members)
+                # Searched before the host waits in evict(): afterwards the link is idle.
+                following = [(ahead, ahead.members(shared)) for ahead in buckets[number + 2 :][:1]]
+                for former, its in stepped:
+                    former.evict(its)
+                prefetched.extend(ahead.prefetch(its) for ahead, its in following)
                 # write_back() has queued all changes of the step: nothing is copied again.
-                leaving = [(piece, None if piece in staying else Members(members.tensors, ()))]
+                stepped = [(bucket, None if bucket in resident else Members(members.tensors, ()))]
         with as_plain(), torch.no_grad():
-            for each, its in leaving:
-                each.leave(its)
+            for bucket, its in stepped:
+                bucket.evict(its)
 
-    def _staying(self, optimizer: Optimizer, stepped: Iterable[_Piece]) -> set[_Piece]:
-        """The first pieces whose state fits into the budget beside the pieces in transfer."""
-        of = self._first[optimizer].nbytes
-        new = [each.parameters for each in stepped if not each.pack.buffer.nbytes]
-        first_bytes = [sum(of(each) for each in some if each.grad is not None) for some in new]
-        pieces = [each for some in self._pieces.values() for each in some]
-        sizes = [each.pack.buffer.nbytes for each in pieces]
-        every = [*(e.pack.buffer.nbytes + e.offloaded_bytes for e in pieces), *first_bytes]
-        room = self.budget
-        if sum(every) > room:
-            room -= _AT_ONCE * max(every)
-        found = set()
-        for piece, nbytes in zip(pieces, sizes, strict=True):
-            if 0 < nbytes <= room:  # a piece without state creates it on the device
-                room -= nbytes
-                found.add(piece)
-        return found
+    def _resident(self, optimizer: Optimizer, stepped: Iterable[_Bucket]) -> set[_Bucket]:
+        """The first buckets whose state fits into the budget beside the buckets in transfer."""
+        nbytes_of = self._first[optimizer].nbytes
+        sizes = [
+            sum(nbytes_of(param) for param in bucket.parameters if param.grad is not None)
+            for bucket in stepped
+            if not bucket.state.buffer.nbytes
+        ]
+        buckets = [bucket for buckets in self._buckets.values() for bucket in buckets]
+        sizes += [bucket.state.buffer.nbytes + bucket.offloaded_bytes for bucket in buckets]
+        free = self.budget
+        if sum(sizes) > free:
+            free -= _AT_ONCE * max(sizes)
+        resident = set()
+        for bucket in buckets:
+            if 0 < (nbytes := bucket.state.buffer.nbytes) <= free:
+                free -= nbytes  # a bucket without state creates it on the device
+                resident.add(bucket)
+        return resident
 
     def _evict_mixed(self, optimizer: Optimizer) -> None:
-        """Evicts pieces with several dtypes before state_dict().
+        """Evicts buckets with several dtypes before state_dict().
 
         torch.save raises for a storage with several dtypes. On the host each tensor has its own.
         """
         with as_plain(), torch.no_grad():
-            there = [each for each in self._pieces[optimizer] if each.pack.buffer.device_bytes]
-            dtypes = [{place.dtype for place in e.pack.buffer.places.values()} for e in there]
-            _evicted(optimizer, [e for e, its in zip(there, dtypes, strict=True) if len(its) > 1])
+            loaded = [
+                bucket for bucket in self._buckets[optimizer] if bucket.state.buffer.device_bytes
+            ]
+            dtypes = [{place.dtype for place in b.state.buffer.places.values()} for b in loaded]
+            _evicted(optimizer, [b for b, its in zip(loaded, dtypes, strict=True) if len(its) > 1])
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
-        """Groups new parameters into pieces, and counts the parameters that keep each tensor.
+        """Groups new parameters into buckets, and counts the parameters that keep each tensor.
 
-        With `checks`, raises ValueError if a new parameter cannot be stepped in a piece.
+        With `checks`, raises ValueError if a new parameter cannot be stepped in a bucket.
         """
-        pieces = [each for each in self._pieces[optimizer] if each.parameters]
-        for piece in pieces:
-            piece.offloaded.offload()  # an error may have interrupted the last call
-        if any(e.device != piece.home for piece in pieces for e in piece.parameters):
-            pieces = []
-        owned = {id(each) for piece in pieces for each in piece.parameters}
-        every = [each for group in optimizer.param_groups for each in group["params"]]
-        added = [each for each in every if id(each) not in owned]
+        buckets = [bucket for bucket in self._buckets[optimizer] if bucket.parameters]
+        for bucket in buckets:
+            bucket.offloaded.offload()  # an error may have interrupted the last call
+        owned = [(param, bucket) for bucket in buckets for param in bucket.parameters]
+        if any(param.device != bucket.parameter_device for param, bucket in owned):
+            buckets, owned = [], []
+        known = {id(param) for param, _ in owned}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        added = [param for param in params if id(param) not in known]
         if checks and added:
             _check_parameters(optimizer, added)
             check_when_given(optimizer, self.device)
-        most = max(1, min(self.budget // _AT_ONCE, _PIECE))
-        open_ones: dict[torch.device, list[Tensor]] = {}
+        most = max(1, min(self.budget // _AT_ONCE, _BUCKET_BYTES))
+        last: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()
         new = []
-        for each in added:
-            nbytes, home = self._bytes_of(optimizer, each), each.device
-            some = open_ones.get(home)
-            if some is None or size[home] + nbytes > most:
-                some = open_ones[home] = []
-                new.append((some, self.device if self.device and each.is_cpu else home))
-                size[home] = 0
-            some.append(each)
-            size[home] += nbytes
-        brings = self.device is not None
-        # One assignment below: after an exception each parameter must be in exactly one piece.
-        pieces += [_Piece(optimizer, *some, self._traffic, brings=brings) for some in new]
-        self._pieces[optimizer] = pieces
+        for param in added:
+            nbytes, device = self._bytes_of(optimizer, param), param.device
+            if device not in last or size[device] + nbytes > most:
+                last[device] = []
+                new.append((last[device], self.device if self.device and param.is_cpu else device))
+                size[device] = 0
+            last[device].append(param)
+            size[device] += nbytes
+        copies = self.device is not None
+        # One assignment below: after an exception each parameter must be in exactly one bucket.
+        buckets += [_Bucket(optimizer, *it, self._traffic, copies_parameters=copies) for it in new]
+        self._buckets[optimizer] = buckets
         return _times_kept(optimizer)
 
     def _bytes_of(self, optimizer: Optimizer, parameter: Tensor) -> int:
@@ -412,74 +418,75 @@ class StateSwapper:
         """
         more = 0 if self.device is None else offloaded_bytes(parameter)
         if kept := optimizer.state.get(parameter):
-            return more + sum(each.nbytes for _, each in plain_tensors("", kept))
+            return more + sum(tensor.nbytes for _, tensor in plain_tensors("", kept))
         return more + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
 
 
-def _load_on_host(optimizer: Optimizer) -> Callable[[], None]:
-    """Keeps state on the host in load_state_dict(); returns a function that undoes this.
+def _load_on_host(
+    optimizer: Optimizer, original: Callable[..., None], /, *args: Any, **kwargs: Any
+) -> None:
+    """Calls load_state_dict(), and keeps state on the host.
 
     Torch would copy all state to the parameters' device. It therefore receives empty tensors, and
     a hook puts host copies in their place afterwards.
     """
+    removed: list[dict[str, Tensor]] = []  # one dict per parameter, in the order of the groups
 
-    def load(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        waiting: list[dict[str, Tensor]] = []  # one dict per parameter, in the order of the groups
+    def remove(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Replaces tensors by empty ones, before torch loads them."""
+        state = dict(saved["state"])
+        for number in (number for group in saved["param_groups"] for number in group["params"]):
+            kept = state.get(number)
+            values = kept if isinstance(kept, dict) else {}
+            tensors = {
+                key: value
+                for key, value in values.items()
+                if type(value) is Tensor and key != "step" and value.numel()
+            }
+            removed.append(tensors)
+            if tensors:
+                empty = {key: tensor.new_empty(0) for key, tensor in tensors.items()}
+                state[number] = {**values, **empty}
+        return {**saved, "state": state}
 
-        def begin(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            state = dict(saved["state"])
-            for number in (each for group in saved["param_groups"] for each in group["params"]):
-                kept = state.get(number)
-                found = kept if isinstance(kept, dict) else {}
-                waits = {
-                    key: each
-                    for key, each in found.items()
-                    if type(each) is Tensor and key != "step" and each.numel()
-                }
-                waiting.append(waits)
-                if waits:
-                    state[number] = {**found, **{key: e.new_empty(0) for key, e in waits.items()}}
-            return {**saved, "state": state}
+    @torch.inference_mode(False)
+    def restore(_: Optimizer) -> None:
+        """Replaces the empty tensors by host copies of the removed ones, in the loaded dtype."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for param, tensors in zip(params, removed, strict=False):
+            for key, tensor in tensors.items():
+                kept = optimizer.state[param]
+                kept[key] = tensor.detach().to("cpu", kept[key].dtype, copy=True)
+        removed.clear()
 
-        @torch.inference_mode(False)
-        def end(_: Optimizer) -> None:
-            parameters = (each for group in optimizer.param_groups for each in group["params"])
-            for parameter, waits in zip(parameters, waiting, strict=False):
-                for key, each in waits.items():
-                    kept = optimizer.state[parameter]
-                    kept[key] = each.detach().to("cpu", kept[key].dtype, copy=True)  # torch's dtype
-            waiting.clear()
-
-        before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
-        on_end = optimizer.register_load_state_dict_post_hook
-        try:
-            with ExitStack() as hooks:
-                # Other hooks must see whole tensors: ours runs last before and first after.
-                hooks.enter_context(optimizer.register_load_state_dict_pre_hook(begin))
-                hooks.enter_context(on_end(end, prepend=True))
-                original(*args, **kwargs)
-        except BaseException:
-            if waiting:  # state that torch has loaded may contain the empty tensors
-                vars(optimizer).update(before)
-            raise
-
-    return replace_method(optimizer, "load_state_dict", load)
+    before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
+    on_end = optimizer.register_load_state_dict_post_hook
+    try:
+        with ExitStack() as hooks:
+            # Other hooks must see whole tensors: ours runs last before and first after.
+            hooks.enter_context(optimizer.register_load_state_dict_pre_hook(remove))
+            hooks.enter_context(on_end(restore, prepend=True))
+            original(*args, **kwargs)
+    except BaseException:
+        if removed:  # state that torch has loaded may contain the empty tensors
+            vars(optimizer).update(before)
+        raise
 
 
 def _spans(parameter: Tensor) -> list[tuple[int, int]]:
     """(address, bytes) of a parameter and its gradient."""
     return [
-        (each.data_ptr(), each.nbytes)
-        for of in (parameter, parameter.grad)
-        for _, each in plain_tensors("", of)
-        if each.layout is torch.strided
+        (tensor.data_ptr(), tensor.nbytes)
+        for value in (parameter, parameter.grad)
+        for _, tensor in plain_tensors("", value)
+        if tensor.layout is torch.strided
     ]
 
 
 def _times_kept(optimizer: Optimizer) -> Counter[int]:
     """Counts the parameters whose state has each tensor, by id."""
-    every = optimizer.state.values()
-    return Counter([id(each) for kept in every for _, each in plain_tensors("", kept)])
+    states = optimizer.state.values()
+    return Counter([id(tensor) for kept in states for _, tensor in plain_tensors("", kept)])
 
 
 def check_can_be_split(optimizer: Optimizer) -> None:
@@ -493,20 +500,20 @@ def check_can_be_split(optimizer: Optimizer) -> None:
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
-    """Raises ValueError if the optimizer cannot step one of the parameters in a piece."""
+    """Raises ValueError if the optimizer cannot step one of the parameters in a bucket."""
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
             f"optimizer: {name} has differentiable=True. Backward through its step would need state"
             " that is offloaded. Set differentiable=False."
         )
-    for each in parameters:
-        if rows_of_parameter(each) is not None:
+    for param in parameters:
+        if rows_of_parameter(param) is not None:
             raise ValueError(
                 f"optimizer: {name} has the rows of an Embedding, whose state attach() offloads."
                 " Create a separate optimizer for the rows."
             )
-        if is_offloaded(each):
+        if is_offloaded(param):
             raise ValueError(
                 f"optimizer: {name} has a parameter of a Swapper, which offloads the state too."
                 " Create a separate optimizer for the Swapper's parameters."

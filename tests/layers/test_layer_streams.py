@@ -330,7 +330,7 @@ def test_state_is_used_behind_its_copies_and_evicted_behind_its_uses(
     device: str | None, budget: str, streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams.pretend_on_cpu()
-    monkeypatch.setattr(state_swapper, "_PIECE", 1)
+    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", 1)
     parameters = [nn.Parameter(torch.zeros(1024)) for _ in range(5)]
     for number, each in enumerate(parameters):
         each.grad = torch.full((1024,), 1.0 + number)

@@ -103,7 +103,7 @@ class Training:
 def test_steps_are_those_with_all_state_on_the_device(
     name: str, budget: int, piece: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_swapper, "_PIECE", piece)
+    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", piece)
     make = OPTIMIZERS.get(name, Shampoo)
     ours, theirs = (Training(device, make, each).step(5) for each in (budget, None))
     assert_equal(ours.tensors(), theirs.tensors())
@@ -146,7 +146,7 @@ def test_a_step_copies_state_once_each_way(fused: bool, device: str) -> None:
 
 
 def test_what_the_budget_has_room_for_stays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_swapper, "_PIECE", 2048)
+    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", 2048)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to(device)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     swapper = StateSwapper(optimizer, budget=(3 + 2) * 1024 + 500)
@@ -180,7 +180,7 @@ def test_what_the_budget_has_room_for_stays(device: str, monkeypatch: pytest.Mon
 def test_state_of_another_optimizer_takes_the_room_of_what_stays(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_swapper, "_PIECE", 1024)
+    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", 1024)
     layers = [nn.Linear(16, 16, bias=False).to(device) for _ in range(12)]
     weights = [each.weight for each in layers]
     first, second = (optim.SGD(some, lr=0.1, momentum=0.9) for some in (weights[:8], weights[8:]))
@@ -850,7 +850,7 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(state_swapper, "_PIECE", piece)
+    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", piece)
 
     def prepared() -> Training:
         training = Training(device, optim.Adam, budget, layers=2).step(2)
@@ -879,7 +879,7 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
         assert training.swapper.report().device_bytes == 0
         owned = [
             each
-            for piece in training.swapper._pieces[training.optimizer]
+            for piece in training.swapper._buckets[training.optimizer]
             for each in piece.parameters
         ]
         assert sorted(map(id, owned)) == sorted(map(id, training.model.parameters()))
