@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,13 @@ _ON_CPU = {**_SETTINGS, "capturable": False}
 
 def needs_arguments(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step() has required arguments besides a closure."""
-    _, *others = inspect.signature(type(optimizer).step).parameters.values()
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return any(
-        each.default is inspect.Parameter.empty
-        and each.kind not in variadic
-        and each.name != "closure"
-        for each in others
+        argument.default is inspect.Parameter.empty
+        and argument.kind not in variadic
+        and argument.name != "closure"
+        for argument in arguments
     )
 
 
@@ -81,20 +82,20 @@ def check_steps_apart(
         kwargs["closure"] = _no_loss
     if not (shapes := _shapes(optimizer)):
         return
-    where = device or next(iter(optimizer.param_groups[min(shapes)]["params"])).device
-    if where.type == "meta":
+    device = device or next(iter(optimizer.param_groups[min(shapes)]["params"])).device
+    if device.type == "meta":
         return
     errors: list[Exception] = []
     for construct, sparse in itertools.product((False, True), (False, True)):
         try:
-            with as_plain(), kept_random(where):
-                _try_out(optimizer, shapes, where, args, kwargs, construct, sparse)
+            with as_plain(), kept_random(device):
+                _compare_steps(optimizer, shapes, device, args, kwargs, construct, sparse)
             return
         except _CannotStepError as error:
             errors.append(error.args[0])
     raise ValueError(
         f"optimizer: {type(optimizer).__name__} must step each parameter separately. This cannot be"
-        f" checked on {where}, because a step of small parameter copies fails ({errors[0]}). Move"
+        f" checked on {device}, because a step of small parameter copies fails ({errors[0]}). Move"
         " the parameters to a device where it can step them, or step it without a StateSwapper or"
         " Swapper."
     ) from errors[0]
@@ -124,33 +125,47 @@ def _next_random() -> tuple[float, ...]:
     return float(torch.rand((), device="cpu")), random.random(), np.random.random()  # noqa: NPY002
 
 
-_Small = dict[int, dict[int, Tensor]]
+_SmallParameters = dict[int, dict[int, Tensor]]
 """Small parameters by group index and index within the group."""
 
 
-def _shapes(optimizer: Optimizer) -> _Small:
+def _shapes(optimizer: Optimizer) -> _SmallParameters:
     """Meta tensors for a few parameters of each group; frozen ones only if no other exists."""
-    found: _Small = {}
-    room = _MOST
+    found: _SmallParameters = {}
+    count = 0
     for number, group in enumerate(optimizer.param_groups):
         alike: Counter[int] = Counter()
-        trained = [each for each in group["params"] if each.requires_grad] or group["params"]
-        chosen = {id(each) for each in trained}
-        for place, each in enumerate(group["params"]):
-            if not room or id(each) not in chosen:
+        trained = [param for param in group["params"] if param.requires_grad] or group["params"]
+        chosen = {id(param) for param in trained}
+        for index, param in enumerate(group["params"]):
+            if count == _MOST or id(param) not in chosen:
                 continue
-            alike[each.dim()] += 1
-            if len(group["params"]) <= 2 * _MOST_ALIKE or alike[each.dim()] <= _MOST_ALIKE:
-                shape = tuple(max(1, min(size, _SIZE)) for size in each.shape)
-                dtype = each.dtype if each.is_complex() else torch.float32
-                found.setdefault(number, {})[place] = torch.empty(shape, dtype=dtype, device="meta")
-                room -= 1
+            alike[param.dim()] += 1
+            if len(group["params"]) <= 2 * _MOST_ALIKE or alike[param.dim()] <= _MOST_ALIKE:
+                shape = tuple(max(1, min(size, _SIZE)) for size in param.shape)
+                dtype = param.dtype if param.is_complex() else torch.float32
+                found.setdefault(number, {})[index] = torch.empty(shape, dtype=dtype, device="meta")
+                count += 1
     return found
 
 
-def _try_out(
+def _error_for(optimizer: Optimizer, why: str) -> ValueError:
+    """The error of an optimizer whose steps together and one by one differ."""
+    name = type(optimizer).__name__
+    return ValueError(
+        f"optimizer: {name} does not step each parameter separately: {why}. Use an optimizer"
+        f" that does, such as AdamW, or step {name} without a StateSwapper or Swapper."
+    )
+
+
+def _failed_apart(optimizer: Optimizer, error: Exception) -> ValueError:
+    why = f"a step of one parameter after another fails ({type(error).__name__}: {error})"
+    return _error_for(optimizer, why)
+
+
+def _compare_steps(
     optimizer: Optimizer,
-    shapes: _Small,
+    shapes: _SmallParameters,
     device: torch.device,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -161,72 +176,65 @@ def _try_out(
 
     Raises ValueError if the results differ, and _CannotStepError if the copies cannot step.
     """
-    numbers = torch.Generator("cpu").manual_seed(0)
-
-    def drawn(of: Tensor) -> Tensor:
-        return torch.randn(of.shape, generator=numbers, dtype=of.dtype, device="cpu").to(device)
-
-    def refusal(why: str) -> ValueError:
-        name = type(optimizer).__name__
-        return ValueError(
-            f"optimizer: {name} does not step each parameter separately: {why}. Use an optimizer"
-            f" that does, such as AdamW, or step {name} without a StateSwapper or Swapper."
-        )
-
-    def failed_apart(error: Exception) -> ValueError:
-        return refusal(
-            f"a step of one parameter after another fails ({type(error).__name__}: {error})"
-        )
-
-    values = {n: {place: drawn(of) for place, of in some.items()} for n, some in shapes.items()}
+    generator = torch.Generator("cpu").manual_seed(0)
     settings = _ON_CPU if device.type == "cpu" else _SETTINGS
+    values = {
+        number: {index: _drawn(shape, generator, device) for index, shape in group.items()}
+        for number, group in shapes.items()
+    }
     copies: list[tuple[Optimizer, list[nn.Parameter]]] = []
     for _ in range(2):
         small = {
-            number: {place: nn.Parameter(value.clone()) for place, value in some.items()}
-            for number, some in values.items()
+            number: {index: nn.Parameter(value.clone()) for index, value in group.items()}
+            for number, group in values.items()
         }
         with _errors_as(_CannotStepError):
-            made = copy_with(optimizer, small, settings, construct=construct)
-            if callable(train := getattr(made, "train", None)):  # schedule-free optimizers
+            copy = copy_with(optimizer, small, settings, construct=construct)
+            if callable(train := getattr(copy, "train", None)):  # schedule-free optimizers
                 train()
-        copies.append((made, [param for some in small.values() for param in some.values()]))
-    (together, its), (apart, theirs) = copies
+        copies.append((copy, [param for group in small.values() for param in group.values()]))
+    (together, params), (apart, params_apart) = copies
     for number, scale in enumerate(_GRADIENT_SCALES):
-        for place, (one, other) in enumerate(zip(its, theirs, strict=True)):
-            one.grad = other.grad = None
-            if number != 2 or place or len(its) == 1:  # no gradient: an expert without tokens
-                gradient = drawn(one) * scale
+        for index, (param, param_apart) in enumerate(zip(params, params_apart, strict=True)):
+            param.grad = param_apart.grad = None
+            if number != 2 or index or len(params_apart) == 1:  # none: an expert without tokens
+                gradient = _drawn(param, generator, device) * scale
                 if sparse and gradient.dim():
-                    every_row = torch.arange(len(gradient), device=gradient.device)
-                    gradient = sparse_of_all(gradient, every_row)
-                one.grad, other.grad = gradient, gradient.clone()
+                    rows = torch.arange(len(gradient), device=gradient.device)
+                    gradient = sparse_of_all(gradient, rows)
+                param.grad, param_apart.grad = gradient, gradient.clone()
         with _errors_as(_CannotStepError), kept_random(device):
             step: Any = step_without_hooks(type(together))
             step(together, *args, **kwargs)
             following = _next_random()
-        with _errors_as(failed_apart), kept_random(device):
+        with _errors_as(partial(_failed_apart, optimizer)), kept_random(device):
             parts = PartialStep(apart, args, kwargs)
-            for other in theirs:
-                if other.grad is not None:
-                    parts.step([other])
+            for param in params_apart:
+                if param.grad is not None:
+                    parts.step([param])
             parts.step(())
             parts.settle()
             is_alike = following == _next_random()
         if not is_alike:
-            raise refusal("its step draws random numbers for all parameters at once")
-        found, others = dict(_numbers(together, its)), dict(_numbers(apart, theirs))
-        for name in dict.fromkeys((*found, *others)):
-            if not agree(found.get(name), others.get(name)):
-                raise refusal(f"{name} differs after steps together and one by one")
+            raise _error_for(optimizer, "its step draws random numbers for all parameters at once")
+        expected = dict(_numbers(together, params))
+        found = dict(_numbers(apart, params_apart))
+        for name in dict.fromkeys((*expected, *found)):
+            if not agree(expected.get(name), found.get(name)):
+                raise _error_for(optimizer, f"{name} differs after steps together and one by one")
+
+
+def _drawn(like: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Random numbers in the shape and dtype of a tensor, equal on all devices."""
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(device)
 
 
 def _numbers(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Any]]:
     """Yields parameters, and tensors and numbers of their state and of groups, with names."""
     places: list[tuple[str, Any]] = []
-    for number, each in enumerate(parameters):
-        places += [(f"parameter {number}", each)]
-        kept: Mapping[Any, Any] = optimizer.state.get(each) or {}
+    for number, param in enumerate(parameters):
+        places += [(f"parameter {number}", param)]
+        kept: Mapping[Any, Any] = optimizer.state.get(param) or {}
         places += [(f"state {key!r} of parameter {number}", value) for key, value in kept.items()]
     for number, group in enumerate(optimizer.param_groups):
         rest = {name: value for name, value in group.items() if name != "params"}
@@ -255,21 +263,21 @@ class FirstState:
     def nbytes(self, parameter: Tensor) -> int:
         """Bytes of state on the parameter's device; 0 if the copy needs real elements to step.
 
-        State of size 0 here counts after its creation.
+        State for which this returns 0 counts after its creation.
         """
         groups = self._optimizer.param_groups
         if len(self._groups) != sum(len(group["params"]) for group in groups):
-            self._groups = {id(e): n for n, group in enumerate(groups) for e in group["params"]}
+            self._groups = {id(p): n for n, group in enumerate(groups) for p in group["params"]}
         if (number := self._groups.get(id(parameter))) is None:
             return 0
         kind = number, parameter.shape, parameter.dtype
         if kind not in self._known:
-            self._known[kind] = _tried(self._optimizer, parameter)
+            self._known[kind] = _measured(self._optimizer, parameter)
         return self._known[kind]
 
 
-def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
-    with as_plain():  # under auto() an operation on a parameter loads its unit
+def _measured(optimizer: Optimizer, parameter: Tensor) -> int:
+    with as_plain():  # under auto() an operation on a parameter loads its module
         like = torch.empty_like(parameter, device="meta", requires_grad=False)
     # Neither setting changes the state's size. Fused kernels do not support the meta device.
     settings = {"fused": False, "foreach": False}
@@ -282,5 +290,5 @@ def _tried(optimizer: Optimizer, parameter: Tensor) -> int:
         raise
     except Exception:  # the optimizer's code may raise anything for a tensor without elements
         return 0
-    kept = [each for each in copy.state.values() if isinstance(each, Tensor)]
-    return sum(each.nbytes for each in kept if each.is_meta)
+    tensors = [value for value in copy.state.values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)

@@ -60,44 +60,44 @@ class StateTensors(NamedTuple):
 def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTensors:
     """Finds the plain tensors of each part, without Embedding rows and their state."""
     found = StateTensors({part: {} for part in PARTS}, set(), set())
-    weights, gradients, kept_by_optimizers = found.of.values()
-    parts = [(part, unsaved_buffers_of(part)) for part in module.modules()]
-    without_copy = {id(buffers_of(part).get(name)) for part, names in parts for name in names}
+    weights, gradients, states = found.of.values()
+    children = [(child, unsaved_buffers_of(child)) for child in module.modules()]
+    unsaved = {id(buffers_of(child).get(name)) for child, names in children for name in names}
     parameters = list(module.named_parameters())
-    rows = {id(each) for _, each in parameters if isinstance(each, RowWeight)}
+    rows = {id(param) for _, param in parameters if isinstance(param, RowWeight)}
     names: dict[int, str] = {}
-    for name, each in (*parameters, *module.named_buffers()):
-        if id(each) in rows:
+    for name, tensor in (*parameters, *module.named_buffers()):
+        if id(tensor) in rows:
             continue
-        names[id(each)] = name
-        own = _added(weights, name, each)
-        if not each.requires_grad:
-            found.frozen.update(own)
-        if id(each) in without_copy:
-            found.unsaved.update(own)
-        if each.is_leaf and each.grad is not None:
-            _added(gradients, f"the gradient of {name}", each.grad)
-    for part in module.modules():
-        for shard, data in fully_sharded(part):
-            own = _added(weights, f"what FSDP2 reads of {names.get(id(shard))}", data)
+        names[id(tensor)] = name
+        added = _added(weights, name, tensor)
+        if not tensor.requires_grad:
+            found.frozen.update(added)
+        if id(tensor) in unsaved:
+            found.unsaved.update(added)
+        if tensor.is_leaf and tensor.grad is not None:
+            _added(gradients, f"the gradient of {name}", tensor.grad)
+    for child in module.modules():
+        for shard, data in fully_sharded(child):
+            added = _added(weights, f"FSDP2's shard of {names.get(id(shard))}", data)
             if not shard.requires_grad:
-                found.frozen.update(own)
+                found.frozen.update(added)
     for number, optimizer in enumerate(optimizers):
-        which = f" ({number})" if number else ""
-        for place, (of, kept) in enumerate(optimizer.state.items()):
-            if id(of) not in rows:
-                name = names.get(id(of), f"parameter {place}") + which
-                _added(kept_by_optimizers, f"state of {name}", kept)
+        suffix = f" ({number})" if number else ""
+        for index, (param, kept) in enumerate(optimizer.state.items()):
+            if id(param) not in rows:
+                name = names.get(id(param), f"parameter {index}") + suffix
+                _added(states, f"state of {name}", kept)
     return found
 
 
 def _added(found: dict[str, Tensor], name: str, value: Any) -> list[str]:
     """Adds the plain tensors of a value to `found`, and returns their unique names."""
     names = []
-    for its_name, each in plain_tensors(name, value):
-        while found.setdefault(its_name, each) is not each:  # keys 1 and "1" have equal names
-            its_name += "'"
-        names.append(its_name)
+    for unique, tensor in plain_tensors(name, value):
+        while found.setdefault(unique, tensor) is not tensor:  # keys 1 and "1" have equal names
+            unique += "'"
+        names.append(unique)
     return names
 
 
@@ -118,9 +118,9 @@ def plain_tensors(
         return
     elif isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
-            inner = ((each, getattr(value, each)) for each in value.__tensor_flatten__()[0])
+            inner = ((key, getattr(value, key)) for key in value.__tensor_flatten__()[0])
             # A DeviceMesh is skipped, because it has tensors too.
-            within = [(key, each) for key, each in inner if isinstance(each, Tensor)]
+            within = [(key, tensor) for key, tensor in inner if isinstance(tensor, Tensor)]
         elif not is_lazy(value):
             if _has_memory(value):
                 yield name, value
@@ -134,12 +134,12 @@ def plain_tensors(
     else:
         return
     seen.add(id(value))
-    for key, each in within:
-        if type(each) is Tensor and id(each) not in seen:  # fast path: a step has thousands
-            seen.add(id(each))
-            yield f"{name}.{key}", each
+    for key, item in within:
+        if type(item) is Tensor and id(item) not in seen:  # fast path: a step has thousands
+            seen.add(id(item))
+            yield f"{name}.{key}", item
         else:
-            yield from plain_tensors(f"{name}.{key}", each, seen)
+            yield from plain_tensors(f"{name}.{key}", item, seen)
 
 
 def wrappers_in(tensor: object) -> list[Tensor]:
@@ -162,9 +162,9 @@ def wrappers_in(tensor: object) -> list[Tensor]:
 def within_frozen(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by name, with frozen wrappers replaced by their plain inner tensors."""
     found: dict[str, Tensor] = {}
-    for name, each in named.items():
-        is_wrapper = not each.requires_grad and wrappers_in(each)
-        found.update(plain_tensors(name, each) if is_wrapper else [(name, each)])
+    for name, tensor in named.items():
+        is_wrapper = not tensor.requires_grad and wrappers_in(tensor)
+        found.update(plain_tensors(name, tensor) if is_wrapper else [(name, tensor)])
     return found
 
 
@@ -193,14 +193,15 @@ class TensorIndex:
         self.parameters = dict(module.named_parameters())
         named = dict(module.named_buffers())
         self.buffers = within_frozen(named)
-        frozen = {name: each for name, each in self.parameters.items() if not each.requires_grad}
-        trained = {name: each for name, each in self.parameters.items() if each.requires_grad}
+        named_parameters = self.parameters.items()
+        frozen = {name: param for name, param in named_parameters if not param.requires_grad}
+        trained = {name: param for name, param in named_parameters if param.requires_grad}
         self.own: dict[str, Tensor] = {**within_frozen(frozen), **trained, **self.buffers}
         self.wrappers = [
-            within
-            for each in (*frozen.values(), *named.values())
-            if not each.requires_grad
-            for within in wrappers_in(each)
+            wrapper
+            for tensor in (*frozen.values(), *named.values())
+            if not tensor.requires_grad
+            for wrapper in wrappers_in(tensor)
         ]
         self._gradients: dict[str, Tensor] = {}
         """Parameters with a gradient, by the gradient's name."""
@@ -212,30 +213,30 @@ class TensorIndex:
         """Each optimizer with its state, and its entry for each parameter; None: no entry."""
         self._empty: list[dict[str, Any]] = []
         self._filled: list[dict[str, Any]] = []
-        for each in self.wrappers:
-            self._keep(vars(each))
-        for part in module.modules():
-            for of_part in (*members_of(part), buffers_of(part)):
-                self._keep(of_part)
-        for name, each in self.parameters.items():
-            if each.is_leaf and each.grad is not None:
-                if each.grad.is_conj() or each.grad.is_neg():  # torch creates such gradients
-                    each.grad = each.grad.resolve_conj().resolve_neg()
-                self._gradients[f"the gradient of {name}"] = each
-                self._gradient_refs.append(weakref.ref(each.grad))
-            elif each.is_leaf:
-                self._without_gradient.append(each)
+        for wrapper in self.wrappers:
+            self._keep(vars(wrapper))
+        for child in module.modules():
+            for entries in (*members_of(child), buffers_of(child)):
+                self._keep(entries)
+        for name, param in named_parameters:
+            if param.is_leaf and param.grad is not None:
+                if param.grad.is_conj() or param.grad.is_neg():  # torch creates such gradients
+                    param.grad = param.grad.resolve_conj().resolve_neg()
+                self._gradients[f"the gradient of {name}"] = param
+                self._gradient_refs.append(weakref.ref(param.grad))
+            elif param.is_leaf:
+                self._without_gradient.append(param)
         for number, optimizer in enumerate(optimizers):
-            which = f" ({number})" if number else ""
-            kept_by_it = [optimizer.state.get(each) for each in self.parameters.values()]
-            self._of_state.append((optimizer, optimizer.state, kept_by_it))
-            for (name, each), kept in zip(self.parameters.items(), kept_by_it, strict=True):
+            suffix = f" ({number})" if number else ""
+            states = [optimizer.state.get(param) for param in self.parameters.values()]
+            self._of_state.append((optimizer, optimizer.state, states))
+            for (name, param), kept in zip(named_parameters, states, strict=True):
                 if kept is None:
                     continue
                 self._keep(kept)
                 for key, value in kept.items():
-                    if is_of_state(optimizer, name + which, each, key, value):
-                        self.state[f"{key} of {name}{which}"] = value
+                    if is_of_state(optimizer, name + suffix, param, key, value):
+                        self.state[f"{key} of {name}{suffix}"] = value
         self._lengths = list(map(len, self._filled))
         self._values = list(self._values_now())
         self._flags = self._flags_now()
@@ -244,17 +245,17 @@ class TensorIndex:
         (self._filled if entries else self._empty).append(entries)
 
     def _values_now(self) -> Iterator[Any]:
-        return chain.from_iterable([each.values() for each in self._filled])
+        return chain.from_iterable([entries.values() for entries in self._filled])
 
     def _flags_now(self) -> list[bool]:
         """requires_grad of all parameters, followed by is_leaf of all parameters."""
-        every = self.parameters.values()
-        return [each.requires_grad for each in every] + [each.is_leaf for each in every]
+        params = self.parameters.values()
+        return [param.requires_grad for param in params] + [param.is_leaf for param in params]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by name; valid only while is_current()."""
-        found = {name: each.grad for name, each in self._gradients.items()}
+        found = {name: param.grad for name, param in self._gradients.items()}
         return cast(dict[str, Tensor], found)
 
     def all_tensors(self) -> list[Tensor]:
@@ -270,15 +271,15 @@ class TensorIndex:
             return False
         if not all(map(is_, self._values_now(), self._values)) or self._flags_now() != self._flags:
             return False
-        if [True for each in self._without_gradient if each.grad is not None]:
+        if [True for param in self._without_gradient if param.grad is not None]:
             return False
-        for each, known in zip(self._gradients.values(), self._gradient_refs, strict=True):
-            if each.grad is None or each.grad is not known():
+        for param, known in zip(self._gradients.values(), self._gradient_refs, strict=True):
+            if param.grad is None or param.grad is not known():
                 return False
-        for optimizer, state, kept_by_it in self._of_state:
+        for optimizer, state, states in self._of_state:
             if optimizer.state is not state:
                 return False
-            if not all(map(is_, map(state.get, self.parameters.values()), kept_by_it)):
+            if not all(map(is_, map(state.get, self.parameters.values()), states)):
                 return False
         return True
 
@@ -301,5 +302,5 @@ def is_cpu_step(optimizer: Optimizer, parameter: Tensor, key: str, value: object
     """
     if key != "step" or not isinstance(value, Tensor) or value.dim() or not value.is_cpu:
         return False
-    takes_it = (g for g in optimizer.param_groups if g.get("capturable") or g.get("fused"))
-    return not any(each is parameter for group in takes_it for each in group["params"])
+    on_device = (g for g in optimizer.param_groups if g.get("capturable") or g.get("fused"))
+    return not any(param is parameter for group in on_device for param in group["params"])
