@@ -78,7 +78,7 @@ def copy_spans(
     if is_direct and (boundaries := host_memory.registration_boundaries(host)):
         # A CUDA copy across the boundary of two registrations fails.
         cuts = [[begin, *(e for e in boundaries if begin < e < end), end] for begin, end in spans]
-        spans = [part for each in cuts for part in pairwise(each)]
+        spans = [part for cut in cuts for part in pairwise(cut)]
     for begin, end in spans:
         of_host, of_other = host, other
         if end - begin < host.numel():

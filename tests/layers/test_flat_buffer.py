@@ -1,4 +1,4 @@
-"""FlatBuffer: layout, views of both memories, what is copied in which pieces, what is refused."""
+"""FlatBuffer: layout, views of both memories, copied spans, and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def filled(tensors: dict[str, Tensor], device: str) -> FlatBuffer:
     return buffer
 
 
-def pieces(buffer: FlatBuffer, *arguments: Any) -> list[tuple[int, int]]:
+def copied_spans(buffer: FlatBuffer, *arguments: Any) -> list[tuple[int, int]]:
     """The ranges of bytes that copy_to() copies."""
     found: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -55,16 +55,16 @@ def fits(buffer: FlatBuffer, tensors: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("memory", Memory)
 @pytest.mark.parametrize("without", [(), ("none",)], ids=["with no elements", "with elements"])
-def test_one_that_is_no_such_view_is_found_among_all(
+def test_a_tensor_that_is_no_view_of_the_buffer_is_found(
     without: tuple[str, ...], memory: Memory, device: str
 ) -> None:
-    tensors = {name: each for name, each in several().items() if name not in without}
+    tensors = {name: tensor for name, tensor in several().items() if name not in without}
     buffer = filled(tensors, device)
     buffer.copy_to(Memory.DEVICE, [], [])
     buffer.load_stream.join()
     views = {name: buffer.view(name, memory) for name in tensors}
     assert buffer.where(views) == dict.fromkeys(tensors, memory)
-    assert buffer.memory_at(views) is (memory if without else None)  # all are asked at once
+    assert buffer.memory_at(views) is (memory if without else None)  # all are compared at once
     assert buffer.where(dict(reversed(views.items()))) == dict.fromkeys(tensors, memory)
     other = Memory.HOST if memory is Memory.DEVICE else Memory.DEVICE
     bits = views["matrix"].view(torch.int32)
@@ -86,7 +86,7 @@ def test_one_that_is_no_such_view_is_found_among_all(
 def test_views_of_both_memories_are_the_tensors(device: str) -> None:
     tensors = several()
     buffer = filled(tensors, device)
-    assert pieces(filled(tensors, device), Memory.DEVICE, [], []) == [(0, buffer.nbytes)]
+    assert copied_spans(filled(tensors, device), Memory.DEVICE, [], []) == [(0, buffer.nbytes)]
     buffer.copy_to(Memory.DEVICE, [], [])
     buffer.load_stream.join()
     for memory in Memory:
@@ -99,7 +99,7 @@ def test_views_of_both_memories_are_the_tensors(device: str) -> None:
             assert name == "gaps" or view.storage_offset() * view.itemsize % ALIGNMENT == 0
 
 
-def test_memory_that_tensors_share_is_there_once() -> None:
+def test_shared_memory_is_stored_once() -> None:
     tensors = several()
     buffer = filled(tensors, "cpu")
     buffer.view("gaps", Memory.HOST).fill_(-1.0)
@@ -107,14 +107,14 @@ def test_memory_that_tensors_share_is_there_once() -> None:
     assert buffer.nbytes == (len(tensors) - 1) * ALIGNMENT
 
 
-def test_neighbours_in_one_storage_are_apart() -> None:
+def test_neighbours_in_one_storage_get_segments_of_their_own() -> None:
     base = torch.arange(8.0)
     buffer = filled({"low": base[:4], "high": base[4:]}, "cpu")
     assert buffer.nbytes == 2 * ALIGNMENT
     assert buffer.view("high", Memory.HOST).tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
-def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None:
+def test_device_views_are_valid_after_empty_and_load(device: str) -> None:
     buffer = filled({"weight": torch.arange(6.0).view(2, 3)}, device)
     buffer.copy_to(Memory.DEVICE, [], [])
     kept = buffer.view("weight", Memory.DEVICE).t()
@@ -125,21 +125,21 @@ def test_views_of_the_device_live_through_its_being_emptied(device: str) -> None
     assert kept.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
 
-def test_what_changed_is_copied_in_one_piece_around_what_must_not_be() -> None:
+def test_changed_tensors_are_copied_in_the_fewest_spans_around_settled_ones() -> None:
     tensors = {name: torch.zeros(3) for name in "abcdef"}
     buffer = filled(tensors, "cpu")
     buffer.copy_to(Memory.DEVICE, [], [])
     line = ALIGNMENT
     last = 3 * 4
-    assert pieces(buffer, Memory.HOST, [], []) == []
-    assert pieces(buffer, Memory.HOST, ["b", "e"], []) == [(line, 4 * line + last)]
-    assert pieces(buffer, Memory.HOST, ["b", "e"], ["c"]) == [
+    assert copied_spans(buffer, Memory.HOST, [], []) == []
+    assert copied_spans(buffer, Memory.HOST, ["b", "e"], []) == [(line, 4 * line + last)]
+    assert copied_spans(buffer, Memory.HOST, ["b", "e"], ["c"]) == [
         (line, line + last),
         (4 * line, 4 * line + last),
     ]
 
 
-def test_a_file_of_a_view_has_its_bytes_alone() -> None:
+def test_a_saved_view_has_only_its_bytes() -> None:
     buffer = filled({"small": torch.ones(4), "large": torch.ones(1 << 16)}, "cpu")
     file = io.BytesIO()
     torch.save(buffer.view("small", Memory.HOST), file)
@@ -151,17 +151,17 @@ def test_a_file_of_any_tensor_is_read_by_torch() -> None:
     buffer, file = filled(tensors, "cpu"), io.BytesIO()
     torch.save({name: buffer.view(name, Memory.HOST) for name in tensors}, file)
     file.seek(0)
-    for name, each in torch.load(file).items():
-        assert torch.equal(each, tensors[name]) and each.dtype == tensors[name].dtype, name
+    for name, tensor in torch.load(file).items():
+        assert torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype, name
 
 
-def test_the_host_buffer_is_reached_by_the_gpu(device: str) -> None:
+def test_host_buffers_are_registered_for_a_gpu(device: str) -> None:
     buffer = FlatBuffer({"weight": torch.ones(4)}, torch.device(device))
     kind = "registered" if device == "cuda" else "plain"
     assert memory_kind(buffer.host) == memory_kind(buffer.view("weight", Memory.HOST)) == kind
 
 
-def test_tensors_that_come_to_share_memory_need_another_layout() -> None:
+def test_tensors_that_share_memory_later_need_another_layout() -> None:
     tensors = {"a": torch.ones(4), "b": torch.ones(4)}
     buffer = filled(tensors, "cpu")
     tensors = {name: buffer.view(name, Memory.HOST) for name in tensors}
@@ -171,21 +171,21 @@ def test_tensors_that_come_to_share_memory_need_another_layout() -> None:
     assert not fits(buffer, {**tensors, "c": tensors["a"][2:]})
 
 
-def test_what_lies_behind_a_loaded_buffer_that_has_grown_is_no_part_of_it() -> None:
+def test_memory_behind_a_loaded_buffer_that_has_grown_is_outside() -> None:
     cpu = torch.device("cpu")
     first = FlatBuffer({"a": torch.ones(64)}, cpu)
     numbers = np.zeros(2 * first.nbytes, dtype=np.uint8)
-    loaded, behind = (torch.from_numpy(each) for each in np.split(numbers, 2))
+    loaded, behind = (torch.from_numpy(half) for half in np.split(numbers, 2))
     first._storage = loaded.untyped_storage()
-    came = behind.view(torch.float32)  # as an allocator may give it: next to the buffer's memory
-    grown = FlatBuffer({"a": torch.ones(64), "b": came}, cpu, first)
-    assert grown.where({"a": loaded.view(torch.float32), "b": came}) == {
+    new = behind.view(torch.float32)  # as an allocator may place it: next to the buffer's memory
+    grown = FlatBuffer({"a": torch.ones(64), "b": new}, cpu, first)
+    assert grown.where({"a": loaded.view(torch.float32), "b": new}) == {
         "a": Memory.DEVICE,
         "b": None,
     }
 
 
-def test_a_flat_buffer_grows_around_what_is_there() -> None:
+def test_a_larger_buffer_keeps_tensors_and_device_views() -> None:
     buffer = filled({"a": torch.ones(4)}, "cpu")
     buffer.copy_to(Memory.DEVICE, [], [])
     kept = buffer.view("a", Memory.DEVICE)
@@ -220,7 +220,7 @@ def in_inference_mode() -> Tensor:
     ],
     ids=["subclass", "lazy", "sparse", "meta", "inference", "conjugated"],
 )
-def test_what_is_more_than_elements_is_refused(
+def test_tensors_that_are_more_than_bytes_raise(
     tensor: Tensor, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):

@@ -13,7 +13,7 @@ from speedtorch.memory import host_memory
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 200, 1234])
-def test_bytes_go_through_small_buffers_unchanged(device: str, nbytes: int) -> None:
+def test_staged_copies_are_bitwise_identical(device: str, nbytes: int) -> None:
     stage = Stage(torch.device(device), 100)
     random = torch.Generator().manual_seed(nbytes)
     given = torch.randint(256, (nbytes,), generator=random, dtype=torch.uint8)
@@ -29,7 +29,7 @@ def test_bytes_go_through_small_buffers_unchanged(device: str, nbytes: int) -> N
 
 @NEEDS_GPU
 @pytest.mark.parametrize("pinned", [0, 2])
-def test_what_cannot_be_pinned_moves_all_the_same(
+def test_modules_in_pageable_memory_are_loaded_and_evicted(
     monkeypatch: pytest.MonkeyPatch, pinned: int
 ) -> None:
     made = []
@@ -45,22 +45,22 @@ def test_what_cannot_be_pinned_moves_all_the_same(
     real = host_memory.empty
     monkeypatch.setattr(host_memory, "empty", empty)
     monkeypatch.setattr(host_buffer, "STAGE_BYTES", 1000)
-    for each in (host_buffer._stage, host_buffer._warn_once):
-        each.cache_clear()
+    for cached in (host_buffer._stage, host_buffer._warn_once):
+        cached.cache_clear()
     with pytest.warns(UserWarning, match="pageable host memory, whose copies are slower: no more"):
         layer = nn.Linear(30, 30)
         before = layer.weight.detach().clone()
         optimizer = optim.SGD(layer.parameters(), lr=1.0)
-        unit = OffloadedModule(layer, optimizer, device="cuda")
-    assert (host_buffer._stage(unit.device) is not None) == bool(pinned)
-    unit.load()
+        module = OffloadedModule(layer, optimizer, device="cuda")
+    assert (host_buffer._stage(module.device) is not None) == bool(pinned)
+    module.load()
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
-    unit.evict()
+    module.evict()
     assert torch.equal(layer.weight.detach(), before - 1)
-    for each in (host_buffer._stage, host_buffer._warn_once):
-        each.cache_clear()
+    for cached in (host_buffer._stage, host_buffer._warn_once):
+        cached.cache_clear()
 
 
-def test_bytes_on_the_cpu_need_no_pins() -> None:
+def test_bytes_for_the_cpu_are_not_pinned() -> None:
     assert host_memory.memory_kind(host_bytes(10, torch.device("cpu"))) == "plain"

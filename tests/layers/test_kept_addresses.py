@@ -33,9 +33,9 @@ def _model(side: int = 64) -> nn.Sequential:
 
 
 def _places(model: nn.Module, optimizer: optim.Optimizer | None = None) -> list[int]:
-    found = [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
+    found = [param.data_ptr() for param in (*model.parameters(), *model.buffers())]
     for kept in optimizer.state.values() if optimizer else ():
-        found += [each.data_ptr() for each in kept.values() if each.is_cuda]
+        found += [tensor.data_ptr() for tensor in kept.values() if tensor.is_cuda]
     return found
 
 
@@ -76,12 +76,12 @@ class _Graph:
         self.graph.replay()
 
     def values(self) -> list[Tensor]:
-        kept = [each for of in self.optimizer.state.values() for each in of.values()]
-        return [each.clone() for each in (*self.model.state_dict().values(), *kept)]
+        kept = [tensor for of in self.optimizer.state.values() for tensor in of.values()]
+        return [tensor.clone() for tensor in (*self.model.state_dict().values(), *kept)]
 
 
 @NEEDS_GPU
-def test_a_graph_that_was_captured_after_the_first_sleep_lives_on() -> None:
+def test_a_graph_captured_after_the_first_sleep_remains_valid() -> None:
     ours, plain = _Graph(sleeps=True), _Graph(sleeps=False)
     places = _places(ours.model, ours.optimizer)
     for number in range(3, 9):
@@ -100,7 +100,7 @@ def test_a_graph_that_was_captured_after_the_first_sleep_lives_on() -> None:
 
 
 @NEEDS_GPU
-def test_a_graphed_step_is_refused_asleep_and_goes_on_awake() -> None:
+def test_a_graphed_step_raises_while_offloaded_and_continues_after_wake() -> None:
     def trained(sleeps: bool) -> list[Tensor]:
         torch.manual_seed(0)
         emb = speedtorch.Embedding(20, 4, device="cuda", capacity=8)
@@ -136,7 +136,7 @@ def test_a_graphed_step_is_refused_asleep_and_goes_on_awake() -> None:
 
 
 @NEEDS_GPU
-def test_memory_is_free_asleep_and_no_more_than_before_awake() -> None:
+def test_memory_is_free_while_offloaded_and_the_same_after_wake() -> None:
     # So much that what other processes take and give meanwhile does not matter.
     nbytes, most = 8 << 30, 3 << 30
     model = nn.ParameterList(torch.ones(128 * MIB // 4, device="cuda") for _ in range(64))
@@ -156,22 +156,22 @@ def test_memory_is_free_asleep_and_no_more_than_before_awake() -> None:
     torch.cuda.empty_cache()
     end = time.monotonic() + 60
     while abs(torch.cuda.mem_get_info()[0] - before) > most:
-        assert time.monotonic() < end, "the memory did not come back"
+        assert time.monotonic() < end, "the memory was not freed"
         time.sleep(0.1)  # what other processes took meanwhile goes again
 
 
 @NEEDS_GPU
-def test_thousands_of_small_tensors_move_and_stay_what_they_are() -> None:
+def test_thousands_of_small_tensors_keep_their_values() -> None:
     model = nn.ParameterList(torch.full((256, 256), float(n), device="cuda") for n in range(2000))
     state = TrainingState(model, keep_addresses=True)
     for _ in range(3):
         with state.asleep():
             assert all(bool((model[n] == n).all()) for n in range(0, 2000, 97))
-        assert all(bool((each == n).all()) for n, each in enumerate(model))
+        assert all(bool((param == n).all()) for n, param in enumerate(model))
 
 
 @NEEDS_GPU
-def test_gradients_that_come_and_go_leave_nothing() -> None:
+def test_dropped_gradients_keep_no_ranges() -> None:
     model = _model(512)
     state = TrainingState(model, keep_addresses=True)
     reserved = []
@@ -186,7 +186,7 @@ def test_gradients_that_come_and_go_leave_nothing() -> None:
 
 
 @NEEDS_GPU
-def test_what_the_model_has_no_more_and_something_else_has_comes_back() -> None:
+def test_a_tensor_removed_from_the_model_is_loaded_for_its_other_owner() -> None:
     model = _model()
     state = TrainingState(model, keep_addresses=True)
     with state.asleep():
@@ -215,10 +215,10 @@ def test_parts_that_share_kept_addresses_sleep_together() -> None:
 
 
 @NEEDS_GPU
-def test_tensors_outlive_their_state_awake_and_asleep() -> None:
+def test_tensors_outlive_their_state_loaded_and_offloaded() -> None:
     for is_asleep in (False, True):
         model = _model()
-        expected = [each.clone() for each in model.state_dict().values()]
+        expected = [tensor.clone() for tensor in model.state_dict().values()]
         state = TrainingState(model, keep_addresses=True)
         with state.asleep():
             pass
@@ -232,7 +232,7 @@ def test_tensors_outlive_their_state_awake_and_asleep() -> None:
 
 
 @NEEDS_GPUS
-def test_another_gpu_reads_what_has_kept_addresses() -> None:
+def test_another_gpu_reads_tensors_with_kept_addresses() -> None:
     torch.zeros(1, device="cuda:1")  # it is in use
     model = _model()
     state = TrainingState(model, keep_addresses=True)
@@ -244,7 +244,7 @@ def test_another_gpu_reads_what_has_kept_addresses() -> None:
     assert torch.equal(model[0].weight.detach().cpu(), other.cpu() + 1)
 
 
-def test_where_addresses_cannot_be_kept_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_that_cannot_be_kept_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="expected a state on a GPU, got device 'cpu'"):
         TrainingState(layer, keep_addresses=True)
@@ -276,11 +276,15 @@ class PretendedRange:
     def storages(self) -> list[torch.UntypedStorage]:
         """Those that are still there."""
         found = [(storage_of(ref), address) for ref, address in self.has]
-        return [each for each, at in found if each is not None and each.data_ptr() == at != 0]
+        return [
+            storage
+            for storage, at in found
+            if storage is not None and storage.data_ptr() == at != 0
+        ]
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes() for each in self.storages)
+        return sum(storage.nbytes() for storage in self.storages)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -300,8 +304,8 @@ class PretendedRange:
         self.overwrite(0xAB)
 
     def overwrite(self, value: int) -> None:
-        for each in self.storages:
-            bytes_at(each.data_ptr(), each.nbytes(), each.device).fill_(value)
+        for storage in self.storages:
+            bytes_at(storage.data_ptr(), storage.nbytes(), storage.device).fill_(value)
 
 
 @pytest.fixture
@@ -350,11 +354,11 @@ class _Trained:
 
     def tensors(self) -> dict[str, Tensor]:
         found = dict(self.model.state_dict())
-        for name, each in self.model.named_parameters():
-            kept = self.optimizer.state.get(each, {})
+        for name, param in self.model.named_parameters():
+            kept = self.optimizer.state.get(param, {})
             found |= {f"{key} of {name}": value for key, value in kept.items()}
-            if each.grad is not None:
-                found[f"gradient of {name}"] = each.grad
+            if param.grad is not None:
+                found[f"gradient of {name}"] = param.grad
         return found
 
 
@@ -362,7 +366,7 @@ class _Trained:
 @EVERY
 @pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
 @pytest.mark.parametrize("call", ["sleep the first time", "sleep", "wake"])
-def test_an_error_at_a_line_of_ours_loses_nothing_with_kept_addresses(
+def test_an_error_at_any_line_loses_nothing_with_kept_addresses(
     call: str, error: Callable[[], BaseException], every: int
 ) -> None:
     expected = copies(_Trained().tensors())
@@ -416,7 +420,7 @@ def test_a_second_error_while_a_wake_is_undone_loses_nothing(
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
-def test_all_sleeps_on_where_there_is_too_little_memory(
+def test_all_remain_offloaded_if_memory_is_too_little(
     part: Any, monkeypatch: pytest.MonkeyPatch, ranges: None
 ) -> None:
     trained = _Trained()
@@ -470,7 +474,7 @@ def test_tensors_whose_memory_two_parts_have_exchanged_sleep(parts: list[Any]) -
 
 @pytest.mark.usefixtures("ranges")
 @pytest.mark.parametrize("count", [0, 256])
-def test_what_has_left_its_range_does_not_sleep_with_it(count: int) -> None:
+def test_a_tensor_moved_out_of_its_range_is_not_offloaded_with_the_range(count: int) -> None:
     model = nn.ParameterDict({"kept": torch.ones(4), "other": torch.ones(4)})
     state = TrainingState(model, keep_addresses=True)
     with state.asleep():
@@ -488,7 +492,7 @@ def test_what_has_left_its_range_does_not_sleep_with_it(count: int) -> None:
 
 
 @pytest.mark.usefixtures("ranges")
-def test_a_range_has_room_for_segments_of_torchs_allocator() -> None:
+def test_a_range_has_addresses_for_segments_of_torchs_allocator() -> None:
     model = nn.ParameterList([torch.ones(300_000)])  # torch takes a segment of 20 MiB for it
     state = TrainingState(model, keep_addresses=True)
     with state.asleep():
@@ -511,7 +515,7 @@ def test_one_tensor_of_any_size_moves(count: int) -> None:
 @NEEDS_GPUS
 def test_a_state_of_another_gpu_than_the_current_one_wakes_where_it_was() -> None:
     model = _model().to("cuda:1")
-    expected = [each.clone() for each in model.state_dict().values()]
+    expected = [tensor.clone() for tensor in model.state_dict().values()]
     state = TrainingState(model, keep_addresses=True)
     with state.asleep():
         pass

@@ -47,7 +47,7 @@ def loaded(made: FlatBuffer, streams: RecordedStreams) -> FlatBuffer:
     return made
 
 
-def test_a_first_copy_waits_for_nothing_and_its_use_for_it(
+def test_a_first_load_waits_for_nothing_and_its_use_for_the_load(
     made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
@@ -55,14 +55,14 @@ def test_a_first_copy_waits_for_nothing_and_its_use_for_it(
     assert streams.before("use") == {"earlier", "copy 1"}
 
 
-def test_a_copy_over_what_is_there_waits_for_its_use(
+def test_a_load_over_loaded_tensors_waits_for_their_use(
     made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams).copy_to(Memory.DEVICE, ["weight"], [])
     assert "use" in streams.before("copy 2")
 
 
-def test_a_copy_to_the_host_waits_for_the_use_and_the_host_for_it(
+def test_a_write_back_waits_for_the_use_and_the_host_for_the_write_back(
     made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams).copy_to(Memory.HOST, ["weight"], [])
@@ -73,32 +73,32 @@ def test_a_copy_to_the_host_waits_for_the_use_and_the_host_for_it(
     assert "copy 2" in streams.host
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_copy_to_the_host_waits_for_one_to_the_device(
-    is_told: bool, made: FlatBuffer, streams: RecordedStreams
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_a_write_back_waits_for_a_load(
+    is_passed: bool, made: FlatBuffer, streams: RecordedStreams
 ) -> None:
-    after: Any = streams.current.record_event() if is_told else None
+    after: Any = streams.current.record_event() if is_passed else None
     made.copy_to(Memory.DEVICE, [], [])
     streams.work("later")
     made.copy_to(Memory.HOST, ["weight"], [], after)
-    expected = {"earlier", "copy 1"} | (set() if is_told else {"later"})
+    expected = {"earlier", "copy 1"} | (set() if is_passed else {"later"})
     assert streams.before("copy 2") == expected
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_what_comes_again_waits_for_the_last_use_of_the_memory(
-    is_told: bool, made: FlatBuffer, streams: RecordedStreams
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_a_second_load_waits_for_the_last_use_of_the_memory(
+    is_passed: bool, made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
-    after: Any = streams.current.record_event() if is_told else None
+    after: Any = streams.current.record_event() if is_passed else None
     streams.work("later")
     made.empty(after)
     made.copy_to(Memory.DEVICE, [], [])
     assert "use" in streams.before("copy 2")
-    assert ("later" in streams.before("copy 2")) == (not is_told)
+    assert ("later" in streams.before("copy 2")) == (not is_passed)
 
 
-def test_a_larger_buffer_is_made_behind_copies_of_the_former_to_the_host(
+def test_a_larger_buffer_is_made_after_write_backs_of_the_former(
     made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams).copy_to(Memory.HOST, ["weight"], [])
@@ -107,7 +107,7 @@ def test_a_larger_buffer_is_made_behind_copies_of_the_former_to_the_host(
 
 
 @pytest.mark.parametrize("is_fork", [False, True])
-def test_what_comes_after_a_dropped_buffer_waits_for_its_last_use(
+def test_a_load_after_a_dropped_buffer_waits_for_its_last_use(
     is_fork: bool, made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
@@ -116,7 +116,7 @@ def test_what_comes_after_a_dropped_buffer_waits_for_its_last_use(
     assert ("use" in streams.before("copy 2")) == (not is_fork)
 
 
-def test_memory_that_is_left_to_views_is_kept_for_the_current_stream(
+def test_memory_of_remaining_views_is_recorded_on_the_current_stream(
     made: FlatBuffer, streams: RecordedStreams
 ) -> None:
     loaded(made, streams)
@@ -126,7 +126,7 @@ def test_memory_that_is_left_to_views_is_kept_for_the_current_stream(
     assert whole.streams == ["main"]
 
 
-def test_parameters_come_behind_their_gradients_and_leave_behind_the_step(
+def test_parameters_are_loaded_after_gradients_and_written_back_after_the_step(
     streams: RecordedStreams,
 ) -> None:
     streams.pretend_on_cpu()
@@ -148,7 +148,7 @@ def test_parameters_come_behind_their_gradients_and_leave_behind_the_step(
     assert "copy 2" in streams.host
 
 
-def test_a_small_buffer_is_used_again_behind_its_copy(streams: RecordedStreams) -> None:
+def test_a_staging_buffer_is_reused_after_its_copy(streams: RecordedStreams) -> None:
     streams.pretend_on_cpu()
     streams.works(Stage, "_mark", "part")
     stage, host, there = Stage(CPU, 100), *torch.zeros(2, 300, dtype=torch.uint8)
@@ -227,7 +227,7 @@ class NumberedLayer(nn.Module):
         return found
 
 
-def test_layers_are_used_behind_their_copies_and_evicted_behind_their_uses(
+def test_layers_are_used_after_their_copies_and_evicted_after_their_uses(
     streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams.pretend_on_cpu()
@@ -241,7 +241,7 @@ def test_layers_are_used_behind_their_copies_and_evicted_behind_their_uses(
     assert timeline.evicted and timeline.returned
 
 
-def test_a_layer_that_stays_is_used_on_another_stream_behind_its_last_use(
+def test_a_loaded_layer_is_used_on_another_stream_after_its_last_use(
     streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams.pretend_on_cpu()
@@ -258,21 +258,21 @@ def test_a_layer_that_stays_is_used_on_another_stream_behind_its_last_use(
         assert streams.on[name] == "other" and first[number] in streams.before(name)
 
 
-def test_the_end_of_a_use_is_behind_all_streams_that_have_used_the_unit(
+def test_the_end_of_a_use_is_after_all_streams_that_used_the_module(
     streams: RecordedStreams,
 ) -> None:
-    unit = OffloadedModule(nn.Linear(2, 2), device=CPU)
+    module = OffloadedModule(nn.Linear(2, 2), device=CPU)
     main, other = streams.current, streams.stream("other")
     streams.use(other)
     streams.work("use")
     streams.use(main)
-    unit._streams.add(other)  # type: ignore[arg-type]
-    unit.end_use()
+    module._streams.add(other)  # type: ignore[arg-type]
+    module.end_use()
     streams.work("next")
     assert "use" in streams.before("next")
 
 
-def test_fingerprints_of_what_has_woken_are_taken_behind_the_copies(
+def test_fingerprints_of_loaded_storages_are_taken_after_the_copies(
     streams: RecordedStreams,
 ) -> None:
     streams.pretend_on_cpu()
@@ -286,7 +286,7 @@ def test_fingerprints_of_what_has_woken_are_taken_behind_the_copies(
     assert copies and copies <= streams.before("fingerprint 1")
 
 
-def test_tensors_are_moved_when_the_host_has_waited_for_the_copies(
+def test_tensors_are_moved_after_the_host_has_waited_for_the_copies(
     streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of the device goes then, and other threads read host memory without a wait."""
@@ -301,11 +301,11 @@ def test_tensors_are_moved_when_the_host_has_waited_for_the_copies(
     streams.works(storage_offloader, "point_to_device", "loaded")
     state = TrainingState(nn.Linear(8, 8))
     state.sleep()
-    left = {name for name, on in streams.on.items() if on == "training state"}
-    assert left and left <= streams.before("offloaded 1")
+    offload = {name for name, on in streams.on.items() if on == "training state"}
+    assert offload and offload <= streams.before("offloaded 1")
     state.wake()
-    come = {name for name, on in streams.on.items() if on == "training state"} - left
-    assert come and come <= streams.before("loaded 1")
+    load = {name for name, on in streams.on.items() if on == "training state"} - offload
+    assert load and load <= streams.before("loaded 1")
 
 
 class NumberedSGD(optim.SGD):
@@ -315,9 +315,9 @@ class NumberedSGD(optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            for each in group["params"]:
-                if self.timeline is not None and each.grad is not None:
-                    self.timeline.use(float(each.grad[0]))
+            for param in group["params"]:
+                if self.timeline is not None and param.grad is not None:
+                    self.timeline.use(float(param.grad[0]))
         return super().step(closure)
 
 
@@ -326,14 +326,14 @@ class NumberedSGD(optim.SGD):
     [(None, "13KiB"), ("cpu", "24KiB")],
     ids=["state", "state and parameters"],
 )
-def test_state_is_used_behind_its_copies_and_evicted_behind_its_uses(
+def test_state_is_used_after_its_copies_and_evicted_after_its_uses(
     device: str | None, budget: str, streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams.pretend_on_cpu()
     monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", 1)
     parameters = [nn.Parameter(torch.zeros(1024)) for _ in range(5)]
-    for number, each in enumerate(parameters):
-        each.grad = torch.full((1024,), 1.0 + number)
+    for number, param in enumerate(parameters):
+        param.grad = torch.full((1024,), 1.0 + number)
     optimizer = NumberedSGD(parameters, lr=0.1, momentum=0.5, dampening=0.5)
     optimizer.step()
     StateSwapper(optimizer, budget=budget, device=device)

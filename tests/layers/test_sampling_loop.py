@@ -31,7 +31,7 @@ class Attention(nn.Module):
             return heads * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
         query, key, value = (
-            each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.into(x).chunk(3, -1)
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.into(x).chunk(3, -1)
         )
         mixed = functional.scaled_dot_product_attention(
             turned(query), turned(key), value, is_causal=True

@@ -1,4 +1,4 @@
-"""Training states on ranks of DistributedDataParallel and FSDP2: asleep, or piece by piece."""
+"""Training states on ranks of DistributedDataParallel and FSDP2: offloaded, or state in buckets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def test_ranks_train_as_if_they_had_not_slept(way: str, ranks: int, backend: str
 
 @TWO_AND_THREE_RANKS
 @pytest.mark.parametrize("how", ["set_state_dict", "load_state_dict", "in place"])
-def test_ranks_compute_with_what_is_written_asleep(how: str, ranks: int, backend: str) -> None:
+def test_ranks_compute_with_values_written_while_offloaded(
+    how: str, ranks: int, backend: str
+) -> None:
     in_processes(ranks, check_written_asleep, how, backend=backend)
 
 

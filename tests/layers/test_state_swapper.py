@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, which comes piece by piece: steps are those of all at once."""
+"""Optimizer state in host memory, loaded in buckets: steps equal those without a swapper."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     **COMMON_OPTIMIZERS,
     "AdamW-fused": lambda parameters: optim.AdamW(parameters, fused=True),
     "Muon": lambda parameters: optim.Muon(
-        [each for each in parameters if each.dim() == 2 and each.requires_grad]
+        [param for param in parameters if param.dim() == 2 and param.requires_grad]
     ),
 }
 
@@ -44,19 +44,19 @@ class Shampoo(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is None:
+            for param in group["params"]:
+                if param.grad is None:
                     continue
-                state = self.state[each]
+                state = self.state[param]
                 if not state:
                     if self.map is None:
-                        self.map = torch.arange(3.0, device=each.device)
-                    state["sums"] = [torch.zeros_like(each), torch.ones_like(each)]
+                        self.map = torch.arange(3.0, device=param.device)
+                    state["sums"] = [torch.zeros_like(param), torch.ones_like(param)]
                     state["map"] = self.map
-                assert all(one.device == each.device for one in (*state["sums"], state["map"]))
-                state["sums"][0] += each.grad * state["map"][2]
+                assert all(one.device == param.device for one in (*state["sums"], state["map"]))
+                state["sums"][0] += param.grad * state["map"][2]
                 state["sums"][1] *= 0.9
-                each -= group["lr"] * state["sums"][0] * state["sums"][1]
+                param -= group["lr"] * state["sums"][0] * state["sums"][1]
 
 
 class Training:
@@ -88,24 +88,24 @@ class Training:
         found = dict(self.model.state_dict())
         for number, kept in self.optimizer.state_dict()["state"].items():
             for key, value in kept.items():
-                for at, each in enumerate(value if isinstance(value, list) else [value]):
-                    if isinstance(each, Tensor):
-                        found[f"{number} {key} {at}"] = each
+                for at, tensor in enumerate(value if isinstance(value, list) else [value]):
+                    if isinstance(tensor, Tensor):
+                        found[f"{number} {key} {at}"] = tensor
         return found
 
 
 @pytest.mark.parametrize(
-    ("budget", "piece"),
+    ("budget", "bucket_bytes"),
     [(1, 1 << 28), (700, 1 << 28), (8000, 200), (1 << 20, 1 << 28)],
     ids=["nothing-stays", "a-third-at-once", "some-stay", "all-stay"],
 )
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "Shampoo"])
 def test_steps_are_those_with_all_state_on_the_device(
-    name: str, budget: int, piece: int, device: str, monkeypatch: pytest.MonkeyPatch
+    name: str, budget: int, bucket_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", piece)
+    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", bucket_bytes)
     make = OPTIMIZERS.get(name, Shampoo)
-    ours, theirs = (Training(device, make, each).step(5) for each in (budget, None))
+    ours, theirs = (Training(device, make, limit).step(5) for limit in (budget, None))
     assert_equal(ours.tensors(), theirs.tensors())
     assert ours.swapper is not None
     report = ours.swapper.report()
@@ -118,12 +118,12 @@ def test_steps_are_those_with_all_state_on_the_device(
 
 def test_state_is_on_the_host_between_steps(device: str) -> None:
     ours = Training(device, optim.Adam, 700).step(2)
-    tensors = [each for kept in ours.optimizer.state.values() for each in kept.values()]
-    assert {each.device.type for each in tensors} == {"cpu"}
-    assert {each.device.type for each in ours.model.parameters()} == {device}
+    tensors = [tensor for kept in ours.optimizer.state.values() for tensor in kept.values()]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+    assert {param.device.type for param in ours.model.parameters()} == {device}
     assert ours.swapper is not None
     report = ours.swapper.report()
-    state = sum(each.nbytes for each in tensors if each.dim())
+    state = sum(tensor.nbytes for tensor in tensors if tensor.dim())
     assert report.host_bytes >= state and report.bytes_in > 0 and report.bytes_out > 0
     assert "buckets" in str(report) and "Adam; budget=700 B" in repr(ours.swapper)
 
@@ -133,8 +133,8 @@ def test_a_step_copies_state_once_each_way(fused: bool, device: str) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))).to(device)
     optimizer = optim.AdamW(model.parameters(), fused=fused)
     swapper = StateSwapper(optimizer, budget=9000)
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
     for _ in range(2):
         optimizer.step()
     before = swapper.report()
@@ -145,13 +145,15 @@ def test_a_step_copies_state_once_each_way(fused: bool, device: str) -> None:
     assert after.bytes_out - before.bytes_out == after.host_bytes
 
 
-def test_what_the_budget_has_room_for_stays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_within_the_budget_remains_on_the_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", 2048)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to(device)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     swapper = StateSwapper(optimizer, budget=(3 + 2) * 1024 + 500)
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
     for _ in range(2):
         optimizer.step()
     for number in range(3):
@@ -163,30 +165,30 @@ def test_what_the_budget_has_room_for_stays(device: str, monkeypatch: pytest.Mon
         moved = after.bytes_in - before.bytes_in, after.bytes_out - before.bytes_out
         assert moved == ((8 * 1024, 8 * 1024) if number == 2 else (6 * 1024, 6 * 1024))
         assert (after.pieces, after.device_bytes) == (8, 2 * 1024)
-    kept = [optimizer.state[each]["momentum_buffer"] for each in model.parameters()]
-    assert [each.device.type for each in kept] == 2 * [device] + 6 * ["cpu"]
+    kept = [optimizer.state[param]["momentum_buffer"] for param in model.parameters()]
+    assert [tensor.device.type for tensor in kept] == 2 * [device] + 6 * ["cpu"]
     saved = copies(dict(enumerate(kept)))
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     assert swapper.report().device_bytes == 2 * 1024
-    for number, each in enumerate(model.parameters()):
-        now = optimizer.state[each]["momentum_buffer"].cpu()
+    for number, param in enumerate(model.parameters()):
+        now = optimizer.state[param]["momentum_buffer"].cpu()
         assert torch.equal(now, saved[number].cpu() * 0.9 + 1)
     model[0].weight.grad = None  # what is not stepped stays as well
     optimizer.step()
     assert swapper.report().device_bytes == 2 * 1024
 
 
-def test_state_of_another_optimizer_takes_the_room_of_what_stays(
+def test_state_of_another_optimizer_counts_against_the_budget(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", 1024)
     layers = [nn.Linear(16, 16, bias=False).to(device) for _ in range(12)]
-    weights = [each.weight for each in layers]
+    weights = [module.weight for module in layers]
     first, second = (optim.SGD(some, lr=0.1, momentum=0.9) for some in (weights[:8], weights[8:]))
     swapper = StateSwapper([first, second], budget=10_000)
-    for each in weights:
-        each.grad = torch.ones_like(each)
+    for param in weights:
+        param.grad = torch.ones_like(param)
     for _ in range(2):
         first.step()
     assert swapper.report().device_bytes == 8 * 1024
@@ -197,19 +199,19 @@ def test_state_of_another_optimizer_takes_the_room_of_what_stays(
         real(self, parameters)
 
     monkeypatch.setattr(PartialStep, "step", step)
-    second.step()  # makes state, of which three pieces are on the device at once
+    second.step()  # creates state, three buckets of which are on the device at once
     assert max(seen) == 6 * 1024
     for _ in range(2):
         second.step()
     assert max(seen) <= 9 * 1024
     assert swapper.report().device_bytes == 6 * 1024
-    for each in weights:
-        of = first if any(each is one for one in weights[:8]) else second
-        buffer = of.state[each]["momentum_buffer"]
+    for param in weights:
+        of = first if any(param is one for one in weights[:8]) else second
+        buffer = of.state[param]["momentum_buffer"]
         assert torch.equal(buffer.cpu(), torch.full((16, 16), 1.9 if of is first else 2.71))
 
 
-def test_state_that_there_is_goes_to_the_host_at_once(device: str) -> None:
+def test_existing_state_is_evicted_at_once(device: str) -> None:
     ours, theirs = (Training(device, optim.Adam, None).step(3) for _ in range(2))
     ours.swapper = StateSwapper(ours.optimizer, budget="1KiB")
     kept = ours.optimizer.state[next(ours.model.parameters())]
@@ -218,7 +220,7 @@ def test_state_that_there_is_goes_to_the_host_at_once(device: str) -> None:
 
 
 def test_evict_after_close_moves_nothing(device: str) -> None:
-    ours, theirs = (Training(device, optim.Adam, each).step(2) for each in (700, None))
+    ours, theirs = (Training(device, optim.Adam, limit).step(2) for limit in (700, None))
     assert ours.swapper is not None
     ours.swapper.close()
     assert ours.swapper.evict() == 0 == ours.swapper.report().host_bytes
@@ -245,7 +247,7 @@ def test_a_checkpoint_is_loaded_into_host_memory(device: str) -> None:
     assert_equal(plain.step(3).tensors(), theirs.step(3).tensors())
 
 
-def test_state_of_two_dtypes_that_stays_is_saved(device: str) -> None:
+def test_state_of_two_dtypes_on_the_device_is_saved(device: str) -> None:
     def trained(is_swapped: bool) -> tuple[Tensor, Any]:
         torch.manual_seed(0)
         layer = nn.Linear(8, 8, dtype=torch.bfloat16, device=device)
@@ -269,7 +271,7 @@ def test_state_of_two_dtypes_that_stays_is_saved(device: str) -> None:
 
 
 def test_a_checkpoint_is_loaded_in_inference_mode(device: str) -> None:
-    ours, theirs = (Training(device, optim.Adam, each).step(2) for each in (700, None))
+    ours, theirs = (Training(device, optim.Adam, limit).step(2) for limit in (700, None))
     saved = copy.deepcopy(ours.optimizer.state_dict())
     with torch.inference_mode():
         ours.optimizer.load_state_dict(saved)
@@ -304,7 +306,7 @@ def test_hooks_of_a_load_find_whole_tensors(device: str) -> None:
     assert_equal(found, expected)
 
 
-def test_groups_schedulers_and_hooks_go_on(device: str) -> None:
+def test_groups_schedulers_and_hooks_continue(device: str) -> None:
     def train(budget: int | None) -> tuple[dict[str, Tensor], list[str]]:
         training = Training(device, lambda p: optim.AdamW(p, lr=0.1), budget)
         seen: list[str] = []
@@ -356,7 +358,7 @@ class OfAdam(optim.Adam):
 
 
 @pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
-def test_an_optimizer_whose_step_calls_that_of_its_base_class(kind: str, device: str) -> None:
+def test_an_optimizer_whose_step_calls_its_base_class(kind: str, device: str) -> None:
     def train(is_swapped: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
@@ -395,13 +397,13 @@ class Counting(OwnOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
         group["count"] = group.get("count", 0) + 1
-        for each in group["params"]:
-            if each.grad is not None:
-                each.sub_(each.grad, alpha=0.1 / group["count"])
+        for param in group["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1 / group["count"])
 
 
 @pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
-def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: str) -> None:
+def test_post_hooks_of_a_step_find_the_optimizers_counts(kind: str, device: str) -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     optimizer = Counting(layers.parameters())
     seen: list[int] = []
@@ -424,7 +426,7 @@ def test_hooks_after_a_step_find_what_the_optimizer_counts(kind: str, device: st
     assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
 
 
-def test_a_step_after_a_backward_that_stepped_units_is_counted_once(device: str) -> None:
+def test_a_step_after_a_backward_that_stepped_modules_counts_once(device: str) -> None:
     def train(is_swapped: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
@@ -447,11 +449,11 @@ class Noisy(OwnOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for each in self.param_groups[0]["params"]:
-            if each.grad is not None:
-                noise = torch.randn(each.shape).to(each.device)
-                self.state[each].setdefault("sums", torch.zeros_like(each)).add_(noise)
-                each.sub_(self.state[each]["sums"], alpha=0.1)
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                noise = torch.randn(param.shape).to(param.device)
+                self.state[param].setdefault("sums", torch.zeros_like(param)).add_(noise)
+                param.sub_(self.state[param]["sums"], alpha=0.1)
 
 
 def test_random_numbers_are_those_without_a_swapper(device: str) -> None:
@@ -472,7 +474,7 @@ class Lookahead(optim.Optimizer):
         self.inner.step()
 
 
-def test_an_optimizer_that_steps_another_is_refused(device: str) -> None:
+def test_an_optimizer_that_steps_another_raises(device: str) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     optimizer = Lookahead(optim.SGD(layers.parameters()))
     for make in (
@@ -494,7 +496,7 @@ class Unable(OwnOptimizer):
         raise NotImplementedError("no kernel")
 
 
-def test_an_optimizer_that_cannot_step_small_copies_is_refused(device: str) -> None:
+def test_an_optimizer_that_cannot_step_small_copies_raises(device: str) -> None:
     layers = nn.Sequential(nn.Linear(4, 4)).to(device)
     optimizer = Unable(layers.parameters())
     for make in (
@@ -510,10 +512,10 @@ class Clipped(OwnOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        held = [each for each in self.param_groups[0]["params"] if each.grad is not None]
-        norm = sum(each.grad.square().sum() for each in held)
-        for each in held:
-            each.sub_(each.grad / norm, alpha=self.param_groups[0]["lr"])
+        held = [param for param in self.param_groups[0]["params"] if param.grad is not None]
+        norm = sum(param.grad.square().sum() for param in held)
+        for param in held:
+            param.sub_(param.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
 class CountsForAll(OwnOptimizer):
@@ -522,9 +524,9 @@ class CountsForAll(OwnOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.state.setdefault("count", torch.zeros(())).add_(1)
-        for each in self.param_groups[0]["params"]:
-            if each.grad is not None:
-                each.sub_(each.grad / self.state["count"], alpha=0.1)
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad / self.state["count"], alpha=0.1)
 
 
 class Paired(OwnOptimizer):
@@ -543,10 +545,10 @@ class NeedsOne(OwnOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        held = [each for each in self.param_groups[0]["params"] if each.grad is not None]
-        torch.stack([each.sum() for each in held])
-        for each in held:
-            each.sub_(each.grad, alpha=0.1)
+        held = [param for param in self.param_groups[0]["params"] if param.grad is not None]
+        torch.stack([param.sum() for param in held])
+        for param in held:
+            param.sub_(param.grad, alpha=0.1)
 
 
 class DrawsOnce(OwnOptimizer):
@@ -567,14 +569,14 @@ class WithFactor(Clipped):
 
 @pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
 @pytest.mark.parametrize("of", [Clipped, CountsForAll, Paired, NeedsOne, DrawsOnce, WithFactor])
-def test_an_optimizer_that_does_not_step_each_parameter_by_itself_is_refused(
+def test_an_optimizer_that_does_not_step_parameters_separately_raises(
     of: Callable[..., Any], kind: str, device: str
 ) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     optimizer = of(layers.parameters())
     layers(torch.ones(2, 4, device=device)).sum().backward()
     before, drawn = copies(layers.state_dict()), (random.getstate(), torch.get_rng_state())
-    addresses = [each.data_ptr() for each in layers.parameters()]
+    addresses = [param.data_ptr() for param in layers.parameters()]
 
     def give() -> Any:
         if kind == "Swapper":
@@ -590,21 +592,21 @@ def test_an_optimizer_that_does_not_step_each_parameter_by_itself_is_refused(
     else:
         with refused:
             give()
-        assert [each.data_ptr() for each in layers.parameters()] == addresses
+        assert [param.data_ptr() for param in layers.parameters()] == addresses
     assert_equal(copies(layers.state_dict()), before)
     assert not optimizer.state
     assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
 
 
-def test_a_group_that_comes_later_is_tried_out(device: str) -> None:
+def test_a_group_added_later_is_tried_out(device: str) -> None:
     class ClippedGroup(OwnOptimizer):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
-                held = [each for each in group["params"] if each.grad is not None]
-                norm = sum(each.grad.norm() for each in held) if group.get("clips") else 1
-                for each in held:
-                    each.sub_(each.grad / norm, alpha=0.1)
+                held = [param for param in group["params"] if param.grad is not None]
+                norm = sum(param.grad.norm() for param in held) if group.get("clips") else 1
+                for param in held:
+                    param.sub_(param.grad / norm, alpha=0.1)
 
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     optimizer = ClippedGroup(layers[0].parameters())
@@ -623,16 +625,16 @@ class Scaled(OwnOptimizer):
     @torch.no_grad()
     def step(self, closure: Any, factor: float, *, more: float = 1.0) -> float:  # type: ignore[override]
         loss = float(closure()) if closure else 1.0
-        for each in self.param_groups[0]["params"]:
-            if each.grad is not None:
-                sums = self.state[each].setdefault("sums", torch.zeros_like(each))
-                each.sub_(sums.add_(each.grad), alpha=0.1 * factor * more * loss)
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                sums = self.state[param].setdefault("sums", torch.zeros_like(param))
+                param.sub_(sums.add_(param.grad), alpha=0.1 * factor * more * loss)
         return loss
 
 
 @pytest.mark.parametrize("first", ["by place", "by name"])
 @pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
-def test_what_a_step_is_given_is_given_to_each_part(kind: str, first: str, device: str) -> None:
+def test_arguments_of_a_step_are_passed_to_all_parts(kind: str, first: str, device: str) -> None:
     def train(is_swapped: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
@@ -687,28 +689,28 @@ class Aliasing(OwnOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for each in self.param_groups[0]["params"]:
-            if each.grad is not None:
-                sums = self.state[each].get("sums", torch.zeros_like(each))
-                self.state[each] = {"of": each, "flat": each.data.view(-1), "last": each.grad}
-                self.state[each]["sums"] = sums.add_(each.grad)
-                self.state[each]["flat"].sub_(sums.view(-1), alpha=0.1)
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                sums = self.state[param].get("sums", torch.zeros_like(param))
+                self.state[param] = {"of": param, "flat": param.data.view(-1), "last": param.grad}
+                self.state[param]["sums"] = sums.add_(param.grad)
+                self.state[param]["flat"].sub_(sums.view(-1), alpha=0.1)
 
 
-def test_state_that_is_a_parameter_or_its_gradient_stays(device: str) -> None:
+def test_state_that_is_a_parameter_or_its_gradient_remains(device: str) -> None:
     ours = Training(device, Aliasing, None)
-    addresses = [each.data_ptr() for each in ours.model.parameters()]
+    addresses = [param.data_ptr() for param in ours.model.parameters()]
     ours.swapper = StateSwapper(ours.optimizer, budget=700)
     ours.step(4)
     ours.swapper.evict()
-    assert addresses == [each.data_ptr() for each in ours.model.parameters()]
-    for each in ours.model.parameters():
-        assert each.device.type == device
-        assert each.grad is None or each.grad.device.type == device
+    assert addresses == [param.data_ptr() for param in ours.model.parameters()]
+    for param in ours.model.parameters():
+        assert param.device.type == device
+        assert param.grad is None or param.grad.device.type == device
     assert_equal(ours.tensors(), Training(device, Aliasing, None).step(4).tensors())
 
 
-def test_parameters_that_are_gone_take_no_host_memory(device: str) -> None:
+def test_dropped_parameters_use_no_host_memory(device: str) -> None:
     ours = Training(device, optim.Adam, 700).step(2)
     assert ours.swapper is not None
     before = ours.swapper.report()
@@ -726,14 +728,14 @@ def test_parameters_that_are_gone_take_no_host_memory(device: str) -> None:
 def test_a_checkpoint_that_does_not_fit_changes_nothing_and_is_not_kept(device: str) -> None:
     ours, other = Training(device, optim.Adam, 700).step(2), Training(device, optim.Adam, None, 2)
     before, saved = copies(ours.tensors()), other.step().optimizer.state_dict()
-    kept = [weakref.ref(each["exp_avg"]) for each in saved["state"].values()]
+    kept = [weakref.ref(state["exp_avg"]) for state in saved["state"].values()]
     with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
         ours.optimizer.load_state_dict(saved)
     assert_equal(ours.tensors(), before)
     del saved, other
     ours.step()
     gc.collect()
-    assert not any(each() is not None for each in kept)
+    assert not any(ref() is not None for ref in kept)
 
 
 def test_a_compiled_step(device: str) -> None:
@@ -747,7 +749,7 @@ def test_a_compiled_step(device: str) -> None:
 
 
 @NEEDS_GPU
-def test_a_model_may_come_to_another_device_before_its_first_step() -> None:
+def test_a_model_may_move_to_another_device_before_its_first_step() -> None:
     def train(budget: int | None) -> Training:
         training = Training("cpu", optim.Adam, budget)
         training.model.cuda()
@@ -761,7 +763,7 @@ def test_a_model_may_come_to_another_device_before_its_first_step() -> None:
     assert ours.swapper is not None and ours.swapper.report().pieces > 1
 
 
-def test_wrong_arguments_are_told(device: str) -> None:
+def test_wrong_arguments_raise(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):
         StateSwapper(layer, budget=100)  # type: ignore[arg-type]
@@ -792,8 +794,8 @@ def test_wrong_arguments_are_told(device: str) -> None:
     StateSwapper(adam, budget=100).close()
 
 
-@pytest.mark.parametrize("what", ["rows", "unit", "differentiable"])
-def test_what_comes_later_is_refused_as_at_first(what: str, device: str) -> None:
+@pytest.mark.parametrize("what", ["rows", "module", "differentiable"])
+def test_groups_added_later_raise_as_at_first(what: str, device: str) -> None:
     layer, other = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
     optimizer = optim.Adam(layer.parameters())
     swapper = StateSwapper(optimizer, budget=100)
@@ -803,31 +805,34 @@ def test_what_comes_later_is_refused_as_at_first(what: str, device: str) -> None
     if what == "rows":
         rows = speedtorch.Embedding(4, 2)
         group: dict[str, Any] = {"params": rows.parameters()}
-        said = "rows of an Embedding"
-    elif what == "unit":
+        message = "rows of an Embedding"
+    elif what == "module":
         kept = Swapper([other], device=device)
-        group, said = {"params": other.parameters()}, "parameter of a Swapper, which"
+        group, message = {"params": other.parameters()}, "parameter of a Swapper, which"
     else:
-        group, said = {"params": other.parameters(), "differentiable": True}, "differentiable=True"
+        group, message = (
+            {"params": other.parameters(), "differentiable": True},
+            "differentiable=True",
+        )
     optimizer.add_param_group(group)
     if what == "rows":
         speedtorch.attach(optimizer, rows)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert_equal(copies(layer.state_dict()), before)
     swapper.close()
-    if what == "unit":
+    if what == "module":
         kept.close()
 
 
 @NEEDS_GPU
-def test_the_device_has_the_state_of_three_pieces_at_most() -> None:
+def test_the_device_has_the_state_of_at_most_three_buckets() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(16)))
     optimizer = optim.AdamW(model.parameters(), fused=True)
     StateSwapper(optimizer, budget="24MiB")
     for _ in range(3):
-        for each in model.parameters():
-            each.grad = torch.ones_like(each)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -839,18 +844,18 @@ def test_the_device_has_the_state_of_three_pieces_at_most() -> None:
 
 @EVERY
 @pytest.mark.parametrize(
-    ("budget", "piece"), [(700, 1 << 28), (1400, 100)], ids=["all-travel", "some-stay"]
+    ("budget", "bucket_bytes"), [(700, 1 << 28), (1400, 100)], ids=["all-evicted", "some-remain"]
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
-def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
+def test_an_error_at_any_line_steps_a_parameter_once_or_not(
     error: Callable[[], BaseException],
     budget: int,
-    piece: int,
+    bucket_bytes: int,
     every: int,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", piece)
+    monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", bucket_bytes)
 
     def prepared() -> Training:
         training = Training(device, optim.Adam, budget, layers=2).step(2)
@@ -859,9 +864,9 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
 
     def by_parameter(training: Training) -> list[dict[str, Tensor]]:
         return [
-            {"weight": each.detach().cpu().clone(), **copies(training.optimizer.state[each])}
-            for each in training.model.parameters()
-            if each.requires_grad
+            {"weight": param.detach().cpu().clone(), **copies(training.optimizer.state[param])}
+            for param in training.model.parameters()
+            if param.requires_grad
         ]
 
     before = by_parameter(prepared())
@@ -869,7 +874,7 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
     whole.optimizer.step()
     after = by_parameter(whole)
     for training, _ in every_interrupt(
-        prepared, lambda each: each.optimizer.step(), error, every=every
+        prepared, lambda training: training.optimizer.step(), error, every=every
     ):
         for now, old, new in zip(by_parameter(training), before, after, strict=True):
             matches = [all(torch.equal(now[k], of[k]) for k in now) for of in (old, new)]
@@ -878,9 +883,9 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
         training.swapper.evict()
         assert training.swapper.report().device_bytes == 0
         owned = [
-            each
-            for piece in training.swapper._buckets[training.optimizer]
-            for each in piece.parameters
+            param
+            for bucket in training.swapper._buckets[training.optimizer]
+            for param in bucket.parameters
         ]
         assert sorted(map(id, owned)) == sorted(map(id, training.model.parameters()))
         training.optimizer.zero_grad()
@@ -888,7 +893,7 @@ def test_an_error_at_a_line_of_ours_steps_each_parameter_once_or_not(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
-def test_an_error_in_a_load_leaves_the_state_before_or_after_it(
+def test_an_error_in_a_load_restores_or_completes_the_state(
     error: Callable[[], BaseException], device: str
 ) -> None:
     def prepared(value: float = 1.0) -> optim.Optimizer:
@@ -911,13 +916,13 @@ def test_an_error_in_a_load_leaves_the_state_before_or_after_it(
     for optimizer, _ in every_interrupt(prepared, load, error, every=1):
         found = state(optimizer)
         assert any(
-            all(torch.equal(each, of[name]) for name, each in found.items())
+            all(torch.equal(value, of[name]) for name, value in found.items())
             for of in (before, state(other))
         )
         optimizer.step()
 
 
-class AtHome:
+class OnHost:
     """Parameters in host memory that are stepped on a device, or what is there all the while."""
 
     def __init__(self, device: str, make: Callable[..., Any], budget: int | None) -> None:
@@ -929,27 +934,27 @@ class AtHome:
         if budget:
             self.swapper = StateSwapper(self.optimizer, budget=budget, device=device)
 
-    def gradients(self) -> AtHome:
+    def gradients(self) -> OnHost:
         drawn = torch.Generator().manual_seed(self.steps)
-        for number, each in enumerate(self.model.parameters()):
-            gradient = torch.randn(each.shape, generator=drawn).to(self.device, each.dtype)
-            is_left = not each.requires_grad or (number + self.steps) % 5 == 0
-            each.grad = None if is_left else gradient
+        for number, param in enumerate(self.model.parameters()):
+            gradient = torch.randn(param.shape, generator=drawn).to(self.device, param.dtype)
+            is_left = not param.requires_grad or (number + self.steps) % 5 == 0
+            param.grad = None if is_left else gradient
         return self
 
-    def step(self, count: int = 1) -> AtHome:
+    def step(self, count: int = 1) -> OnHost:
         for _ in range(count):
             self.gradients().optimizer.step()
             self.steps += 1
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {name: each.cpu() for name, each in self.model.state_dict().items()}
+        found = {name: tensor.cpu() for name, tensor in self.model.state_dict().items()}
         for number, kept in self.optimizer.state_dict()["state"].items():
             for key, value in kept.items():
-                for at, each in enumerate(value if isinstance(value, list) else [value]):
-                    if isinstance(each, Tensor):
-                        found[f"{number} {key} {at}"] = each.cpu()
+                for at, tensor in enumerate(value if isinstance(value, list) else [value]):
+                    if isinstance(tensor, Tensor):
+                        found[f"{number} {key} {at}"] = tensor.cpu()
         return found
 
 
@@ -959,18 +964,18 @@ def test_parameters_in_host_memory_are_stepped_on_the_device(
     name: str, budget: int, device: str
 ) -> None:
     make = OPTIMIZERS.get(name, Shampoo)
-    ours, theirs = (AtHome(device, make, each) for each in (budget, None))
-    homes = [each.data_ptr() for each in ours.model.parameters()]
+    ours, theirs = (OnHost(device, make, limit) for limit in (budget, None))
+    addresses = [param.data_ptr() for param in ours.model.parameters()]
     assert_equal(ours.step(5).tensors(), theirs.step(5).tensors())
-    assert homes == [each.data_ptr() for each in ours.model.parameters()]
-    gradients = [each.grad for each in ours.model.parameters() if each.grad is not None]
-    assert {each.device.type for each in gradients} == {"cpu"}
+    assert addresses == [param.data_ptr() for param in ours.model.parameters()]
+    gradients = [param.grad for param in ours.model.parameters() if param.grad is not None]
+    assert {gradient.device.type for gradient in gradients} == {"cpu"}
     assert_equal(ours.step(3).tensors(), theirs.step(3).tensors())
-    loaded = [AtHome(device, make, each) for each in (budget, None)]
-    for each in loaded:
-        each.model.load_state_dict(ours.model.state_dict())
-        each.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
-        each.step(3)
+    loaded = [OnHost(device, make, limit) for limit in (budget, None)]
+    for training in loaded:
+        training.model.load_state_dict(ours.model.state_dict())
+        training.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+        training.step(3)
     assert_equal(loaded[0].tensors(), loaded[1].tensors())
 
 
@@ -983,26 +988,26 @@ class ChangesGradients(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for each in self.param_groups[0]["params"]:
-            if each.grad is not None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
                 if self.counts:
-                    each.grad.clamp_(-0.5, 0.5)
+                    param.grad.clamp_(-0.5, 0.5)
                 else:  # torch does not see it, as of a foreach operation on a DTensor
-                    each.grad.data.clamp_(-0.5, 0.5)
-                each.sub_(each.grad, alpha=0.1)
+                    param.grad.data.clamp_(-0.5, 0.5)
+                param.sub_(param.grad, alpha=0.1)
 
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_gradients_that_a_step_changes_are_changed_on_the_host(counts: bool, device: str) -> None:
     make = partial(ChangesGradients, counts=counts)
-    ours, theirs = (AtHome(device, make, each).step(2) for each in (1000, None))
+    ours, theirs = (OnHost(device, make, limit).step(2) for limit in (1000, None))
     for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
             assert torch.equal(one.grad, other.grad.cpu()) and one.grad.abs().max() <= 0.5
 
 
-def test_an_expanded_gradient_stays_as_it_is(device: str) -> None:
+def test_an_expanded_gradient_is_unchanged(device: str) -> None:
     parameter = nn.Parameter(torch.zeros(2, 3))
     optimizer = optim.SGD([parameter], lr=0.5)
     StateSwapper(optimizer, budget="1KiB", device=device)
@@ -1018,17 +1023,17 @@ class AssignsMemory(OwnOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for each in self.param_groups[0]["params"]:
-            if each.grad is not None:
-                each.grad = each.grad * 0.5
-                each.data = each.data - 0.1 * each.grad
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad = param.grad * 0.5
+                param.data = param.data - 0.1 * param.grad
 
 
-def test_memory_that_a_step_assigns_goes_home(device: str) -> None:
-    ours, theirs = (AtHome(device, AssignsMemory, each) for each in (1000, None))
-    homes = [each.data_ptr() for each in ours.model.parameters()]
+def test_memory_that_a_step_assigns_is_written_back(device: str) -> None:
+    ours, theirs = (OnHost(device, AssignsMemory, limit) for limit in (1000, None))
+    addresses = [param.data_ptr() for param in ours.model.parameters()]
     assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
-    assert homes == [each.data_ptr() for each in ours.model.parameters()]
+    assert addresses == [param.data_ptr() for param in ours.model.parameters()]
     for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         if one.grad is not None and other.grad is not None:
             assert one.grad.is_cpu and torch.equal(one.grad, other.grad.cpu())
@@ -1044,7 +1049,7 @@ def test_gradients_that_a_fused_step_scales_back_are_so_on_the_host(device: str)
         scaler = speedtorch.GradScaler("cpu" if budget else device, init_scale=4.0)
         scaler.scale(layer.weight.square().sum() + layer.bias.square().sum()).backward()
         scaler.step(adam)
-        return [each.grad.cpu() for each in layer.parameters() if each.grad is not None]
+        return [param.grad.cpu() for param in layer.parameters() if param.grad is not None]
 
     for ours, theirs in zip(gradients(1000), gradients(None), strict=True):
         assert torch.equal(ours, theirs)
@@ -1054,32 +1059,32 @@ def test_gradients_that_a_fused_step_scales_back_are_so_on_the_host(device: str)
 def test_an_optimizer_steps_parameters_in_host_memory_there_after_close(
     name: str, device: str
 ) -> None:
-    ours = AtHome(device, OPTIMIZERS.get(name, Shampoo), 2000).step(2)
+    ours = OnHost(device, OPTIMIZERS.get(name, Shampoo), 2000).step(2)
     ours.swapper.close()
-    assert {each.device.type for each in ours.tensors().values()} == {"cpu"}
+    assert {tensor.device.type for tensor in ours.tensors().values()} == {"cpu"}
     for kept in ours.optimizer.state.values():
         values = [
-            each for value in kept.values() for each in torch.utils._pytree.tree_leaves(value)
+            tensor for value in kept.values() for tensor in torch.utils._pytree.tree_leaves(value)
         ]
-        assert all(each.is_cpu for each in values if isinstance(each, Tensor))
+        assert all(value.is_cpu for value in values if isinstance(value, Tensor))
     before = copies(ours.tensors())
     if name != "Shampoo":  # whose own reference to what it shares is none of its state
         ours.step()
-        assert any(not torch.equal(each, before[key]) for key, each in ours.tensors().items())
+        assert any(not torch.equal(tensor, before[key]) for key, tensor in ours.tensors().items())
 
 
 @EVERY
 @pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
-def test_an_error_leaves_each_parameter_at_home_before_or_after_its_step(
+def test_an_error_keeps_host_parameters_before_or_after_their_step(
     error: Callable[[], BaseException], every: int, device: str
 ) -> None:
-    def prepared() -> AtHome:
-        return AtHome(device, optim.Adam, 2000).step(2).gradients()
+    def prepared() -> OnHost:
+        return OnHost(device, optim.Adam, 2000).step(2).gradients()
 
     before, after = copies(prepared().tensors()), copies(prepared().step().tensors())
     interrupted = every_interrupt(prepared, lambda e: e.optimizer.step(), error, every=every)
     for ours, _ in interrupted:
-        assert {each.device.type for each in ours.model.parameters()} == {"cpu"}
+        assert {param.device.type for param in ours.model.parameters()} == {"cpu"}
         ours.swapper.evict()
         found = ours.tensors()
         for number, name in enumerate(dict(ours.model.named_parameters())):
@@ -1090,10 +1095,10 @@ def test_an_error_leaves_each_parameter_at_home_before_or_after_its_step(
         assert len(copies(ours.step(2).tensors())) == len(after)
 
 
-def test_an_error_between_a_step_and_its_write_back_loses_no_half_of_it(
+def test_an_error_between_a_step_and_its_write_back_loses_nothing(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swapped, plain = (AtHome(device, optim.Adam, each).step(2) for each in (1 << 20, None))
+    swapped, plain = (OnHost(device, optim.Adam, limit).step(2) for limit in (1 << 20, None))
     write_back, calls = OffloadedParameters.write_back, []
 
     def interrupted_once(parameters: OffloadedParameters) -> None:
@@ -1109,7 +1114,7 @@ def test_an_error_between_a_step_and_its_write_back_loses_no_half_of_it(
     assert_equal(swapped.tensors(), plain.step().tensors())
 
 
-def test_what_cannot_visit_the_device_is_named(device: str) -> None:
+def test_parameters_that_cannot_be_copied_to_the_device_raise(device: str) -> None:
     base = torch.ones(8)
     first, second = nn.Parameter(base[:6]), nn.Parameter(base[4:])
     optimizer = optim.SGD([first, second], lr=0.1)
@@ -1141,7 +1146,7 @@ def test_what_cannot_visit_the_device_is_named(device: str) -> None:
         StateSwapper(optim.SGD([nn.Parameter(base)]), budget=1, device="meta")
 
 
-def test_a_parameter_without_elements_is_stepped_with_others(device: str) -> None:
+def test_a_parameter_without_elements_is_stepped(device: str) -> None:
     full, none = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))
     optimizer = optim.SGD([none, full], lr=0.1)
     StateSwapper(optimizer, budget="1KiB", device=device)
@@ -1150,32 +1155,32 @@ def test_a_parameter_without_elements_is_stepped_with_others(device: str) -> Non
     assert torch.equal(full, torch.full((2,), 0.9)) and none.is_cpu
 
 
-def test_threads_and_streams_step_what_is_in_host_memory(device: str) -> None:
-    def work(ours: AtHome) -> None:
+def test_threads_and_streams_step_parameters_in_host_memory(device: str) -> None:
+    def work(ours: OnHost) -> None:
         own = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext()
         with own:
             ours.step(6)
 
     makes = [optim.Adam, optim.AdamW, optim.RMSprop]
-    ours = [AtHome(device, make, 2000) for make in makes]
+    ours = [OnHost(device, make, 2000) for make in makes]
     with ThreadPool(len(ours)) as pool:
         pool.map(work, ours)
-    for each, make in zip(ours, makes, strict=True):
-        assert_equal(each.tensors(), AtHome(device, make, None).step(6).tensors())
+    for training, make in zip(ours, makes, strict=True):
+        assert_equal(training.tensors(), OnHost(device, make, None).step(6).tensors())
 
 
-def test_scaled_gradients_of_what_is_in_host_memory(device: str) -> None:
+def test_scaled_gradients_in_host_memory(device: str) -> None:
     def train(budget: int | None) -> dict[str, Tensor]:
-        ours = AtHome(device, optim.Adam, budget)
+        ours = OnHost(device, optim.Adam, budget)
         scaler = torch.amp.GradScaler(ours.device.type, init_scale=4.0, growth_interval=2)
         for number in range(5):
             scaler.scale(torch.ones((), device=ours.device))
             ours.gradients()
-            for each in ours.model.parameters():
-                if each.dtype == torch.bfloat16:  # torch scales none of these on a GPU
-                    each.grad = None
-                elif each.grad is not None:
-                    each.grad *= scaler.get_scale() * (float("inf") if number == 2 else 1.0)
+            for param in ours.model.parameters():
+                if param.dtype == torch.bfloat16:  # torch scales none of these on a GPU
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad *= scaler.get_scale() * (float("inf") if number == 2 else 1.0)
             scaler.step(ours.optimizer)
             scaler.update()
             ours.steps += 1
@@ -1184,7 +1189,7 @@ def test_scaled_gradients_of_what_is_in_host_memory(device: str) -> None:
     assert_equal(train(2000), train(None))
 
 
-def test_a_tensor_that_one_parameter_keeps_twice_is_not_shared_by_parameters() -> None:
+def test_a_tensor_kept_twice_by_one_parameter_is_not_shared() -> None:
     one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = optim.SGD([one, other], lr=0.1)
     kept, common = torch.ones(2), torch.ones(2)

@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "Adafactor": lambda parameters: optim.Adafactor(parameters, lr=0.1),
     "LBFGS": lambda parameters: optim.LBFGS(parameters, lr=0.1, max_iter=3),
     "Muon": lambda parameters: optim.Muon(
-        [each for each in parameters if each.dim() == 2 and each.requires_grad]
+        [param for param in parameters if param.dim() == 2 and param.requires_grad]
     ),
 }
 
@@ -85,8 +85,8 @@ class Training:
     def tensors(self) -> dict[str, Tensor]:
         """All of the layer and the optimizer, by name."""
         found = dict(self.layer.state_dict(keep_vars=True))
-        for name, each in self.layer.named_parameters():
-            kept = {"gradient": each.grad, **self.optimizer.state.get(each, {})}
+        for name, param in self.layer.named_parameters():
+            kept = {"gradient": param.grad, **self.optimizer.state.get(param, {})}
             for path, value in tree_flatten_with_path(kept)[0]:
                 if isinstance(value, Tensor):
                     found[f"{name}{keystr(path)}"] = value
@@ -96,8 +96,8 @@ class Training:
 def assert_trains_on(training: Training, settings: Any = (), steps: int = 3) -> None:
     """What comes is what it would be without any sleep."""
     other = Training(training.device, *settings).step(training.steps)
-    for each in (training, other):
-        each.step(steps)
+    for trained in (training, other):
+        trained.step(steps)
     assert_equal(training.tensors(), other.tensors())
 
 
@@ -111,10 +111,10 @@ def test_training_is_as_if_it_had_not_slept(name: str, device: str) -> None:
     assert_trains_on(training, [OPTIMIZERS[name]])
 
 
-def test_all_is_on_the_host_meanwhile_with_the_same_values(device: str) -> None:
+def test_offloaded_tensors_are_on_the_host_with_the_same_values(device: str) -> None:
     training = Training(device).step(2)
     before = copies(training.tensors())
-    objects = {name: id(each) for name, each in training.tensors().items()}
+    objects = {name: id(tensor) for name, tensor in training.tensors().items()}
     report = training.state.sleep()
     assert training.state.is_asleep and list(report.asleep) == list(PARTS)
     weight, host = training.layer.into.weight, training.state._parts["weights"]._host
@@ -126,11 +126,11 @@ def test_all_is_on_the_host_meanwhile_with_the_same_values(device: str) -> None:
     training.state.wake()
     assert not training.state.is_asleep
     assert_equal(training.tensors(), before)
-    assert {name: id(each) for name, each in training.tensors().items()} == objects
+    assert {name: id(tensor) for name, tensor in training.tensors().items()} == objects
     assert not 0 <= weight.data_ptr() - host.data_ptr() < host.nbytes
 
 
-def test_a_part_sleeps_and_wakes_by_itself(device: str) -> None:
+def test_one_part_sleeps_and_wakes(device: str) -> None:
     training = Training(device).step()
     state = training.state
     assert list(state.sleep("optimizer").asleep) == ["optimizer"]
@@ -141,7 +141,7 @@ def test_a_part_sleeps_and_wakes_by_itself(device: str) -> None:
     assert "asleep=[]" in repr(state)
 
 
-def test_a_block_wakes_what_it_has_put_to_sleep(
+def test_asleep_wakes_only_the_parts_that_it_offloaded(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = Training(device).step().state
@@ -161,7 +161,7 @@ def test_a_block_wakes_what_it_has_put_to_sleep(
     assert not state.is_asleep
 
 
-def test_views_and_tensors_that_are_not_contiguous_stay_what_they_are(device: str) -> None:
+def test_views_and_noncontiguous_tensors_are_unchanged(device: str) -> None:
     layer = nn.Linear(6, 4, device=device)
     flat = torch.arange(40.0, device=device)
     layer.register_buffer("odd", flat[1:37].view(6, 6).t()[::2, 1:])
@@ -177,7 +177,7 @@ def test_views_and_tensors_that_are_not_contiguous_stay_what_they_are(device: st
     assert layer.get_buffer("odd").stride() == strides
 
 
-def test_what_autograd_has_saved_is_refused_asleep_and_right_awake(device: str) -> None:
+def test_saved_tensors_raise_while_offloaded_and_are_right_after_wake(device: str) -> None:
     training = Training(device).step()
     weight = training.layer.into.weight
     batch = torch.ones(8, 4, device=device)
@@ -194,21 +194,21 @@ def test_what_autograd_has_saved_is_refused_asleep_and_right_awake(device: str) 
         loss.backward()
 
 
-def test_values_that_are_loaded_asleep_come_along(device: str) -> None:
+def test_values_loaded_while_offloaded_are_kept_by_wake(device: str) -> None:
     training, other = Training(device).step(2), Training(device).step(5)
     saved = {"model": copies(other.layer.state_dict()), "optimizer": other.optimizer.state_dict()}
     training.state.sleep()
     training.layer.load_state_dict(saved["model"])
     training.optimizer.load_state_dict(saved["optimizer"])
     training.state.wake()
-    for each in (training, other):
-        each.layer.zero_grad()
+    for trained in (training, other):
+        trained.layer.zero_grad()
     assert_equal(training.tensors(), other.tensors())
     training.steps = 5
     assert_trains_on(training)
 
 
-def test_tensors_that_were_given_other_memory_asleep_keep_it(device: str) -> None:
+def test_memory_assigned_while_offloaded_is_kept(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     state = TrainingState(layer)
     state.sleep()
@@ -219,7 +219,7 @@ def test_tensors_that_were_given_other_memory_asleep_keep_it(device: str) -> Non
     assert layer.bias.shape == (3,)
 
 
-def test_discarded_values_are_gone_and_take_no_host_memory(device: str) -> None:
+def test_discarded_values_are_lost_and_use_no_host_memory(device: str) -> None:
     training = Training(device).step()
     state = training.state
     state.sleep(discard=["weights", "gradients"])
@@ -228,8 +228,8 @@ def test_discarded_values_are_gone_and_take_no_host_memory(device: str) -> None:
     with pytest.raises(RuntimeError, match="size mismatch for into.weight"):
         training.layer.load_state_dict(Training(device).layer.state_dict())
     state.wake()
-    for each in training.layer.parameters():
-        assert each.device.type == device and each.isnan().all()
+    for param in training.layer.parameters():
+        assert param.device.type == device and param.isnan().all()
     assert training.layer.norm.num_batches_tracked == -1
     fresh = Training(device).step()
     training.layer.load_state_dict(fresh.layer.state_dict())
@@ -239,9 +239,9 @@ def test_discarded_values_are_gone_and_take_no_host_memory(device: str) -> None:
 
 def load_data(module: nn.Module, values: dict[str, Tensor]) -> None:
     """Writes values without torch's counting it; of a tensor as many of them as there are."""
-    for name, each in values.items():
+    for name, value in values.items():
         own = module.state_dict()[name].data
-        (own[: len(each)] if each.dim() else own).copy_(each)
+        (own[: len(value)] if value.dim() else own).copy_(value)
 
 
 def load_counted(module: nn.Module, values: dict[str, Tensor]) -> None:
@@ -249,7 +249,7 @@ def load_counted(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda values: {name: each for name, each in values.items() if name not in names}
+    return lambda values: {name: value for name, value in values.items() if name not in names}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     ],
     ids=["nothing", "no integer", "two missing", "a part of a tensor"],
 )
-def test_a_forward_raises_until_all_that_was_discarded_is_loaded(
+def test_a_forward_raises_until_all_discarded_values_are_loaded(
     load: Callable[..., None], chosen: Callable[..., Any], missing: str, device: str
 ) -> None:
     layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(device)
@@ -283,7 +283,7 @@ def test_a_forward_raises_until_all_that_was_discarded_is_loaded(
             pass
     load_counted(layers, saved)
     assert torch.equal(layers(batch), expected)
-    assert not any(each._forward_pre_hooks for each in layers.modules())
+    assert not any(module._forward_pre_hooks for module in layers.modules())
 
 
 def test_weights_that_were_replaced_are_not_missing(device: str) -> None:
@@ -299,7 +299,7 @@ def test_weights_that_were_replaced_are_not_missing(device: str) -> None:
 @pytest.mark.parametrize(
     ("part", "missing"), [("optimizer", "state of scale.exp_avg, "), ("gradients", "gradient")]
 )
-def test_a_step_raises_until_what_was_discarded_is_there(
+def test_a_step_raises_until_discarded_state_is_loaded(
     part: StatePart, missing: str, device: str
 ) -> None:
     training, other = Training(device).step(2), Training(device).step(2)
@@ -316,7 +316,7 @@ def test_a_step_raises_until_what_was_discarded_is_there(
     assert_trains_on(training)
 
 
-def test_buffers_that_no_state_dict_has_are_not_discarded(device: str) -> None:
+def test_buffers_outside_of_state_dicts_are_not_discarded(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     layer.register_buffer("table", torch.arange(5.0, device=device), persistent=False)
     layer.register_buffer("tied", layer.table)
@@ -327,17 +327,15 @@ def test_buffers_that_no_state_dict_has_are_not_discarded(device: str) -> None:
 
 
 @pytest.mark.parametrize("names", [{"0.weight"}, {"0.bias", "1.weight"}])
-def test_no_sleep_overwrites_weights_that_were_assigned_asleep(
-    names: set[str], device: str
-) -> None:
+def test_weights_assigned_while_offloaded_are_not_overwritten(names: set[str], device: str) -> None:
     layers = nn.Sequential(*(nn.Linear(2, 2, device=device) for _ in range(3)))
     state = TrainingState(layers)
     with state.asleep():
-        assigned = {name: each for name, each in layers.state_dict().items() if name in names}
+        assigned = {name: tensor for name, tensor in layers.state_dict().items() if name in names}
         layers.load_state_dict(assigned, assign=True, strict=False)
     with torch.no_grad():
-        for each in layers.parameters():
-            each.add_(1)
+        for param in layers.parameters():
+            param.add_(1)
     before = copies(layers.state_dict())
     for _ in range(2):
         with state.asleep() as report:
@@ -347,7 +345,7 @@ def test_no_sleep_overwrites_weights_that_were_assigned_asleep(
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_weights_that_have_not_changed_are_not_copied_again(
+def test_unchanged_weights_are_not_copied_again(
     together: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not together:
@@ -369,7 +367,7 @@ def test_weights_that_have_not_changed_are_not_copied_again(
     assert_equal(dict(model.named_parameters()), expected)
 
 
-def test_what_an_interrupted_sleep_has_overwritten_is_copied_again(
+def test_values_that_an_interrupted_sleep_overwrote_are_copied_again(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which tensor is frozen decides where each is: the two change places on the host."""
@@ -377,8 +375,8 @@ def test_what_an_interrupted_sleep_has_overwritten_is_copied_again(
     state = TrainingState(model)
 
     def freeze(number: int) -> None:
-        for at, each in enumerate(model):
-            each.requires_grad_(at != number)
+        for at, param in enumerate(model):
+            param.requires_grad_(at != number)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -393,18 +391,16 @@ def test_what_an_interrupted_sleep_has_overwritten_is_copied_again(
     freeze(0)
     state.sleep()
     state.wake()
-    assert [each.unique().tolist() for each in model] == [[1.0], [2.0]]
+    assert [param.unique().tolist() for param in model] == [[1.0], [2.0]]
 
 
-def test_of_many_pieces_only_what_has_changed_is_copied(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_changed_groups_are_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ParameterList(torch.zeros(256, 256, device=device) for _ in range(40))
     state, nbytes = TrainingState(model), 1 << 18
     monkeypatch.setattr(device_memory, "_CHUNK", 3 * nbytes)
     monkeypatch.setattr(storage_offloader, "_GROUP", 5 * nbytes)
-    for each in model[:30]:
-        each.requires_grad_(False)
+    for param in model[:30]:
+        param.requires_grad_(False)
     for _ in range(2):
         state.sleep()
         state.wake()
@@ -421,7 +417,7 @@ def test_host_memory_is_exact_and_made_once(device: str) -> None:
     for _ in range(3):
         state.sleep()
         addresses.add(model[0].weight.data_ptr())
-        nbytes = sum(each.nbytes for each in model.parameters())
+        nbytes = sum(param.nbytes for param in model.parameters())
         assert nbytes <= state.host_bytes <= nbytes + 40 * 512
         state.wake()
     assert len(addresses) == 1
@@ -432,7 +428,7 @@ def test_host_memory_is_exact_and_made_once(device: str) -> None:
     assert state.host_bytes and model[0].weight.isfinite().all()
 
 
-def test_what_is_dropped_asleep_takes_no_memory_to_wake(device: str) -> None:
+def test_tensors_dropped_while_offloaded_use_no_memory_after_wake(device: str) -> None:
     training = Training(device).step(2)
     saved = copy.deepcopy(training.optimizer.state_dict())
     training.state.sleep(["gradients", "optimizer"])
@@ -442,13 +438,13 @@ def test_what_is_dropped_asleep_takes_no_memory_to_wake(device: str) -> None:
     training.state.sleep(["weights"])
     training.layer.frozen.double()
     assert training.state.wake().bytes_copied < sum(
-        each.nbytes for each in training.layer.state_dict().values()
+        tensor.nbytes for tensor in training.layer.state_dict().values()
     )
     training.layer.frozen.float()
     assert_trains_on(training)
 
 
-def test_memory_that_a_view_has_wakes_although_its_tensors_are_dropped(device: str) -> None:
+def test_memory_of_a_view_is_loaded_after_its_tensors_are_dropped(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     flat = torch.arange(6.0, device=device)  # as a bucket of gradients
     layer.weight.grad, layer.bias.grad = flat[:4].view(2, 2), flat[4:]
@@ -459,7 +455,7 @@ def test_memory_that_a_view_has_wakes_although_its_tensors_are_dropped(device: s
     assert flat.tolist() == list(range(6))
 
 
-def test_versions_are_those_of_the_device_after_other_memory_was_given(device: str) -> None:
+def test_versions_are_device_versions_after_memory_was_assigned(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     state, before = TrainingState(layer), layer.weight._version
     for number in range(1, 4):
@@ -525,14 +521,14 @@ def test_tensors_within_tensors_sleep(device: str) -> None:
     assert state.sleep().asleep == nbytes
     within = [two.a, two.b, kept.absmax, kept.others["code"]]
     host = state._parts["weights"]._host
-    assert all(0 <= each.data_ptr() - host.data_ptr() < host.nbytes for each in within)
+    assert all(0 <= tensor.data_ptr() - host.data_ptr() < host.nbytes for tensor in within)
     state.wake()
-    assert not any(0 <= each.data_ptr() - host.data_ptr() < host.nbytes for each in within)
-    assert [each.sum().item() for each in within] == [4, 8, 15, 15]
+    assert not any(0 <= tensor.data_ptr() - host.data_ptr() < host.nbytes for tensor in within)
+    assert [tensor.sum().item() for tensor in within] == [4, 8, 15, 15]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
-def test_a_tensor_that_is_only_a_name_for_tensors_within_sleeps(device: str) -> None:
+def test_a_wrapper_without_memory_sleeps(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     values, mask = torch.ones(3, device=device), torch.tensor([True, False, True], device=device)
     layer.register_buffer("masked", torch.masked.masked_tensor(values, mask))
@@ -541,7 +537,7 @@ def test_a_tensor_that_is_only_a_name_for_tensors_within_sleeps(device: str) -> 
     assert layer.get_buffer("masked").sum() == 2
 
 
-def test_a_tensor_without_elements_sleeps_with_others(device: str) -> None:
+def test_a_tensor_without_elements_sleeps(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     layer.register_buffer("none", torch.empty(0, device=device))
     state = TrainingState(layer)
@@ -550,7 +546,7 @@ def test_a_tensor_without_elements_sleeps_with_others(device: str) -> None:
     assert layer.none.shape == (0,) and layer.none.device.type == device
 
 
-def test_state_under_keys_of_one_text_sleeps(device: str) -> None:
+def test_state_under_keys_with_equal_text_sleeps(device: str) -> None:
     training = Training(device)
     weight, flat = training.layer.into.weight, torch.arange(8.0, device=device)
     kept = {1: flat[:2], "1": flat[2:4], "a.b": flat[4:6], "a": deque([flat[6:]]), "a.0": 3}
@@ -560,7 +556,7 @@ def test_state_under_keys_of_one_text_sleeps(device: str) -> None:
     assert flat.tolist() == list(range(8))
 
 
-def test_the_devices_memory_is_free_meanwhile(device: str) -> None:
+def test_device_memory_is_free_while_offloaded(device: str) -> None:
     if device == "cpu":
         state = TrainingState(nn.Linear(64, 64, bias=False))
         assert state.sleep().device_bytes == 0 == state.wake().device_bytes
@@ -573,7 +569,7 @@ def test_the_devices_memory_is_free_meanwhile(device: str) -> None:
 
 
 @NEEDS_GPU
-def test_all_sleeps_on_where_the_device_has_too_little_memory() -> None:
+def test_all_remain_offloaded_if_the_device_has_too_little_memory() -> None:
     training = Training("cuda").step()
     big = nn.Linear(1 << 14, 1 << 14, device="cuda")
     training.layer.add_module("big", big)
@@ -595,7 +591,7 @@ def test_all_sleeps_on_where_the_device_has_too_little_memory() -> None:
 
 @NEEDS_GPU
 @pytest.mark.parametrize("side", [128, 1024], ids=["small", "large"])
-def test_what_wakes_takes_no_more_memory_than_before(side: int) -> None:
+def test_wake_allocates_no_more_memory_than_before(side: int) -> None:
     torch.cuda.empty_cache()
     count = (64 << 20) // (4 * side * side)
     model = nn.ParameterList(torch.zeros(side, side, device="cuda") for _ in range(count))
@@ -618,7 +614,7 @@ def test_memory_of_two_parts_sleeps_with_both(device: str) -> None:
     assert both.tolist() == list(range(8))
 
 
-def test_rows_of_an_embedding_are_left_alone(device: str) -> None:
+def test_rows_of_an_embedding_are_not_offloaded(device: str) -> None:
     def train(sleeps: bool) -> Tensor:
         torch.manual_seed(0)
         emb = speedtorch.Embedding(20, 4, device=device)
@@ -642,7 +638,7 @@ def test_rows_of_an_embedding_are_left_alone(device: str) -> None:
 
 
 @NEEDS_GPU
-def test_a_graph_whose_tensors_have_moved_is_refused() -> None:
+def test_a_graph_whose_tensors_have_moved_raises() -> None:
     emb = speedtorch.Embedding(20, 4, device="cuda", capacity=8)
     model = nn.ModuleDict({"emb": emb, "out": nn.Linear(4, 1, device="cuda")})
     optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -669,7 +665,7 @@ def test_a_graph_whose_tensors_have_moved_is_refused() -> None:
     graphed(train, ids, modules=model, optimizers=optimizer)(ids)
 
 
-def test_wrong_arguments_are_told(device: str) -> None:
+def test_wrong_arguments_raise(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     with pytest.raises(TypeError, match=r"model: expected an nn.Module, got Adam"):
         TrainingState(optim.Adam(layer.parameters()))  # type: ignore[arg-type]
@@ -688,7 +684,7 @@ def test_wrong_arguments_are_told(device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")
-def test_what_cannot_sleep_is_told_and_nothing_sleeps(device: str) -> None:
+def test_tensors_that_cannot_sleep_raise_and_nothing_sleeps(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     table = nn.Embedding(5, 2, sparse=True, device=device)
     model = nn.ModuleList([layer, table])
@@ -722,7 +718,7 @@ def test_what_cannot_sleep_is_told_and_nothing_sleeps(device: str) -> None:
         state.sleep(["weights"])
 
 
-def test_two_threads_take_turns(device: str) -> None:
+def test_calls_of_two_threads_are_serialized(device: str) -> None:
     training = Training(device).step(2)
     expected, errors = copies(training.tensors()), []
 
@@ -735,16 +731,16 @@ def test_two_threads_take_turns(device: str) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     training.state.wake()
     assert errors == []
     assert_equal(training.tensors(), expected)
 
 
-def test_a_model_goes_with_its_state(device: str) -> None:
+def test_a_model_is_freed_with_its_state(device: str) -> None:
     training = Training(device).step()
     training.state.sleep()
     training.state.wake()
@@ -754,7 +750,7 @@ def test_a_model_goes_with_its_state(device: str) -> None:
     assert gone() is None
 
 
-def test_a_state_that_goes_asleep_leaves_a_model_on_the_host(device: str) -> None:
+def test_a_dropped_offloaded_state_keeps_its_model_on_the_host(device: str) -> None:
     training = Training(device).step()
     expected = copies(training.tensors())
     training.state.sleep()
@@ -765,7 +761,7 @@ def test_a_state_that_goes_asleep_leaves_a_model_on_the_host(device: str) -> Non
 @EVERY
 @pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
 @pytest.mark.parametrize("call", ["sleep", "wake"])
-def test_an_error_at_a_line_of_ours_loses_nothing(
+def test_an_error_at_any_line_loses_nothing(
     call: str, error: Callable[[], BaseException], every: int, device: str
 ) -> None:
     expected = copies(Training(device).step(2).tensors())
@@ -779,7 +775,7 @@ def test_an_error_at_a_line_of_ours_loses_nothing(
         return training
 
     interrupted = every_interrupt(
-        prepared, lambda each: getattr(each.state, call)(), error, every=every
+        prepared, lambda training: getattr(training.state, call)(), error, every=every
     )
     for number, (training, _) in enumerate(interrupted):
         assert gc.isenabled() and torch.is_grad_enabled()
@@ -792,7 +788,7 @@ def test_an_error_at_a_line_of_ours_loses_nothing(
         assert_trains_on(training, steps=1)
 
 
-def test_what_an_error_has_left_on_the_device_is_filled_anew(device: str) -> None:
+def test_storages_that_an_error_left_on_the_device_are_filled_again(device: str) -> None:
     expected = copies(Training(device).step(2).tensors())
     training = Training(device).step(2)
     training.state.sleep()
@@ -800,7 +796,7 @@ def test_what_an_error_has_left_on_the_device_is_filled_anew(device: str) -> Non
         training.state.wake()
     assert lines.seen is not None
     text = [linecache.getline(file, line).strip() for file, line, _ in lines.seen]
-    filled = 1 + text.index("self._filling = []")  # all has come by then, and still sleeps
+    filled = 1 + text.index("self._filling = []")  # all bytes are copied, tensors still offloaded
     training.state.sleep()
     with Lines(PACKAGE, filled) as lines:
         training.state.wake()
