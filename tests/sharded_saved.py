@@ -73,13 +73,13 @@ def step(model: nn.Module, optimizer: optim.Optimizer, seed: int) -> None:
 
 
 def tables_of(model: nn.Module) -> list[Any]:
-    return [each.table for each in model.modules() if isinstance(each, RowModule)]
+    return [module.table for module in model.modules() if isinstance(module, RowModule)]
 
 
 def share_of(values: Tensor) -> Tensor:
     """This rank's rows of all."""
-    dealt = BlockCyclic.of(len(values), dist.get_world_size(), rows_of_a_block(values.shape[1:]))
-    blocks = dealt.blocks(dist.get_rank())
+    sharding = BlockCyclic.of(len(values), dist.get_world_size(), rows_of_a_block(values.shape[1:]))
+    blocks = sharding.blocks(dist.get_rank())
     return torch.cat([values[there.start : there.stop] for there, _ in blocks])
 
 
@@ -108,16 +108,16 @@ def check_saved(name: str, collected_bytes: int) -> None:
     weights, state = torch.load(io.BytesIO(saved[0]), map_location="cpu")
     whole, of_whole = trained(name, 2, sharded=False)
     again, of_again = trained(name, 3)
-    for each, of_each in ((whole, of_whole), (again, of_again)):
-        each.load_state_dict(weights)
-        of_each.load_state_dict(state)
+    for other, of_other in ((whole, of_whole), (again, of_again)):
+        other.load_state_dict(weights)
+        of_other.load_state_dict(state)
     for own, theirs, resumed in zip(*map(tables_of, (model, whole, again)), strict=True):
         assert own.fields == theirs.fields == resumed.fields
         for field in own.fields:
             assert torch.equal(own[field], share_of(theirs[field])), field
             assert torch.equal(own[field], resumed[field]), field
-    for each, of_each in ((model, optimizer), (again, of_again)):
-        step(each, of_each, 4)
+    for module, of_module in ((model, optimizer), (again, of_again)):
+        step(module, of_module, 4)
     for own, resumed in zip(tables_of(model), tables_of(again), strict=True):
         for field in own.fields:
             assert torch.equal(own[field], resumed[field]), field

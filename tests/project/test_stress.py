@@ -57,7 +57,7 @@ def lost_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             exchange(self, names, outgoing, incoming)
             return
         fields, last = self.fields(names), int(outgoing.ids[-1])
-        before = [each[last].clone() for each in fields]
+        before = [field[last].clone() for field in fields]
         exchange(self, names, outgoing, incoming)
         for field, row in zip(fields, before, strict=True):
             field[last] = row
@@ -74,9 +74,9 @@ def test_a_lost_row_is_found_and_its_seed_finds_it_again(
     seed = next(
         f"training-{n}" for n in range(40) if not command.run_program(f"training-{n}", progress)
     )
-    said = capsys.readouterr().out
-    assert f"make stress SEED={seed} repeats it" in said
-    found = said.partition("found a fault: ")[2].split("\n")[0]
+    output = capsys.readouterr().out
+    assert f"make stress SEED={seed} repeats it" in output
+    found = output.partition("found a fault: ")[2].split("\n")[0]
     assert command.main(["--seed", seed]) == 1
     assert f"{seed} found a fault: {found}" in capsys.readouterr().out
 
@@ -208,12 +208,12 @@ def test_files_of_processes_add_up(tmp_path: Path) -> None:
     ]
     whole.take(parts)
     found = whole.read()["cpu"]
-    assert {name: (each.seconds, each.programs) for name, each in found.items()} == {
+    assert {name: (figures.seconds, figures.programs) for name, figures in found.items()} == {
         "cache": (2.0, 1),  # of the process of the fault, since then
         "resize": (4.0, 1),
         "sleep": (3.0, 2),
     }
-    assert [name for name, each in found.items() if each.fault] == ["cache"]
+    assert [name for name, figures in found.items() if figures.fault] == ["cache"]
     assert list(tmp_path.iterdir()) == [whole.path]
     other = file_of(tmp_path / "other.json", sleep=(5.0, ""))
     assert command.main(["--progress", str(whole.path), "--add", str(other)]) == 0
@@ -243,7 +243,7 @@ sys.exit(command.main(sys.argv[1:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["", "2"])
-def test_processes_run_beside_each_other(
+def test_processes_run_in_parallel(
     killed: str,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -257,7 +257,7 @@ def test_processes_run_beside_each_other(
     assert code == (9 if killed else 0)
     found = progress.read()["cpu"]
     assert sorted(found) == (["job 1"] if killed else ["job 1", "job 2"])
-    assert all(each.programs > 1 for each in found.values())
+    assert all(figures.programs > 1 for figures in found.values())
     left = sorted(path.name for path in own.iterdir())
     assert left == (["progress-2.running", "progress.json"] if killed else ["progress.json"])
     if killed:
@@ -287,4 +287,4 @@ run_jobs(2, Progress(Path({str(path)!r}), "cpu"), command)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 1
     assert sorted(Progress(path, "cpu").read()["cpu"]) == ["job 1", "job 2"]
-    assert [each.name for each in tmp_path.glob("progress*")] == ["progress.json"]
+    assert [file.name for file in tmp_path.glob("progress*")] == ["progress.json"]

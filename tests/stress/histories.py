@@ -81,7 +81,7 @@ def check_histories(folder: Path, first: Array, last: Array) -> None:
                 assert before in versions, f"{path.stem}: version {before} was never written"
                 found = np.array(line["rows"], np.float32).reshape(-1, rows.shape[1])
                 wrong = differing(found, versions[before][line["ids"]])
-                ids = [line["ids"][each] for each in wrong]
+                ids = [line["ids"][index] for index in wrong]
                 assert not ids, f"{path.stem}: rows {ids} are not those of version {before}"
     wrong = differing(last, rows)
     assert not len(wrong), f"the table: rows {wrong.tolist()} are not those of the last version"

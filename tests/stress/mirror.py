@@ -23,7 +23,7 @@ __all__ = ["RULES", "Array", "Fields", "Mirror", "Rule", "differing", "rounded"]
 
 Array = npt.NDArray[np.float32]
 Fields = dict[str, Array]
-HALF, QUARTER, EIGHTH, EPSILON = (np.float32(each) for each in (0.5, 0.25, 0.125, 1e-10))
+HALF, QUARTER, EIGHTH, EPSILON = (np.float32(value) for value in (0.5, 0.25, 0.125, 1e-10))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ __all__ = ["Figures", "Progress", "commit"]
 
 def commit() -> str:
     """The commit of the sources, or "" outside of a checkout."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Progress:
         if not self.path.exists():
             return {}
         return {
-            machine: {name: Figures(**each) for name, each in features.items()}
+            machine: {name: Figures(**fields) for name, fields in features.items()}
             for machine, features in json.loads(self.path.read_text()).items()
         }
 
@@ -96,18 +96,18 @@ class Progress:
         found = [(path, Progress(path, self.machine).read()) for path in sorted(paths)]
         every = self.read()
         added = [
-            (machine, name, each)
+            (machine, name, figures)
             for _, machines in found
             for machine, features in machines.items()
-            for name, each in features.items()
+            for name, figures in features.items()
         ]
-        for machine, name, each in sorted(added, key=lambda one: bool(one[2].fault)):
-            known = every.setdefault(machine, {}).setdefault(name, each)
-            if each.fault:
-                every[machine][name] = each
-            elif known is not each:
-                known.seconds = round(known.seconds + each.seconds, 3)
-                known.programs += each.programs
+        for machine, name, figures in sorted(added, key=lambda one: bool(one[2].fault)):
+            known = every.setdefault(machine, {}).setdefault(name, figures)
+            if figures.fault:
+                every[machine][name] = figures
+            elif known is not figures:
+                known.seconds = round(known.seconds + figures.seconds, 3)
+                known.programs += figures.programs
         self._write(every)
         for path, _ in found:
             path.unlink()
@@ -119,8 +119,8 @@ class Progress:
     def __str__(self) -> str:
         lines = []
         for machine, features in self.read().items():
-            for name, each in features.items():
-                said = f"{machine} {name:<18}{each.seconds / 3600:>9.3f} h"
-                said += f"{each.programs:>10,} programs since {each.since} {each.commit}"
-                lines.append(said + (f", fault {each.fault}" if each.fault else ""))
+            for name, figures in features.items():
+                line = f"{machine} {name:<18}{figures.seconds / 3600:>9.3f} h"
+                line += f"{figures.programs:>10,} programs since {figures.since} {figures.commit}"
+                lines.append(line + (f", fault {figures.fault}" if figures.fault else ""))
         return "\n".join(lines)

@@ -165,7 +165,7 @@ class Owner:
     @property
     def row_module(self) -> RowModule:
         """The module that has the parameter."""
-        (found,) = [each for each in self.module.modules() if isinstance(each, RowModule)]
+        (found,) = [module for module in self.module.modules() if isinstance(module, RowModule)]
         return found
 
     @property

@@ -74,7 +74,7 @@ class Training:
         self.owners = {
             f"{owner.kind} {n}".replace(" ", "_"): owner for n, owner in enumerate(owners)
         }
-        self.features = {each for owner in owners for each in owner.features}
+        self.features = {feature for owner in owners for feature in owner.features}
         self.features |= {"alike tables"} if alike else set()
         kinds = [owner.kind for owner in owners if "collection" in owner.kind]
         if len(kinds) > 1:
@@ -202,7 +202,7 @@ class Training:
     def read(self, how: str = "state") -> dict[str, Fields]:
         """The fields of all rows, by module."""
         state = self.optimizer.state_dict()["state"]
-        numbers = {id(each): number for number, each in enumerate(self.model.parameters())}
+        numbers = {id(param): number for number, param in enumerate(self.model.parameters())}
         return {
             name: self.read_owner(owner, how, state.get(numbers[id(owner.row_module.weight)], {}))
             for name, owner in self.owners.items()
@@ -356,7 +356,7 @@ class Program(Training):
                 if wrong := self.owners[name].mirror.adopt(found):
                     raise Difference(f"{name}: {wrong}")
             dense = self.dense.detach().cpu().clone().numpy()
-            number = next(n for n, each in enumerate(self.model.parameters()) if each is self.dense)
+            number = [id(param) for param in self.model.parameters()].index(id(self.dense))
             state = self.optimizer.state_dict()["state"].get(number, {})
             fields = self.dense_mirror.fields
             found = {
@@ -482,12 +482,12 @@ class Program(Training):
         self.features.add("prefetch")
         batches = [self.batch() for _ in range(self.draw.randint(1, 5))]
         pairs = [(batch, self.inputs(batch)) for batch in batches]
-        leaves = self.draw.choice([None, None, 1, 2])
-        self.say(f"loop of {len(batches)}, left after {leaves}")
+        last = self.draw.choice([None, None, 1, 2])
+        self.say(f"loop of {len(batches)}, left after {last}")
         loader = speedtorch.prefetch(pairs, self.model, ids=lambda pair: self.announced(*pair))
         for number, (batch, inputs) in enumerate(loader):
             trained = self.train(batch, inputs, alone=False)
-            if number == leaves or not trained:
+            if number == last or not trained:
                 break
         self.drop()
 
@@ -517,9 +517,9 @@ class Program(Training):
     def graphed_step(self, given: dict[str, Any]) -> Tensor:
         self.optimizer.zero_grad()
         losses = [self.dense.sum()]
-        for name, each in given.items():
-            results = self.owners[name].results(self.model[name](*each["arguments"]))
-            pairs = zip(results, each["coefficients"], strict=True)
+        for name, table in given.items():
+            results = self.owners[name].results(self.model[name](*table["arguments"]))
+            pairs = zip(results, table["coefficients"], strict=True)
             losses += [(found * coefficients).sum() for found, coefficients in pairs]
         loss = torch.stack(losses).sum()
         loss.backward()
@@ -564,7 +564,8 @@ class Program(Training):
 
     def attach_anew(self) -> None:
         """Detaches the optimizer, which forgets the state of all rows, and attaches it again."""
-        if self.graph is not None or any(each.memory == "shared" for each in self.owners.values()):
+        is_shared = any(owner.memory == "shared" for owner in self.owners.values())
+        if self.graph is not None or is_shared:
             return  # a shared table keeps the state that another process may train
         self.wait()
         try:
