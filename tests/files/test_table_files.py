@@ -280,13 +280,13 @@ def test_a_table_is_not_saved_over_its_own_rows_as_one_field_of_it(tmp_path: Pat
     assert list(snapshot(tmp_path)) == ["rows.weight.npy"]
 
 
-def test_an_error_of_a_file_is_pickled_with_its_text() -> None:
+def test_an_error_of_a_file_is_pickled_with_its_text(tmp_path: Path) -> None:
     with (
-        pytest.raises(OSError) as told,
+        pytest.raises(OSError) as raised,
         system_calls.path_in_errors(str(tmp_path), "load it again"),
     ):
         raise OSError(errno.EIO, "Input/output error")
-    assert "load it" in str(raised.value)
+    assert "load it again" in str(raised.value)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
