@@ -135,8 +135,8 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
 def check_other_models() -> None:
     """Every setting that differs raises on all ranks, which name it, and nothing changes."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    for name, (of_others, of_last, message) in MODELS.items():
-        model = nn.ModuleDict({"first": made(), "m": of_last() if is_last else of_others()})
+    for name, (of_rest, of_last, message) in MODELS.items():
+        model = nn.ModuleDict({"first": made(), "m": of_last() if is_last else of_rest()})
         if dist.get_world_size() > 2:
             message = message.replace("rank 1", f"rank {dist.get_world_size() - 1}")
         with soon(name):

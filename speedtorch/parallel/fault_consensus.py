@@ -34,7 +34,7 @@ class FaultConsensus:
     def __init__(self, memory: FixedMemory, ranks: Ranks) -> None:
         self._memory, self._ranks = memory, ranks
         self._last: list[HostCopy] = []
-        """All-reduced fault codes that last() has not read."""
+        """All-reduced fault codes that read_fault() has not read."""
         self._expected: Tensor | None = None
         self._calls: list[HostCopy] = []
         """The ranks' call codes since the last lookup, not compared yet."""
@@ -61,7 +61,7 @@ class FaultConsensus:
             self._ranks.compare_codes(self._memory.held.name, self._calls[0], 1)
             del self._calls[0]
 
-    def settle_calls(self) -> None:
+    def raise_if_calls_differ(self) -> None:
         """As check(), at a lookup: all ranks raise, and the memory can then start a new step."""
         try:
             self.check()
@@ -93,13 +93,13 @@ class FaultConsensus:
             self._ranks.count_error()
         return code
 
-    def last(self) -> int:
+    def read_fault(self) -> int:
         """Reads the largest fault code since the previous read; 0: no fault. Waits for the GPU."""
         last, self._last = self._last, []
         name = self._memory.held.name
         return max((self._ranks.read(name, code)[0] for code in last), default=0)
 
-    def settle(self, fault: int) -> None:
+    def raise_fault(self, fault: int) -> None:
         """Raises the fault of the last lookup on all ranks, if some rank still has an error.
 
         A rank at fault raises the error of its exchange; the other ranks raise rank_error().

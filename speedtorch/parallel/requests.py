@@ -340,12 +340,12 @@ class Requests:
         latest, self._latest = self._latest, None
         if self._consensus is None:
             return
-        self._consensus.settle_calls()
-        if not (fault := self._consensus.last()):
+        self._consensus.raise_if_calls_differ()
+        if not (fault := self._consensus.read_fault()):
             return
         self._announced = []
         try:
-            self._consensus.settle(fault)
+            self._consensus.raise_fault(fault)
         except (IndexError, RuntimeError):
             if fault in (BAD_IDS, OVER_SHARE):
                 for request in [] if latest is None else latest.requests:
