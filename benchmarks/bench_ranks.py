@@ -109,8 +109,8 @@ def timed_exchanges(found: list[tuple[Any, Any]]) -> Iterator[None]:
         return timed
 
     with (
-        patch.object(Ranks, "bring", noted(Ranks.send_rows)),
-        patch.object(Ranks, "give_back", noted(Ranks.send_gradients)),
+        patch.object(Ranks, "send_rows", noted(Ranks.send_rows)),
+        patch.object(Ranks, "send_gradients", noted(Ranks.send_gradients)),
     ):
         yield
 
