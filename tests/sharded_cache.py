@@ -67,7 +67,7 @@ def check_too_little_memory() -> None:
 
         return fails
 
-    methods = ("refresh", "_take_slots_again")
+    methods = ("refresh", "_reload")
     failing_methods = {name: failing(getattr(hot_rows.HotRows, name)) for name in methods}
     with patch.multiple(hot_rows, **RESTLESS):
         plain = _trained(None, None, own_device())

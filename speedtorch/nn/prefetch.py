@@ -19,7 +19,7 @@ from speedtorch.nn.shared_lookups import together, trained
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.step.disagreement import DisagreementError
-from speedtorch.step.joint_exchange import JointExchange, joined
+from speedtorch.step.joint_exchange import JointExchange, join_exchanges
 from speedtorch.step.step import Batch
 from speedtorch.torch_internals import as_plain
 
@@ -128,7 +128,7 @@ class _Plans:
 
     def __init__(self, parts: _Parts) -> None:
         own = [module for module in parts if module.lookups is module.trained_rows]
-        self._together = joined({module: module.trained_rows.exchange for module in own})
+        self._together = join_exchanges({module: module.trained_rows.exchange for module in own})
         self._last: dict[RowModule, Batch] = {}
         self._joint: dict[JointExchange, JointBatch] = {}
 

@@ -19,7 +19,7 @@ from speedtorch.optim.wrappers import show_all_rows, show_held_rows, stepped_by
 from speedtorch.step.cache_budget import CacheBudget, CachedRows, Need
 from speedtorch.step.row_store import Fields
 from speedtorch.step.sparse_rows import SparseRows
-from speedtorch.step.trained_rows import TrainedRows, rows_held_by
+from speedtorch.step.trained_rows import TrainedRows, rows_of_optimizer
 from speedtorch.torch_internals import as_plain
 
 __all__ = ["attach", "detach", "saved_state_of"]
@@ -96,7 +96,7 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     with as_plain():
         rows = {id(getattr(child, "trained_rows", None)) for child in module.modules()}
         within = stepped_by(optimizer)
-        holding = [inner for inner in within if any(id(r) in rows for r in rows_held_by(inner))]
+        holding = [own for own in within if any(id(r) in rows for r in rows_of_optimizer(own))]
         added: dict[Optimizer, list[AttachedState]] = {}
         try:
             for inner in holding or within[:1]:  # without such an optimizer, _attach raises
@@ -124,7 +124,7 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
         for child in module.modules()
     }
     found, probes, is_held = [], _Probes(optimizer), False
-    for rows in rows_held_by(optimizer):
+    for rows in rows_of_optimizer(optimizer):
         if id(rows) in of_module:
             is_held = True
             find_own_step(optimizer, rows)

@@ -31,7 +31,7 @@ from speedtorch.step.row_lock import RowLocks
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.stepping import places_of_weights, stepping
 from speedtorch.step.timeline import in_timeline
-from speedtorch.step.trained_rows import TrainedRows, rows_held_by
+from speedtorch.step.trained_rows import TrainedRows, rows_of_optimizer
 from speedtorch.torch_internals import (
     FOUND_INF,
     as_plain,
@@ -518,7 +518,7 @@ def _check(
         return
     if kept := probe_optimizer(optimizer, parameter).row_state:
         kept_of = f"{type(optimizer).__name__} keeps {', '.join(kept)} of each row of {rows.name}"
-        attached = [state for held in rows_held_by(optimizer) if (state := state_of(held))]
+        attached = [state for held in rows_of_optimizer(optimizer) if (state := state_of(held))]
         if any(state.optimizer() is optimizer for state in attached):
             raise RuntimeError(
                 f"{kept_of}, but is attached only to other tables. Nothing was stepped. Call"

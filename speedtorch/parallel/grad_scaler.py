@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtorch.parallel.sharded_rows import ranks_of
-from speedtorch.step.trained_rows import rows_held_by
+from speedtorch.step.trained_rows import rows_of_optimizer
 from speedtorch.torch_internals import HostGradScaler
 
 __all__ = ["GradScaler"]
@@ -38,7 +38,7 @@ class GradScaler(HostGradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        held = rows_held_by(optimizer)
+        held = rows_of_optimizer(optimizer)
         sharded = [(ranks, rows) for rows in held if (ranks := ranks_of(rows)) is not None]
         if not sharded:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

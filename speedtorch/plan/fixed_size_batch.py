@@ -48,8 +48,8 @@ class FixedSizeBatch:
     """The unique rows of a batch, in ascending order, as a block of `capacity` rows stores them.
 
     The host does not wait for their number. The padding's row follows the block. `following()` is
-    the batch that was planned after this one. `held()` sets `ids`, the ids of the block, always the
-    same tensor, and `number` `[1]`, the number of rows in use.
+    the batch that was planned after this one. `set_ids()` sets `ids`, the ids of the block, always
+    the same tensor, and `number` `[1]`, the number of rows in use.
 
     Raises:
         IndexError: The rows are on the CPU and an id is out of range. A GPU writes this error to
@@ -88,7 +88,7 @@ class FixedSizeBatch:
         compare = _ops.diff_ids
         return Changes(*compare(unique, status, held, held_status, parts.rows, halt, fault))
 
-    def held(self, ids: Tensor, number: Tensor) -> None:
+    def set_ids(self, ids: Tensor, number: Tensor) -> None:
         """Records the ids of the block that stores the rows, and their number."""
         self.ids, self.number = ids, number
 
@@ -109,7 +109,7 @@ class FixedSizeBatch:
         fault: Tensor = _ops.plan_fault(self.parts.plan[4], self.capacity)
         return fault
 
-    def spoil(self, fault: Tensor) -> None:
+    def mark_bad(self, fault: Tensor) -> None:
         """Marks the plan as bad unless `fault`, the maximum of fault() over all ranks, is 0.
 
         If the batch's own fault is smaller, the position of the first bad id becomes `-fault`.

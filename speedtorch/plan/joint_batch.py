@@ -25,13 +25,13 @@ __all__ = ["JointBatch"]
 _STATUS_FIELDS, _COMPARED = 8, 4
 
 
-def _sent(values: Sequence[Any], device: torch.device) -> Tensor:
+def _to_device(values: Sequence[Any], device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # later calls outside inference mode use the cached tensor
         made = torch.tensor(values, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
-def _place(device: torch.device) -> tuple[torch.device, int]:
+def _device_and_stream(device: torch.device) -> tuple[torch.device, int]:
     """The device and its current stream, so that no other stream uses a constant too early."""
     return device, current_stream(device).stream_id if device.type == "cuda" else 0
 
@@ -39,13 +39,13 @@ def _place(device: torch.device) -> tuple[torch.device, int]:
 @lru_cache(maxsize=64)
 def _ascending(sizes: tuple[int, ...], place: tuple[torch.device, int]) -> Tensor:
     """The cumulative sums of `sizes`: where each of the consecutive ranges begins and ends."""
-    return _sent([0, *accumulate(sizes)], place[0])
+    return _to_device([0, *accumulate(sizes)], place[0])
 
 
 @lru_cache(maxsize=64)
 def _ranges(rows: tuple[int, ...], place: tuple[torch.device, int]) -> Tensor:
     """The first row number and the number of rows of each table."""
-    return _sent(list(zip([0, *accumulate(rows)], rows, strict=False)), place[0])
+    return _to_device(list(zip([0, *accumulate(rows)], rows, strict=False)), place[0])
 
 
 class JointBatch:
@@ -76,7 +76,7 @@ class JointBatch:
         self.following: Callable[[], JointBatch | None] = lambda: None
         rows = tuple(part.rows for part in parts)
         sizes = tuple(part.count for part in parts)
-        place = _place(device)
+        place = _device_and_stream(device)
         offsets, ranges = _ascending(sizes, place), _ranges(rows, place)
         ids = torch.cat([part.ids for part in parts if part.ids is not None])
         numbers, _ = table_ids(ids, offsets, ranges, 1)

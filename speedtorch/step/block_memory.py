@@ -56,8 +56,8 @@ class BlockMemory(RowMemory):
             torch.empty((0, *shape), dtype=dtype, device=held.device) for shape, dtype in fields
         ]
 
-    def loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
-        """As RowMemory.loaded_again."""
+    def reloaded(self, step: Step) -> tuple[Tensor, Rows]:
+        """As RowMemory.reloaded."""
         held = self.held
         if not step.batches:
             return step.ids, self._no_rows()

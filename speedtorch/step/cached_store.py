@@ -10,7 +10,7 @@ from torch import Tensor
 from speedtorch.memory.byte_count import text_of
 from speedtorch.ops.functions import count_batch, exchange_cached
 from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport, HotRows
-from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, exchanged
+from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, exchange_arguments
 from speedtorch.table.lazy_table import LazyTable
 
 __all__ = ["CachedStore"]
@@ -49,7 +49,7 @@ class CachedStore(RowStore):
         self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
     ) -> None:
         """As RowStore.exchange, after an update of the cached rows if one is due."""
-        lists = exchanged(outgoing, incoming)
+        lists = exchange_arguments(outgoing, incoming)
         hot = self._ready(names, lists[1].device, evicts=lists[1].shape[0] > 0)
         host_fields = self.fields(names)
         with self._writing(outgoing):

@@ -80,7 +80,7 @@ class ClaimedRows:
     @property
     def state(self) -> OptimizerState | None:
         """The optimizer state of the step's rows, or None."""
-        return self.parameter_view.kept.state
+        return self.parameter_view.attached.state
 
     def fields_shape(self, field: str) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape of a field of all rows, and its dtype in a step."""

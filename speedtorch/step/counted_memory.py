@@ -42,8 +42,8 @@ class CountedMemory(RowMemory):
             rows.append(torch.empty((count, *shape), dtype=dtype, device=self.held.device))
         return rows
 
-    def loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
-        """As RowMemory.loaded_again."""
+    def reloaded(self, step: Step) -> tuple[Tensor, Rows]:
+        """As RowMemory.reloaded."""
         held, nothing = self.held, self._memory(0)
         if not step.batches:
             return step.ids, nothing
@@ -70,7 +70,7 @@ class CountedMemory(RowMemory):
         transfer, outgoing, copy = held.now.transfer, None, Copy.DIRTY
         if isinstance(transfer, Prefetched) and transfer.batch is batch:
             rows = transfer.rows
-            outgoing = self._joined(batch, rows)
+            outgoing = self._carry_common(batch, rows)
         else:
             copy, left = self._all_outgoing()
             rows = held.store.load(held.fields, left, batch.loaded)
@@ -92,7 +92,7 @@ class CountedMemory(RowMemory):
         # shares a transfer with the joining rows, and the lookup that counts these rows does not
         # wait for it.
         waits = held.now.moved > 0 and copy is Copy.DIRTY and held.store.can_wait
-        fields = held.view.kept.fields  # held.fields, inlined for speed
+        fields = held.view.attached.fields  # held.fields, inlined for speed
         load = partial(held.store.load_batch, fields, left, evicts=not waits)
         batch = LoadedBatch(ids, held.named_rows, held.device, held.padding, load, held.name)
         return held.now.after(
@@ -119,7 +119,7 @@ class CountedMemory(RowMemory):
             return Copy.DIRTY, Block(held.view.rows_of(now), now.ids)
         return Copy.CLEAN, Block(now.rows, now.ids[:0])
 
-    def _joined(self, batch: PlannedBatch, rows: Rows) -> Block | None:
+    def _carry_common(self, batch: PlannedBatch, rows: Rows) -> Block | None:
         """Copies rows of both steps to the prefetched rows; returns the rows to write back."""
         held = self.held
         held.transfer_stream.join()

@@ -54,7 +54,7 @@ class Exchange:
         self.held = held = HeldRows(name, store, view, padding, memory)
         self.name, self.lock, self.memory = name, held.lock, held.memory
         self.stepping, self.steps = SteppedRows(held), PlannedSteps(held, self)
-        held.settle_by(self.stepping)
+        held.set_tracker(self.stepping)
 
     @serialized
     def moving(self, move: Callable[[], object]) -> None:
@@ -316,7 +316,7 @@ class Exchange:
         before = held.now.before
         if before is None:
             return
-        ids, rows = self.memory.loaded_again(before)
+        ids, rows = self.memory.reloaded(before)
         number = held.now.number + 1
         held.take(before._replace(number=number, ids=ids, rows=rows, copy=Copy.CLEAN))
         held.complete()

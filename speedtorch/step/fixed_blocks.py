@@ -201,7 +201,7 @@ class FixedBlocks:
             self._outgoing_ids,
             self._outgoing_count,
         )
-        batch.held(self.ids, self._number)
+        batch.set_ids(self.ids, self._number)
         self.fetch_padding()
 
     def _missing_count(self, changes: Changes) -> Tensor:

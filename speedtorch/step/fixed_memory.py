@@ -84,7 +84,7 @@ class FixedMemory(BlockMemory):
             if isinstance(fault, int):
                 self._raise_with_ranks(fault)
             else:
-                batch.spoil(fault)
+                batch.mark_bad(fault)
         is_ahead: bool | None = isinstance(now.transfer, Prefetched) and now.transfer.batch is batch
         if not is_ahead:
             held.drop_prefetched()

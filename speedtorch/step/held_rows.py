@@ -54,7 +54,7 @@ class Joint(Protocol):
         """Writes prefetched rows back to the tables."""
 
 
-class Stepping(Protocol):
+class StepTracker(Protocol):
     """Tracks the changes of an optimizer to the step's rows; see SteppedRows."""
 
     @property
@@ -118,7 +118,7 @@ class RowMemory(ABC):
         """Writes prefetched rows, which may have no current copy elsewhere, to the table."""
 
     @abstractmethod
-    def loaded_again(self, step: Step) -> tuple[Tensor, Rows]:
+    def reloaded(self, step: Step) -> tuple[Tensor, Rows]:
         """Reads a step's ids and rows from the table, with all present fields."""
 
     @abstractmethod
@@ -243,14 +243,14 @@ class HeldRows:
         self.memory = memory(self)
         self.begin_empty(0)
 
-    def settle_by(self, stepping: Stepping) -> None:
+    def set_tracker(self, tracker: StepTracker) -> None:
         """Sets the tracker of an optimizer's changes to the rows."""
-        self._stepping = stepping
+        self._tracker = tracker
 
     @property
     def fields(self) -> Fields:
         """Names, shapes and dtypes of the exchanged fields, the weight first."""
-        return self.view.kept.fields
+        return self.view.attached.fields
 
     def begin_empty(self, number: int | None = None) -> None:
         """Begins a step without rows, with this number or by default the next number."""
@@ -289,7 +289,7 @@ class HeldRows:
         """
         view = self.view
         view.collect()
-        if (state := view.kept.state) is not None and state.loading is not None:
+        if (state := view.attached.state) is not None and state.loading is not None:
             state.complete()
         if self.joint is not None:
             self.joint.complete(ahead=ahead)
@@ -304,8 +304,8 @@ class HeldRows:
             view.show(now)
             if pending is not None:
                 self._send(pending, ahead)
-        if self._stepping.call is not None or version_of(view.parameter) != view.version:
-            self._stepping.settle()
+        if self._tracker.call is not None or version_of(view.parameter) != view.version:
+            self._tracker.settle()
 
     def _send(self, pending: PendingTransfer, ahead: bool) -> None:
         """Queues a transfer of the current step; without `ahead` only the write-back."""
@@ -344,7 +344,7 @@ class HeldRows:
     def reload_rows(self) -> None:
         """Reads all present fields of the step's rows again; the table must have current copies."""
         gradient = self.view.parameter.grad
-        ids, rows = self.memory.loaded_again(self.now)
+        ids, rows = self.memory.reloaded(self.now)
         self.now = self.now._replace(ids=ids, rows=rows, copy=Copy.CLEAN, gradient=gradient)
         self.complete()
 

@@ -186,7 +186,7 @@ class HotRows:
         is_due = self._exchanges in FIRST or self._exchanges % EVERY == 0
         try:
             if self.needs_reload:
-                self._take_slots_again(fields)
+                self._reload(fields)
             if is_due and not self._is_fixed:
                 self.refresh(fields)
         except torch.OutOfMemoryError:  # counted, not raised: other ranks wait for this exchange
@@ -268,7 +268,7 @@ class HotRows:
         self._row_slots.fill_(-1)
         self.needs_reload = True
 
-    def _take_slots_again(self, fields: Sequence[Tensor]) -> None:
+    def _reload(self, fields: Sequence[Tensor]) -> None:
         (slots,) = torch.where(self._ids >= 0)
         ids, order = self._ids[slots].sort()
         slots = slots[order]

@@ -23,11 +23,11 @@ from speedtorch.step.exchange import Exchange
 from speedtorch.step.held_rows import HeldRows
 from speedtorch.step.joint_table import JointTable
 from speedtorch.step.row_lock import RowLocks, merge_locks
-from speedtorch.step.row_store import Block, exchanged
+from speedtorch.step.row_store import Block, exchange_arguments
 from speedtorch.step.step import Copy, PendingTransfer, Step, due
 from speedtorch.torch_internals import split_with_versions
 
-__all__ = ["JointExchange", "joined"]
+__all__ = ["JointExchange", "join_exchanges"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -209,7 +209,7 @@ class JointExchange:
         self._now = now._replace(transfer=transfer)
 
     def _exchange(self, outgoing: Block | None, incoming: Block | None) -> None:
-        lists = exchanged(outgoing, incoming)
+        lists = exchange_arguments(outgoing, incoming)
         host_fields = [
             field
             for table, fields in zip(self._tables, self._fields, strict=True)
@@ -228,7 +228,7 @@ class JointExchange:
             self._now = now._replace(transfer=None)
 
 
-def joined(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointExchange]]:
+def join_exchanges(exchanges: Mapping[_Key, Exchange]) -> list[tuple[list[_Key], JointExchange]]:
     """Joins two or more exchanges of one layout; returns each JointExchange with its keys."""
     alike: dict[Hashable, dict[_Key, JointTable]] = {}
     for key, exchange in exchanges.items():

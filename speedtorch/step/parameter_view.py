@@ -47,7 +47,7 @@ class OptimizerState(Protocol):
         """Finishes a load of all rows' state that an exception has interrupted."""
 
 
-class Kept(NamedTuple):
+class Attached(NamedTuple):
     """The attached optimizer state and all fields of the step's rows, as one immutable value."""
 
     state: OptimizerState | None
@@ -70,7 +70,7 @@ class ParameterView:
     ) -> None:
         self._name = name
         self.parameter = parameter
-        self.kept = Kept(None, {"weight": (tuple(parameter.shape[1:]), parameter.dtype)})
+        self.attached = Attached(None, {"weight": (tuple(parameter.shape[1:]), parameter.dtype)})
         self.rows: Rows | None = None
         """The step's rows whose memory the parameter uses."""
         self.version = self._pointer = 0
@@ -91,15 +91,15 @@ class ParameterView:
         self._is_sum = False
         """Whether the gradient is a sum that is not divided yet."""
 
-    def keep(self, state: OptimizerState | None, fields: Fields) -> None:
+    def attach(self, state: OptimizerState | None, fields: Fields) -> None:
         """Attaches another optimizer state with its fields, or detaches it with None."""
-        self.kept = Kept(state, {"weight": self.kept.fields["weight"], **fields})
+        self.attached = Attached(state, {"weight": self.attached.fields["weight"], **fields})
 
     def show(self, step: Step) -> None:
         """Sets the step's rows as memory of the parameter and the optimizer state."""
         if self.rows is step.rows:
             return
-        parameter, state = self.parameter, self.kept.state
+        parameter, state = self.parameter, self.attached.state
         parameter.grad = None
         replace_rows(parameter, step.rows[0])
         if state is not None:
@@ -113,7 +113,7 @@ class ParameterView:
 
         Raises RuntimeError if the optimizer has resized them.
         """
-        rows, state = [self.parameter.detach()], self.kept.state
+        rows, state = [self.parameter.detach()], self.attached.state
         if state is not None:
             rows += state.rows()
         for number, (field, memory) in enumerate(zip(rows, step.rows, strict=True)):
@@ -127,7 +127,7 @@ class ParameterView:
 
     def change(self, step: Step, change: Callable[[Rows], None]) -> None:
         """Calls `change` to change the step's rows in place, in the optimizer's tensors."""
-        rows, state = [self.parameter.detach()], self.kept.state
+        rows, state = [self.parameter.detach()], self.attached.state
         rows += [] if state is None else state.rows()
         contiguous = self.rows_of(step)
         change(contiguous)
@@ -139,8 +139,8 @@ class ParameterView:
     def put_back(self, step: Step) -> None:
         """Sets the step's rows again after the parameter was given other memory."""
         replace_rows(self.parameter, step.rows[0])
-        if self.kept.state is not None:
-            self.kept.state.hold(step.rows[1:])
+        if self.attached.state is not None:
+            self.attached.state.hold(step.rows[1:])
         self.mark()
 
     def mark(self) -> None:

@@ -20,9 +20,9 @@ from speedtorch.ops.functions import (
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_table import LazyTable
 
-__all__ = ["Block", "Counted", "Fields", "Rounder", "RowStore", "exchanged"]
+__all__ = ["Block", "Counted", "Fields", "Rounder", "RowStore", "exchange_arguments"]
 
-_UNNOTED = nullcontext()
+_NO_RECORDS = nullcontext()
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name to (row shape, dtype) of the weight and of each optimizer state column of a step's rows."""
 
@@ -119,7 +119,7 @@ class RowStore:
         self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
     ) -> None:
         """Writes rows to the table while it loads others, all fields of a row at once."""
-        lists = exchanged(outgoing, incoming)
+        lists = exchange_arguments(outgoing, incoming)
         host_fields = self.fields(names)
         with self._writing(outgoing):
             exchange_rows(host_fields, *lists)
@@ -168,13 +168,13 @@ class RowStore:
 
         The caller calls fields() first, which sets the host tables.
         """
-        noted = [table.changes for table in self._host_tables if table.changes is not None]
-        if not noted:
-            return _UNNOTED
+        records = [table.changes for table in self._host_tables if table.changes is not None]
+        if not records:
+            return _NO_RECORDS
         if outgoing is None or (isinstance(outgoing, Counted) and outgoing.are_none):
-            return _all_of([changes.moving() for changes in noted])
+            return _all_of([changes.moving() for changes in records])
         number = getattr(outgoing, "number", None)
-        return _all_of([changes.writing(outgoing.ids, number) for changes in noted])
+        return _all_of([changes.writing(outgoing.ids, number) for changes in records])
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Reads rows of a field by id into `out`, `[*ids.shape, ...]`, on the CPU or a GPU."""
@@ -260,7 +260,7 @@ def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
         yield
 
 
-def exchanged(
+def exchange_arguments(
     outgoing: Block | None, incoming: Block | None
 ) -> tuple[Sequence[Tensor], Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor | None]:
     """The arguments of exchange_rows for two blocks, of which one may be None."""

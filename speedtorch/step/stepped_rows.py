@@ -13,8 +13,8 @@ from speedtorch.step.step import Copy, Rows
 
 __all__ = ["OptimizerCall", "SteppedRows"]
 
-_PATIENCE = 2.0  # seconds; an optimizer's step takes milliseconds
-_LOOK = 1e-3  # seconds between two checks of the other thread's step
+_TIMEOUT = 2.0  # seconds; an optimizer's step takes milliseconds
+_POLL = 1e-3  # seconds between two checks of the other thread's step
 
 
 class OptimizerCall(Protocol):
@@ -70,7 +70,7 @@ class SteppedRows:
         if gradient is not None:
             view.divide()
             gradient = parameter.grad
-        state = view.kept.state
+        state = view.attached.state
         if state is not None and state.sparse and gradient is not None:
             indices = torch.arange(held.now.rows[0].shape[0], device=held.device)
             gradient = parameter.grad = sparse_of_all(gradient, indices)
@@ -150,15 +150,15 @@ class SteppedRows:
         """
         if self.call is None:
             return
-        call, deadline = self.call[0], time.monotonic() + _PATIENCE
+        call, deadline = self.call[0], time.monotonic() + _TIMEOUT
         while call.runs_elsewhere():
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self._held.name}: an optimizer's step() in another thread has been changing"
-                    f" its rows for {_PATIENCE:g} seconds. Use a module in one thread at a time, or"
+                    f" its rows for {_TIMEOUT:g} seconds. Use a module in one thread at a time, or"
                     " hold your own lock around step() and around this call."
                 )
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
     def check_threads(self) -> None:
         """Raises RuntimeError if an optimizer's step would conflict with another thread.

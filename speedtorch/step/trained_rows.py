@@ -27,7 +27,7 @@ from speedtorch.torch_internals import (
     without_autograd,
 )
 
-__all__ = ["Bags", "TrainedRows", "check_once", "rows_held_by", "rows_of_parameter", "summed"]
+__all__ = ["Bags", "TrainedRows", "check_once", "rows_of_optimizer", "rows_of_parameter", "summed"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -201,7 +201,7 @@ class TrainedRows(WholeWeight):
         if self.parameter.is_cpu:
             # Our sums have torch's bits with two exceptions. torch rounds half precision after each
             # row, and in sparse gradients adds the rows of an id from all lookups one by one.
-            state = self.parameter_view.kept.state
+            state = self.parameter_view.attached.state
             return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
 
@@ -238,7 +238,7 @@ class TrainedRows(WholeWeight):
             self.rounding.check_fields({"weight": self.exchange.held.fields["weight"], **fields})
         self.exchange.held.write_back()
         has_values = self.table.add_state(self._stored(fields))
-        self.parameter_view.keep(state, fields)
+        self.parameter_view.attach(state, fields)
         self.exchange.held.reload_rows()
         return has_values
 
@@ -251,7 +251,7 @@ class TrainedRows(WholeWeight):
         self.exchange.memory.refuse_if_captured("detaching its optimizer")
         self.exchange.memory.raise_faults()
         self.exchange.held.write_back()
-        self.parameter_view.keep(None, {})
+        self.parameter_view.attach(None, {})
         self.exchange.held.reload_rows()
         self.table.set_was_read(was_read)
 
@@ -349,7 +349,7 @@ def check_once(gradient: Tensor) -> None:
         )
 
 
-def rows_held_by(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:
+def rows_of_optimizer(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:
     """The TrainedRows of an optimizer's weights, in the optimizer's order."""
     return [params[place]._rows for params, place in places_of_weights(optimizer)]
 

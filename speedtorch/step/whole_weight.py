@@ -180,7 +180,7 @@ class WholeWeight(ClaimedRows):
                 if (named := places()).numel() == 0:
                     return
                 self.check_held(number)
-                gradient, ids = _named_alone(gradient, ids, named)
+                gradient, ids = _named_rows(gradient, ids, named)
                 if len(ids) == 0:
                     return
                 self.exchange.rejoin(ids)
@@ -351,7 +351,7 @@ class WholeWeight(ClaimedRows):
             view.note_gradient()
 
 
-def _named_alone(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _named_rows(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the rows `ids[places]` and their unique ids, ascending.
 
     Places after the last id refer to the padding row and are dropped.

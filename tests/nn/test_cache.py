@@ -469,7 +469,7 @@ def test_too_little_memory_for_a_refresh_leaves_the_rows_where_they_are(
     assert all(torch.equal(rows[name], each) for name, each in plain.items())
 
 
-def test_too_little_memory_to_take_slots_again_leaves_the_rows_in_the_table(
+def test_too_little_memory_to_reload_leaves_the_rows_in_the_table(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     def refuse(*_: object) -> None:
@@ -480,7 +480,7 @@ def test_too_little_memory_to_take_slots_again_leaves_the_rows_in_the_table(
     given, _ = trained("600B", device=device, cache_rows=members)
     assert (cached.report().failed, given.report().rows) == (0, 0), "flush() has written them home"
     with monkeypatch.context() as patch:
-        patch.setattr(hot_rows.HotRows, "_take_slots_again", refuse)
+        patch.setattr(hot_rows.HotRows, "_reload", refuse)
         for each in (cached, plain, given):
             step(each)
     assert given.report().failed > 0

@@ -587,14 +587,14 @@ def test_a_step_of_many_lookups_compares_each_with_few_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = 0
-    are = SeenIds.are
+    matches = SeenIds.matches
 
     def counted(seen: SeenIds, ids: Tensor) -> bool:
         nonlocal compared
         compared += 1
-        return are(seen, ids)
+        return matches(seen, ids)
 
-    monkeypatch.setattr(SeenIds, "are", counted)
+    monkeypatch.setattr(SeenIds, "matches", counted)
     theirs, ours = nn.Embedding(500, WIDTH), speedtorch.Embedding(500, WIDTH)
     ours.load_state_dict(theirs.state_dict())
     tokens = torch.randint(500, (8, 60))

@@ -417,9 +417,9 @@ def test_tables_of_other_layouts_padding_or_capacity_are_not_joined(device: str)
     ]
     model = nn.ModuleList(made)
     exchanges = {module: module.trained_rows.exchange for module in made}
-    assert joint_exchange.joined(exchanges) == []
+    assert joint_exchange.join_exchanges(exchanges) == []
     twin = speedtorch.Embedding(5, 4, device=device)
-    ((modules, _),) = joint_exchange.joined({**exchanges, twin: twin.trained_rows.exchange})
+    ((modules, _),) = joint_exchange.join_exchanges({**exchanges, twin: twin.trained_rows.exchange})
     assert modules == [made[0], twin] and model is not None
 
 

@@ -340,7 +340,7 @@ def test_a_module_that_another_thread_steps_is_refused_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(stepped_rows, "_PATIENCE", 0.05)
+    monkeypatch.setattr(stepped_rows, "_TIMEOUT", 0.05)
     monkeypatch.chdir(tmp_path)
     model, optimizer = stepped_models(OPTIMIZERS[0], [3])
     errors: list[BaseException] = []
