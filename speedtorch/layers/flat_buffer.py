@@ -94,8 +94,8 @@ def check_packable(name: str, tensor: object) -> None:
         )
     assert isinstance(tensor, Tensor)
     if tensor.layout != torch.strided or tensor.is_quantized:
-        found = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
-        raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {found}")
+        form = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
+        raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {form}")
     if tensor.device.type == "meta":
         raise ValueError(
             f"{name}: the tensor is on the meta device and has no elements. Call"
@@ -178,11 +178,11 @@ class FlatBuffer:
             begin = aligned(end, ALIGNMENT)
             shift = lowest % _ELEMENT_ALIGNMENT if len(segment) > 1 else 0
             for name, (start, nbytes) in segment.items():
-                at, tensor = begin + shift + start - lowest, tensors[name]
+                offset, tensor = begin + shift + start - lowest, tensors[name]
                 self.places[name] = _Place(
-                    at, nbytes, number, tuple(tensor.shape), tensor.stride(), tensor.dtype
+                    offset, nbytes, number, tuple(tensor.shape), tensor.stride(), tensor.dtype
                 )
-                end = max(end, at + nbytes)
+                end = max(end, offset + nbytes)
             self._segments.append((begin, end))
         self.nbytes = aligned(end, ALIGNMENT)
         """Bytes of each memory."""
@@ -242,7 +242,7 @@ class FlatBuffer:
             return dict.fromkeys(tensors, memory)
         host, device = self.host.data_ptr(), self._storage.data_ptr()
         filled = self.device_bytes  # less than nbytes if a larger buffer replaced a loaded one
-        found: dict[str, Memory | None] = {}
+        where: dict[str, Memory | None] = {}
         for name, tensor in tensors.items():
             memory, place = None, self.places.get(name)
             if place is not None and tensor.layout is torch.strided:
@@ -254,8 +254,8 @@ class FlatBuffer:
                     memory = Memory.DEVICE
                 if memory is not None and not place.is_like(tensor):
                     memory = None
-            found[name] = memory
-        return found
+            where[name] = memory
+        return where
 
     def memory_at(self, tensors: Mapping[str, Tensor]) -> Memory | None:
         """The memory in which all places have the addresses of these tensors; None: unknown.
@@ -279,13 +279,13 @@ class FlatBuffer:
             return None
         return Memory.HOST if is_host else Memory.DEVICE
 
-    def fits(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
+    def fits(self, tensors: Mapping[str, Tensor], where: Mapping[str, Memory | None]) -> bool:
         """Whether tensors match their places in the layout, and share memory as the layout does.
 
         Raises TypeError or ValueError like check_packable if a tensor cannot be packed.
         """
         for name, tensor in tensors.items():
-            if at[name] is None:
+            if where[name] is None:
                 check_packable(name, tensor)
                 if name in self.places and not self.places[name].is_like(tensor):
                     return False

@@ -67,28 +67,28 @@ def _warn_once(why: str) -> None:
 
 
 def copy_spans(
-    host: Tensor, other: Tensor, spans: Sequence[tuple[int, int]], *, to: Memory
+    host: Tensor, on_device: Tensor, spans: Sequence[tuple[int, int]], *, to: Memory
 ) -> None:
     """Copies byte ranges between uint8 tensors `[bytes]` on the current stream.
 
     `to` is the memory that is written. If `host` is pinned, the call returns without waiting.
     """
-    is_direct = other.is_cpu or is_pinned(host)
-    stage = None if is_direct else _stage(other.device)
+    is_direct = on_device.is_cpu or is_pinned(host)
+    stage = None if is_direct else _stage(on_device.device)
     if is_direct and (boundaries := host_memory.registration_boundaries(host)):
         # A CUDA copy across the boundary of two registrations fails.
         cuts = [[begin, *(e for e in boundaries if begin < e < end), end] for begin, end in spans]
         spans = [part for cut in cuts for part in pairwise(cut)]
     for begin, end in spans:
-        of_host, of_other = host, other
+        host_span, device_span = host, on_device
         if end - begin < host.numel():
-            of_host, of_other = host[begin:end], other[begin:end]
+            host_span, device_span = host[begin:end], on_device[begin:end]
         if stage is not None:
-            (stage.fill if to is Memory.DEVICE else stage.drain)(of_host, of_other)
+            (stage.fill if to is Memory.DEVICE else stage.drain)(host_span, device_span)
         elif to is Memory.DEVICE:
-            of_other.copy_(of_host, non_blocking=True)
+            device_span.copy_(host_span, non_blocking=True)
         else:
-            of_host.copy_(of_other, non_blocking=is_direct)
+            host_span.copy_(device_span, non_blocking=is_direct)
 
 
 class Stage:
@@ -99,41 +99,42 @@ class Stage:
         self._ends: list[torch.cuda.Event | None] = [None, None]
         self._device, self._size = device, nbytes
 
-    def fill(self, host: Tensor, other: Tensor) -> None:
+    def fill(self, host: Tensor, on_device: Tensor) -> None:
         """Copies bytes to the device on the current stream."""
-        for at, part, to in self._parts(host, other):
-            buffer = self._free(at)[: len(part)]
+        for index, part, to in self._parts(host, on_device):
+            buffer = self._free(index)[: len(part)]
             buffer.copy_(part)
             to.copy_(buffer, non_blocking=True)
-            self._mark(at)
+            self._mark(index)
 
-    def drain(self, host: Tensor, other: Tensor) -> None:
+    def drain(self, host: Tensor, on_device: Tensor) -> None:
         """Copies bytes to the host, and waits for the copy."""
-        parts = list(self._parts(host, other))
+        parts = list(self._parts(host, on_device))
         # The CPU empties one buffer while the next part is copied to the other buffer.
         for late, part in zip([None, *parts], [*parts, None], strict=True):
             if part is not None:
-                at, to, source = part
-                self._free(at)[: len(source)].copy_(source, non_blocking=True)
-                self._mark(at)
+                index, to, source = part
+                self._free(index)[: len(source)].copy_(source, non_blocking=True)
+                self._mark(index)
             if late is not None:
-                at, to, _ = late
-                to.copy_(self._free(at)[: len(to)])
+                index, to, _ = late
+                to.copy_(self._free(index)[: len(to)])
 
-    def _parts(self, host: Tensor, other: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _parts(self, host: Tensor, on_device: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yields parts of a buffer's size: the buffer's index, the host part, the device part."""
-        for number, at in enumerate(range(0, len(host), self._size)):
-            yield number % 2, host[at : at + self._size], other[at : at + self._size]
+        for number, begin in enumerate(range(0, len(host), self._size)):
+            end = begin + self._size
+            yield number % 2, host[begin:end], on_device[begin:end]
 
-    def _free(self, at: int) -> Tensor:
+    def _free(self, index: int) -> Tensor:
         """Returns a buffer after its last copy has finished."""
-        if (end := self._ends[at]) is not None:
+        if (end := self._ends[index]) is not None:
             end.synchronize()
-            self._ends[at] = None
-        return self.buffers[at]
+            self._ends[index] = None
+        return self.buffers[index]
 
-    def _mark(self, at: int) -> None:
-        self._ends[at] = end_of_current(self._device)
+    def _mark(self, index: int) -> None:
+        self._ends[index] = end_of_current(self._device)
 
 
 @cache

@@ -42,7 +42,7 @@ __all__ = ["StateSwapper", "check_can_be_split"]
 _swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have a StateSwapper."""
 
-_AT_ONCE = 3
+_IN_TRANSFER = 3
 """Buckets in transfer: the stepped one, which is copied back to the host, and the next two."""
 _BUCKET_BYTES = 1 << 28
 """Most bytes of a bucket: larger ones copy no faster, and the rest of the budget keeps state."""
@@ -335,14 +335,14 @@ class StateSwapper:
                     bucket.state.write_back(members)
                 # Searched before the host waits in evict(): afterwards the link is idle.
                 following = [(ahead, ahead.members(shared)) for ahead in buckets[number + 2 :][:1]]
-                for former, its in stepped:
-                    former.evict(its)
-                prefetched.extend(ahead.prefetch(its) for ahead, its in following)
+                for former, moved in stepped:
+                    former.evict(moved)
+                prefetched.extend(ahead.prefetch(needed) for ahead, needed in following)
                 # write_back() has queued all changes of the step: nothing is copied again.
                 stepped = [(bucket, None if bucket in resident else Members(members.tensors, ()))]
         with as_plain(), torch.no_grad():
-            for bucket, its in stepped:
-                bucket.evict(its)
+            for bucket, moved in stepped:
+                bucket.evict(moved)
 
     def _resident(self, optimizer: Optimizer, stepped: Iterable[_Bucket]) -> set[_Bucket]:
         """The first buckets whose state fits into the budget beside the buckets in transfer."""
@@ -356,7 +356,7 @@ class StateSwapper:
         sizes += [bucket.state.buffer.nbytes + bucket.offloaded_bytes for bucket in buckets]
         free = self.budget
         if sum(sizes) > free:
-            free -= _AT_ONCE * max(sizes)
+            free -= _IN_TRANSFER * max(sizes)
         resident = set()
         for bucket in buckets:
             if 0 < (nbytes := bucket.state.buffer.nbytes) <= free:
@@ -370,11 +370,13 @@ class StateSwapper:
         torch.save raises for a storage with several dtypes. On the host each tensor has its own.
         """
         with as_plain(), torch.no_grad():
-            loaded = [
-                bucket for bucket in self._buckets[optimizer] if bucket.state.buffer.device_bytes
+            mixed = [
+                bucket
+                for bucket in self._buckets[optimizer]
+                if (flat := bucket.state.buffer).device_bytes
+                and len({place.dtype for place in flat.places.values()}) > 1
             ]
-            dtypes = [{place.dtype for place in b.state.buffer.places.values()} for b in loaded]
-            _evicted(optimizer, [b for b, its in zip(loaded, dtypes, strict=True) if len(its) > 1])
+            _evicted(optimizer, mixed)
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
         """Groups new parameters into buckets, and counts the parameters that keep each tensor.
@@ -393,13 +395,13 @@ class StateSwapper:
         if checks and added:
             _check_parameters(optimizer, added)
             check_when_given(optimizer, self.device)
-        most = max(1, min(self.budget // _AT_ONCE, _BUCKET_BYTES))
+        limit = max(1, min(self.budget // _IN_TRANSFER, _BUCKET_BYTES))
         last: dict[torch.device, list[Tensor]] = {}
         size: Counter[torch.device] = Counter()
         new = []
         for param in added:
             nbytes, device = self._bytes_of(optimizer, param), param.device
-            if device not in last or size[device] + nbytes > most:
+            if device not in last or size[device] + nbytes > limit:
                 last[device] = []
                 new.append((last[device], self.device if self.device and param.is_cpu else device))
                 size[device] = 0
@@ -407,7 +409,10 @@ class StateSwapper:
             size[device] += nbytes
         copies = self.device is not None
         # One assignment below: after an exception each parameter must be in exactly one bucket.
-        buckets += [_Bucket(optimizer, *it, self._traffic, copies_parameters=copies) for it in new]
+        buckets += [
+            _Bucket(optimizer, params, device, self._traffic, copies_parameters=copies)
+            for params, device in new
+        ]
         self._buckets[optimizer] = buckets
         return _times_kept(optimizer)
 
@@ -416,10 +421,10 @@ class StateSwapper:
 
         With `device`, bytes of the parameter and its gradient are added.
         """
-        more = 0 if self.device is None else offloaded_bytes(parameter)
+        extra = 0 if self.device is None else offloaded_bytes(parameter)
         if kept := optimizer.state.get(parameter):
-            return more + sum(tensor.nbytes for _, tensor in plain_tensors("", kept))
-        return more + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
+            return extra + sum(tensor.nbytes for _, tensor in plain_tensors("", kept))
+        return extra + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
 
 
 def _load_on_host(

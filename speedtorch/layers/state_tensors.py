@@ -47,12 +47,12 @@ class StateTensors(NamedTuple):
     """The plain tensors of each part, by stable names.
 
     Attributes:
-        of: tensors by name, for each part.
+        parts: tensors by name, for each part.
         frozen: names of weights that are not trained.
         unsaved: names of buffers that state_dict() omits.
     """
 
-    of: dict[StatePart, dict[str, Tensor]]
+    parts: dict[StatePart, dict[str, Tensor]]
     frozen: set[str]
     unsaved: set[str]
 
@@ -60,7 +60,7 @@ class StateTensors(NamedTuple):
 def state_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> StateTensors:
     """Finds the plain tensors of each part, without Embedding rows and their state."""
     found = StateTensors({part: {} for part in PARTS}, set(), set())
-    weights, gradients, states = found.of.values()
+    weights, gradients, states = found.parts.values()
     children = [(child, unsaved_buffers_of(child)) for child in module.modules()]
     unsaved = {id(buffers_of(child).get(name)) for child, names in children for name in names}
     parameters = list(module.named_parameters())

@@ -141,7 +141,7 @@ class StorageOffloader:
         memory, and RuntimeError if CUDA cannot pin more. All storages are then on the device.
         """
         # Frozen storages are sorted to the front and form contiguous groups for fingerprints.
-        storages = sorted(storages, key=lambda it: (not it.is_frozen, self.memory.sort_key(it)))
+        storages = sorted(storages, key=lambda s: (not s.is_frozen, self.memory.sort_key(s)))
         end = 0
         for storage in storages:
             end = storage.set_offset(end)
@@ -284,12 +284,11 @@ class StorageOffloader:
         address = begin = count = 0
         end = -1
         for storage in storages:
-            at = storage.address
-            is_next = at - address == storage.begin - begin and storage.begin == end
-            if not (is_next and self.memory.is_contiguous(at)):
+            is_next = storage.address - address == storage.begin - begin and storage.begin == end
+            if not (is_next and self.memory.is_contiguous(storage.address)):
                 if count:
                     yield address, begin, count
-                address, begin = at, storage.begin
+                address, begin = storage.address, storage.begin
             count = storage.begin + storage.nbytes - begin
             # On a GPU, the gap between two storages belongs to the first storage's allocation.
             end = storage.end if on_gpu else storage.begin + storage.nbytes

@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ __all__ = ["Members", "TensorGroup"]
 
 # Versions have 32 bits. Host versions use the upper half, so that no version is in both memories.
 _HOST_VERSIONS = 1 << 31
+
+
+_Where: TypeAlias = Mapping[str, Memory | None]
 
 
 class Members(NamedTuple):
@@ -133,12 +136,12 @@ class TensorGroup:
         """
         copied: Collection[str] = ()
         if begun or not self.buffer.is_filled:
-            at, copied = self._filled(members, begun=begun), members.tensors
+            where, copied = self._filled(members, begun=begun), members.tensors
         else:
-            at = self._packed(members)
-        if at:
+            where = self._packed(members)
+        if where:
             with _plain_tensors():
-                self._move(members, at, Memory.DEVICE, copied)
+                self._move(members, where, Memory.DEVICE, copied)
         self.memory = Memory.DEVICE
 
     def _filled(self, members: Members, *, begun: bool) -> dict[str, Memory | None]:
@@ -148,50 +151,50 @@ class TensorGroup:
             if not begun:
                 self.begin_load(tensors)
             with _plain_tensors():
-                if at := self._packed(members, search=False):
+                if where := self._packed(members, search=False):
                     if not self.buffer.is_filled:
                         self.buffer.copy_to(Memory.DEVICE, tensors, ())
-                    self._record_versions(self._changed(tensors), tensors, at)
+                    self._record_versions(self._changed(tensors), tensors, where)
         except BaseException:
             self.buffer.empty()  # no tensor is in the device buffer
             raise
-        if not at:
+        if not where:
             self.buffer.empty()
-        return at
+        return where
 
     def _packed(self, members: Members, *, search: bool = True) -> dict[str, Memory | None]:
         """Adds all tensors to the buffer, and returns their places; empty if all are on the device.
 
         `search` is passed to evict().
         """
-        at = self.buffer.where(members.tensors)
-        if self._is_on_device(members, at):
-            self._count_replaced(members, at)
+        where = self.buffer.where(members.tensors)
+        if self._is_on_device(members, where):
+            self._count_replaced(members, where)
             return {}
-        if None in at.values():
+        if None in where.values():
             self.evict(members, search=search)
-            at = self.buffer.where(members.tensors)
-        return at
+            where = self.buffer.where(members.tensors)
+        return where
 
-    def _is_on_device(self, members: Members, at: Mapping[str, Memory | None]) -> bool:
+    def _is_on_device(self, members: Members, where: _Where) -> bool:
         """Whether all tensors are on the device, in the buffer or elsewhere."""
-        if Memory.HOST in at.values():
+        if Memory.HOST in where.values():
             return False
-        outside = [members.tensors[name] for name, memory in at.items() if memory is None]
+        outside = [members.tensors[name] for name, memory in where.items() if memory is None]
         return all(tensor.device == self.buffer.device for tensor in outside)
 
     def new_bytes(self, members: Members) -> int:
         """Bytes on the device that evict() would copy now."""
-        at = self.buffer.where(members.tensors)
-        loaded = {n: value for n, value in members.tensors.items() if at[n] is not Memory.HOST}
+        where = self.buffer.where(members.tensors)
+        loaded = {n: value for n, value in members.tensors.items() if where[n] is not Memory.HOST}
         changed = self._changed(loaded).union(members.written)
         return sum(tensor.nbytes for name, tensor in loaded.items() if name in changed)
 
     def other_bytes(self, members: Members) -> int:
         """Bytes of tensors added on the device since load(); raises like evict() for them."""
-        at, count = self.buffer.where(members.tensors), 0
+        where, count = self.buffer.where(members.tensors), 0
         for name, tensor in members.tensors.items():
-            if at[name] is None and tensor.device == self.buffer.device:
+            if where[name] is None and tensor.device == self.buffer.device:
                 check_packable(name, tensor)
                 count += tensor.nbytes
         return count
@@ -236,13 +239,13 @@ class TensorGroup:
             return
         with _plain_tensors():
             copied = self.begin_write_back(members, after)
-            at = buffer.where(tensors)
-            loaded = {name: value for name, value in tensors.items() if at[name] is Memory.DEVICE}
+            where = buffer.where(tensors)
+            loaded = {n: value for n, value in tensors.items() if where[n] is Memory.DEVICE}
             new = self._changed(loaded)
-            settled = [name for name, memory in at.items() if memory is Memory.HOST]
+            settled = [name for name, memory in where.items() if memory is Memory.HOST]
             changed = new.union(loaded.keys() & members.written).difference(copied)
             buffer.copy_to(Memory.HOST, changed, settled, after)
-        self._record_versions(new, loaded, at)
+        self._record_versions(new, loaded, where)
 
     def evict(
         self,
@@ -274,17 +277,17 @@ class TensorGroup:
             self.memory = Memory.HOST
             return 0
         with _plain_tensors():
-            at = former.where(tensors)
-            if None in at.values():
-                if not former.fits(tensors, at) or self._is_replaced(tensors, at):
+            where = former.where(tensors)
+            if None in where.values():
+                if not former.fits(tensors, where) or self._is_replaced(tensors, where):
                     self.buffer = FlatBuffer(tensors, former.device, traffic=former.traffic)
                     # Graphs may have saved the former memory of each tensor.
                     self._placed = {name: weakref.ref(value) for name, value in tensors.items()}
                     self._replaced_addresses.clear()
                 elif not tensors.keys() <= former.places.keys():
-                    self._grow(members, at)
-                at = self.buffer.where(tensors)
-            self._move(members, at, Memory.HOST, copied)
+                    self._grow(members, where)
+                where = self.buffer.where(tensors)
+            self._move(members, where, Memory.HOST, copied)
         self.memory = Memory.HOST
         # All tensors are on the host: they need no buffer's device memory.
         buffers = dict.fromkeys((former, self.buffer))
@@ -297,19 +300,19 @@ class TensorGroup:
                 return 0
         return sum([buffer.empty(after) for buffer in buffers])
 
-    def _is_replaced(self, tensors: Mapping[str, Tensor], at: Mapping[str, Memory | None]) -> bool:
+    def _is_replaced(self, tensors: Mapping[str, Tensor], where: _Where) -> bool:
         """Whether a new tensor's place is still occupied by another living tensor."""
-        new = [name for name, memory in at.items() if memory is None and name in self._placed]
+        new = [name for name, memory in where.items() if memory is None and name in self._placed]
         former = [(name, tensor) for name in new if (tensor := self._placed[name]()) is not None]
         return any(
             tensor is not tensors[name] and self.has_place(name, tensor) for name, tensor in former
         )
 
-    def _grow(self, members: Members, at: Mapping[str, Memory | None]) -> None:
+    def _grow(self, members: Members, where: _Where) -> None:
         """Moves tensors with a place to the host, and creates a larger buffer with their memory."""
         former, tensors = self.buffer, members.tensors
         placed = {name: value for name, value in tensors.items() if name in former.places}
-        self._move(Members(placed, members.written), at, Memory.HOST)
+        self._move(Members(placed, members.written), where, Memory.HOST)
         self.buffer = FlatBuffer(tensors, former.device, former, former.traffic)
         for name, tensor in placed.items():
             # The new buffer keeps the old buffer's elements, so versions do not change.
@@ -318,7 +321,7 @@ class TensorGroup:
     def _move(
         self,
         members: Members,
-        at: Mapping[str, Memory | None],
+        where: _Where,
         memory: Memory,
         copied: Collection[str] = (),
     ) -> None:
@@ -327,16 +330,16 @@ class TensorGroup:
         The tensors in `copied` are not copied again.
         """
         buffer = self.buffer
-        moved, settled = members.tensors, [name for name in at if at[name] is memory]
+        moved, settled = members.tensors, [name for name in where if where[name] is memory]
         if settled:
-            moved = {name: tensor for name, tensor in moved.items() if at[name] is not memory}
+            moved = {name: tensor for name, tensor in moved.items() if where[name] is not memory}
         if not moved:
             return
-        elsewhere = [name for name in moved if at[name] is None]
+        elsewhere = [name for name in moved if where[name] is None]
         new = self._changed(moved).union(elsewhere)
         changed = new.union(members.written).intersection(moved).difference(elsewhere, copied)
         buffer.copy_to(memory, changed, settled)
-        self._record_versions(new, moved, at)
+        self._record_versions(new, moved, where)
         is_load = memory is Memory.DEVICE
         of_memory = self._device_versions if is_load else self._host_versions
         versions = tuple([of_memory[name] for name in moved])
@@ -353,13 +356,13 @@ class TensorGroup:
             self._placed[name] = weakref.ref(moved[name])
             self._replaced_addresses.pop(name, None)
 
-    def _count_replaced(self, members: Members, at: Mapping[str, Memory | None]) -> None:
+    def _count_replaced(self, members: Members, where: _Where) -> None:
         """Sets a new version for tensors whose memory on the device was replaced.
 
         Torch does not count `tensor.data = values`. With the new version, graphs created from here
         on remain valid after a move, and graphs that saved the old memory raise.
         """
-        for name in [name for name, memory in at.items() if memory is None]:
+        for name in [name for name, memory in where.items() if memory is None]:
             tensor = members.tensors[name]
             if not self._is_known(name, tensor):
                 version, device = version_of(tensor), self._device_versions.get(name, 0)
@@ -388,7 +391,7 @@ class TensorGroup:
         self,
         names: Iterable[str],
         tensors: Mapping[str, Tensor],
-        at: Mapping[str, Memory | None],
+        where: _Where,
     ) -> None:
         """Records the versions of changed tensors, and advances the count of the other memory.
 
@@ -396,7 +399,7 @@ class TensorGroup:
         """
         on_host, on_device = self._host_versions, self._device_versions
         for name in names:
-            version, former = version_of(tensors[name]), at[name]
+            version, former = version_of(tensors[name]), where[name]
             host, device = on_host.get(name, _HOST_VERSIONS), on_device.get(name, 0)
             if former is None and version < _HOST_VERSIONS and self._is_known(name, tensors[name]):
                 on_device[name] = version

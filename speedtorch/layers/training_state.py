@@ -232,7 +232,7 @@ class TrainingState:
                     module.reshard()  # type: ignore[operator]
             found = state_tensors(self._model, self._optimizers)
             storages, left = self._storages(found, wanted, lost)
-            named = [item for tensors in found.of.values() for item in tensors.items()]
+            named = [item for tensors in found.parts.values() for item in tensors.items()]
             used = [untyped for _, value in named if (untyped := _storage_of(value)) is not None]
             names = {id(tensor): name for name, tensor in named}
             for part, of_part in storages.items():
@@ -304,7 +304,7 @@ class TrainingState:
         kept_on_device = {
             storage_id(untyped)
             for part in PARTS
-            for tensor in (() if part in wanted else found.of[part].values())
+            for tensor in (() if part in wanted else found.parts[part].values())
             if self._is_loaded(tensor, offloaded) and (untyped := _storage_of(tensor)) is not None
         }
         by_id: dict[int, OffloadedStorage] = {}
@@ -312,7 +312,7 @@ class TrainingState:
         left = []
         for part in wanted:
             is_lost, is_offloaded = part in lost, self._parts[part].is_offloaded
-            for name, tensor in found.of[part].items():
+            for name, tensor in found.parts[part].items():
                 if not self._is_loaded(tensor, offloaded):
                     continue
                 untyped = _storage_of(tensor)

@@ -71,9 +71,9 @@ class CapturedState:
         self._places = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
     def _named(self) -> dict[str, Tensor]:
-        found = state_tensors(self._modules, self._optimizers).of
-        of = {**found["weights"], **found["optimizer"]}
-        return {name: tensor for name, tensor in of.items() if tensor.is_cuda}
+        parts = state_tensors(self._modules, self._optimizers).parts
+        tensors = {**parts["weights"], **parts["optimizer"]}
+        return {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
 
     def _captured(self, optimizer: Optimizer) -> _Captured:
         own = {
