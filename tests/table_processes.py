@@ -39,7 +39,7 @@ def spawned(run: Callable[..., None], *arguments: Any) -> Iterator[tuple[BasePro
         here.close()
 
 
-def told(connection: Connection) -> Any:
+def received(connection: Connection) -> Any:
     """What the other process says next."""
     assert connection.poll(WAITS), "the other process says nothing"
     return connection.recv()
@@ -141,7 +141,7 @@ def ends_while_it_writes(connection: Connection, handle: TableHandle) -> None:
 
 
 def owns(connection: Connection) -> None:
-    """Makes a table, tells of it, and keeps it until it is told to close it."""
+    """Makes a table, sends its handle, and keeps it until a message asks to close it."""
     table = HostTable(100, 4, memory="shared").fill_(3)
     connection.send(table.share())
     while connection.recv() == "close":

@@ -106,7 +106,7 @@ def test_the_folder_is_waited_for(tmp_path: Path, disk: SlowDisk) -> None:
     assert saving.result().generation == 2
 
 
-def test_each_of_two_saves_that_began_at_once_is_waited_for(tmp_path: Path) -> None:
+def test_two_saves_that_began_at_once_are_both_waited_for(tmp_path: Path) -> None:
     goes_on = threading.Event()
     first = begin(str(tmp_path), lambda: goes_on.wait(60), ExitStack())
     second = begin(str(tmp_path), lambda: 2, ExitStack())
@@ -145,7 +145,7 @@ def test_what_has_no_room_is_written_before(
     assert fitting([{n: t} for n, t in tensors.items()], most) == 4 - before
 
 
-def test_an_error_is_told_and_leaves_what_was_there(
+def test_an_error_raises_and_keeps_earlier_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run("cpu").train(1)
@@ -330,7 +330,7 @@ def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert killed >= 10 and resumed >= 10
 
 
-def test_wrong_arguments_are_told(tmp_path: Path) -> None:
+def test_wrong_arguments_raise(tmp_path: Path) -> None:
     for wrong, error in ((0, ValueError), ("many", ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="max_memory: expected"):
             speedtorch.async_save(tmp_path, max_memory=wrong, step=1)  # type: ignore[arg-type]

@@ -409,7 +409,7 @@ class Program:
             error = ValueError
         elif not set(parts) <= set(self.there[taken].copies):
             error = KeyError
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             how: dict[str, Any] = {"generation": number, "since": since}
             if not any(each.is_changed for each in self.there.values()):
@@ -424,7 +424,7 @@ class Program:
                 return
         assert error is None and taken is not None, (error, self.done)
         later = [each for each in sorted(self.there) if number is None and each > taken]
-        texts = [str(each.message) for each in told if each.category is RuntimeWarning]
+        texts = [str(each.message) for each in caught if each.category is RuntimeWarning]
         assert len(texts) == bool(later), (texts, later)
         for text in texts:
             told_of = re.search(r"loads generation (\d+), because (\[.*?\]) are", text)

@@ -191,7 +191,7 @@ def test_plain_safetensors_reads_the_files(tmp_path: Path) -> None:
     assert torch.equal(found["optimizer.state.0.exp_avg"], emb.table["exp_avg"])
 
 
-def test_the_last_generations_stay(tmp_path: Path) -> None:
+def test_the_last_generations_remain(tmp_path: Path) -> None:
     for step in range(5):
         assert speedtorch.save(tmp_path, keep=3, step=step).generation == step + 1
     assert sorted(os.listdir(tmp_path)) == [f"generation-0000000{n}" for n in (3, 4, 5)]
@@ -203,7 +203,7 @@ def test_the_last_generations_stay(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["generation-00000006"]
 
 
-def test_tied_and_odd_tensors_are_there_once_and_come_back(tmp_path: Path) -> None:
+def test_tied_and_odd_tensors_are_saved_once_and_restored(tmp_path: Path) -> None:
     base = torch.randn(6, 8)
     given = {
         "tied": [base, base],
@@ -301,9 +301,9 @@ def test_a_damaged_generation_is_passed_over_for_the_last_whole_one(
                 each.unlink()
             elif how == "manifest" and each.name == "manifest.json":
                 each.write_bytes(b"{}")
-    with pytest.warns(RuntimeWarning, match=r"loads generation 1, because \[2\].*0002/") as told:
+    with pytest.warns(RuntimeWarning, match=r"loads generation 1, because \[2\].*0002/") as caught:
         assert speedtorch.load(tmp_path, layer=layer) == {"step": 1}
-    assert len(told) == 1 and told[0].filename == __file__
+    assert len(caught) == 1 and caught[0].filename == __file__
     assert_same(dict(layer.state_dict()), expected)
     assert speedtorch.save(tmp_path, step=3).generation == 3
     assert speedtorch.load(tmp_path) == {"step": 3}  # without a warning
@@ -516,7 +516,7 @@ def test_all_is_on_the_disk_before_the_folder_switches_and_the_switch_before_it_
     assert late == files + 1  # or the name of the generation
 
 
-def test_too_small_a_disk_is_told_before_anything_is_written(
+def test_too_small_a_disk_raises_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speedtorch.save(tmp_path, **values(0))
@@ -594,7 +594,7 @@ def test_a_hidden_folder_that_is_removed_while_it_is_swept_stops_no_save(
     assert speedtorch.save(tmp_path, step=1).generation == 1
 
 
-def test_a_save_that_is_overtaken_by_others_stays(tmp_path: Path) -> None:
+def test_a_save_that_later_saves_overtake_remains(tmp_path: Path) -> None:
     with new_generation(str(tmp_path), 2, lambda _: None) as slow:
         for step in range(4):
             speedtorch.save(tmp_path, step=step)
@@ -716,7 +716,7 @@ def test_a_reader_beside_a_writer_sees_whole_runs(tmp_path: Path) -> None:
     assert seen == sorted(seen)
 
 
-def test_wrong_arguments_are_told(tmp_path: Path) -> None:
+def test_wrong_arguments_raise(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="save: expected parts to save"):
         speedtorch.save(tmp_path)
     with pytest.raises(ValueError, match="keep: expected an int of 1 or more, got 0"):
@@ -878,7 +878,7 @@ UNFIT: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("since", [None, 1])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("what", UNFIT)
-def test_a_part_that_does_not_fit_is_told_before_anything_is_loaded(
+def test_a_part_that_does_not_fit_raises_before_anything_is_loaded(
     what: str, turned: bool, since: int | None, tmp_path: Path
 ) -> None:
     parts, message = UNFIT[what]
@@ -891,7 +891,7 @@ def test_a_part_that_does_not_fit_is_told_before_anything_is_loaded(
     assert_same(run.state(), before)
 
 
-def test_a_scheduler_that_does_not_fit_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_scheduler_that_does_not_fit_raises_before_anything_is_loaded(tmp_path: Path) -> None:
     run = Trained()
     chained = [optim.lr_scheduler.StepLR(run.optimizer, 3) for _ in range(2)]
     given = optim.lr_scheduler.ChainedScheduler(chained)
@@ -914,7 +914,7 @@ def test_a_module_that_loads_other_keys_by_code_of_its_own_loads(tmp_path: Path)
     assert bool((layer.weight == 1).all())
 
 
-def test_rows_that_cannot_be_written_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_written_raise_before_anything_is_loaded(tmp_path: Path) -> None:
     speedtorch.HostTable(10, 4, memory="plain").save(tmp_path / "rows.safetensors")
     path = tmp_path / "rows.safetensors"
     emb = speedtorch.Embedding.from_pretrained(path, freeze=True, memory="mapped")
@@ -947,7 +947,7 @@ def test_dtensors_whose_rows_ranks_do_not_share_are_named_and_load_nothing(
         dist.destroy_process_group()
 
 
-def test_a_list_of_another_length_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_list_of_another_length_raises_before_anything_is_loaded(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
     speedtorch.save(tmp_path, layer=layer, layers=[layer, layer])
     other = nn.Linear(2, 2)

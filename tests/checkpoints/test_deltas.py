@@ -164,7 +164,7 @@ def test_a_table_that_a_graph_uses_goes_as_a_whole_until_the_graph_is_gone(
     assert min(sizes[:4]) > max(sizes[:4]) * 0.9 > sizes[4] * 2
 
 
-def test_what_is_needed_stays(tmp_path: Path) -> None:
+def test_checkpoints_that_are_needed_remain(tmp_path: Path) -> None:
     run = Run("cpu")
     run.table.track_changes()
     for number in range(1, 4):
@@ -292,7 +292,7 @@ def test_another_base_is_found(tmp_path: Path) -> None:
         speedtorch.load(tmp_path, **again.parts)
 
 
-def test_wrong_bases_are_told(tmp_path: Path) -> None:
+def test_wrong_bases_raise(tmp_path: Path) -> None:
     run = Run("cpu")
     with pytest.raises(FileNotFoundError, match="no checkpoint in this"):
         speedtorch.save(tmp_path, base=1, **run.parts)
@@ -518,7 +518,7 @@ def test_a_base_that_no_save_has_written_is_an_error(
         speedtorch.load(tmp_path, generation=2)
 
 
-def test_numbers_are_asked_for(tmp_path: Path) -> None:
+def test_generations_must_be_numbers(tmp_path: Path) -> None:
     saved: Any = speedtorch.save(tmp_path, step=1)
     for call in (
         lambda: speedtorch.save(tmp_path, base=saved, step=2),

@@ -27,11 +27,11 @@ def test_what_is_wrong_on_one_rank_raises_on_all(backend: str) -> None:
     in_processes(2, check_refusals, backend=backend)
 
 
-def test_rows_of_other_ranks_have_no_memory_here() -> None:
+def test_rows_of_other_ranks_have_no_local_memory() -> None:
     in_processes(2, check_memory_refused)
 
 
-def test_a_model_of_one_process_stays_as_it_is() -> None:
+def test_a_model_of_one_process_does_not_change() -> None:
     model = nn.Sequential(speedtorch.Embedding(5, 2))
     with speedtorch.full_state_dict(model):
         assert torch.equal(model.state_dict()["0.weight"], model[0].table["weight"])

@@ -25,7 +25,7 @@ from sharded_rendezvous import (
 
 
 @pytest.mark.parametrize(("ranks", "check"), [(3, check_values), (3, check_gone)])
-def test_ranks_tell_each_other(ranks: int, check: Callable[..., None], tmp_path: Path) -> None:
+def test_ranks_exchange_values(ranks: int, check: Callable[..., None], tmp_path: Path) -> None:
     in_processes(ranks, check, str(tmp_path))
 
 

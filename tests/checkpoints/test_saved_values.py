@@ -56,11 +56,11 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(VALUES)
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_are_restored(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
-def test_values_of_torch_come_back() -> None:
+def test_values_of_torch_are_restored() -> None:
     value = {
         "dtype": torch.bfloat16,
         "device": torch.device("cuda", 1),
@@ -78,12 +78,12 @@ def test_a_modules_state_keeps_its_metadata() -> None:
     assert found._metadata == state._metadata and list(found) == list(state)
 
 
-def test_milestones_come_back_with_none_for_what_is_missing() -> None:
+def test_milestones_are_restored_with_zero_for_missing_ones() -> None:
     found = there_and_back({"milestones": Counter({30: 1, 80: 2})})["milestones"]
     assert same(found, Counter({30: 1, 80: 2})) and found[31] == 0
 
 
-def test_ints_that_python_turns_into_no_text_come_back() -> None:
+def test_ints_too_long_for_decimal_text_are_restored() -> None:
     value = {"long": [10**5000, -(10**5000)], "longest_text": 10**639}
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(640)
@@ -109,13 +109,13 @@ def test_ints_that_python_turns_into_no_text_come_back() -> None:
         np.array(["a", "bc"]),
     ],
 )
-def test_numbers_and_arrays_of_numpy_come_back(value: Any) -> None:
+def test_numbers_and_arrays_of_numpy_are_restored(value: Any) -> None:
     value_of_file = there_and_back({"a": [value]})["a"][0]
     assert type(value_of_file) is type(value) and value_of_file.dtype == value.dtype
     assert value_of_file.shape == value.shape and value_of_file.tobytes() == value.tobytes()
 
 
-def test_random_state_of_numpy_comes_back() -> None:
+def test_random_state_of_numpy_is_restored() -> None:
     legacy, new = np.random.RandomState(3), np.random.default_rng(3)
     found = there_and_back([legacy.get_state(), new.bit_generator.state])
     expected = legacy.random(), new.random()
@@ -150,7 +150,7 @@ def test_what_cannot_be_held_is_named(value: Any, message: str) -> None:
         there_and_back(value)
 
 
-def test_what_is_within_itself_is_told() -> None:
+def test_a_value_within_itself_raises() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(ValueError, match="more than 100 levels deep, or within itself"):

@@ -95,11 +95,11 @@ def test_files_without_room_for_copies_are_written_before(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "how", [{}, {"background": True, "base": 1}], ids=["foreground", "background"]
 )
-def test_an_error_of_a_rank_leaves_the_old_generation_and_is_told_on_all(
+def test_an_error_of_a_rank_raises_on_all_and_keeps_the_old_generation(
     how: dict[str, Any], failing: int, tmp_path: Path
 ) -> None:
     in_processes(2, check_failing, str(tmp_path), failing, how)
 
 
-def test_ranks_with_different_tables_are_told(tmp_path: Path) -> None:
+def test_ranks_with_different_tables_raise(tmp_path: Path) -> None:
     in_processes(2, check_differing, str(tmp_path / "run"))

@@ -53,14 +53,14 @@ def fields_of(device: str) -> list[Tensor | SelectedRows]:
 def test_a_file_has_all_bytes_in_their_order_and_a_digest_for_each_chunk(
     tmp_path: Path, header: int, device: str
 ) -> None:
-    fields, digests, told = fields_of(device), list[int](), list[int]()
+    fields, digests, counts = fields_of(device), list[int](), list[int]()
     begin = bytes(each % 251 for each in range(header))
     with replace_files([tmp_path / "a"]) as (file,):
-        write_blocks(file.write, begin, fields, digests, told.append)
+        write_blocks(file.write, begin, fields, digests, counts.append)
     data = (tmp_path / "a").read_bytes()
     assert data == begin + b"".join(map(content, fields))
     assert digests == digests_by_tables(data)
-    assert sum(told) == len(data)
+    assert sum(counts) == len(data)
 
 
 @pytest.mark.parametrize("block", [1, 3, 24, 1000])
@@ -124,7 +124,7 @@ def test_rows_that_are_not_contiguous_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [(0, 0), (4_999, 199), (5_000, 0), (8_999, 199)])
-def test_one_other_element_makes_the_bytes_others(at: tuple[int, int], device: str) -> None:
+def test_one_different_element_makes_the_bytes_differ(at: tuple[int, int], device: str) -> None:
     rows, records = numbers(9_000, 200), numbers(9_000, 300, device=device)
     records[:, :200] = rows
     assert have_same_bytes([(records[:, :200], rows)])

@@ -24,15 +24,15 @@ def made(path: Path, nbytes: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("nbytes", [1, CHUNK_BYTES - 1, CHUNK_BYTES, 21 * CHUNK_BYTES + 5])
-def test_each_chunk_has_its_digest(tmp_path: Path, nbytes: int) -> None:
-    chunks, told = made(tmp_path / "a", nbytes), list[int]()
+def test_all_chunks_have_digests(tmp_path: Path, nbytes: int) -> None:
+    chunks, counts = made(tmp_path / "a", nbytes), list[int]()
     with open_to_read(tmp_path / "a") as file:
         expected, last = digests_by_tables(b"".join(chunks)), len(chunks) - 1
-        assert all_digests(file.read, file.size, told.append) == expected
+        assert all_digests(file.read, file.size, counts.append) == expected
         assert digests_of(file.read, file.size, [last, 0]) == {n: expected[n] for n in (last, 0)}
         by_zlib = all_digests(file.read, file.size, lambda count: None, zlib.crc32)
         assert by_zlib == [zlib.crc32(each) for each in chunks]
-    assert sorted(told) == sorted(map(len, chunks))
+    assert sorted(counts) == sorted(map(len, chunks))
 
 
 def test_threads_read_consecutive_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_threads_read_consecutive_chunks(tmp_path: Path, monkeypatch: pytest.Mon
     ]
 
 
-def test_a_read_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path / "a", 5 * CHUNK_BYTES)
     fail(monkeypatch, "read", 3)
     with (

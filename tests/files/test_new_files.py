@@ -204,7 +204,7 @@ def test_an_interrupt_at_any_instruction_leaves_all_old_or_all_new_files(
     assert old in seen[:-1] and new in seen[:-1]
 
 
-def test_no_descriptor_stays_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_remains_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.listdir("/proc/self/fd")
     replace(folder, "a", "b")
     fail(monkeypatch, "write", 2)
@@ -383,7 +383,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         replace(tmp_path / "missing", "a")
 
 
-def test_the_target_of_a_link_is_replaced_and_the_link_stays(folder: Path) -> None:
+def test_the_target_of_a_link_is_replaced_and_the_link_remains(folder: Path) -> None:
     (folder / "link").symlink_to("a")
     replace(folder, "link")
     assert (folder / "link").is_symlink()
@@ -438,7 +438,7 @@ def test_a_killed_process_leaves_the_old_file_and_the_next_one_cleans_up(folder:
     assert snapshot(folder) == {"a": NEW["a"], "b": b"old b"}
 
 
-def test_what_another_file_left_behind_stays(folder: Path) -> None:
+def test_leftovers_of_another_file_remain(folder: Path) -> None:
     (folder / LEFT_BEHIND).write_bytes(b"")
     replace(folder, "b")
     assert LEFT_BEHIND in snapshot(folder)

@@ -63,7 +63,7 @@ def test_some_rows_are_saved_as_a_table_of_so_many(
 
 @pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize(("suffix", "dtype"), KINDS)
-def test_some_rows_are_loaded_and_the_others_stay(
+def test_some_rows_are_loaded_and_the_rest_remain(
     tmp_path: Path, suffix: str, dtype: torch.dtype
 ) -> None:
     saved, table = table_of(8, dtype), table_of(10, dtype, seed=1)

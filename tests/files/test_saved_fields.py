@@ -49,7 +49,7 @@ def read_into(path: Path, fields: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (40,)], ids=str)
 @pytest.mark.parametrize("dtype", SAFE, ids=dtype_name)
-def test_rows_come_back_from_safetensors_bit_for_bit(
+def test_rows_from_safetensors_are_bitwise_identical(
     tmp_path: Path, dtype: torch.dtype, shape: Sequence[int], gap: int
 ) -> None:
     rows = random_rows(7, shape, dtype, gap=gap, offset=gap)
@@ -66,7 +66,7 @@ def test_rows_come_back_from_safetensors_bit_for_bit(
 @pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", NPY, ids=dtype_name)
-def test_rows_come_back_from_npy_bit_for_bit(
+def test_rows_from_npy_are_bitwise_identical(
     tmp_path: Path, dtype: torch.dtype, shape: Sequence[int], gap: int
 ) -> None:
     rows = random_rows(7, shape, dtype, gap=gap, offset=gap)
@@ -111,7 +111,7 @@ def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npy"])
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (0,)], ids=str)
-def test_no_rows_and_no_columns_come_back(tmp_path: Path, suffix: str, shape: list[int]) -> None:
+def test_empty_tables_are_restored(tmp_path: Path, suffix: str, shape: list[int]) -> None:
     path = tmp_path / f"t.{suffix}"
     save_fields(path, {"weight": torch.zeros(shape)})
     with open_fields(path) as stored:

@@ -53,7 +53,7 @@ def small(**changes: Any) -> HostTable:
 
 
 @pytest.mark.parametrize("kind", ["plain", "auto", *GPU_KINDS])
-def test_a_table_comes_back_from_safetensors(tmp_path: Path, kind: str) -> None:
+def test_a_table_is_restored_from_safetensors(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "t.safetensors"
     table = filled(HostTable.from_fields(50, FIELDS, kind))
     table.save(path)
@@ -69,7 +69,7 @@ def test_a_table_comes_back_from_safetensors(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d in NPY_DTYPES.values()], ids=dtype_name)
-def test_a_table_comes_back_from_npy(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_table_is_restored_from_npy(tmp_path: Path, dtype: torch.dtype) -> None:
     table = small(dtype=dtype)
     table.save(tmp_path / "t.npy")
     assert list(snapshot(tmp_path)) == ["t.exp_avg.npy", "t.weight.npy"]
@@ -88,7 +88,7 @@ def test_a_weight_of_numpys_is_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "dim"), [(0, 3), (3, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("name", ["t.safetensors", "t.npy"])
-def test_no_rows_and_no_columns_come_back(tmp_path: Path, name: str, rows: int, dim: int) -> None:
+def test_empty_tables_are_restored(tmp_path: Path, name: str, rows: int, dim: int) -> None:
     HostTable(rows, dim, memory="plain").save(tmp_path / name)
     opened = HostTable.open(tmp_path / name, "plain")
     assert (opened.rows, opened.dim) == (rows, dim)
@@ -235,7 +235,7 @@ def test_a_mapped_file_holds_the_records(tmp_path: Path) -> None:
     assert np.array_equal(rows.view(np.int32), table.record.view(torch.int32).numpy())
 
 
-def test_a_mapped_file_stays_when_its_table_is_closed(tmp_path: Path) -> None:
+def test_a_mapped_file_remains_when_its_table_is_closed(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with small(memory="file", path=tmp_path / "rows.bin") as table:
         content = as_bytes(table.record).numpy().tobytes()
@@ -291,7 +291,7 @@ def test_an_error_of_a_file_is_pickled_with_its_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n"])
-def test_a_safetensors_file_of_a_few_bytes_is_told_its_size(tmp_path: Path, content: bytes) -> None:
+def test_a_safetensors_file_of_a_few_bytes_raises(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=f"has at least 8 bytes, got {len(content)}"):
         HostTable.open(tmp_path / "t.safetensors")

@@ -57,7 +57,7 @@ def run(request: pytest.FixtureRequest, device: str) -> Run:
     return Run(device, **WAYS[request.param])
 
 
-def test_trained_rows_are_told(run: Run) -> None:
+def test_trained_rows_are_reported(run: Run) -> None:
     assert run.changed() == []
     run.train([3, 7, 3])
     assert run.changed() == [3, 7]
@@ -82,7 +82,7 @@ def test_a_table_goes_on_to_note_changes_when_its_optimizer_is_attached(
     assert emb.table.changed(since).tolist() == list(range(ROWS))
 
 
-def test_each_moment_has_its_own_rows(run: Run) -> None:
+def test_versions_have_their_own_rows(run: Run) -> None:
     run.train([3, 7])
     first, run.since = run.since, run.table.track_changes()
     assert run.changed() == []
@@ -91,7 +91,7 @@ def test_each_moment_has_its_own_rows(run: Run) -> None:
     assert run.table.changed(first).tolist() == [3, 7, 8]
 
 
-def test_what_only_reads_is_not_told(run: Run) -> None:
+def test_reads_are_not_reported(run: Run) -> None:
     with torch.no_grad():
         run.emb.eval()(torch.arange(ROWS, device=run.emb.weight.device))
     run.emb.train()
@@ -103,7 +103,7 @@ def test_what_only_reads_is_not_told(run: Run) -> None:
     assert run.changed() == []
 
 
-def test_rows_of_scatter_are_told(run: Run) -> None:
+def test_rows_of_scatter_are_reported(run: Run) -> None:
     weight = run.table["weight"]
     rows = torch.ones(2, 4, dtype=weight.dtype)
     run.table.scatter(torch.tensor([[5], [6]]), rows[:, None], "weight")
@@ -168,20 +168,20 @@ def test_modules_that_train_together_go_on_as_before(device: str) -> None:
         )
         for number, batch in enumerate(loop):
             optimizer.zero_grad()
-            torch.stack([pair[each](batch[each]).sin().sum() for each in "ab"]).sum().backward()
+            torch.stack([pair[name](batch[name]).sin().sum() for name in "ab"]).sum().backward()
             optimizer.step()
             if number == 0 and notes:
-                since = [each.track_changes() for each in tables]
-        told = [each.changed(n).tolist() for each, n in zip(tables, since, strict=False)]
-        worlds.append((told, [each["weight"].clone() for each in tables]))
-    (told, noted), (_, plain) = worlds
-    assert told == [[2, 5, 6, 9], [3, 5, 6, 9]]
+                since = [table.track_changes() for table in tables]
+        reported = [table.changed(n).tolist() for table, n in zip(tables, since, strict=False)]
+        worlds.append((reported, [table["weight"].clone() for table in tables]))
+    (reported, noted), (_, plain) = worlds
+    assert reported == [[2, 5, 6, 9], [3, 5, 6, 9]]
     assert all(torch.equal(one, other) for one, other in zip(noted, plain, strict=True))
 
 
 @NEEDS_GPU
 @pytest.mark.parametrize("way", [each for each in WAYS if "capacity" in each])
-def test_replays_of_a_graph_are_told(way: str) -> None:
+def test_replays_of_a_graph_are_reported(way: str) -> None:
     run = Run("cuda", **WAYS[way])
     example = torch.tensor([3, 4], device="cuda")
     step = speedtorch.graphed(run.step, example, modules=run.emb, optimizers=run.optimizer)
@@ -213,7 +213,7 @@ def test_a_graph_of_before_is_refused() -> None:
     emb.table.track_changes()
 
 
-def test_tables_that_others_write_are_refused(tmp_path: Path) -> None:
+def test_tables_that_other_processes_write_raise(tmp_path: Path) -> None:
     shared = HostTable(ROWS, 4, memory="shared")
     with pytest.raises(ValueError, match="only by this process, but memory is 'shared'"):
         shared.track_changes()
@@ -228,7 +228,7 @@ def test_tables_that_others_write_are_refused(tmp_path: Path) -> None:
         HostTable.open(tmp_path / "table.npy", "mapped").track_changes()
 
 
-def test_wrong_numbers_are_told() -> None:
+def test_wrong_numbers_raise() -> None:
     table = HostTable(3, 1, memory="plain")
     with pytest.raises(ValueError, match=r"track_changes\(\) has returned \(1 to 0\), got 1"):
         table.changed(1)
@@ -240,7 +240,7 @@ def test_wrong_numbers_are_told() -> None:
     assert empty.changed(empty.track_changes()).tolist() == []
 
 
-def test_ids_that_are_none_are_told_and_noted_nowhere() -> None:
+def test_bad_ids_raise_and_are_not_recorded() -> None:
     table = HostTable(3, 1, memory="plain")
     since = table.track_changes()
     wrong: list[Any] = [[1], torch.ones(1), torch.ones(1, dtype=torch.int64, device="meta")]
@@ -253,10 +253,10 @@ def test_ids_that_are_none_are_told_and_noted_nowhere() -> None:
 def test_another_default_device_is_no_matter() -> None:
     table = HostTable(3, 1, memory="plain")
     since = table.track_changes()
-    for write, told in (
+    for write, reported in (
         (lambda: table.scatter(torch.tensor([1]), torch.ones(1, 1)), [1]),
         (lambda: table.fill_(2), [0, 1, 2]),
     ):
         write()
         with torch.device("meta"):
-            assert table.changed(since).tolist() == told
+            assert table.changed(since).tolist() == reported

@@ -113,7 +113,7 @@ def test_numbers_beyond_the_fields_dtype_are_refused(dtype: torch.dtype, value: 
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_infinity_and_nan_are_numbers_like_others(value: float) -> None:
+def test_infinity_and_nan_are_numbers(value: float) -> None:
     rows = table(dtype=torch.float16).fill_(value)["weight"]
     assert_same_bytes(rows, torch.full((301, 12), value, dtype=torch.float16))
 
@@ -136,7 +136,7 @@ def test_two_dimensional_functions_say_so() -> None:
 )
 def test_numbers_that_wrap_are_refused(dtype: torch.dtype, given: Any) -> None:
     made = HostTable(1, 2, dtype).zeros_()
-    told = "fill_: .*(is out of the range|got 18446744073709551616)"
-    with pytest.raises(ValueError, match=told):
+    message = "fill_: .*(is out of the range|got 18446744073709551616)"
+    with pytest.raises(ValueError, match=message):
         made.fill_(given)
     assert made["weight"].tolist() == [[0, 0]]

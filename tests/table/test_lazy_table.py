@@ -71,7 +71,7 @@ def test_too_little_memory_names_the_table_and_what_takes_less(
         embedding(torch.tensor([1]))
 
 
-def test_a_table_of_16_bits_without_room_is_not_told_to_take_16_bits() -> None:
+def test_the_remedies_for_a_16_bit_table_omit_16_bits() -> None:
     with pytest.raises(MemoryError, match="To use less memory: speedtorch.shard splits rows"):
         speedtorch.Embedding(1 << 38, 64, stored=torch.bfloat16)
 

@@ -20,7 +20,7 @@ import torch
 from cuda_calls import PretendedDriver
 from file_faults import fail
 from safetensors.torch import load_file, save_file
-from table_processes import maps, smaps, spawned, told
+from table_processes import maps, received, smaps, spawned
 from torch import Tensor
 
 import speedtorch
@@ -122,7 +122,7 @@ def test_processes_share_one_page_cache(tmp_path: Path) -> None:
     table = HostTable.open(path, "mapped")
     assert float(table["weight"].sum()) == 1 << 20
     with spawned(maps, str(path)) as (_, other):
-        assert told(other) == 1 << 20
+        assert received(other) == 1 << 20
         found = smaps(path, "Shared_Clean", "Shared_Dirty", "Private_Clean", "Private_Dirty")
     assert found["Shared_Clean"] + found["Shared_Dirty"] >= table.nbytes
     assert found["Private_Clean"] + found["Private_Dirty"] == 0
@@ -238,7 +238,7 @@ READS: dict[str, Callable[[HostTable], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=list(READS))
-def test_a_file_that_was_cut_is_told_at_the_next_call(
+def test_a_file_that_was_cut_raises_at_the_next_call(
     saved: Path, read: Callable[[HostTable], Any]
 ) -> None:
     table = HostTable.open(saved, "mapped")
@@ -252,7 +252,7 @@ def test_a_file_that_was_cut_is_told_at_the_next_call(
     table.close()
 
 
-def test_a_file_that_holds_a_table_and_was_cut_is_told(tmp_path: Path) -> None:
+def test_a_cut_file_of_a_table_raises(tmp_path: Path) -> None:
     table = HostTable(10, 4, memory="file", path=tmp_path / "rows.bin")
     os.truncate(tmp_path / "rows.bin", 0)
     with pytest.raises(ValueError, match=r"was truncated to 0 bytes, but a table maps 160 bytes"):
@@ -283,7 +283,7 @@ def test_a_file_that_another_save_has_removed_meanwhile_is_not_kept_mapped(
     assert smaps(tmp_path / "t.k.npy", "Size") == {"Size": 4096}
 
 
-def test_a_file_that_was_replaced_stays_as_it_was(saved: Path) -> None:
+def test_a_file_that_was_replaced_does_not_change(saved: Path) -> None:
     table, before = HostTable.open(saved, "mapped"), rows_in(saved)
     HostTable(1, 4, memory="plain").save(saved)
     assert torch.equal(table["weight"], before)
@@ -300,7 +300,7 @@ def unaligned(path: Path) -> Tensor:
     return rows
 
 
-def test_fields_that_are_not_aligned_are_read_and_it_is_said(tmp_path: Path) -> None:
+def test_fields_that_are_not_aligned_are_read_with_a_reason(tmp_path: Path) -> None:
     rows = unaligned(path := tmp_path / "t.safetensors")
     table = HostTable.open(path, "mapped")
     assert table.memory in ("plain", "managed", "registered")
@@ -310,7 +310,7 @@ def test_fields_that_are_not_aligned_are_read_and_it_is_said(tmp_path: Path) -> 
     assert torch.equal(rows_in(path), rows)
 
 
-def test_a_file_system_that_does_not_map_is_said(
+def test_a_file_system_that_does_not_map_is_the_reason(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail(monkeypatch, "map_to_read", code=errno.ENODEV)
@@ -329,7 +329,7 @@ def test_a_file_call_that_fails_is_no_reason_to_read(
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_what_is_no_table_is_told_as_by_any_open(tmp_path: Path) -> None:
+def test_a_file_without_a_table_raises_as_any_open(tmp_path: Path) -> None:
     (tmp_path / "t.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="has at least 8 bytes, got 0"):
         HostTable.open(tmp_path / "t.safetensors", "mapped")

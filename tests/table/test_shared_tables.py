@@ -31,10 +31,10 @@ from table_processes import (
     ends_while_it_writes,
     owns,
     random_work,
+    received,
     smaps,
     smaps_of,
     spawned,
-    told,
     train,
     trains,
     works_at_random,
@@ -192,7 +192,7 @@ def test_a_table_of_one_process_is_not_shared() -> None:
         ("_start_of", "has closed it or has ended", ProcessLookupError),
     ],
 )
-def test_a_handle_of_elsewhere_is_told(
+def test_a_handle_of_another_machine_raises(
     monkeypatch: pytest.MonkeyPatch, function: str, says: str, error: type[Exception]
 ) -> None:
     table = small()
@@ -203,7 +203,7 @@ def test_a_handle_of_elsewhere_is_told(
 
 
 @pytest.mark.parametrize("what", ["socket", "folder"])
-def test_a_descriptor_that_is_of_another_thing_by_now_is_told(what: str) -> None:
+def test_a_descriptor_of_another_file_raises(what: str) -> None:
     table = small()
     number = table._open_placement().shared._descriptor.fileno()
     handle = pickle.loads(pickle.dumps(table.share()))
@@ -216,7 +216,7 @@ def test_a_descriptor_that_is_of_another_thing_by_now_is_told(what: str) -> None
         os.close(each)
 
 
-def test_memory_of_another_user_is_told() -> None:
+def test_memory_of_another_user_raises() -> None:
     table = small()
     handle = pickle.loads(pickle.dumps(table.share()))
     refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
@@ -227,13 +227,13 @@ def test_memory_of_another_user_is_told() -> None:
         HostTable.from_handle(handle)
 
 
-def test_a_handle_of_another_layout_is_told() -> None:
+def test_a_handle_of_another_layout_raises() -> None:
     table = small()
     with pytest.raises(ValueError, match="Use one version of speedtorch in all processes"):
         HostTable.from_handle(table.share()._replace(record_bytes=32))
 
 
-def test_a_system_without_such_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_such_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(RuntimeError, match="memory='shared' needs memfd_create"):
         small()
@@ -251,7 +251,7 @@ def test_a_module_makes_a_shared_table() -> None:
     assert copy.deepcopy(module).table.memory == "shared"
 
 
-def test_a_modules_table_that_was_shared_stays_the_one_that_is_trained() -> None:
+def test_a_shared_table_of_a_module_remains_the_trained_one() -> None:
     module = speedtorch.Embedding(10, 4, memory="shared")
     other = HostTable.from_handle(module.table.share())
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
@@ -451,14 +451,14 @@ def writes_once(table: HostTable) -> None:
 def test_random_work_of_two_processes_on_disjoint_rows_leaves_no_wrong_row(device: str) -> None:
     table, operations = HostTable(1000, 8, memory="shared").fill_(-1), soaked(5000, 50_000)
     with spawned(works_at_random, table.share(), operations, device) as (_, other):
-        assert told(other) == "open"
+        assert received(other) == "open"
         even = random_work(table, 0, 2, operations, device)
-        odd = torch.from_numpy(told(other))
+        odd = torch.from_numpy(received(other))
     assert torch.equal(table["weight"][::2], even)
     assert torch.equal(table["weight"][1::2], odd)
 
 
-def test_two_processes_train_disjoint_rows_as_one_would_each(device: str) -> None:
+def test_two_processes_train_disjoint_rows_as_two_tables(device: str) -> None:
     def made(memory: str) -> HostTable:
         table = HostTable(100, 4, state=("exp_avg", "exp_avg_sq"), memory=memory)  # type: ignore[arg-type]
         return table.normal_(seed=5)
@@ -466,7 +466,7 @@ def test_two_processes_train_disjoint_rows_as_one_would_each(device: str) -> Non
     table, *alone = made("shared"), made("plain"), made("plain")
     with spawned(trains, table.share(), device) as (_, other):
         train(table, 0, device)
-        assert told(other) == "done"
+        assert received(other) == "done"
     for part in (0, 1):
         train(alone[part], part, device)
         for name in table.fields:
@@ -477,7 +477,7 @@ def test_a_reader_beside_a_writer_sees_whole_versions(device: str) -> None:
     table = HostTable(2000, 4, memory="shared")
     ids, seen = torch.arange(2000, device=device), [0.0]
     with spawned(writes_versions, table.share(), device) as (_, other):
-        assert told(other) == "open"
+        assert received(other) == "open"
         for _ in range(300):
             rows = table.read_consistently(lambda: table.gather(ids, "weight"))
             assert (rows == rows[0, 0]).all()
@@ -485,10 +485,10 @@ def test_a_reader_beside_a_writer_sees_whole_versions(device: str) -> None:
     assert seen == sorted(seen) and len(set(seen)) > 1
 
 
-def test_a_writer_that_was_ended_is_told_and_the_next_one_goes_on() -> None:
+def test_an_ended_writer_raises_and_the_next_one_continues() -> None:
     table = small()
     with spawned(ends_while_it_writes, table.share()) as (_, other):
-        assert told(other) == "writing"
+        assert received(other) == "writing"
     assert table.version == 1
     with pytest.raises(RuntimeError, match="a writer ended within `with table.writing"):
         table.read_consistently(table.settle)
@@ -499,7 +499,7 @@ def test_a_writer_that_was_ended_is_told_and_the_next_one_goes_on() -> None:
 
 def test_the_memory_outlives_the_process_that_made_it() -> None:
     with spawned(owns) as (process, other):
-        handle = told(other)
+        handle = received(other)
         table, again = HostTable.from_handle(handle), pickle.dumps(handle)
         process.kill()
         process.join()
@@ -509,11 +509,11 @@ def test_the_memory_outlives_the_process_that_made_it() -> None:
     assert HostTable.from_handle(table.share())["weight"].sum() == 1200
 
 
-def test_a_table_that_its_maker_has_closed_is_told() -> None:
+def test_a_table_that_its_maker_has_closed_raises() -> None:
     with spawned(owns) as (_, other):
-        handle = told(other)
+        handle = received(other)
         other.send("close")
-        assert told(other) == "closed"
+        assert received(other) == "closed"
         with pytest.raises(ProcessLookupError, match="has closed it or has ended"):
             HostTable.from_handle(handle)
 
@@ -521,10 +521,10 @@ def test_a_table_that_its_maker_has_closed_is_told() -> None:
 def test_two_processes_take_the_memory_once() -> None:
     table = HostTable(1 << 20, 16, memory="shared").fill_(1)
     with spawned(counts_bytes, table.share()) as (_, other):
-        assert told(other) == "read"
+        assert received(other) == "read"
         here = smaps(table, "Pss", "Rss")
         other.send("count")
-        there, stats = told(other)
+        there, stats = received(other)
     assert here["Rss"] == there["Rss"] == table.nbytes
     assert 0.99 * table.nbytes <= here["Pss"] + there["Pss"] <= 1.01 * table.nbytes
     assert stats["plain"] == stats["managed"] == 0
@@ -553,7 +553,7 @@ def test_a_forked_child_has_the_same_memory() -> None:
 def test_one_process_gets_several_handles_of_one_table() -> None:
     table = small()
     with spawned(_opens_all, [table.share(), table.share()]) as (_, other):
-        assert told(other) == [0.0, 0.0]
+        assert received(other) == [0.0, 0.0]
 
 
 def _opens_all(connection: object, handles: list[object]) -> None:

@@ -183,7 +183,7 @@ def test_records_of_different_dtypes_are_not_added() -> None:
 
 @NEEDS_GPU
 @pytest.mark.parametrize("memory_kind", ["managed", "registered", "plain"])
-def test_rows_come_to_the_gpu_and_go_back(memory_kind: str) -> None:
+def test_rows_are_copied_to_the_gpu_and_written_back(memory_kind: str) -> None:
     table = HostTable(1000, 5, state=("exp_avg",), memory=memory_kind).normal_(seed=1)
     ids = torch.tensor([999, 0, 500], device="cuda")
     rows = table.gather(ids)

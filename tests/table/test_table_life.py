@@ -50,7 +50,7 @@ def test_a_closed_table_says_so() -> None:
     assert weight.tolist() == [[0, 0]] * 3
 
 
-def test_closing_gives_the_memory_back() -> None:
+def test_closing_frees_the_memory() -> None:
     gc.collect()
     before = memory.memory_stats()
     with HostTable(1000, 100, memory="plain"):
@@ -124,7 +124,7 @@ os.wait()
         pytest.param("managed", "refused: ", marks=NEEDS_GPU),
     ],
 )
-def test_a_forked_child_uses_a_table_or_is_told_why_not(kind: str, answer: str) -> None:
+def test_a_forked_child_uses_a_table_or_raises(kind: str, answer: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parents[2])}
     result = subprocess.run(
         [warm_python(), "-c", FORK, kind],
