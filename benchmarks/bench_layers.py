@@ -58,14 +58,14 @@ def apart(run: Callable[[], object], again: Callable[[], object]) -> list[float]
 
 
 def measured() -> Measured:
-    """One unit of 1 GiB, of large tensors and of small ones; the host's time; experts."""
+    """One module of 1 GiB, of large tensors and of small ones; the host's time; experts."""
     bounds = list(memcpy(nbytes_of(layers())))
     yield from bounds
     for width in (WIDTH, NARROW):
         forget()
         count = len(list(layers(width).parameters()))
         section = f"one unit of {count} tensors"
-        yield from as_units(section, width, *bounds)
+        yield from as_modules(section, width, *bounds)
         forget()
         yield from as_others(section, width, *bounds[:2])
     forget()
@@ -98,11 +98,11 @@ def memcpy(nbytes: int) -> Iterator[Figure]:
     yield figure_of("memcpy", name, apart(both, synchronize), nbytes=2 * nbytes)
 
 
-def as_units(
+def as_modules(
     section: str, width: int, to_gpu: Figure, to_host: Figure, both_ways: Figure
 ) -> Iterator[Figure]:
     """As speedtorch moves them."""
-    first, second = (OffloadedModule(layers(width), device=DEVICE, name="a unit") for _ in range(2))
+    first, second = (OffloadedModule(layers(width), device=DEVICE, name="layers") for _ in range(2))
     nbytes = first.nbytes
 
     def leave() -> None:
@@ -215,34 +215,34 @@ def of_fsdp(module: nn.Module) -> Iterator[Mover]:
 
 
 def host_time() -> Iterator[Figure]:
-    """What the host does for units of few and of many small tensors, with Adam's state."""
+    """What the host does for modules of few and of many small tensors, with Adam's state."""
     for count in (2, 16, 64):
         module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(count)))
         optimizer = optim.AdamW(module.parameters(), foreach=True)
-        unit = OffloadedModule(module, optimizer, device=DEVICE)
-        unit.load()
+        offloaded = OffloadedModule(module, optimizer, device=DEVICE)
+        offloaded.load()
         module(torch.ones(4, 32, device=DEVICE)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        unit.evict()
+        offloaded.evict()
         tensors = 6 * count
         loads, leaves = [], []
         for _ in turns(31):
             begin = time.perf_counter()
-            unit.load()
+            offloaded.load()
             loads.append((time.perf_counter() - begin) * 1e3)
             synchronize()
             optimizer.step()  # changes none, and may have changed all
-            unit.write_back()
-            unit.wait()
+            offloaded.write_back()
+            offloaded.wait()
             begin = time.perf_counter()
-            unit.evict()
+            offloaded.evict()
             leaves.append((time.perf_counter() - begin) * 1e3)
             synchronize()
         for name, times in (("load", loads), ("evict what is written back", leaves)):
             told = f"{name}, {tensors} tensors"
             yield figure_of("the host's time", told, times[WARM_UPS:], tensors=tensors)
-        unit.close()
+        offloaded.close()
 
 
 class Experts(nn.Module):

@@ -27,7 +27,7 @@ TOKENS = tuple(
 )
 CAP = 24 * GIB
 UNITS = 12 * GIB if FULL else 2 << 20
-"""Of the cap: what units take at most."""
+"""Of the cap: what offloaded modules take at most."""
 WARM, STEPS = (2, 5) if FULL else (1, 2)
 
 
@@ -173,7 +173,7 @@ def swapped(
     print(f"built in {time.perf_counter() - begin:.1f} s", flush=True)
     optimizer = adam(model)
     swapper = speedtorch.Swapper(model, optimizer, device=DEVICE, budget=UNITS)
-    print(f"units in {time.perf_counter() - begin:.1f} s", flush=True)
+    print(f"modules offloaded in {time.perf_counter() - begin:.1f} s", flush=True)
     step = trained(model, optimizer)
     with swapper.auto(step=True):
         for tokens, words in data.items():

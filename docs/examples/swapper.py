@@ -1,7 +1,7 @@
 """A model that is larger than its memory budget: layers come to the device while they are used.
 
-A residual network of 24 blocks with AdamW. Its units may take a quarter of what the model, its
-gradients and its state take; `auto(step=True)` steps each block in the backward pass.
+A residual network of 24 blocks with AdamW. The budget is a quarter of the model, its gradients and
+its optimizer state; `auto(step=True)` steps each block in the backward pass.
 
     python swapper.py
     python swapper.py --plain  # all of it on the device, the same numbers
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def built(width: int, blocks: int) -> tuple[nn.Sequential, nn.Linear]:
-    """The blocks, and what is no unit, in host memory."""
+    """The blocks and the head, in host memory."""
     torch.manual_seed(0)
     with speedtorch.host_init():
         return nn.Sequential(*(Block(width) for _ in range(blocks))), nn.Linear(width, 1)

@@ -1,4 +1,4 @@
-"""Layers on the fly: a module's tensors as one unit, in host memory or on the device."""
+"""Layer offload: modules and training state in host memory or on the device."""
 
 from speedtorch.layers.flat_buffer import FlatBuffer, Memory
 from speedtorch.layers.host_init import host_init
