@@ -1,7 +1,8 @@
 """Families of transformers and diffusers, with adapters by peft: see offloaded_families.py.
 
 Models are tiny, made from a configuration, and nothing is loaded. Those that train a weight in two
-modules (tied embeddings) keep these on the device; of others all modules with weights are units.
+modules (tied embeddings) keep these on the device; of others all modules with weights are
+offloaded.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _adapt(*targets: str, model: nn.Module) -> nn.Module:
 
 def _family(
     name: str,
-    units: Callable[[Any], Iterable[nn.Module]],
+    modules: Callable[[Any], Iterable[nn.Module]],
     loss: Callable[[Any, int, str], Tensor],
     targets: list[str],
     *,
@@ -100,7 +101,7 @@ def _family(
     def adapt(model: nn.Module) -> nn.Module:
         return _adapt(*targets, model=model)
 
-    return Family(make, units, loss, _checkpoints, adapt, shares)
+    return Family(make, modules, loss, _checkpoints, adapt, shares)
 
 
 def _unet() -> nn.Module:
@@ -122,7 +123,7 @@ def _unet() -> nn.Module:
     return model
 
 
-def _unet_units(model: Any) -> Iterable[nn.Module]:
+def _unet_modules(model: Any) -> Iterable[nn.Module]:
     yield from (model.conv_in, model.time_embedding, model.conv_norm_out, model.conv_out)
     for block in (*model.down_blocks, model.mid_block, *model.up_blocks):
         for parts in block.children():
@@ -280,7 +281,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "UNet": Family(
         _unet,
-        _unet_units,
+        _unet_modules,
         _noise_loss,
         _unet_checkpoints,
         lambda model: _adapt("to_q", "to_v", "conv1", model=model),
@@ -293,14 +294,14 @@ FAMILIES: dict[str, Family] = {
 
 
 def _of_routers(model: nn.Module, number: int, device: str) -> Tensor:
-    """With the loss of the routers, whose results hooks record within units."""
+    """With the loss of the routers, whose results hooks record within modules."""
     ids = drawn(number, 3, 7, high=WORDS).to(device)
     loss: Tensor = model(input_ids=ids, labels=ids, output_router_logits=True).loss
     return loss
 
 
 def _of_attentions(model: nn.Module, number: int, device: str) -> Tensor:
-    """With what hooks record of attentions and hidden states within units."""
+    """With what hooks record of attentions and hidden states within modules."""
     ids, labels = drawn(number, 3, 7, high=WORDS), drawn(number + 100, 3, 5, high=WORDS)
     result = model(
         input_ids=ids.to(device),
@@ -359,4 +360,4 @@ UNUSUAL: dict[str, tuple[str, Family]] = {
         ),
     ),
 }
-"""What leads to a unit's tensors in other ways than its forward, with its variant."""
+"""What leads to a module's tensors in other ways than its forward, with its variant."""

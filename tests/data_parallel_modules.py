@@ -1,4 +1,4 @@
-"""What each rank of a DistributedDataParallel does with a model whose units a Swapper keeps."""
+"""What each rank of a DistributedDataParallel does with a model whose modules a Swapper keeps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from speedtorch.layers import Swapper, tensor_group
 
-UNITS, WIDTH = 4, 16
+MODULES, WIDTH = 4, 16
 
 
 def pair() -> tuple[list[nn.Sequential], list[optim.Optimizer]]:
-    """The same model twice: units and a head."""
+    """The same model twice: modules and a head."""
     torch.manual_seed(0)
-    whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)), nn.Linear(WIDTH, 1))
+    whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(MODULES)), nn.Linear(WIDTH, 1))
     models = [copy.deepcopy(whole), whole]
     return models, [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
 
@@ -37,7 +37,7 @@ def batch(step: int) -> Tensor:
 
 @contextmanager
 def nodes_are_lost() -> Iterator[None]:
-    """Lets each move of a unit do what one to another device does: torch makes other nodes."""
+    """Lets each move of a module do what one to another device does: torch makes other nodes."""
     moves = tensor_group.set_versions
 
     def move(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
@@ -51,15 +51,15 @@ def nodes_are_lost() -> Iterator[None]:
         yield
 
 
-def check_units_of_data_parallel(way: str, made: str) -> None:
-    """Units by themselves (`auto`), or all in use, have the bits of plain data parallel."""
+def check_modules_of_data_parallel(way: str, made: str) -> None:
+    """Modules by themselves (`auto`), or all in use, have the bits of plain data parallel."""
     device, (models, optimizers) = own_device(), pair()
-    for each in (models[1], models[0][UNITS], *(models[0] if made == "before" else ())):
+    for each in (models[1], models[0][MODULES], *(models[0] if made == "before" else ())):
         each.to(device)
     if made == "before":  # of the swapper
         wrapped = [DistributedDataParallel(each) for each in models]
     budget = "7KiB" if way == "auto" else None
-    swapper = Swapper(list(models[0])[:UNITS], optimizers[0], device=device, budget=budget)
+    swapper = Swapper(list(models[0])[:MODULES], optimizers[0], device=device, budget=budget)
     if made == "after":
         with swapper.use(models[0]):
             wrapped = [DistributedDataParallel(each) for each in models]
@@ -91,10 +91,10 @@ def check_units_of_data_parallel(way: str, made: str) -> None:
     assert all(torch.equal(each, flat) for each in every)
 
 
-def check_units_whose_nodes_are_lost(way: str, made: str) -> None:
-    """As on a GPU, where each move of a unit is one to another device."""
+def check_modules_whose_nodes_are_lost(way: str, made: str) -> None:
+    """As on a GPU, where each move of a module is one to another device."""
     with nodes_are_lost():
-        check_units_of_data_parallel(way, made)
+        check_modules_of_data_parallel(way, made)
 
 
 class Direct(nn.Module):
@@ -102,7 +102,7 @@ class Direct(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(MODULES))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -110,20 +110,23 @@ class Direct(nn.Module):
         return x
 
 
-CASES = ["another", "two", "hooks", "closed", "copied", "unfrozen", "direct", "one unit", "join"]
+CASES = ["another", "two", "hooks", "closed", "copied", "unfrozen", "direct", "one module", "join"]
 
 
 def check_a_case_of_data_parallel(case: str) -> None:
     """What happens beside the steps changes nothing, where moves lose nodes."""
     with nodes_are_lost():
         models: list[Any] = list(pair()[0])
-        if case in ("direct", "one unit"):
+        if case in ("direct", "one module"):
             torch.manual_seed(0)
             models = [whole := Direct(), copy.deepcopy(whole)]
         wrapped = [DistributedDataParallel(each) for each in models]
         optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
-        units = {"direct": lambda: list(models[0].layers), "one unit": lambda: [models[0].layers]}
-        found = units.get(case, lambda: list(models[0])[:UNITS])()
+        modules = {
+            "direct": lambda: list(models[0].layers),
+            "one module": lambda: [models[0].layers],
+        }
+        found = modules.get(case, lambda: list(models[0])[:MODULES])()
         first = [next(each.parameters()) for each in models]
         if case == "unfrozen":
             for each in first:
@@ -176,7 +179,7 @@ def check_searches_for_nodes() -> None:
     """Nodes that were lost are not looked for in a graph, as no error would tell of that."""
     models, optimizers = pair()
     with nodes_are_lost():
-        swapper = Swapper(list(models[0])[:UNITS], optimizers[0], device="cpu")
+        swapper = Swapper(list(models[0])[:MODULES], optimizers[0], device="cpu")
         with swapper.use(models[0]):
             wrapper = DistributedDataParallel(models[0], find_unused_parameters=True)
         swapper.evict()
@@ -194,24 +197,24 @@ def check_refusals_of_data_parallel() -> None:
         (False, True, "Use gradient_as_bucket_view=False"),
     ):
         models, optimizers = pair()
-        units = list(models[0])[:UNITS]
+        modules = list(models[0])[:MODULES]
         wrapper = DistributedDataParallel(models[0], gradient_as_bucket_view=is_view)
         before = copies(dict(models[0].named_parameters()))
-        swapper = Swapper(units, optimizers[0], device="cpu")
-        ways = [swapper.auto(step=steps)] if steps else [swapper.auto(), swapper.use(*units)]
+        swapper = Swapper(modules, optimizers[0], device="cpu")
+        ways = [swapper.auto(step=steps)] if steps else [swapper.auto(), swapper.use(*modules)]
         for way in ways:
             with way, pytest.raises(NotImplementedError, match=f"module '0': .*{text}"):
                 wrapper(batch(0))
             assert_equal(dict(models[0].named_parameters()), before)
 
 
-def check_units_that_data_parallel_ignores() -> None:
-    """A rank's own units may be stepped in the backward."""
+def check_modules_that_data_parallel_ignores() -> None:
+    """A rank's own modules may be stepped in the backward."""
     models, optimizers = pair()
-    units = list(models[0])[:UNITS]
-    names = [f"{number}.{name}" for number in range(UNITS) for name in ("weight", "bias")]
+    modules = list(models[0])[:MODULES]
+    names = [f"{number}.{name}" for number in range(MODULES) for name in ("weight", "bias")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(models[0], names)  # type: ignore[no-untyped-call]
     before = copies(dict(models[0].named_parameters()))
-    with Swapper(units, optimizers[0], device="cpu").auto(step=True):
+    with Swapper(modules, optimizers[0], device="cpu").auto(step=True):
         DistributedDataParallel(models[0])(batch(0)).sum().backward()
-    assert not torch.equal(units[0].weight, before["0.weight"])  # type: ignore[arg-type]
+    assert not torch.equal(modules[0].weight, before["0.weight"])  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
-"""Families of models whose parts are units of a Swapper, and their training in each way.
+"""Families of models whose parts a Swapper offloads, and their training in each way.
 
-A `Family` makes a tiny model, names its units and computes a loss. ResNet and LSTM are here, those
-that need a library in client_families.py. `trained` trains a model, `assert_same_training` a pair:
-one with units within a third of what they take, and one that stays on the device.
+A `Family` makes a tiny model, names the offloaded modules and computes a loss. ResNet and LSTM are
+here, those that need a library in client_families.py. `trained` trains a model,
+`assert_same_training` a
+pair: one with modules within a third of what they take, and one that stays on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
     "assert_same_training_at_once",
     "assert_too_large_at_once",
     "drawn",
-    "units_of",
+    "modules_of",
 ]
 
 # With deterministic algorithms torch asks for this before it multiplies matrices on a GPU.
@@ -52,17 +53,17 @@ class Family:
 
     Attributes:
         make: a model with random weights.
-        units: the modules of a model that are units.
+        modules: the modules of a model that a Swapper offloads.
         loss: of a model for a batch with this number, on a device.
         checkpoints: lets a model compute its layers again in the backward, by torch's checkpoint
             with `use_reentrant`.
-        adapt: gives the model with trained low-rank adapters within units, all else frozen.
-        shares: several units take one tensor (the states of an encoder), whose gradients a graph
-            that is cut between units adds in another order.
+        adapt: gives the model with trained low-rank adapters within modules, all else frozen.
+        shares: several modules take one tensor (the states of an encoder), whose gradients a graph
+            that is cut between modules adds in another order.
     """
 
     make: Callable[[], nn.Module]
-    units: Callable[[Any], Iterable[nn.Module]]
+    offloaded: Callable[[Any], Iterable[nn.Module]]
     loss: Callable[[Any, int, str], Tensor]
     checkpoints: Callable[[Any, bool], None]
     adapt: Callable[[Any], nn.Module]
@@ -86,17 +87,19 @@ def drawn(number: int, *shape: int, high: int | None = None) -> Tensor:
     return torch.randint(1, high, shape, generator=generator)
 
 
-def units_of(family: Family, model: Any) -> list[nn.Module]:
-    """The units of a model, which peft may have wrapped."""
-    return list(family.units(model.get_base_model() if hasattr(model, "get_base_model") else model))
+def modules_of(family: Family, model: Any) -> list[nn.Module]:
+    """The modules of a model, which peft may have wrapped."""
+    return list(
+        family.offloaded(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    )
 
 
 # ------------------------------------------------------------------------------------------------
-# A use for each forward and each backward of a unit
+# A use for each forward and each backward of a module
 
 
 class _Call:
-    """A call of a unit, whose graph is apart from the others'."""
+    """A call of a module, whose graph is apart from the others'."""
 
     def __init__(self, using: Callable[[], AbstractContextManager[None]], run: Any) -> None:
         self.using, self.run = using, run
@@ -139,10 +142,10 @@ class _Apart(torch.autograd.Function):
         return None, None, *(each.grad for each in call.given)
 
 
-def use_by_call(unit: nn.Module, using: Callable[[], AbstractContextManager[None]]) -> None:
-    """Lets each forward of a unit, and each backward, lie within `using()`."""
+def use_by_call(module: nn.Module, using: Callable[[], AbstractContextManager[None]]) -> None:
+    """Lets each forward of a module, and each backward, lie within `using()`."""
 
-    class Used(type(unit)):  # type: ignore[misc]
+    class Used(type(module)):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             called = super().__call__
             if not torch.is_grad_enabled():
@@ -164,8 +167,8 @@ def use_by_call(unit: nn.Module, using: Callable[[], AbstractContextManager[None
                 call.leaves[place] = each
             return tree_unflatten(call.leaves, call.shape)
 
-    Used.__name__ = type(unit).__name__
-    unit.__class__ = Used
+    Used.__name__ = type(module).__name__
+    module.__class__ = Used
 
 
 # ------------------------------------------------------------------------------------------------
@@ -173,22 +176,22 @@ def use_by_call(unit: nn.Module, using: Callable[[], AbstractContextManager[None
 
 
 class _TwoDevices(TorchDispatchMode):
-    """Refuses operations on parameters of evicted units and other tensors, as with a GPU."""
+    """Refuses operations on parameters of evicted modules and other tensors, as with a GPU."""
 
     def __init__(self, swapper: Swapper) -> None:
         super().__init__()
-        self._units = swapper._offloaded.values()
+        self._modules = swapper._offloaded.values()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        buffers = [unit._own.buffer for unit in self._units]
+        buffers = [module._own.buffer for module in self._modules]
         on_host = {each._cdata for buffer in buffers for each in buffer._host_storages}
         are_there = {
             each.untyped_storage()._cdata in on_host
             for each in tree_leaves((args, kwargs))
-            # Units are copied as bytes.
+            # Modules are copied as bytes.
             if isinstance(each, Tensor) and each.dim() and each.dtype != torch.uint8
         }
-        assert len(are_there) < 2, f"{func}: parameters of an evicted unit"
+        assert len(are_there) < 2, f"{func}: parameters of an evicted module"
         return func(*args, **(kwargs or {}))
 
 
@@ -196,18 +199,18 @@ def _two_devices(swapper: Swapper) -> AbstractContextManager[Any]:
     return _TwoDevices(swapper) if swapper.device.type == "cpu" else nullcontext()
 
 
-def _move_rest(model: nn.Module, units: list[nn.Module], device: str) -> None:
-    """Moves what is no unit to the device."""
-    within = {part for unit in units for part in unit.modules()}
+def _move_rest(model: nn.Module, offloaded: list[nn.Module], device: str) -> None:
+    """Moves what is not offloaded to the device."""
+    within = {part for module in offloaded for part in module.modules()}
     for part in model.modules():
         if part not in within:
             part._apply(lambda each: each.to(device), recurse=False)
 
 
-def training_bytes(units: list[nn.Module]) -> int:
-    """Bytes of units with gradients and AdamW's state."""
-    parameters = {each for unit in units for each in unit.parameters()}
-    buffers = {each for unit in units for each in unit.buffers()}
+def training_bytes(offloaded: list[nn.Module]) -> int:
+    """Bytes of modules with gradients and AdamW's state."""
+    parameters = {each for module in offloaded for each in module.parameters()}
+    buffers = {each for module in offloaded for each in module.buffers()}
     return sum(each.nbytes * (4 if each.requires_grad else 1) for each in parameters) + sum(
         each.nbytes for each in buffers
     )
@@ -216,7 +219,7 @@ def training_bytes(units: list[nn.Module]) -> int:
 def make_pair(
     family: Family, setting: Setting
 ) -> tuple[tuple[nn.Module, Optimizer, list[nn.Module]], tuple[nn.Module, Optimizer]]:
-    """A model whose units are on the host, and the same model on the device."""
+    """A model whose modules are on the host, and the same model on the device."""
     torch.manual_seed(0)
     made = family.make()
     if setting.variant == "lora":
@@ -224,13 +227,13 @@ def make_pair(
     if "checkpoint" in setting.variant:
         family.checkpoints(made, setting.variant == "reentrant-checkpoint")
     whole = copy.deepcopy(made).to(setting.device)
-    units = units_of(family, made)
-    _move_rest(made, units, setting.device)
+    offloaded = modules_of(family, made)
+    _move_rest(made, offloaded, setting.device)
     optimizers = [
         optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
         for model in (made, whole)
     ]
-    return (made, optimizers[0], units), (whole, optimizers[1])
+    return (made, optimizers[0], offloaded), (whole, optimizers[1])
 
 
 def trained(
@@ -271,22 +274,22 @@ def trained(
 
 
 def assert_same_training(family: Family, setting: Setting) -> None:
-    """Trains with units within a third of what they take, and without, and compares all bits.
+    """Trains with modules within a third of what they take, and without, and compares all bits.
 
-    Where each call is a use, the graph is cut between units; the plain model's is cut, too, where
+    Where each call is a use, the graph is cut between modules; the plain model's is cut, too, where
     that alone gives other bits.
     """
-    (made, optimizer, units), (whole, other) = make_pair(family, setting)
-    budget = training_bytes(units) // 3
-    swapper = Swapper(units, optimizer, device=setting.device, budget=budget)
+    (made, optimizer, offloaded), (whole, other) = make_pair(family, setting)
+    budget = training_bytes(offloaded) // 3
+    swapper = Swapper(offloaded, optimizer, device=setting.device, budget=budget)
     auto: AbstractContextManager[Any] = nullcontext()
     if setting.mode == "use":
-        for unit in units:
-            use_by_call(unit, lambda unit=unit: swapper.use(unit))
+        for module in offloaded:
+            use_by_call(module, lambda module=module: swapper.use(module))
         # Autocast casts a leaf once, and the inputs of a graph that is cut are leaves.
         is_cut = family.shares or setting.variant == "autocast"
-        for unit in units_of(family, whole) if is_cut else ():
-            use_by_call(unit, nullcontext)
+        for module in modules_of(family, whole) if is_cut else ():
+            use_by_call(module, nullcontext)
     else:
         auto = swapper.auto(step=setting.mode == "auto-step")
 
@@ -300,7 +303,9 @@ def assert_same_training(family: Family, setting: Setting) -> None:
     assert [each.item() for each in found] == [each.item() for each in expected]
     assert expected[0] != expected[-1]
     report = swapper.report()
-    assert report.bytes_in > STEPS * sum(e.nbytes for unit in units for e in unit.parameters())
+    assert report.bytes_in > STEPS * sum(
+        e.nbytes for module in offloaded for e in module.parameters()
+    )
     assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
     swapper.evict()
     assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
@@ -308,13 +313,13 @@ def assert_same_training(family: Family, setting: Setting) -> None:
 
 
 def assert_same_training_at_once(family: Family, device: str) -> None:
-    """Uses all units for each forward and its backward, within what weights and gradients take."""
+    """Uses all modules for each forward and backward, within what weights and gradients take."""
     setting = Setting("use", "plain", device)
-    (made, optimizer, units), (whole, other) = make_pair(family, setting)
-    budget = training_bytes(units) * 2 // 3
-    swapper = Swapper(units, optimizer, device=device, budget=budget)
+    (made, optimizer, offloaded), (whole, other) = make_pair(family, setting)
+    budget = training_bytes(offloaded) * 2 // 3
+    swapper = Swapper(offloaded, optimizer, device=device, budget=budget)
     with _two_devices(swapper):
-        found = trained(family, made, optimizer, setting, using=lambda: swapper.use(*units))
+        found = trained(family, made, optimizer, setting, using=lambda: swapper.use(*offloaded))
     expected = trained(family, whole, other, setting)
     assert [each.item() for each in found] == [each.item() for each in expected]
     assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
@@ -324,10 +329,10 @@ def assert_same_training_at_once(family: Family, device: str) -> None:
 def assert_too_large_at_once(family: Family, device: str) -> None:
     """A third is enough for all weights, and not for their gradients; nothing is stepped."""
     setting = Setting("use", "plain", device)
-    (made, optimizer, units), (whole, _) = make_pair(family, setting)
-    swapper = Swapper(units, optimizer, device=device, budget=training_bytes(units) // 3)
+    (made, optimizer, offloaded), (whole, _) = make_pair(family, setting)
+    swapper = Swapper(offloaded, optimizer, device=device, budget=training_bytes(offloaded) // 3)
     message = "too small for the modules in use, .*, with their gradients"
-    with pytest.raises(RuntimeError, match=message), swapper.use(*units):
+    with pytest.raises(RuntimeError, match=message), swapper.use(*offloaded):
         family.loss(made, 0, device).backward()  # type: ignore[no-untyped-call]
     assert not swapper.report().in_use
     weights, others = dict(made.named_parameters()), dict(whole.named_parameters())

@@ -1,4 +1,4 @@
-"""A layer of all that a unit can have, and all tensors of it, for the tests of units."""
+"""A layer with all kinds of tensors that a module can have, for tests of offloaded modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMON_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "ASGD": optim.ASGD,
     "Rprop": optim.Rprop,
 }
-"""Those of every test of units, by name."""
+"""Those of every test of modules, by name."""
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""The budget bounds what units take on the device: with gradients, and state that a step makes."""
+"""The budget bounds device memory of modules, with gradients and state that a step creates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speedtorch.layers.optimizer_trials import FirstState
 from speedtorch.layers.partial_step import PartialStep
 
 WIDTH = 64
-UNIT = 2 * 4 * WIDTH * (WIDTH + 1)  # bytes of the weights of a unit
+MODULE_BYTES = 2 * 4 * WIDTH * (WIDTH + 1)  # bytes of the weights of a module
 
 
 def layers(count: int = 8) -> nn.Sequential:
@@ -41,12 +41,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 
 @contextmanager
 def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What units take on the device after each gradient and each part of a step."""
+    """What modules take on the device after each gradient and each part of a step."""
     found: list[int] = []
-    units = list(swapper._offloaded.values())
+    modules = list(swapper._offloaded.values())
 
     def look(_: object = None) -> None:
-        found.append(sum(unit.device_bytes + unit.other_bytes() for unit in units))
+        found.append(sum(offloaded.device_bytes + offloaded.other_bytes() for offloaded in modules))
 
     step = PartialStep.step
 
@@ -56,8 +56,8 @@ def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
     hooks = [
         each.register_post_accumulate_grad_hook(look)
-        for unit in units
-        for each in unit.module.parameters()
+        for offloaded in modules
+        for each in offloaded.module.parameters()
     ]
     with monkeypatch.context() as patch:
         patch.setattr(PartialStep, "step", stepped)
@@ -70,32 +70,32 @@ def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("extra", [1.05, 2.4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_units_that_come_by_themselves_take_no_more(
+def test_modules_that_come_by_themselves_take_no_more(
     optimizer: str, extra: float, step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = layers()
     made = OPTIMIZERS[optimizer](model)
     kept = {"SGD": 0, "SGD, momentum": 1, "AdamW": 2, "AMSGrad, fused": 3}[optimizer]
-    budget = int((2 + kept) * (UNIT + 1024) * extra)
+    budget = int((2 + kept) * (MODULE_BYTES + 1024) * extra)
     swapper = Swapper(model, made, device="cpu", budget=budget)
     with swapper.auto(step=step), watched(swapper, monkeypatch) as found:
         for _ in range(3):
             model(torch.ones(1, WIDTH)).sum().backward()
             made.step()
             made.zero_grad()
-    assert found and UNIT * (2 + kept) <= max(found) <= budget
+    assert found and MODULE_BYTES * (2 + kept) <= max(found) <= budget
 
 
-def test_units_in_use_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_use_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers()
     made = OPTIMIZERS["AdamW"](model)
-    budget = int(5.2 * (UNIT + 1024))
+    budget = int(5.2 * (MODULE_BYTES + 1024))
     swapper = Swapper(model, made, device="cpu", budget=budget)
     with watched(swapper, monkeypatch) as found:
         for _ in range(2):
-            for unit in model:
-                with swapper.use(unit):
-                    unit(torch.ones(1, WIDTH)).sum().backward()
+            for offloaded in model:
+                with swapper.use(offloaded):
+                    offloaded(torch.ones(1, WIDTH)).sum().backward()
                     made.step()
                 made.zero_grad()
     assert found and max(found) <= budget
@@ -103,10 +103,10 @@ def test_units_in_use_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("room", [12.5, 14.5], ids=["one ahead", "two ahead"])
 def test_what_comes_ahead_stays_until_it_is_used(room: float, device: str) -> None:
-    # Two experts in use take 4 units' weights each with gradients and state, those ahead 3 each.
+    # Two experts in use take 4 modules' weights each with gradients and state, those ahead 3 each.
     model = layers(16)
     optimizer = optim.AdamW(model.parameters(), fused=True)
-    swapper = Swapper(model, optimizer, device=device, budget=int(room * UNIT))
+    swapper = Swapper(model, optimizer, device=device, budget=int(room * MODULE_BYTES))
     chosen = random.Random(0)
     plans = [chosen.sample(range(16), 2) for _ in range(40)]
     x = torch.randn(4, WIDTH, device=device)
@@ -124,16 +124,16 @@ def test_what_comes_ahead_stays_until_it_is_used(room: float, device: str) -> No
             torch.cuda.synchronize()  # what leaves has left
         swapper.prefetch()  # what found no room until then
     after, count = swapper.report(), len(plans) - 1
-    assert after.bytes_in - before.bytes_in <= count * 2 * 3 * 1.1 * UNIT
-    assert after.bytes_out - before.bytes_out <= count * 2 * 3 * 1.1 * UNIT
+    assert after.bytes_in - before.bytes_in <= count * 2 * 3 * 1.1 * MODULE_BYTES
+    assert after.bytes_out - before.bytes_out <= count * 2 * 3 * 1.1 * MODULE_BYTES
     assert after.misses - before.misses <= count * 2 * 0.05
 
 
 def test_weights_that_were_replaced_in_a_use_count() -> None:
     model = layers(4)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    swapper = Swapper(model, optimizer, device="cpu", budget=int(4.5 * UNIT))
-    units = list(swapper._offloaded.values())
+    swapper = Swapper(model, optimizer, device="cpu", budget=int(4.5 * MODULE_BYTES))
+    modules = list(swapper._offloaded.values())
     x = torch.randn(4, WIDTH)
     with swapper.use(model[0]):
         for _ in range(2):  # the gradients stay the same tensors
@@ -143,7 +143,7 @@ def test_weights_that_were_replaced_in_a_use_count() -> None:
     for each in (1, 2):
         with swapper.use(model[each]):
             model[each](x)
-    there = [each for each in units if each.device_bytes]
+    there = [each for each in modules if each.device_bytes]
     others = [
         tensor.nbytes
         for each in there
@@ -153,13 +153,13 @@ def test_weights_that_were_replaced_in_a_use_count() -> None:
         and not each._own.buffer.has(tensor)
         and not each._gradients.buffer.has(tensor)
     ]
-    assert sum(each.device_bytes for each in there) + sum(others) <= 4.5 * UNIT
+    assert sum(each.device_bytes for each in there) + sum(others) <= 4.5 * MODULE_BYTES
 
 
 def test_what_was_evicted_comes_for_a_use_or_a_prefetch_alone() -> None:
     model = layers(3)
     optimizer = optim.AdamW(model.parameters(), fused=True)
-    swapper = Swapper(model, optimizer, device="cpu", budget=int(4.3 * (UNIT + 2048)))
+    swapper = Swapper(model, optimizer, device="cpu", budget=int(4.3 * (MODULE_BYTES + 2048)))
     x = torch.randn(4, WIDTH)
     for each in model[:2]:
         with swapper.use(each):
@@ -175,10 +175,12 @@ def test_what_was_evicted_comes_for_a_use_or_a_prefetch_alone() -> None:
     assert swapper.report().resident == ("2",)
 
 
-def test_gradients_that_were_dropped_and_state_make_room_for_units_in_use() -> None:
+def test_gradients_that_were_dropped_and_state_make_room_for_modules_in_use() -> None:
     model, whole = layers(2), layers(2)
     optimizers = [OPTIMIZERS["AdamW"](each) for each in (model, whole)]
-    budget = int(4.6 * (UNIT + 1024))  # weights and gradients of both, and no state beside them
+    budget = int(
+        4.6 * (MODULE_BYTES + 1024)
+    )  # weights and gradients of both, and no state beside them
     swapper = Swapper(model, optimizers[0], device="cpu", budget=budget)
     for _ in range(3):
         with swapper.use(*model):
@@ -193,7 +195,7 @@ def test_gradients_that_were_dropped_and_state_make_room_for_units_in_use() -> N
 
 def test_a_backward_without_room_for_its_gradients_says_so() -> None:
     model = layers(2)
-    swapper = Swapper(model, device="cpu", budget=int(1.5 * UNIT))
+    swapper = Swapper(model, device="cpu", budget=int(1.5 * MODULE_BYTES))
     with swapper.use(model[0]):
         result = model[0](torch.ones(1, WIDTH)).sum()
         with pytest.raises(RuntimeError, match=r"in use, \['0'\], with their gradients. Increase"):
@@ -203,30 +205,32 @@ def test_a_backward_without_room_for_its_gradients_says_so() -> None:
         model[0](torch.ones(1, WIDTH))
 
 
-def test_a_unit_in_use_that_no_backward_reaches_needs_no_room_for_gradients() -> None:
+def test_a_module_in_use_that_no_backward_reaches_needs_no_room_for_gradients() -> None:
     model = layers(3)
-    swapper = Swapper(model, device="cpu", budget=int(3.3 * UNIT))
+    swapper = Swapper(model, device="cpu", budget=int(3.3 * MODULE_BYTES))
     with swapper.use(model[0], model[1]):
         model[0](torch.ones(1, WIDTH)).sum().backward()
         swapper.prefetch(model[2])
-        assert swapper.report().resident_bytes <= int(3.3 * UNIT)
+        assert swapper.report().resident_bytes <= int(3.3 * MODULE_BYTES)
         model[0](torch.ones(1, WIDTH)).sum().backward()
 
 
-def test_a_unit_that_could_not_leave_waits_for_all_that_is_queued(
+def test_a_module_that_could_not_leave_waits_for_all_that_is_queued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = layers(2)
     swapper = Swapper(model, device="cpu")
     with swapper.use(model[0]):
         pass
-    unit = swapper._offloaded[model[0]]
-    assert unit in swapper._residency._last_uses
+    offloaded = swapper._offloaded[model[0]]
+    assert offloaded in swapper._residency._last_uses
     with monkeypatch.context() as patch:
-        patch.setattr(type(unit._own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        patch.setattr(
+            type(offloaded._own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError)
+        )
         with pytest.raises(MemoryError):
             swapper.evict(model[0])
-    assert unit.device_bytes and unit not in swapper._residency._last_uses
+    assert offloaded.device_bytes and offloaded not in swapper._residency._last_uses
 
 
 @pytest.mark.parametrize(("optimizer", "kept"), zip(OPTIMIZERS, range(4), strict=True))
@@ -252,13 +256,13 @@ def test_state_of_an_optimizer_that_reads_elements_counts_once_it_is_there() -> 
     model = layers(4)
     made = Reads(model.parameters(), lr=0.1)
     assert FirstState(made).nbytes(model[0][0].weight) == 0
-    swapper = Swapper(model, made, device="cpu", budget=int(4.2 * (UNIT + 1024)))
-    for unit in model:
-        with swapper.use(unit):
-            unit(torch.ones(1, WIDTH)).sum().backward()
+    swapper = Swapper(model, made, device="cpu", budget=int(4.2 * (MODULE_BYTES + 1024)))
+    for offloaded in model:
+        with swapper.use(offloaded):
+            offloaded(torch.ones(1, WIDTH)).sum().backward()
             made.step()
         made.zero_grad()
-    assert swapper.report().resident_bytes <= int(4.2 * (UNIT + 1024))
+    assert swapper.report().resident_bytes <= int(4.2 * (MODULE_BYTES + 1024))
 
 
 @NEEDS_GPU

@@ -1,4 +1,4 @@
-"""peft changes weights through `.data` and reads adapters from files, while units come and go."""
+"""peft changes weights through `.data` and reads adapters from files, while modules come and go."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor, nn, optim
 from speedtorch.layers import Swapper
 
 pytestmark = pytest.mark.clients
-WIDTH, UNITS = 16, 4
+WIDTH, MODULES = 16, 4
 
 
 def adapted() -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    base = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)))
+    base = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(MODULES))
+    )
     config = LoraConfig(target_modules=r".*\.0", r=4, init_lora_weights=False)
     return get_peft_model(base, config)
 
@@ -29,14 +31,14 @@ class Run:
 
     def __init__(self, device: str, *, swaps: bool, step: bool) -> None:
         self.model, self.device = adapted(), device
-        units = self.model.base_model.model
+        modules = self.model.base_model.model
         if not swaps:
             self.model.to(device)
         self.optimizer = optim.AdamW(
             [each for each in self.model.parameters() if each.requires_grad], lr=0.01
         )
         if swaps:
-            self.swapper = Swapper(units, self.optimizer, device=device, budget="12KiB")
+            self.swapper = Swapper(modules, self.optimizer, device=device, budget="12KiB")
             self.swapper.auto(step=step)
 
     def train(self, seed: int) -> None:

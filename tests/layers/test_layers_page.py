@@ -31,8 +31,10 @@ def printed(program: str, folder: Path) -> str:
 
 @pytest.mark.examples
 def test_the_example_trains_and_saves(tmp_path: Path) -> None:
-    units, state = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert "found their module loaded" in printed(units, tmp_path)
+    modules, state = re.findall(
+        r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert "found their module loaded" in printed(modules, tmp_path)
     assert "buckets" in printed(state, tmp_path)
     saved = torch.load(tmp_path / "layers.pt", map_location="cpu")
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))

@@ -1,4 +1,4 @@
-"""What a program does with a unit's tensors outside of any use: nothing of it is lost or stale."""
+"""A module's tensors outside of any use: no operation of the program is lost, no value is stale."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_gradient_that_was_clipped_and_dropped_keeps_its_memory_until_then(
     marks: Marks,
 ) -> None:
     training = Training(marks)
-    for _ in range(2):  # the second gradient lies in the unit's own memory
+    for _ in range(2):  # the second gradient lies in the module's own memory
         with training.swapper.use(training.layers[0]):
             training.layers[0](torch.ones(2, WIDTH)).sum().backward()
         if not marks.waits:
@@ -317,7 +317,7 @@ def test_a_compiled_function_of_a_weight_is_an_access(marks: Marks) -> None:
 
 
 @EVERY
-def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
+def test_an_error_at_a_line_of_a_use_loses_no_module(every: int) -> None:
     files = [
         each
         for each in PACKAGE
@@ -331,8 +331,8 @@ def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
         training.train()
         with Lines(files, at):
             use(training, 0)
-        unit = training.swapper._offloaded[training.layers[0]]
-        assert unit.device_bytes == 0 or training.swapper.report().resident == ("0",)
+        offloaded = training.swapper._offloaded[training.layers[0]]
+        assert offloaded.device_bytes == 0 or training.swapper.report().resident == ("0",)
         with training.swapper.use(training.layers[1], training.layers[2]):
             assert training.swapper.report().resident_bytes <= int(4.2 * NBYTES)
         training.swapper.evict()
@@ -341,7 +341,7 @@ def test_an_error_at_a_line_of_a_use_loses_no_unit(every: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# On a GPU, with work that is still queued when the unit leaves
+# On a GPU, with work that is still queued when the module leaves
 
 LARGE = 2048
 
@@ -369,7 +369,7 @@ def two_large(budget: float | None = None) -> tuple[nn.ModuleList, Swapper]:
 
 @NEEDS_GPU
 @pytest.mark.parametrize("way", ["use", "evict", "prefetch"])
-def test_a_read_after_the_use_sees_the_unit(way: str, late: Callable[[], None]) -> None:
+def test_a_read_after_the_use_sees_the_module(way: str, late: Callable[[], None]) -> None:
     layers, swapper = two_large(1.5)
     wanted = layers[0].weight.detach().double().sum().item()
     with swapper.use(layers[0]):
@@ -401,7 +401,7 @@ def test_a_view_that_is_kept_has_its_values_until_its_last_use(late: Callable[[]
 
 
 @NEEDS_GPU
-def test_a_unit_on_a_side_stream_keeps_its_memory_until_then() -> None:
+def test_a_module_on_a_side_stream_keeps_its_memory_until_then() -> None:
     layers, swapper = two_large(1.5)
     x, side = torch.randn(64, LARGE, device="cuda"), torch.cuda.Stream()
     wanted = x @ layers[0].weight.detach().cuda().T
@@ -418,10 +418,10 @@ def test_a_unit_on_a_side_stream_keeps_its_memory_until_then() -> None:
 
 
 @NEEDS_GPU
-def test_a_gradient_that_was_dropped_writes_over_no_other_unit(late: Callable[[], None]) -> None:
+def test_a_gradient_that_was_dropped_writes_over_no_other_module(late: Callable[[], None]) -> None:
     layers, swapper = two_large()
     x = torch.ones(2, LARGE, device="cuda")
-    for turn in range(2):  # the second gradient lies in the unit's own memory
+    for turn in range(2):  # the second gradient lies in the module's own memory
         with swapper.use(layers[0]):
             layers[0](x).sum().backward()
         if turn == 0:

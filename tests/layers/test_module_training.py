@@ -1,4 +1,4 @@
-"""Training with units that come and go in any order is that of a model which stays, bit for bit."""
+"""Training with modules that are loaded and evicted equals a model on the device, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGE = source_files("layers/*.py")
 
 
 class Model(nn.Module):
-    """Two layers that may be units, and a head that is none."""
+    """Two layers that may be modules, and a head that is none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,24 +89,24 @@ def test_training_is_that_of_a_model_that_stays(device: str, kind: str, seed: in
     except RuntimeError as error:  # torch 2.11 has no fused Adagrad for GPUs
         pytest.skip(str(error))
     made, optimizer = model(device, OPTIMIZERS[kind])
-    units = [
+    modules = [
         OffloadedModule(layer, optimizer, device=device, name=name)
         for name, layer in (("first", made.first), ("second", made.second))
     ]
     choices = random.Random(f"{kind} {seed}")
 
     def before(what: str) -> None:
-        for unit in choices.choices(units, k=choices.randrange(5)):
-            choices.choice([unit.load, unit.evict])()
+        for offloaded in choices.choices(modules, k=choices.randrange(5)):
+            choices.choice([offloaded.load, offloaded.evict])()
         if what != "zero_grad":
-            for unit in units:
-                unit.load()
+            for offloaded in modules:
+                offloaded.load()
 
     found = train(made, optimizer, device, before)
     assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True))
     assert_equal(tensors_of(made, optimizer), tensors_of(expected, whole))
-    for unit in units:
-        unit.evict()
+    for offloaded in modules:
+        offloaded.evict()
     assert_equal(tensors_of(made, optimizer), tensors_of(expected, whole))
 
 
@@ -133,22 +133,22 @@ def small_step(small: Small, optimizer: Optimizer) -> None:
 
 
 def prepare(move: str) -> Prepared:
-    """A unit before a move: all as it was, with new state and gradients, or with new buffers."""
+    """A module before a move: all as it was, with new state and gradients, or with new buffers."""
     small = Small()
     optimizer = optim.SGD(small.parameters(), lr=0.1, momentum=0.9)
-    unit = OffloadedModule(small, optimizer, device="cpu", name="small")
-    unit.load()
+    offloaded = OffloadedModule(small, optimizer, device="cpu", name="small")
+    offloaded.load()
     small_step(small, optimizer)
     if move == "evict-new":
-        return small, optimizer, unit
-    unit.evict()
+        return small, optimizer, offloaded
+    offloaded.evict()
     if move == "load-new":
         optimizer.load_state_dict(optimizer.state_dict())
         small.calls = torch.ones(1)
     if move == "evict":
-        unit.load()
+        offloaded.load()
         small_step(small, optimizer)
-    return small, optimizer, unit
+    return small, optimizer, offloaded
 
 
 def do(prepared: Prepared, move: str) -> None:
@@ -169,7 +169,7 @@ def test_an_error_at_any_line_leaves_all_whole(move: str, follows: str, every: i
     assert counted.seen is not None
     last = {len(counted.seen) + 1 - each for each in first_of_each(counted.seen[::-1])}
     for number in sorted(last | set(first_of_each(counted.seen)))[::-every]:
-        prepared = small, optimizer, unit = prepare(move)
+        prepared = small, optimizer, offloaded = prepare(move)
         with Lines(PACKAGE, number, (KeyboardInterrupt, out_of_memory)[number % 2]) as lines:
             do(prepared, move)
         assert lines.came_out, lines.where
@@ -180,9 +180,9 @@ def test_an_error_at_any_line_leaves_all_whole(move: str, follows: str, every: i
             do(prepared, follows)
             assert_equal(tensors_of(small, optimizer), values)
             small_step(small, optimizer)
-        for again in (unit.load, unit.evict, unit.load):
+        for again in (offloaded.load, offloaded.evict, offloaded.load):
             again()
             assert_equal(tensors_of(small, optimizer), stepped)
-        assert unit.evict() == unit.nbytes and unit.memory is Memory.HOST
+        assert offloaded.evict() == offloaded.nbytes and offloaded.memory is Memory.HOST
         small_step(small, optimizer)
         assert small.weight[:2].equal(small.low)

@@ -40,16 +40,16 @@ def train(layer: nn.Module, optimizer: Optimizer, device: str, seed: int = 0) ->
 
 
 def test_objects_and_what_hangs_on_them_stay(device: str) -> None:
-    layer, optimizer, unit = made(device)
+    layer, optimizer, offloaded = made(device)
     parameters, groups = list(layer.parameters()), optimizer.param_groups
     calls: list[str] = []
     parameters[0].register_hook(lambda gradient: calls.append("hook"))
-    unit.load()
+    offloaded.load()
     train(layer, optimizer, device)
     gradients = [each.grad for each in parameters]
     states = [optimizer.state[each]["exp_avg"] for each in parameters if each in optimizer.state]
-    unit.evict()
-    unit.load()
+    offloaded.evict()
+    offloaded.load()
     assert all(a is b for a, b in zip(parameters, layer.parameters(), strict=True))
     assert all(each.grad is g for each, g in zip(parameters, gradients, strict=True))
     kept = [optimizer.state[each]["exp_avg"] for each in parameters if each in optimizer.state]
@@ -60,12 +60,12 @@ def test_objects_and_what_hangs_on_them_stay(device: str) -> None:
     assert calls == ["hook", "hook"]
 
 
-def test_all_is_where_the_unit_is(device: str) -> None:
-    layer, optimizer, unit = made(device)
+def test_all_is_where_the_module_is(device: str) -> None:
+    layer, optimizer, offloaded = made(device)
     for memory in (Memory.DEVICE, Memory.HOST, Memory.DEVICE):
-        unit.load() if memory is Memory.DEVICE else unit.evict()
+        offloaded.load() if memory is Memory.DEVICE else offloaded.evict()
         where = {each.device.type for each in tensors_of(layer, optimizer).values() if each.dim()}
-        assert unit.memory is memory
+        assert offloaded.memory is memory
         assert where == {device if memory is Memory.DEVICE else "cpu"}
         train(layer, optimizer, device if memory is Memory.DEVICE else "cpu")
 
@@ -74,24 +74,24 @@ def test_all_is_where_the_unit_is(device: str) -> None:
 def test_steps_stay_on_the_cpu_where_torch_wants_them_there(device: str, fused: bool) -> None:
     layer = nn.Linear(3, 3)
     optimizer = optim.Adam(layer.parameters(), fused=fused)
-    unit = OffloadedModule(layer, optimizer, device=device)
-    unit.load()
+    offloaded = OffloadedModule(layer, optimizer, device=device)
+    offloaded.load()
     layer(torch.ones(3, device=device)).sum().backward()
     optimizer.step()
     step = optimizer.state[layer.weight]["step"]
     address = step.data_ptr()
-    unit.evict()
+    offloaded.evict()
     assert step.device.type == "cpu" and (step.data_ptr() == address) == (not fused)
-    unit.load()
+    offloaded.load()
     assert step.device.type == (device if fused else "cpu")
     optimizer.step()
     assert step.item() == 2
 
 
-def test_an_evicted_unit_is_ordinary_tensors(device: str) -> None:
-    layer, _, unit = made(device)
-    unit.load()
-    unit.evict()
+def test_an_evicted_module_is_ordinary_tensors(device: str) -> None:
+    layer, _, offloaded = made(device)
+    offloaded.load()
+    offloaded.evict()
     x = torch.randn(5, 4)
     assert layer(x).shape == (5, 4) and "Parameter" in repr(layer.into.weight)
     file = io.BytesIO()
@@ -101,38 +101,38 @@ def test_an_evicted_unit_is_ordinary_tensors(device: str) -> None:
     other = copy.deepcopy(layer)
     for each in (loaded, other):
         assert torch.equal(layer.eval()(x), each.eval()(x))
-        each(x).sum().backward()  # its guard knows no unit
+        each(x).sum().backward()  # its guard knows no module
 
 
-def test_an_evicted_unit_has_no_memory_on_the_device(device: str) -> None:
-    layer, optimizer, unit = made(device)
-    unit.load()
+def test_an_evicted_module_has_no_memory_on_the_device(device: str) -> None:
+    layer, optimizer, offloaded = made(device)
+    offloaded.load()
     train(layer, optimizer, device)
-    loaded = unit.nbytes
-    assert unit.evict() == loaded and unit.evict() == 0
-    unit.load()
+    loaded = offloaded.nbytes
+    assert offloaded.evict() == loaded and offloaded.evict() == 0
+    offloaded.load()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    assert unit.evict() == unit.nbytes > loaded
+    assert offloaded.evict() == offloaded.nbytes > loaded
     if device == "cuda":
-        assert before - torch.cuda.memory_allocated() >= unit.nbytes
+        assert before - torch.cuda.memory_allocated() >= offloaded.nbytes
 
 
 def calls_of_cuda(count: int) -> Counter[str]:
-    """What a load and an eviction of a unit of so many layers ask the driver for."""
+    """What a load and an eviction of a module of so many layers ask the driver for."""
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
     optimizer = optim.Adam(module.parameters())
-    unit = OffloadedModule(module, optimizer, device="cuda")
+    offloaded = OffloadedModule(module, optimizer, device="cuda")
     for turn in range(3):
-        unit.load()
+        offloaded.load()
         module(torch.ones(4, device="cuda")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         if turn < 2:
-            unit.evict()
+            offloaded.evict()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        unit.evict()
-        unit.load()
+        offloaded.evict()
+        offloaded.load()
     return Counter(each.name for each in profiled.events() if each.name.startswith("cu"))
 
 
@@ -145,7 +145,7 @@ def test_calls_of_the_driver_do_not_depend_on_the_number_of_tensors() -> None:
     assert few == many
 
 
-def written_back(unit: OffloadedModule) -> list[int]:
+def written_back(offloaded: OffloadedModule) -> list[int]:
     """Bytes of each piece that an eviction copies."""
     copied: list[int] = []
     copy_spans = flat_buffer.copy_spans
@@ -156,28 +156,28 @@ def written_back(unit: OffloadedModule) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_buffer, "copy_spans", counted)
-        unit.evict()
+        offloaded.evict()
     return copied
 
 
 def test_what_has_not_changed_travels_one_way(device: str) -> None:
     layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
     optimizer = optim.SGD(layer.parameters(), lr=0.1)
-    unit = OffloadedModule(layer, optimizer, device=device)
-    unit.load()
+    offloaded = OffloadedModule(layer, optimizer, device=device)
+    offloaded.load()
     with torch.no_grad():
         layer(torch.ones(8, device=device))
-    assert written_back(unit) == []
-    unit.load()
+    assert written_back(offloaded) == []
+    offloaded.load()
     layer(torch.ones(8, device=device)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert written_back(unit) == [256 + 32]  # a weight and a bias; not the frozen ones
-    unit.load()
+    assert written_back(offloaded) == [256 + 32]  # a weight and a bias; not the frozen ones
+    offloaded.load()
     layer[1].weight.data.mul_(2)
     twice = copies({"weight": layer[1].weight})
-    unit.touch()
-    assert len(written_back(unit)) == 1
+    offloaded.touch()
+    assert len(written_back(offloaded)) == 1
     assert_equal({"weight": layer[1].weight}, twice)
 
 
@@ -195,11 +195,11 @@ def test_copies_begin_before_each_tensor_is_looked_at(
         calls.append("look")
         return where(*args)
 
-    unit = OffloadedModule(nn.Linear(4, 4), device=device)
+    offloaded = OffloadedModule(nn.Linear(4, 4), device=device)
     monkeypatch.setattr(flat_buffer, "copy_spans", copied)
     monkeypatch.setattr(flat_buffer.FlatBuffer, "where", looked)
-    for move in (unit.load, unit.write_back, unit.evict, unit.prefetch):
-        unit.touch()
+    for move in (offloaded.load, offloaded.write_back, offloaded.evict, offloaded.prefetch):
+        offloaded.touch()
         calls.clear()
         move()
         assert calls[0] == "copy" and calls.count("copy") == 1
@@ -207,27 +207,29 @@ def test_copies_begin_before_each_tensor_is_looked_at(
 
 def test_tensors_that_became_others_in_the_same_memory_move_as_those(device: str) -> None:
     layer = nn.Linear(4, 4).requires_grad_(False)
-    unit = OffloadedModule(layer, device=device)
+    offloaded = OffloadedModule(layer, device=device)
     for is_loaded in (False, True):
         if is_loaded:
-            unit.load()
+            offloaded.load()
         layer.weight.data = layer.weight.data.t()
         expected = copies(dict(layer.named_parameters()))
-        unit.touch()
-        for move in (unit.evict, unit.load) if is_loaded else (unit.load, unit.evict):
+        offloaded.touch()
+        for move in (
+            (offloaded.evict, offloaded.load) if is_loaded else (offloaded.load, offloaded.evict)
+        ):
             move()
             assert_equal(dict(layer.named_parameters()), expected)
-        unit.evict()
+        offloaded.evict()
 
 
 def test_a_load_that_is_refused_leaves_no_device_memory(device: str) -> None:
     layer = nn.Linear(2, 2, dtype=torch.complex64).requires_grad_(False)
-    unit = OffloadedModule(layer, device=device)
+    offloaded = OffloadedModule(layer, device=device)
     layer.weight.data = layer.weight.data.t().conj()
-    for move in (unit.load, unit.prefetch):
+    for move in (offloaded.load, offloaded.prefetch):
         with pytest.raises(ValueError, match="conjugated"):
             move()
-        assert unit.device_bytes == 0 and unit.memory is Memory.HOST
+        assert offloaded.device_bytes == 0 and offloaded.memory is Memory.HOST
 
 
 def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
@@ -249,48 +251,50 @@ def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
     monkeypatch.setattr(flat_buffer, "copy_spans", copy_late)
     monkeypatch.setattr(SharedSideStream, "finish", finish)
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    unit = OffloadedModule(module, device="cpu")
+    offloaded = OffloadedModule(module, device="cpu")
     for keeps in (True, False):
-        unit.load()
+        offloaded.load()
         if not keeps:
             module[1].weight.grad = None  # between two that are added to where they are
         module(torch.randn(4)).sum().backward()
         expected = [each.grad.clone() for each in module.parameters() if each.grad is not None]
-        unit.evict()
+        offloaded.evict()
     found = [each.grad for each in module.parameters() if each.grad is not None]
     assert len(found) == 3 and all(map(torch.equal, found, expected))
 
 
 def test_gradients_that_came_count_once(device: str) -> None:
-    _, _, unit = made(device)
+    _, _, offloaded = made(device)
     for _ in range(2):
-        unit.load()
-        whole = unit.needed_bytes
+        offloaded.load()
+        whole = offloaded.needed_bytes
         x = torch.randn(6, 4, device=device)
-        unit.module(x).sum().backward()
-        assert unit.missing_bytes(state=True) == 0
-        assert unit.needed_bytes == whole + unit.other_bytes()
-        unit.evict()
-        unit.module.zero_grad()
+        offloaded.module(x).sum().backward()
+        assert offloaded.missing_bytes(state=True) == 0
+        assert offloaded.needed_bytes == whole + offloaded.other_bytes()
+        offloaded.evict()
+        offloaded.module.zero_grad()
 
 
 def test_gradients_that_are_dropped_are_gone_at_once(device: str) -> None:
-    _, _, unit = made(device)
-    unit.load()
-    unit.module(torch.randn(6, 4, device=device)).sum().backward()
-    assert unit.other_bytes()
-    kept = [weakref.ref(each.grad) for each in unit.module.parameters() if each.grad is not None]
-    unit.module.zero_grad()
+    _, _, offloaded = made(device)
+    offloaded.load()
+    offloaded.module(torch.randn(6, 4, device=device)).sum().backward()
+    assert offloaded.other_bytes()
+    kept = [
+        weakref.ref(each.grad) for each in offloaded.module.parameters() if each.grad is not None
+    ]
+    offloaded.module.zero_grad()
     assert kept and all(each() is None for each in kept)
 
 
 def test_statistics_that_torch_does_not_count_are_written_back(device: str) -> None:
     layer = nn.BatchNorm1d(3).requires_grad_(False)
-    unit = OffloadedModule(layer, device=device)
-    unit.load()
+    offloaded = OffloadedModule(layer, device=device)
+    offloaded.load()
     layer(torch.randn(4, 3, device=device))
     mean = copies(dict(layer.named_buffers()))
-    unit.evict()
+    offloaded.evict()
     assert_equal(dict(layer.named_buffers()), mean)
 
 
@@ -306,26 +310,26 @@ def test_an_optimizer_that_torch_does_not_see_change_data_is_written_back(device
 
     layer = nn.Linear(2, 2)
     optimizer = Old(layer.parameters(), lr=0.1)
-    unit = OffloadedModule(layer, optimizer, device=device)
-    unit.load()
+    offloaded = OffloadedModule(layer, optimizer, device=device)
+    offloaded.load()
     before = copies(dict(layer.named_parameters()))
     optimizer.step()
-    unit.evict()
+    offloaded.evict()
     assert_equal(dict(layer.named_parameters()), {k: v + 1 for k, v in before.items()})
 
 
 def test_a_backward_after_load_is_right_and_before_is_refused_by_name(device: str) -> None:
     results = []
     for moves in (False, True):
-        layer, _, unit = made(device)
-        unit.load()
+        layer, _, offloaded = made(device)
+        offloaded.load()
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).to(device)
         loss = layer(x).square().sum()
         if moves:
-            unit.evict()
+            offloaded.evict()
             with pytest.raises(RuntimeError, match="module 'layer': its forward ran while it was"):
                 loss.backward(retain_graph=True)
-            unit.load()
+            offloaded.load()
         loss.backward()
         results.append(
             copies({str(k): p.grad for k, p in layer.named_parameters() if p.grad is not None})
@@ -334,12 +338,12 @@ def test_a_backward_after_load_is_right_and_before_is_refused_by_name(device: st
 
 
 def test_a_graph_lives_through_an_eviction_that_brings_new_state(device: str) -> None:
-    layer, optimizer, unit = made(device)
-    unit.load()
+    layer, optimizer, offloaded = made(device)
+    offloaded.load()
     train(layer, optimizer, device)
     result = layer(torch.ones(6, 4, device=device)).sum()
-    unit.evict()  # the first that finds gradients and state
-    unit.load()
+    offloaded.evict()  # the first that finds gradients and state
+    offloaded.load()
     result.backward()
 
 
@@ -347,94 +351,94 @@ def test_a_graph_lives_through_an_eviction_that_brings_new_state(device: str) ->
 def test_a_backward_through_what_has_changed_meanwhile_is_refused(device: str, where: str) -> None:
     weight = nn.Parameter(torch.ones(3, 3))
     holder = nn.ParameterList([weight])
-    unit = OffloadedModule(holder, device=device)
-    unit.load()
+    offloaded = OffloadedModule(holder, device=device)
+    offloaded.load()
     x = torch.ones(3, device=device, requires_grad=True)
     result = (x @ weight.t()).sum()
-    unit.evict()
+    offloaded.evict()
     if where == "device":
-        unit.load()
+        offloaded.load()
     with torch.no_grad():
         weight.add_(1)
     for _ in range(2):
-        unit.load()
+        offloaded.load()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.backward(retain_graph=True)
-        unit.evict()
+        offloaded.evict()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.backward(retain_graph=True)
 
 
 def test_no_count_of_one_memory_is_ever_one_of_the_other(device: str) -> None:
-    layer, optimizer, unit = made(device)
+    layer, optimizer, offloaded = made(device)
     seen: dict[Memory, set[int]] = {memory: set() for memory in Memory}
     for seed in range(3):
-        unit.load()
+        offloaded.load()
         train(layer, optimizer, device, seed)
         seen[Memory.DEVICE].add(version_of(layer.into.weight))
-        unit.evict()
+        offloaded.evict()
         seen[Memory.HOST].add(version_of(layer.into.weight))
     assert len(seen[Memory.DEVICE]) == len(seen[Memory.HOST]) == 3
     assert seen[Memory.DEVICE].isdisjoint(seen[Memory.HOST])
 
 
 def test_what_the_user_replaces_is_found_again(device: str) -> None:
-    layer, optimizer, unit = made(device)
-    unit.load()
+    layer, optimizer, offloaded = made(device)
+    offloaded.load()
     train(layer, optimizer, device)
     state = copy.deepcopy(optimizer.state_dict())
-    unit.evict()
+    offloaded.evict()
     layer.norm.running_mean = torch.full((4,), 3.0)
     layer.narrow.weight.data = torch.ones(4, 4, dtype=torch.bfloat16)
     optimizer.load_state_dict(state)
     expected = copies(tensors_of(layer, optimizer))
-    unit.load()
+    offloaded.load()
     assert_equal(tensors_of(layer, optimizer), expected)
-    unit.evict()
+    offloaded.evict()
     assert_equal(tensors_of(layer, optimizer), expected)
 
 
 def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) -> None:
     layer = nn.Linear(3, 3)
     optimizer = optim.Adam(layer.parameters(), fused=True)
-    unit = OffloadedModule(
+    offloaded = OffloadedModule(
         layer, optim.SGD(layer.parameters(), momentum=0.9), optimizer, device=device
     )
-    unit.load()
+    offloaded.load()
     layer(torch.ones(3, device=device)).sum().backward()
     optimizer.step()
     step = optimizer.state[layer.weight]["step"]
-    unit.evict()
+    offloaded.evict()
     optimizer.param_groups[0]["fused"] = False  # a new step would stay on the CPU
-    layer.zero_grad()  # the unit looks for its tensors again
-    unit.load()
-    assert unit._state.buffer.has(step)
-    unit.evict()
-    assert not unit._state.buffer.has(step) and step.item() == 1
+    layer.zero_grad()  # the module looks for its tensors again
+    offloaded.load()
+    assert offloaded._state.buffer.has(step)
+    offloaded.evict()
+    assert not offloaded._state.buffer.has(step) and step.item() == 1
 
 
 def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
-    layer, optimizer, unit = made(device)
-    unit.load()
+    layer, optimizer, offloaded = made(device)
+    offloaded.load()
     train(layer, optimizer, device)
     saved = copy.deepcopy(optimizer.state_dict())
     train(layer, optimizer, device)
-    unit.evict()
-    unit.load()
+    offloaded.evict()
+    offloaded.load()
     optimizer.load_state_dict(saved)
     kept = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
-    assert kept and all(unit._state.buffer.has(each) for each in kept) is False
-    unit.evict()
-    unit.load()
-    assert all(unit._state.buffer.has(each) for each in kept)
+    assert kept and all(offloaded._state.buffer.has(each) for each in kept) is False
+    offloaded.evict()
+    offloaded.load()
+    assert all(offloaded._state.buffer.has(each) for each in kept)
 
 
-def test_tensors_tied_within_a_loaded_unit_stay_tied(device: str) -> None:
+def test_tensors_tied_within_a_loaded_module_stay_tied(device: str) -> None:
     layer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    unit = OffloadedModule(layer, device=device)
-    unit.load()
+    offloaded = OffloadedModule(layer, device=device)
+    offloaded.load()
     layer[1].weight.data = layer[0].weight.data
-    for move in (unit.evict, unit.load):
+    for move in (offloaded.evict, offloaded.load):
         move()
         with torch.no_grad():
             layer[0].weight.add_(1)
@@ -442,22 +446,22 @@ def test_tensors_tied_within_a_loaded_unit_stay_tied(device: str) -> None:
 
 
 def test_moves_in_inference_mode_leave_ordinary_tensors(device: str) -> None:
-    layer, optimizer, unit = made(device)
+    layer, optimizer, offloaded = made(device)
     with torch.inference_mode():
-        unit.load()
+        offloaded.load()
         layer.eval()(torch.ones(2, 4, device=device))
-        unit.evict()
-        unit.load()
+        offloaded.evict()
+        offloaded.load()
     train(layer.train(), optimizer, device)
 
 
-def test_a_tensor_of_two_units_is_refused_by_name() -> None:
+def test_a_tensor_of_two_modules_is_refused_by_name() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
-    unit = OffloadedModule(one, device="cpu", name="one")
+    offloaded = OffloadedModule(one, device="cpu", name="one")
     with pytest.raises(ValueError, match="'other': weight is also weight of the .* module 'one'"):
         OffloadedModule(other, device="cpu", name="other")
-    unit.close()
+    offloaded.close()
     both = OffloadedModule(nn.ModuleList([one, other]), device="cpu")
     both.load()
     assert other.weight is one.weight
@@ -511,7 +515,7 @@ def test_a_gpu_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -
         OffloadedModule(nn.Linear(1, 1), device="cuda:0")
 
 
-def test_a_unit_that_could_not_be_made_keeps_no_tensor() -> None:
+def test_a_module_that_could_not_be_made_keeps_no_tensor() -> None:
     layer = nn.Linear(2, 2)
     weight = layer.weight
     layer.weight = nn.Parameter(torch.ones(2, 2).to_sparse())
@@ -525,7 +529,7 @@ def test_a_unit_that_could_not_be_made_keeps_no_tensor() -> None:
 def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:
     layer = nn.Linear(2, 1)
     optimizer = optim.LBFGS(layer.parameters(), max_iter=3)
-    unit = OffloadedModule(layer, optimizer, device="cpu", name="layer")
+    offloaded = OffloadedModule(layer, optimizer, device="cpu", name="layer")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -537,16 +541,16 @@ def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:
     with pytest.raises(
         TypeError, match="module 'layer': LBFGS stores a list of tensors as state '.+' of weight"
     ):
-        unit.load()
+        offloaded.load()
 
 
 def test_sparse_gradients_are_refused_by_name_and_nothing_moves(device: str) -> None:
     layer = nn.Embedding(3, 2, sparse=True)
-    unit = OffloadedModule(layer, device=device)
-    unit.load()
+    offloaded = OffloadedModule(layer, device=device)
+    offloaded.load()
     layer(torch.tensor([1], device=device)).sum().backward()
     with pytest.raises(ValueError, match="the gradient of weight: expected a dense tensor"):
-        unit.evict()
-    assert unit.memory is Memory.DEVICE and layer.weight.device.type == device
+        offloaded.evict()
+    assert offloaded.memory is Memory.DEVICE and layer.weight.device.type == device
     layer.weight.grad = None
-    assert unit.evict() == unit.nbytes
+    assert offloaded.evict() == offloaded.nbytes

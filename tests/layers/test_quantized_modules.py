@@ -1,4 +1,4 @@
-"""LoRA over quantized weights in units: wrappers move by the tensors within them."""
+"""LoRA over quantized weights in modules: wrappers move by the tensors within them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("kind", [Scaled, Nested])
 @pytest.mark.parametrize("way", ["use", "auto", "auto, backward steps"])
-def test_adapters_of_quantized_weights_are_trained_as_without_units(
+def test_adapters_of_quantized_weights_are_trained_as_without_modules(
     kind: type[Scaled], way: str, device: str
 ) -> None:
     model, plain = made(kind), made(kind).to(device)
@@ -127,32 +127,32 @@ def test_adapters_of_quantized_weights_are_trained_as_without_units(
 def test_what_is_within_a_wrapper_moves_and_it_stays_the_same_object(device: str) -> None:
     layer = LoRA(Nested)
     weight, within = layer.weight, layer.weight.codes
-    unit = OffloadedModule(layer, device=device)
+    offloaded = OffloadedModule(layer, device=device)
     nbytes = sum(each.nbytes for each in (within.codes, within.scale, weight.scale))
     for memory in (Memory.DEVICE, Memory.HOST) * 2:
-        unit.load() if memory is Memory.DEVICE else unit.evict()
+        offloaded.load() if memory is Memory.DEVICE else offloaded.evict()
         where = device if memory is Memory.DEVICE else "cpu"
         found = weight, within, within.codes, within.scale, weight.scale, layer.bias.codes
         assert {each.device.type for each in found} == {where}
         assert layer.weight is weight and weight.codes is within
         if memory is Memory.DEVICE:
-            assert all(map(unit.is_view, [within.codes, weight.scale, weight.detach()]))
-    assert unit.nbytes >= nbytes
+            assert all(map(offloaded.is_view, [within.codes, weight.scale, weight.detach()]))
+    assert offloaded.nbytes >= nbytes
 
 
 def test_what_is_saved_on_the_device_is_on_the_host(device: str) -> None:
     layer = LoRA(Scaled)
-    unit = OffloadedModule(layer, device=device)
+    offloaded = OffloadedModule(layer, device=device)
     expected = plain_values(layer)
-    unit.load()
+    offloaded.load()
     saved, file = layer.state_dict(), io.BytesIO()
     torch.save(saved, file)
     copied = copy.deepcopy(layer)
-    assert not any(map(unit.is_view, saved.values()))
+    assert not any(map(offloaded.is_view, saved.values()))
     assert saved["weight"].codes.device.type == "cpu"
     assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
-    unit.evict()
-    assert not unit.held_by()
+    offloaded.evict()
+    assert not offloaded.held_by()
     assert_equal(plain_values(layer), expected)
     assert_equal(plain_values(copied), expected)
     file.seek(0)
@@ -165,24 +165,24 @@ def test_what_is_saved_on_the_device_is_on_the_host(device: str) -> None:
 @pytest.mark.parametrize("loaded", [False, True])
 def test_values_that_are_loaded_stay(assign: bool, loaded: bool, device: str) -> None:
     layer, other = LoRA(Scaled), LoRA(Scaled).to(device if loaded else "cpu")
-    unit = OffloadedModule(layer, device=device)
+    offloaded = OffloadedModule(layer, device=device)
     expected = plain_values(other)
     if loaded:
-        unit.load()
+        offloaded.load()
     layer.load_state_dict(other.state_dict(), assign=assign)
     for _ in range(2):
-        unit.evict()
+        offloaded.evict()
         assert_equal(plain_values(layer), expected)
-        unit.load()
+        offloaded.load()
 
 
 def test_a_tensor_that_is_given_to_a_wrapper_moves(device: str) -> None:
     layer = LoRA(Scaled)
-    unit = OffloadedModule(layer, device=device)
+    offloaded = OffloadedModule(layer, device=device)
     layer.weight.scale = torch.full((8, 1), 0.5)
-    unit.load()
+    offloaded.load()
     assert layer.weight.scale.device.type == device
-    unit.evict()
+    offloaded.evict()
     assert layer.weight.scale.tolist() == [[0.5]] * 8
 
 
@@ -208,11 +208,11 @@ def test_wrappers_that_are_trained_or_not_all_plain_are_refused(
     OffloadedModule(layer.down, device=device).close()
 
 
-def test_a_wrapper_of_two_units_is_refused(device: str) -> None:
+def test_a_wrapper_of_two_modules_is_refused(device: str) -> None:
     one, other = LoRA(Scaled), LoRA(Scaled)
     other.weight = one.weight
-    unit = OffloadedModule(one, device=device, name="one")
+    offloaded = OffloadedModule(one, device=device, name="one")
     with pytest.raises(ValueError, match=r"'other': weight.codes is also weight.codes of"):
         OffloadedModule(other, device=device, name="other")
-    unit.close()
+    offloaded.close()
     OffloadedModule(other, device=device, name="other").close()

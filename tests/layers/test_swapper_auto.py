@@ -1,4 +1,4 @@
-"""auto: units come as forward and backward reach them, with the bits of a model that stays."""
+"""auto: modules come as forward and backward reach them, with the bits of a model that stays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS = ["forth", "twice", "checkpointed", "some frozen", "skipped"]
 
 
 class Model(nn.Module):
-    """Layers, called one after another in one of several ways, and a head that is no unit."""
+    """Layers, called one after another in one of several ways, and a head that is not offloaded."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_model_trains_as_one_that_stays(
         found = train(made, optimizer, device, drops=True)
     expected = train(whole, other, device, drops=True)
     if way == "twice" and device == "cuda":
-        # Where a unit leaves between two calls of one graph, their gradients are added later.
+        # Where a module leaves between two calls of one graph, their gradients are added later.
         for tensors, others in ((found, expected), (made.parameters(), whole.parameters())):
             for each, same in zip(tensors, others, strict=True):
                 torch.testing.assert_close(each.cpu(), same.cpu())
@@ -103,7 +103,7 @@ def test_a_model_trains_as_one_that_stays(
     report = swapper.report()
     assert not report.in_use
     each = report.host_bytes / LAYERS
-    if budget == "12KiB":  # of the 9.5 KiB of a unit
+    if budget == "12KiB":  # of the 9.5 KiB of a module
         assert report.bytes_in > STEPS * LAYERS * each
         assert report.resident_bytes <= 12 << 10
     if budget is None:
@@ -206,7 +206,7 @@ def test_steps_in_backward_are_those_of_any_optimizer(device: str, kind: str) ->
     assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
 
 
-def test_the_next_unit_is_there_when_it_is_called(device: str) -> None:
+def test_the_next_module_is_there_when_it_is_called(device: str) -> None:
     (made, optimizer), _ = pair("forth", "SGD", device)
     swapper = Swapper(made.layers, optimizer, device=device, budget="24KiB")
     with swapper.auto():
@@ -229,7 +229,7 @@ def test_the_next_unit_is_there_when_it_is_called(device: str) -> None:
         pytest.param("module.compile()", True, marks=pytest.mark.nightly),
     ],
 )
-def test_compiled_units_come_by_themselves(device: str, way: str, steps: bool) -> None:
+def test_compiled_modules_come_by_themselves(device: str, way: str, steps: bool) -> None:
     graphs: list[Model] = []
 
     def compiled(model: Model) -> Model:
@@ -255,7 +255,7 @@ def test_compiled_units_come_by_themselves(device: str, way: str, steps: bool) -
     assert 0 < graphs.count(made) <= 3 * graphs.count(whole)
 
 
-def test_a_whole_graph_with_units_is_refused_by_name() -> None:
+def test_a_whole_graph_with_modules_is_refused_by_name() -> None:
     (made, _), _ = pair("forth", "Adam", "cpu")
     swapper = Swapper(made.layers, device="cpu")
     compiled = torch.compile(made, backend="eager", fullgraph=True)
@@ -273,7 +273,7 @@ def failing(model: Model, place: int) -> Callable[[], None]:
     return layer.register_forward_hook(fail).remove
 
 
-def test_units_may_leave_after_a_forward_or_a_backward_has_failed(device: str) -> None:
+def test_modules_may_leave_after_a_forward_or_a_backward_has_failed(device: str) -> None:
     (made, optimizer), (whole, other) = pair("forth", "SGD", device)
     swapper = Swapper(made.layers, optimizer, device=device, budget="20KiB")
     x = torch.ones(6, 4, device=device)
@@ -302,7 +302,7 @@ def test_an_earlier_auto_that_ends_leaves_the_later_one(device: str) -> None:
     with swapper.auto():
         swapper.auto()
     assert not swapper.report().resident
-    made.layers[0].frozen.weight.sum()  # an operation on a unit's tensor brings it
+    made.layers[0].frozen.weight.sum()  # an operation on a module's tensor brings it
     assert swapper.report().resident
 
 
@@ -341,7 +341,7 @@ class Interrupted(nn.Module):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-def test_a_unit_whose_forward_was_interrupted_is_in_use_no_longer(
+def test_a_module_whose_forward_was_interrupted_is_in_use_no_longer(
     device: str, error: type[BaseException]
 ) -> None:
     layers = nn.Sequential(*(Interrupted() for _ in range(4)))
@@ -359,8 +359,8 @@ def test_a_unit_whose_forward_was_interrupted_is_in_use_no_longer(
             assert swapper.report().in_use == ()
 
 
-def test_a_unit_that_goes_on_after_an_interrupted_call_of_itself_stays(device: str) -> None:
-    """A unit that calls itself, and goes on where that was interrupted."""
+def test_a_module_that_goes_on_after_an_interrupted_call_of_itself_stays(device: str) -> None:
+    """A module that calls itself, and goes on where that was interrupted."""
     used: list[tuple[str, ...]] = []
 
     class Nested(nn.Linear):

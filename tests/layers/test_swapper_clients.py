@@ -1,4 +1,4 @@
-"""What else a training loop has: scalers, clipping, schedulers, hooks, files, compiled units."""
+"""What else a training loop has: scalers, clipping, schedulers, hooks, files, compiled modules."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
 
-UNITS = 3
+MODULES = 3
 
 
 class Model(nn.Module):
-    """Layers that are units and a head that is none."""
+    """Layers that are offloaded and a head that is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(UNITS))
+        self.layers = nn.ModuleList(Layer() for _ in range(MODULES))
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ Pair = list[tuple[Model, Optimizer, Swapper | None]]
 
 
 def pair(device: str, **settings: Any) -> Pair:
-    """A model with a swapper whose units leave all the time, and one without."""
+    """A model with a swapper whose modules leave all the time, and one without."""
     torch.manual_seed(4)
     whole = Model()
     made = copy.deepcopy(whole)
@@ -65,7 +65,7 @@ def batch(step: int, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_a_grad_scaler_skips_the_steps_of_units(device: str, fused: bool) -> None:
+def test_a_grad_scaler_skips_the_steps_of_modules(device: str, fused: bool) -> None:
     models = pair(device, fused=fused)
     for model, optimizer, _ in models:
         for layer in model.layers:  # torch scales no gradients of 16 bits back
@@ -188,7 +188,7 @@ def test_state_is_saved_and_read_by_others_at_any_moment(
     device: str, kind: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(4)
-    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(UNITS))
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(MODULES))
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     swapper = Swapper(model, optimizer, device=device)
     with swapper.use(*model):
@@ -224,7 +224,7 @@ def test_state_is_saved_and_read_by_others_at_any_moment(
     assert_equal({n: found_now[n] for n in names}, {n: expected[n] for n in names})
 
 
-def test_a_compiled_unit_is_used_as_it_is(device: str) -> None:
+def test_a_compiled_module_is_used_as_it_is(device: str) -> None:
     models = pair(device)
     calls = 0
 
@@ -254,7 +254,7 @@ def test_a_compiled_unit_is_used_as_it_is(device: str) -> None:
             optimizer.step()
             other.step()
         swapper.evict()
-    assert calls <= 3 * UNITS
+    assert calls <= 3 * MODULES
 
 
 def test_a_file_of_a_whole_model_is_one_of_the_model_alone(device: str) -> None:

@@ -33,7 +33,7 @@ def made() -> tuple[nn.Sequential, optim.Optimizer, Swapper]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_clipping_of_stepped_units_is_refused_by_name(change: str) -> None:
+def test_clipping_of_stepped_modules_is_refused_by_name(change: str) -> None:
     model, optimizer, swapper = made()
     with swapper.auto(step=True):
         model(torch.ones(2, 4)).sum().backward()
@@ -63,7 +63,7 @@ def test_gradients_that_add_up_or_become_zero_are_no_clipping(to_none: bool) -> 
         optimizer.step()
 
 
-def test_hooks_clip_the_gradients_of_units_that_are_stepped_in_backward() -> None:
+def test_hooks_clip_the_gradients_of_modules_that_are_stepped_in_backward() -> None:
     found = []
     for steps in (False, True):
         torch.manual_seed(0)
@@ -79,8 +79,8 @@ def test_hooks_clip_the_gradients_of_units_that_are_stepped_in_backward() -> Non
     assert_equal(*found)
 
 
-def test_clipping_in_another_unit_s_swapper_is_none() -> None:
-    """Units of a second Swapper move, which counts as no change of their gradients."""
+def test_clipping_in_another_module_s_swapper_is_none() -> None:
+    """Modules of a second Swapper move, which counts as no change of their gradients."""
     layers = [nn.Linear(4, 4) for _ in range(4)]
     optimizer = optim.SGD(nn.ModuleList(layers).parameters(), lr=0.1)
     first, second = (Swapper(some, optimizer, device="cpu") for some in (layers[:2], layers[2:]))

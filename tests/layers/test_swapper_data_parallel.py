@@ -1,4 +1,4 @@
-"""Units of a model in DistributedDataParallel: the bits of plain data parallel, or an error."""
+"""Modules of a model in DistributedDataParallel: the bits of plain data parallel, or an error."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from conftest import NEEDS_GPU
 from data_parallel_modules import (
     CASES,
     check_a_case_of_data_parallel,
+    check_modules_of_data_parallel,
+    check_modules_that_data_parallel_ignores,
+    check_modules_whose_nodes_are_lost,
     check_refusals_of_data_parallel,
     check_searches_for_nodes,
-    check_units_of_data_parallel,
-    check_units_that_data_parallel_ignores,
-    check_units_whose_nodes_are_lost,
 )
 from rank_backends import NEEDS_GPUS
 from rank_processes import in_processes
@@ -22,8 +22,8 @@ MADE = pytest.mark.parametrize("made", ["before", "after"])
 
 @pytest.mark.slow
 @WAYS
-def test_units_train_as_in_plain_data_parallel(way: str) -> None:
-    in_processes(2, check_units_of_data_parallel, way, "after")
+def test_modules_train_as_in_plain_data_parallel(way: str) -> None:
+    in_processes(2, check_modules_of_data_parallel, way, "after")
 
 
 @WAYS
@@ -31,15 +31,17 @@ def test_units_train_as_in_plain_data_parallel(way: str) -> None:
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=NEEDS_GPU), pytest.param(2, marks=NEEDS_GPUS)]
 )
-def test_units_train_as_in_plain_data_parallel_on_gpus(ranks: int, way: str, made: str) -> None:
-    in_processes(ranks, check_units_of_data_parallel, way, made, backend="nccl")
+def test_modules_train_as_in_plain_data_parallel_on_gpus(ranks: int, way: str, made: str) -> None:
+    in_processes(ranks, check_modules_of_data_parallel, way, made, backend="nccl")
 
 
 @pytest.mark.slow
 @WAYS
 @MADE
-def test_units_whose_moves_lose_nodes_train_as_in_plain_data_parallel(way: str, made: str) -> None:
-    in_processes(2, check_units_whose_nodes_are_lost, way, made)
+def test_modules_whose_moves_lose_nodes_train_as_in_plain_data_parallel(
+    way: str, made: str
+) -> None:
+    in_processes(2, check_modules_whose_nodes_are_lost, way, made)
 
 
 @pytest.mark.slow
@@ -59,5 +61,5 @@ def test_what_data_parallel_would_get_wrong_is_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_units_that_data_parallel_ignores_may_be_stepped_in_backward() -> None:
-    in_processes(2, check_units_that_data_parallel_ignores)
+def test_modules_that_data_parallel_ignores_may_be_stepped_in_backward() -> None:
+    in_processes(2, check_modules_that_data_parallel_ignores)

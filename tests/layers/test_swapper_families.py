@@ -28,6 +28,6 @@ def test_a_family_trains_as_one_that_stays(name: str, mode: str, variant: str, d
 
 @pytest.mark.usefixtures("one_thread", "deterministic")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_all_units_of_a_family_are_used_at_once(name: str, device: str) -> None:
+def test_all_modules_of_a_family_are_used_at_once(name: str, device: str) -> None:
     assert_same_training_at_once(FAMILIES[name], device)
     assert_too_large_at_once(FAMILIES[name], device)

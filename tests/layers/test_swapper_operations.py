@@ -1,4 +1,4 @@
-"""Under auto() an operation on a unit's tensors brings it, wherever the program has it from."""
+"""Under auto() an operation on a module's tensors brings it, wherever the program has it from."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WIDTH = 32
 
 
 class Model(nn.Module):
-    """What is trained: named parts, of which some are units."""
+    """What is trained: named parts, of which some are offloaded."""
 
-    units: list[nn.Module]
+    offloaded: list[nn.Module]
     at_once = 1
-    """How many units are used at once."""
+    """How many modules are used at once."""
 
     def loss(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -39,7 +39,7 @@ class Tied(Model):
         self.middle = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
         self.out = nn.Linear(WIDTH, 20, bias=False)
         self.out.weight = self.words.weight
-        self.units = [nn.ModuleList([self.words, self.out]), *self.middle]
+        self.offloaded = [nn.ModuleList([self.words, self.out]), *self.middle]
 
     def loss(self, x: Tensor) -> Tensor:
         ids = (x[:, :3].abs() * 19).long() % 20
@@ -61,15 +61,15 @@ class Coder(nn.Module):
 
 
 class Methods(Model):
-    """Units whose forward is not called, but methods of theirs."""
+    """Modules whose forward is not called, but methods of theirs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.units = [Coder() for _ in range(3)]
-        self.parts = nn.ModuleList(self.units)
+        self.offloaded = [Coder() for _ in range(3)]
+        self.parts = nn.ModuleList(self.offloaded)
 
     def loss(self, x: Tensor) -> Tensor:
-        coders: list[Any] = self.units
+        coders: list[Any] = self.offloaded
         for each in coders:
             x = each.encode(x)
         for each in reversed(coders):
@@ -83,7 +83,7 @@ class Penalty(Model):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.units = list(self.layers)
+        self.offloaded = list(self.layers)
 
     def loss(self, x: Tensor) -> Tensor:
         loss = self.layers(x).square().mean()
@@ -93,7 +93,7 @@ class Penalty(Model):
 
 
 class Head(nn.Module):
-    """Computes with the weight of another unit."""
+    """Computes with the weight of another module."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Borrowed(Model):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = Head(self.first)
-        self.units = [self.first, self.second, self.head]
+        self.offloaded = [self.first, self.second, self.head]
 
     def loss(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -121,7 +121,7 @@ class Borrowed(Model):
 
 
 class Outer(nn.Module):
-    """Calls another unit."""
+    """Calls another module."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Nested(Model):
         super().__init__()
         self.shared = nn.Linear(WIDTH, WIDTH)
         self.first, self.second = Outer(self.shared), Outer(self.shared)
-        self.units = [self.shared, self.first, self.second]
+        self.offloaded = [self.shared, self.first, self.second]
 
     def loss(self, x: Tensor) -> Tensor:
         y: Tensor = self.second(torch.tanh(self.first(x)))
@@ -156,13 +156,13 @@ class Positions(nn.Module):
 
 
 class Parts(Model):
-    """Takes views of a unit's tensors, trained and not."""
+    """Takes views of a module's tensors, trained and not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.positions = Positions()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
-        self.units = [self.positions, *self.layers]
+        self.offloaded = [self.positions, *self.layers]
 
     def loss(self, x: Tensor) -> Tensor:
         x = self.layers(x + self.positions.table[: len(x)])
@@ -176,7 +176,7 @@ class Checkpointed(Model):
     def __init__(self) -> None:
         super().__init__()
         self.model = Methods()
-        self.units = self.model.units
+        self.offloaded = self.model.offloaded
 
     def loss(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(self.model.loss, x, use_reentrant=False)
@@ -198,7 +198,7 @@ MODELS: list[type[Model]] = [
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_operations_on_units_train_as_if_these_stayed(
+def test_operations_on_modules_train_as_if_these_stayed(
     kind: type[Model], step: bool, narrow: bool, device: str
 ) -> None:
     torch.manual_seed(2)
@@ -207,9 +207,12 @@ def test_operations_on_units_train_as_if_these_stayed(
     whole.to(device)
     optimizers = [optim.AdamW(each.parameters(), lr=0.02) for each in (made, whole)]
     # Of the largest one, with gradients and state.
-    needed = 4 * max(sum(each.nbytes for each in unit.parameters()) for unit in made.units) + 8000
+    needed = (
+        4 * max(sum(each.nbytes for each in module.parameters()) for module in made.offloaded)
+        + 8000
+    )
     budget = needed * made.at_once
-    swapper = Swapper(made.units, optimizers[0], device=device, budget=budget)
+    swapper = Swapper(made.offloaded, optimizers[0], device=device, budget=budget)
     swapper.auto(step=step)
     for number in range(4):
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
@@ -224,7 +227,7 @@ def test_operations_on_units_train_as_if_these_stayed(
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(*losses)
-    assert swapper.report().misses > 2 * len(made.units)  # they have left all the while
+    assert swapper.report().misses > 2 * len(made.offloaded)  # they have left all the while
     assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
     swapper.close()
     assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
@@ -249,7 +252,9 @@ LOOKS: dict[str, Callable[[nn.Sequential], object]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_what_looks_at_a_unit_or_writes_to_it_finds_it_where_it_is(look: str, device: str) -> None:
+def test_what_looks_at_a_module_or_writes_to_it_finds_it_where_it_is(
+    look: str, device: str
+) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     swapper = Swapper(model, device=device)
     with swapper.auto():
@@ -260,7 +265,7 @@ def test_what_looks_at_a_unit_or_writes_to_it_finds_it_where_it_is(look: str, de
         assert torch.equal(model(x), alike(x))
 
 
-def test_an_operation_on_units_that_do_not_fit_names_them() -> None:
+def test_an_operation_on_modules_that_do_not_fit_names_them() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     swapper = Swapper(model, device="cpu", budget=2 * 4 * WIDTH * (WIDTH + 2))
     with swapper.auto(), pytest.raises(RuntimeError, match="too small for the modules"):
@@ -281,7 +286,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_of_torch_func_compute_with_units_in_use(transform: str, device: str) -> None:
+def test_transforms_of_torch_func_compute_with_modules_in_use(transform: str, device: str) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     x = torch.randn(2, 4)
     expected = TRANSFORMS[transform](model, x)
@@ -295,7 +300,7 @@ def test_transforms_of_torch_func_compute_with_units_in_use(transform: str, devi
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_of_torch_func_bring_no_unit(transform: str) -> None:
+def test_transforms_of_torch_func_bring_no_module(transform: str) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     swapper = Swapper(model, device="cpu", budget=1024)
     x = torch.randn(2, 4)
@@ -352,7 +357,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
-def test_parameters_come_to_units_between_steps(step: bool, device: str) -> None:
+def test_parameters_come_to_modules_between_steps(step: bool, device: str) -> None:
     torch.manual_seed(3)
     whole = nn.Sequential(*(Block() for _ in range(4)))
     made = copy.deepcopy(whole)

@@ -29,30 +29,30 @@ OPTIMIZERS: dict[str, Make] = {
     "Muon": partial(optim.Muon, lr=0.05),
 }
 LAYERS = OPTIMIZERS.keys() - {"Muon"}
-"""Kinds of runs whose units have tensors of all kinds; others have matrices alone."""
+"""Kinds of runs whose modules have tensors of all kinds; others have matrices alone."""
 OPTIMIZERS["Adam of matrices"] = optim.Adam
-UNITS = 4
+MODULES = 4
 BUDGETS = ["20KiB", "36KiB", None]
 PACKAGE = source_files("layers/*.py")
 
-unit = st.integers(0, UNITS - 1)
+module = st.integers(0, MODULES - 1)
 CALLS = st.one_of(
-    st.tuples(st.just("train"), unit, unit),
-    st.tuples(st.just("train late"), unit, unit),
-    st.tuples(st.just("evaluate"), unit, unit),
-    st.tuples(st.sampled_from(["prefetch", "evict", "freeze"]), unit, unit),
+    st.tuples(st.just("train"), module, module),
+    st.tuples(st.just("train late"), module, module),
+    st.tuples(st.just("evaluate"), module, module),
+    st.tuples(st.sampled_from(["prefetch", "evict", "freeze"]), module, module),
     st.tuples(st.sampled_from(["step", "zero_grad", "none_grad", "flush", "evict all"])),
     st.tuples(st.sampled_from(["save", "load", "schedule"])),
 )
 
 
 class Model(nn.Module):
-    """Units of all kinds of tensors, or of matrices alone, and a head that is none."""
+    """Modules of all kinds of tensors, or of matrices alone, and a head that is none."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         matrix = partial(nn.Linear, 4, 4, bias=False)
-        made = [Layer() if kind in LAYERS else matrix() for _ in range(UNITS)]
+        made = [Layer() if kind in LAYERS else matrix() for _ in range(MODULES)]
         self.layers = nn.ModuleList(made)
         self.head = nn.Linear(4, 2, bias=False)
 
@@ -86,11 +86,11 @@ class Run:
 
     def do(self, call: tuple[Any, ...], number: int) -> None:
         """One call; `number` makes it another than the others."""
-        what, *units = call
+        what, *modules = call
         if what in ("train", "train late", "evaluate"):
-            self.run(what, units, number)
+            self.run(what, modules, number)
         elif what == "freeze":
-            weight = next(self.model.layers[units[0]].parameters())
+            weight = next(self.model.layers[modules[0]].parameters())
             weight.requires_grad_(not weight.requires_grad)
         elif what == "step":
             self.optimizer.step()
@@ -103,7 +103,7 @@ class Run:
         elif what == "load":
             self.load()
         elif self.swapper is not None:
-            layers = [self.model.layers[each] for each in units]
+            layers = [self.model.layers[each] for each in modules]
             {
                 "prefetch": lambda: self.swapper.prefetch(*layers),
                 "evict": lambda: self.swapper.evict(layers[0]),
@@ -111,13 +111,13 @@ class Run:
                 "flush": lambda: self.swapper.flush(),
             }[what]()
 
-    def run(self, what: str, units: list[int], number: int) -> None:
+    def run(self, what: str, modules: list[int], number: int) -> None:
         random = torch.Generator().manual_seed(number)
         x = torch.randn(6, 4, generator=random).to(self.device)
-        layers = {self.model.layers[each]: None for each in units}
+        layers = {self.model.layers[each]: None for each in modules}
 
         def forward() -> Tensor:
-            loss: Tensor = self.model(x, *units).square().mean()
+            loss: Tensor = self.model(x, *modules).square().mean()
             self.seen.append(loss.detach().cpu())
             return loss
 
@@ -186,7 +186,7 @@ def test_any_program_has_the_bits_of_a_model_that_stays(
 
 
 def trained(kind: str = "Adam of matrices") -> Run:
-    """A run with state, gradients, units that are there and some that are not."""
+    """A run with state, gradients, modules that are there and some that are not."""
     run = Run(kind, "cpu", "2KiB", swaps=True)
     for number, call in enumerate([("train", 0, 1), ("step",), ("train", 1, 2), ("train", 3, 3)]):
         run.do(call, number)
@@ -214,7 +214,7 @@ def test_an_error_at_any_line_changes_no_number(call: tuple[Any, ...], every: in
         run = trained()
         with Lines(PACKAGE, number, (KeyboardInterrupt, out_of_memory)[number % 2]) as lines:
             run.do(call, 9)
-        # A device without room is asked again when another unit has left.
+        # A device without room is asked again when another module has left.
         assert lines.came_out or isinstance(lines.raised, torch.OutOfMemoryError), lines.where
         whole = {**values, **{k: v for k, v in copies(run.tensors()).items() if k in buffers}}
         assert_equal(run.tensors(), whole)
@@ -225,7 +225,7 @@ def test_an_error_at_any_line_changes_no_number(call: tuple[Any, ...], every: in
 
 @pytest.mark.slow
 @EVERY
-def test_an_error_at_any_line_of_a_step_leaves_each_unit_before_it_or_after(every: int) -> None:
+def test_an_error_at_any_line_of_a_step_leaves_each_module_before_it_or_after(every: int) -> None:
     before = copies(trained().tensors())  # looking at them is a use, which the others have not
     run = trained()
     with Lines(PACKAGE) as counted:
@@ -237,10 +237,10 @@ def test_an_error_at_any_line_of_a_step_leaves_each_unit_before_it_or_after(ever
         groups = [list(group["params"]) for group in run.optimizer.param_groups]
         with Lines(PACKAGE, number, (KeyboardInterrupt, out_of_memory)[number % 2]) as lines:
             run.do(("step",), 9)
-        # A device without room is asked again when another unit has left.
+        # A device without room is asked again when another module has left.
         assert lines.came_out or isinstance(lines.raised, torch.OutOfMemoryError), lines.where
         found = run.tensors()
-        for place in range(UNITS):
+        for place in range(MODULES):
             names = [name for name in found if f"layers.{place}." in name]
             states = [
                 all(torch.equal(found[n].cpu(), each[n]) for n in names) for each in (before, after)

@@ -1,4 +1,4 @@
-"""Results of units under auto: of other units, views, and what is changed in place afterwards."""
+"""Results of modules under auto: of other modules, views, and those changed in place later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from speedtorch.layers import Swapper
 
-UNITS, WIDTH = 6, 16
+MODULES, WIDTH = 6, 16
 
 
 class Biased(nn.Module):
@@ -104,19 +104,19 @@ def rectified(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def linears() -> list[nn.Module]:
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)]
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(MODULES)]
 
 
 def with_activations() -> list[nn.Module]:
-    """Units that change their input in place, or return it."""
+    """Modules that change their input in place, or return it."""
     return [each for linear in linears() for each in (linear, nn.ReLU(inplace=True), nn.Identity())]
 
 
 PROGRAMS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[..., Tensor]]] = {
-    "another's": (lambda: [Biased(first=not number) for number in range(UNITS)], biased),
-    "its input": (lambda: [Dropped(number) for number in range(UNITS)], in_turn),
+    "another's": (lambda: [Biased(first=not number) for number in range(MODULES)], biased),
+    "its input": (lambda: [Dropped(number) for number in range(MODULES)], in_turn),
     "its input in place": (with_activations, in_turn),
-    "views of a function": (lambda: [Viewed(WIDTH, WIDTH) for _ in range(UNITS)], in_turn),
+    "views of a function": (lambda: [Viewed(WIDTH, WIDTH) for _ in range(MODULES)], in_turn),
     "residual in place": (linears, residual),
     "part in place": (linears, parts),
     "activation in place": (linears, rectified),
@@ -125,7 +125,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[..., Tensor]]]
 
 @pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_results_that_a_unit_did_not_make_or_that_change_in_place(
+def test_results_that_a_module_did_not_make_or_that_change_in_place(
     device: str, program: str, steps: bool
 ) -> None:
     make, forward = PROGRAMS[program]
@@ -148,7 +148,7 @@ def test_results_that_a_unit_did_not_make_or_that_change_in_place(
     assert not swapper.report().in_use
 
 
-def test_a_unit_whose_result_changes_in_place_is_stepped_within_the_backward() -> None:
+def test_a_module_whose_result_changes_in_place_is_stepped_within_the_backward() -> None:
     layers = nn.ModuleList(linears())
     optimizer = optim.SGD(layers.parameters(), lr=0.1)
     left: list[int] = []
@@ -163,7 +163,7 @@ def test_a_unit_whose_result_changes_in_place_is_stepped_within_the_backward() -
     assert left == [1]
 
 
-def test_a_result_of_another_unit_needs_no_unit_that_returned_it() -> None:
+def test_a_result_of_another_module_needs_no_module_that_returned_it() -> None:
     layers = nn.ModuleList(Biased(first=not number) for number in range(2))
     swapper = Swapper(layers, device="cpu")
     with swapper.use(layers[0]):

@@ -50,7 +50,7 @@ def pair(count: int = 4) -> tuple[nn.ModuleList, nn.ModuleList]:
     return made, copy.deepcopy(made)
 
 
-def test_units_are_used_on_the_gpu_if_there_is_one() -> None:
+def test_modules_are_used_on_the_gpu_if_there_is_one() -> None:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     assert Swapper(pair()[0]).device.type == kind
 
@@ -121,7 +121,7 @@ class Positions(nn.Module):
 
 @pytest.mark.parametrize("give", [dict, Record])
 @pytest.mark.parametrize("trained", [True, False])
-def test_views_that_a_unit_gives_keep_their_values(
+def test_views_that_a_module_gives_keep_their_values(
     device: str, trained: bool, give: Callable[..., Any]
 ) -> None:
     made = nn.ModuleList([Positions(give, trained=trained), nn.Linear(128, 64)])
@@ -143,7 +143,9 @@ def test_views_that_a_unit_gives_keep_their_values(
 
 
 @pytest.mark.parametrize("was_auto", [False, True])
-def test_views_that_are_kept_of_a_used_unit_keep_their_values(device: str, was_auto: bool) -> None:
+def test_views_that_are_kept_of_a_used_module_keep_their_values(
+    device: str, was_auto: bool
+) -> None:
     made = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
     swapper = Swapper(made, device=device, budget="17KiB")
     if was_auto:
@@ -159,9 +161,9 @@ def test_views_that_are_kept_of_a_used_unit_keep_their_values(device: str, was_a
     assert "held by 0: a [64, 64]" in repr(freed)
 
 
-def test_a_unit_that_calls_itself_stays_until_all_calls_end() -> None:
+def test_a_module_that_calls_itself_stays_until_all_calls_end() -> None:
     class Recursive(nn.Module):
-        """Goes through another unit within itself."""
+        """Goes through another module within itself."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -284,7 +286,7 @@ def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed
 
 @pytest.mark.parametrize("evicts", [False, True])
 @pytest.mark.parametrize("how", ["at once", "after steps", "written"])
-def test_an_optimizer_loads_its_own_state_dict_as_without_units(
+def test_an_optimizer_loads_its_own_state_dict_as_without_modules(
     how: str, evicts: bool, device: str
 ) -> None:
     torch.manual_seed(0)
@@ -439,7 +441,7 @@ def test_a_scaler_that_does_not_wait_is_refused(fused: bool) -> None:
     assert same(made, whole)
 
 
-def test_a_scaler_is_refused_where_units_are_stepped_in_backward(device: str) -> None:
+def test_a_scaler_is_refused_where_modules_are_stepped_in_backward(device: str) -> None:
     made, _ = pair(2)
     head = nn.Linear(4, 1).to(device)
     optimizer = optim.SGD([*made.parameters(), *head.parameters()], lr=0.1)
@@ -514,7 +516,7 @@ def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:
     assert all(torch.equal(each.cpu(), value) for each, value in zip(views, values, strict=True))
 
 
-def test_more_units_ahead_do_not_let_units_come_twice(device: str) -> None:
+def test_more_modules_ahead_do_not_let_modules_come_twice(device: str) -> None:
     came = []
     for ahead in (0, 1, 3):
         layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
@@ -544,7 +546,7 @@ def test_what_is_changed_after_a_use_is_written_back_when_that_is_done() -> None
 
 
 @pytest.mark.parametrize("call", ["use", "prefetch", "evict", "touch"])
-def test_what_is_no_unit_is_refused(call: str) -> None:
+def test_what_is_no_module_is_refused(call: str) -> None:
     swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
     for given, kind, text in (
         (
@@ -577,14 +579,14 @@ TWICE = nn.Identity()
         ),
     ],
 )
-def test_modules_that_give_no_units_are_refused(
+def test_modules_that_give_no_modules_are_refused(
     modules: Any, kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
         Swapper(modules, device="cpu")
 
 
-def test_a_unit_in_use_is_not_evicted_by_name() -> None:
+def test_a_module_in_use_is_not_evicted_by_name() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     swapper = Swapper(layers, device="cpu")
     with swapper.use(layers):
@@ -610,10 +612,10 @@ def test_a_use_evicts_others_when_the_device_has_no_memory(
         pass
     load = OffloadedModule.load
 
-    def load_alone(unit: OffloadedModule, *, state: bool) -> None:
-        if set(swapper.report().resident) - {unit.name}:
+    def load_alone(module: OffloadedModule, *, state: bool) -> None:
+        if set(swapper.report().resident) - {module.name}:
             raise torch.OutOfMemoryError("pretended")
-        load(unit, state=state)
+        load(module, state=state)
 
     monkeypatch.setattr(OffloadedModule, "load", load_alone)
     with swapper.use(layers[1]):
@@ -622,7 +624,7 @@ def test_a_use_evicts_others_when_the_device_has_no_memory(
             swapper.use(layers[0]).__enter__()
 
 
-def test_a_unit_that_finds_no_memory_for_its_state_is_on_the_host(
+def test_a_module_that_finds_no_memory_for_its_state_is_on_the_host(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, whole = pair(2)
@@ -702,7 +704,7 @@ def test_gradients_that_are_gone_take_no_room() -> None:
     assert swapper.report().hits == 2
 
 
-def test_a_unit_that_never_fits_keeps_no_other_away() -> None:
+def test_a_module_that_never_fits_keeps_no_other_away() -> None:
     made = nn.ModuleList([nn.Linear(64, 64), nn.Linear(8, 8), nn.Linear(8, 8)])
     swapper = Swapper(made, device="cpu", budget="4KiB")
     swapper.prefetch(made[0])
@@ -737,7 +739,7 @@ def test_gradients_that_torch_conjugates_lazily_move(device: str) -> None:
     assert torch.equal(made.weight.grad, whole.weight.grad.cpu())
 
 
-def test_a_backward_that_has_failed_lets_its_unit_leave(device: str) -> None:
+def test_a_backward_that_has_failed_lets_its_module_leave(device: str) -> None:
     made, _ = pair(3)
     swapper = Swapper(made, device=device)
     swapper.auto()
@@ -787,10 +789,10 @@ def test_results_within_a_record_are_found(steps: bool) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, "64KiB"])
-def test_its_repr_names_the_units_the_device_and_the_budget(budget: str | None) -> None:
+def test_its_repr_names_the_modules_the_device_and_the_budget(budget: str | None) -> None:
     layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
     swapper = Swapper(layers, device="cpu", budget=budget)
-    units, said = "0: Linear, 1: Linear, 2: Linear, 2 more", "64.0 KiB" if budget else "None"
-    assert repr(swapper) == f"Swapper({units}; device=cpu, budget={said})"
+    offloaded, said = "0: Linear, 1: Linear, 2: Linear, 2 more", "64.0 KiB" if budget else "None"
+    assert repr(swapper) == f"Swapper({offloaded}; device=cpu, budget={said})"
     swapper.close()
     assert repr(swapper) == "Swapper(closed)"

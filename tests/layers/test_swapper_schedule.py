@@ -192,7 +192,9 @@ def test_copies_hide_behind_computing_that_takes_longer(clocks: Clocks) -> None:
 
 
 @pytest.mark.parametrize(("ahead", "most"), [(0, 1.55), (1, 1.1), (2, 1.1), (3, 1.1)])
-def test_units_ahead_hide_copies_that_take_as_long(clocks: Clocks, ahead: int, most: float) -> None:
+def test_modules_ahead_hide_copies_that_take_as_long(
+    clocks: Clocks, ahead: int, most: float
+) -> None:
     training = Training(clocks, duration=6.0, budget=6)
     with training.swapper.auto(step=True, ahead=ahead):
         for _ in range(3):
@@ -202,7 +204,7 @@ def test_units_ahead_hide_copies_that_take_as_long(clocks: Clocks, ahead: int, m
     assert most - 0.15 < time / max(computing, copies) <= most
 
 
-def test_the_next_units_come_while_the_optimizer_steps(clocks: Clocks) -> None:
+def test_the_next_modules_come_while_the_optimizer_steps(clocks: Clocks) -> None:
     training = Training(clocks, duration=6.0, budget=6)
     with training.swapper.auto():
         for _ in range(3):

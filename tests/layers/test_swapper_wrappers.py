@@ -1,4 +1,4 @@
-"""Optimizers that other libraries wrap, and several at once: units are stepped by each."""
+"""Optimizers that other libraries wrap, and several at once: modules are stepped by each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CombinedOptimizer:
 
 
 @pytest.mark.parametrize("way", ["use", "auto", "auto, backward steps"])
-def test_a_wrapped_optimizer_steps_units(device: str, way: str) -> None:
+def test_a_wrapped_optimizer_steps_modules(device: str, way: str) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     made = copy.deepcopy(whole)
@@ -74,7 +74,7 @@ HOW: dict[str, Callable[[list[optim.Optimizer]], Any]] = {
 
 @pytest.mark.parametrize("way", ["use", "auto", "auto, backward steps"])
 @pytest.mark.parametrize("how", HOW)
-def test_several_optimizers_step_units(device: str, how: str, way: str) -> None:
+def test_several_optimizers_step_modules(device: str, how: str, way: str) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     made = copy.deepcopy(whole)

@@ -22,7 +22,7 @@ from speedtorch.layers import Swapper
 
 ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(6)))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
-WIDTH, ROWS, UNITS, STEPS = 256, 16, 5, 4
+WIDTH, ROWS, MODULES, STEPS = 256, 16, 5, 4
 UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
 MODES = ["use", "prefetch", "auto", "auto step"]
 
@@ -35,12 +35,12 @@ class Program:
         self.device = device
         self.mode = mode or chosen.choice(MODES)
         self.is_adam = chosen.random() < 0.7
-        # Weights, gradients and state of one unit at least.
+        # Weights, gradients and state of one module at least.
         self.budget = chosen.choice([None, int(chosen.uniform(4.4, 14) * UNIT_BYTES)])
         self.batches = torch.randn(
             STEPS, ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)
         ).to(device)
-        self.pauses = [chosen.choice([0, 0, 0, 100_000, 2_000_000]) for _ in range(STEPS * UNITS)]
+        self.pauses = [chosen.choice([0, 0, 0, 100_000, 2_000_000]) for _ in range(STEPS * MODULES)]
         self.reads = [chosen.random() < 0.3 for _ in range(STEPS)]
         self.seed = seed
         self.seen: list[Tensor] = []
@@ -56,7 +56,7 @@ class Program:
         """Trains, and lets the other in between any two parts of a step."""
         self.paused = -1
         torch.manual_seed(self.seed)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(MODULES)))
         if not swaps:
             model.to(self.device)
         made = optim.AdamW(model.parameters(), 1e-2) if self.is_adam else None
@@ -92,7 +92,7 @@ class Program:
         for at, layer in enumerate(model):
             with swapper.use(layer) if swapper is not None else nullcontext():
                 if swapper is not None and self.mode == "prefetch":
-                    swapper.prefetch(model[(at + 1) % UNITS], state=True)
+                    swapper.prefetch(model[(at + 1) % MODULES], state=True)
                 self.pause()
                 loss = (layer(batch) - batch.tanh()).square().mean()
                 loss.backward()
@@ -107,7 +107,7 @@ class Program:
 
     def read(self, model: Any, swapper: Any) -> None:
         """A sum of a weight, on the current stream, and the layer leaves at once."""
-        layer = model[self.paused % UNITS]
+        layer = model[self.paused % MODULES]
         with swapper.use(layer) if swapper is not None else nullcontext(), torch.no_grad():
             self.pause()
             self.seen.append(layer.weight.double().sum())
