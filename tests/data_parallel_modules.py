@@ -135,7 +135,7 @@ def check_a_case_of_data_parallel(case: str) -> None:
         swapper.auto()
         for each in first:
             each.requires_grad_(True)
-        others: list[Any] = []
+        other_wrappers: list[Any] = []
         called = [0, 0]
 
         def halve(gradient: Tensor, at: int) -> None:
@@ -146,11 +146,11 @@ def check_a_case_of_data_parallel(case: str) -> None:
             if swapper is not None:
                 swapper.evict()
             if step == 1 and case == "another":
-                others.append(DistributedDataParallel(nn.Linear(2, 2)))
+                other_wrappers.append(DistributedDataParallel(nn.Linear(2, 2)))
             if step == 1 and case == "two":
-                others += [DistributedDataParallel(each) for each in models]
+                other_wrappers += [DistributedDataParallel(each) for each in models]
             if step == 1 and case == "copied":
-                others = [copy.deepcopy(each) for each in wrapped]
+                other_wrappers = [copy.deepcopy(each) for each in wrapped]
             if step == 1 and case == "hooks":  # later than ours
                 for at, each in enumerate(first):
                     each.register_post_accumulate_grad_hook(
@@ -166,8 +166,8 @@ def check_a_case_of_data_parallel(case: str) -> None:
                         model(batch(step)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        for other in others if case == "copied" else ():
-            other(batch(0)).sum().backward()
+        for other_wrapper in other_wrappers if case == "copied" else ():
+            other_wrapper(batch(0)).sum().backward()
         if swapper is not None:
             swapper.close()
         assert called == ([3, 3] if case == "hooks" else [0, 0])

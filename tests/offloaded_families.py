@@ -335,8 +335,8 @@ def assert_too_large_at_once(family: Family, device: str) -> None:
     with pytest.raises(RuntimeError, match=message), swapper.use(*offloaded):
         family.loss(made, 0, device).backward()  # type: ignore[no-untyped-call]
     assert not swapper.report().in_use
-    weights, others = dict(made.named_parameters()), dict(whole.named_parameters())
-    assert_equal(weights, others)  # type: ignore[arg-type]
+    weights, expected = dict(made.named_parameters()), dict(whole.named_parameters())
+    assert_equal(weights, expected)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------

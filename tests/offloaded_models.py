@@ -59,7 +59,7 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: each.detach().cpu().clone() for name, each in tensors.items()}
 
 
-def assert_equal(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> None:
-    assert tensors.keys() == others.keys()
+def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
     for name, each in tensors.items():
-        assert torch.equal(each.cpu(), others[name].cpu()), name
+        assert torch.equal(each.cpu(), expected[name].cpu()), name

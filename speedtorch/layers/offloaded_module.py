@@ -575,11 +575,10 @@ class OffloadedModule:
                 self._before_gradients(self)
         if self.memory is not memory:
             states = {Memory.HOST: "evicted", Memory.DEVICE: "loaded", None: "partly moved"}
-            move = "use" if memory is Memory.DEVICE else "evict"
+            remedy = "use() around" if memory is Memory.DEVICE else "evict() before"
             raise RuntimeError(
                 f"module {self.name!r}: its forward ran while it was {states[memory]}, and a"
-                f" backward reached it while it is {states[self.memory]}. Call {move}() before"
-                " the backward."
+                f" backward reached it while it is {states[self.memory]}. Call {remedy} it."
             )
 
     def _save_on_host(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

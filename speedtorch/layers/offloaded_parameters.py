@@ -158,8 +158,8 @@ def check_offloaded(parameters: Iterable[Tensor]) -> None:
         if id(param) in averaged:
             raise ValueError(
                 f"a parameter of shape {list(param.shape)} is in host memory, and"
-                " DistributedDataParallel averages its gradient. A step on the device would break"
-                " this. Keep the parameter on the device, or use fully_shard."
+                " DistributedDataParallel would not find its gradient after a step on the device."
+                " Keep the parameter on the device, or use fully_shard."
             )
     spans.sort(key=itemgetter(0))
     for (begin, nbytes, shape), (after, _, other_shape) in pairwise(spans):

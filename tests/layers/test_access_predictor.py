@@ -24,7 +24,7 @@ def noted(calls: str) -> AccessPredictor[str, str]:
     return order
 
 
-def test_what_came_before_comes_again() -> None:
+def test_earlier_calls_are_expected_again() -> None:
     order = noted("abcCBAa")
     assert list(order.ahead(0)) == [] and "".join(order.ahead(4)) == ""
     order.note("b")

@@ -70,7 +70,7 @@ def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("extra", [1.05, 2.4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_modules_that_come_by_themselves_take_no_more(
+def test_modules_loaded_by_auto_keep_the_budget(
     optimizer: str, extra: float, step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = layers()
@@ -86,7 +86,7 @@ def test_modules_that_come_by_themselves_take_no_more(
     assert found and MODULE_BYTES * (2 + kept) <= max(found) <= budget
 
 
-def test_modules_in_use_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_use_keep_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers()
     made = OPTIMIZERS["AdamW"](model)
     budget = int(5.2 * (MODULE_BYTES + 1024))
@@ -102,7 +102,7 @@ def test_modules_in_use_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("room", [12.5, 14.5], ids=["one ahead", "two ahead"])
-def test_what_comes_ahead_stays_until_it_is_used(room: float, device: str) -> None:
+def test_prefetched_modules_are_kept_until_their_use(room: float, device: str) -> None:
     # Two experts in use take 4 modules' weights each with gradients and state, those ahead 3 each.
     model = layers(16)
     optimizer = optim.AdamW(model.parameters(), fused=True)
@@ -144,7 +144,7 @@ def test_weights_that_were_replaced_in_a_use_count() -> None:
         with swapper.use(model[each]):
             model[each](x)
     there = [each for each in modules if each.device_bytes]
-    others = [
+    other_bytes = [
         tensor.nbytes
         for each in there
         for weight in each.module.parameters()
@@ -153,10 +153,10 @@ def test_weights_that_were_replaced_in_a_use_count() -> None:
         and not each._own.buffer.has(tensor)
         and not each._gradients.buffer.has(tensor)
     ]
-    assert sum(each.device_bytes for each in there) + sum(others) <= 4.5 * MODULE_BYTES
+    assert sum(each.device_bytes for each in there) + sum(other_bytes) <= 4.5 * MODULE_BYTES
 
 
-def test_what_was_evicted_comes_for_a_use_or_a_prefetch_alone() -> None:
+def test_an_evicted_module_is_loaded_only_by_a_use_or_a_prefetch() -> None:
     model = layers(3)
     optimizer = optim.AdamW(model.parameters(), fused=True)
     swapper = Swapper(model, optimizer, device="cpu", budget=int(4.3 * (MODULE_BYTES + 2048)))
@@ -215,7 +215,7 @@ def test_a_module_in_use_that_no_backward_reaches_needs_no_room_for_gradients() 
         model[0](torch.ones(1, WIDTH)).sum().backward()
 
 
-def test_a_module_that_could_not_leave_waits_for_all_that_is_queued(
+def test_a_module_whose_eviction_failed_waits_for_all_queued_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = layers(2)

@@ -53,7 +53,7 @@ class Run:
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
-def test_adapters_are_merged_and_swapped_as_in_a_model_that_stays(
+def test_adapters_are_merged_and_swapped_as_in_a_resident_model(
     device: str, step: bool, tmp_path: Path
 ) -> None:
     from peft.utils.hotswap import hotswap_adapter

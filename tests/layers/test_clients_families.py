@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_trains_as_one_that_stays(name: str, mode: str, variant: str, device: str) -> None:
+def test_a_family_trains_like_resident(name: str, mode: str, variant: str, device: str) -> None:
     assert_same_training(FAMILIES[name], Setting(mode, variant, device))
 
 

@@ -75,7 +75,7 @@ def test_a_generator_of_a_gpu_draws_on_the_host() -> None:
 
 
 @NEEDS_GPU
-def test_what_becomes_of_other_ways_to_a_gpu(tmp_path: Path) -> None:
+def test_other_ways_to_a_gpu(tmp_path: Path) -> None:
     def by_default() -> Tensor:
         torch.set_default_device("cuda")
         try:

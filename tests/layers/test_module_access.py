@@ -268,7 +268,7 @@ def test_a_model_with_buffers_of_another_dtype_is_saved_while_it_is_loaded() -> 
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     optimizer = optim.Adam(model.parameters())
     swapper = Swapper(model, optimizer, device="cpu")
-    model[0][0].weight.told = "kept"
+    model[0][0].weight.mark = "kept"
     with swapper.use(model[0]):
         model(torch.randn(8, 4)).square().sum().backward()
         optimizer.step()
@@ -281,7 +281,7 @@ def test_a_model_with_buffers_of_another_dtype_is_saved_while_it_is_loaded() -> 
     for name, each in saved["model"].state_dict().items():
         assert torch.equal(each, model.state_dict()[name]), name
     found = saved["model"][0][0].weight
-    assert type(found) is nn.Parameter and found.requires_grad and found.told == "kept"
+    assert type(found) is nn.Parameter and found.requires_grad and found.mark == "kept"
     expected = optimizer.state[model[0][0].weight]["exp_avg"]
     assert torch.equal(saved["state"]["exp_avg"], expected)
 
@@ -421,10 +421,10 @@ def test_a_module_on_a_side_stream_keeps_its_memory_until_then() -> None:
 def test_a_gradient_that_was_dropped_writes_over_no_other_module(late: Callable[[], None]) -> None:
     layers, swapper = two_large()
     x = torch.ones(2, LARGE, device="cuda")
-    for turn in range(2):  # the second gradient lies in the module's own memory
+    for step in range(2):  # the second gradient lies in the module's own memory
         with swapper.use(layers[0]):
             layers[0](x).sum().backward()
-        if turn == 0:
+        if step == 0:
             swapper.evict()
     late()
     layers[0].weight.grad.mul_(0.0)

@@ -82,7 +82,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("seed", range(2))
-def test_training_is_that_of_a_model_that_stays(device: str, kind: str, seed: int) -> None:
+def test_training_equals_a_resident_model(device: str, kind: str, seed: int) -> None:
     expected, whole = model(device, OPTIMIZERS[kind])
     try:
         losses = train(expected, whole, device, keep)
@@ -158,7 +158,7 @@ def do(prepared: Prepared, move: str) -> None:
 @EVERY
 @pytest.mark.parametrize("follows", ["step", "load", "evict"])
 @pytest.mark.parametrize("move", ["load", "evict", "load-new", "evict-new"])
-def test_an_error_at_any_line_leaves_all_whole(move: str, follows: str, every: int) -> None:
+def test_an_error_at_any_line_keeps_all_tensors_whole(move: str, follows: str, every: int) -> None:
     small, optimizer, _ = prepare(move)
     values = copies(tensors_of(small, optimizer))
     small_step(small, optimizer)

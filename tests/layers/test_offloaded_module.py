@@ -39,7 +39,7 @@ def train(layer: nn.Module, optimizer: Optimizer, device: str, seed: int = 0) ->
     optimizer.step()
 
 
-def test_objects_and_what_hangs_on_them_stay(device: str) -> None:
+def test_objects_and_their_hooks_remain_the_same(device: str) -> None:
     layer, optimizer, offloaded = made(device)
     parameters, groups = list(layer.parameters()), optimizer.param_groups
     calls: list[str] = []
@@ -71,7 +71,7 @@ def test_all_is_where_the_module_is(device: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_steps_stay_on_the_cpu_where_torch_wants_them_there(device: str, fused: bool) -> None:
+def test_steps_remain_on_the_cpu_where_torch_keeps_them(device: str, fused: bool) -> None:
     layer = nn.Linear(3, 3)
     optimizer = optim.Adam(layer.parameters(), fused=fused)
     offloaded = OffloadedModule(layer, optimizer, device=device)
@@ -122,13 +122,13 @@ def calls_of_cuda(count: int) -> Counter[str]:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
     optimizer = optim.Adam(module.parameters())
     offloaded = OffloadedModule(module, optimizer, device="cuda")
-    for turn in range(3):
+    for step in range(3):
         offloaded.load()
         module(torch.ones(4, device="cuda")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
-        if turn < 2:
+        if step < 2:
             offloaded.evict()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         offloaded.evict()
@@ -205,7 +205,7 @@ def test_copies_begin_before_each_tensor_is_looked_at(
         assert calls[0] == "copy" and calls.count("copy") == 1
 
 
-def test_tensors_that_became_others_in_the_same_memory_move_as_those(device: str) -> None:
+def test_tensors_replaced_in_the_same_memory_are_moved(device: str) -> None:
     layer = nn.Linear(4, 4).requires_grad_(False)
     offloaded = OffloadedModule(layer, device=device)
     for is_loaded in (False, True):
@@ -222,7 +222,7 @@ def test_tensors_that_became_others_in_the_same_memory_move_as_those(device: str
         offloaded.evict()
 
 
-def test_a_load_that_is_refused_leaves_no_device_memory(device: str) -> None:
+def test_a_failed_load_frees_its_device_memory(device: str) -> None:
     layer = nn.Linear(2, 2, dtype=torch.complex64).requires_grad_(False)
     offloaded = OffloadedModule(layer, device=device)
     layer.weight.data = layer.weight.data.t().conj()
@@ -337,7 +337,7 @@ def test_a_backward_after_load_is_right_and_before_is_refused_by_name(device: st
     assert_equal(*results)
 
 
-def test_a_graph_lives_through_an_eviction_that_brings_new_state(device: str) -> None:
+def test_a_graph_survives_an_eviction_with_new_state(device: str) -> None:
     layer, optimizer, offloaded = made(device)
     offloaded.load()
     train(layer, optimizer, device)
@@ -433,7 +433,7 @@ def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
     assert all(offloaded._state.buffer.has(each) for each in kept)
 
 
-def test_tensors_tied_within_a_loaded_module_stay_tied(device: str) -> None:
+def test_tensors_tied_within_a_loaded_module_remain_tied(device: str) -> None:
     layer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     offloaded = OffloadedModule(layer, device=device)
     offloaded.load()
@@ -445,7 +445,7 @@ def test_tensors_tied_within_a_loaded_module_stay_tied(device: str) -> None:
         assert torch.equal(layer[0].weight, layer[1].weight)
 
 
-def test_moves_in_inference_mode_leave_ordinary_tensors(device: str) -> None:
+def test_tensors_moved_in_inference_mode_are_ordinary(device: str) -> None:
     layer, optimizer, offloaded = made(device)
     with torch.inference_mode():
         offloaded.load()
@@ -485,8 +485,8 @@ def test_what_is_no_module_or_optimizer_is_refused(
 
 def test_rows_of_an_embedding_are_refused_with_the_remedy() -> None:
     block = nn.Sequential(speedtorch.Embedding(5, 2), nn.Linear(2, 2))
-    told = "module 'block': 0.weight is a speedtorch.Embedding's weight, .* Offload only modules"
-    with pytest.raises(TypeError, match=told):
+    message = "module 'block': 0.weight is a speedtorch.Embedding's weight, .* Offload only modules"
+    with pytest.raises(TypeError, match=message):
         OffloadedModule(block, device="cpu", name="block")
     OffloadedModule(block[1], device="cpu").close()
 
@@ -498,8 +498,8 @@ def test_a_quantized_weight_is_refused_with_the_remedy() -> None:
     block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = block[1].weight.detach().as_subclass(Quantized)
     block[1].weight = nn.Parameter(weight, requires_grad=False)
-    told = "module 'block': 1.weight must be a plain tensor, .*Quantized, .* TrainingState"
-    with pytest.raises(TypeError, match=told):
+    message = "module 'block': 1.weight must be a plain tensor, .*Quantized, .* TrainingState"
+    with pytest.raises(TypeError, match=message):
         OffloadedModule(block, device="cpu", name="block")
     OffloadedModule(block[0], device="cpu").close()
 

@@ -124,7 +124,7 @@ def test_adapters_of_quantized_weights_are_trained_as_without_modules(
     swapper.close()
 
 
-def test_what_is_within_a_wrapper_moves_and_it_stays_the_same_object(device: str) -> None:
+def test_inner_tensors_move_and_their_wrapper_is_the_same_object(device: str) -> None:
     layer = LoRA(Nested)
     weight, within = layer.weight, layer.weight.codes
     offloaded = OffloadedModule(layer, device=device)
@@ -163,7 +163,7 @@ def test_what_is_saved_on_the_device_is_on_the_host(device: str) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_values_that_are_loaded_stay(assign: bool, loaded: bool, device: str) -> None:
+def test_loaded_values_are_kept(assign: bool, loaded: bool, device: str) -> None:
     layer, other = LoRA(Scaled), LoRA(Scaled).to(device if loaded else "cpu")
     offloaded = OffloadedModule(layer, device=device)
     expected = plain_values(other)

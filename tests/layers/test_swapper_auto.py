@@ -84,7 +84,7 @@ def train(model: Model, optimizer: Optimizer, device: str, *, drops: bool) -> li
 @pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("budget", ["12KiB", "24KiB", None])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_trains_as_one_that_stays(
+def test_a_model_trains_like_a_resident_one(
     device: str, way: str, budget: str | None, steps: bool
 ) -> None:
     (made, optimizer), (whole, other) = pair(way, "Adam", device)
@@ -94,8 +94,11 @@ def test_a_model_trains_as_one_that_stays(
     expected = train(whole, other, device, drops=True)
     if way == "twice" and device == "cuda":
         # Where a module leaves between two calls of one graph, their gradients are added later.
-        for tensors, others in ((found, expected), (made.parameters(), whole.parameters())):
-            for each, same in zip(tensors, others, strict=True):
+        for tensors, expected_tensors in (
+            (found, expected),
+            (made.parameters(), whole.parameters()),
+        ):
+            for each, same in zip(tensors, expected_tensors, strict=True):
                 torch.testing.assert_close(each.cpu(), same.cpu())
     else:
         assert all(map(torch.equal, found, expected))
@@ -143,7 +146,7 @@ def do(model: Model, optimizer: Optimizer, call: tuple[str, list[int]], number: 
     steps=st.booleans(),
     ahead=st.integers(0, 3),
 )
-def test_any_order_has_the_bits_of_a_model_that_stays(
+def test_any_order_equals_a_resident_model(
     device: str,
     kind: str,
     program: list[tuple[str, list[int]]],
@@ -229,7 +232,7 @@ def test_the_next_module_is_there_when_it_is_called(device: str) -> None:
         pytest.param("module.compile()", True, marks=pytest.mark.nightly),
     ],
 )
-def test_compiled_modules_come_by_themselves(device: str, way: str, steps: bool) -> None:
+def test_compiled_modules_are_loaded_on_use(device: str, way: str, steps: bool) -> None:
     graphs: list[Model] = []
 
     def compiled(model: Model) -> Model:
@@ -273,7 +276,7 @@ def failing(model: Model, place: int) -> Callable[[], None]:
     return layer.register_forward_hook(fail).remove
 
 
-def test_modules_may_leave_after_a_forward_or_a_backward_has_failed(device: str) -> None:
+def test_modules_may_be_evicted_after_a_failed_forward_or_backward(device: str) -> None:
     (made, optimizer), (whole, other) = pair("forth", "SGD", device)
     swapper = Swapper(made.layers, optimizer, device=device, budget="20KiB")
     x = torch.ones(6, 4, device=device)
@@ -296,7 +299,7 @@ def test_modules_may_leave_after_a_forward_or_a_backward_has_failed(device: str)
     assert all(torch.equal(a, b) or a.isnan().all() for a, b in zip(found, expected, strict=True))
 
 
-def test_an_earlier_auto_that_ends_leaves_the_later_one(device: str) -> None:
+def test_the_end_of_an_earlier_auto_keeps_the_later_one(device: str) -> None:
     (made, optimizer), _ = pair("forth", "SGD", device)
     swapper = Swapper(made.layers, optimizer, device=device, budget="20KiB")
     with swapper.auto():
@@ -359,7 +362,7 @@ def test_a_module_whose_forward_was_interrupted_is_in_use_no_longer(
             assert swapper.report().in_use == ()
 
 
-def test_a_module_that_goes_on_after_an_interrupted_call_of_itself_stays(device: str) -> None:
+def test_a_module_that_goes_on_after_its_interrupted_call_is_kept(device: str) -> None:
     """A module that calls itself, and goes on where that was interrupted."""
     used: list[tuple[str, ...]] = []
 

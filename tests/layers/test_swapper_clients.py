@@ -184,9 +184,7 @@ def files(folder: Path) -> dict[str, tuple[Callable[[Any], None], Callable[[Any]
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "checkpoint"])
-def test_state_is_saved_and_read_by_others_at_any_moment(
-    device: str, kind: str, tmp_path: Path
-) -> None:
+def test_state_is_saved_and_read_at_any_time(device: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(4)
     model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(MODULES))
     optimizer = optim.AdamW(model.parameters(), lr=0.01)

@@ -198,7 +198,7 @@ MODELS: list[type[Model]] = [
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_operations_on_modules_train_as_if_these_stayed(
+def test_operations_on_modules_train_like_resident_ones(
     kind: type[Model], step: bool, narrow: bool, device: str
 ) -> None:
     torch.manual_seed(2)
@@ -300,7 +300,7 @@ def test_transforms_of_torch_func_compute_with_modules_in_use(transform: str, de
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_of_torch_func_bring_no_module(transform: str) -> None:
+def test_transforms_of_torch_func_load_no_module(transform: str) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     swapper = Swapper(model, device="cpu", budget=1024)
     x = torch.randn(2, 4)
@@ -312,7 +312,7 @@ def test_transforms_of_torch_func_bring_no_module(transform: str) -> None:
 
 
 @NEEDS_GPU
-def test_inputs_that_are_elsewhere_come_to_the_device() -> None:
+def test_inputs_on_another_device_are_copied() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     alike = copy.deepcopy(model).cuda()
@@ -357,7 +357,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
-def test_parameters_come_to_modules_between_steps(step: bool, device: str) -> None:
+def test_parameters_are_added_to_modules_between_steps(step: bool, device: str) -> None:
     torch.manual_seed(3)
     whole = nn.Sequential(*(Block() for _ in range(4)))
     made = copy.deepcopy(whole)

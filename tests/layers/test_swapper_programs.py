@@ -164,7 +164,7 @@ def _one_thread() -> Iterator[None]:
 @settings(max_examples=programs(4))
 @pytest.mark.parametrize("kind", [*sorted(LAYERS), "Muon"])
 @given(program=st.lists(CALLS, max_size=14), budget=st.sampled_from(BUDGETS))
-def test_any_program_has_the_bits_of_a_model_that_stays(
+def test_any_program_equals_a_resident_model(
     device: str, kind: str, program: list[tuple[Any, ...]], budget: str | None
 ) -> None:
     found, expected = (Run(kind, device, budget, swaps=swaps) for swaps in (True, False))
@@ -225,7 +225,7 @@ def test_an_error_at_any_line_changes_no_number(call: tuple[Any, ...], every: in
 
 @pytest.mark.slow
 @EVERY
-def test_an_error_at_any_line_of_a_step_leaves_each_module_before_it_or_after(every: int) -> None:
+def test_after_an_error_in_a_step_each_module_is_before_or_after_it(every: int) -> None:
     before = copies(trained().tensors())  # looking at them is a use, which the others have not
     run = trained()
     with Lines(PACKAGE) as counted:

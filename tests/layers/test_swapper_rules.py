@@ -161,7 +161,7 @@ def test_views_that_are_kept_of_a_used_module_keep_their_values(
     assert "held by 0: a [64, 64]" in repr(freed)
 
 
-def test_a_module_that_calls_itself_stays_until_all_calls_end() -> None:
+def test_a_module_that_calls_itself_is_kept_until_all_calls_end() -> None:
     class Recursive(nn.Module):
         """Goes through another module within itself."""
 
@@ -240,7 +240,7 @@ def test_statistics_of_a_module_that_came_later_are_written_back(device: str) ->
     assert torch.equal(made[1].running_var, variance)
 
 
-def test_changes_that_torch_does_not_count_are_written_back_if_they_are_told(device: str) -> None:
+def test_touched_changes_that_torch_does_not_count_are_written_back(device: str) -> None:
     layer = nn.Linear(4, 4)
     swapper = Swapper([layer], device=device)
     with swapper.use(layer):
@@ -250,7 +250,7 @@ def test_changes_that_torch_does_not_count_are_written_back_if_they_are_told(dev
     assert not bool(layer.weight.any())
 
 
-@pytest.mark.parametrize("changed", ["not", "counted", "told", "read", "backward"])
+@pytest.mark.parametrize("changed", ["not", "counted", "touched", "read", "backward"])
 def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed: str) -> None:
     made, whole = pair(2)
     whole.to(device)
@@ -270,13 +270,13 @@ def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed
         with torch.no_grad():
             if changed == "counted":
                 weight.add_(1)
-            if changed == "told":
+            if changed == "touched":
                 weight.data.add_(1)
             if changed == "read":
                 layers[0].load_state_dict(layers[1].state_dict())
         if changed == "backward":
             layers[0](torch.ones(1, 4, device=weight.device)).sum().backward()
-    if changed == "told":
+    if changed == "touched":
         swapper.touch(made[0])
     train(made, optimizers[0], swapper)
     train(whole, optimizers[1])
@@ -459,7 +459,7 @@ def test_a_scaler_is_refused_where_modules_are_stepped_in_backward(device: str) 
         optimizer.zero_grad()
 
 
-def test_a_refused_step_of_a_scaler_leaves_nothing_behind(device: str) -> None:
+def test_a_failed_step_of_a_scaler_changes_nothing(device: str) -> None:
     made, whole = (nn.ModuleList([each]) for each in (nn.Linear(16, 16), nn.Linear(16, 16)))
     whole.load_state_dict(made.state_dict())
     whole.to(device)
@@ -516,8 +516,8 @@ def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:
     assert all(torch.equal(each.cpu(), value) for each, value in zip(views, values, strict=True))
 
 
-def test_more_modules_ahead_do_not_let_modules_come_twice(device: str) -> None:
-    came = []
+def test_more_modules_ahead_load_no_module_twice(device: str) -> None:
+    copied_bytes = []
     for ahead in (0, 1, 3):
         layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
         optimizer = optim.Adam(layers.parameters())
@@ -527,8 +527,8 @@ def test_more_modules_ahead_do_not_let_modules_come_twice(device: str) -> None:
                 if step == 2:
                     before = swapper.report().bytes_in
                 layers(torch.ones(4, 64, device=device)).square().mean().backward()
-        came.append(swapper.report().bytes_in - before)
-    assert max(came) <= 1.3 * came[0]
+        copied_bytes.append(swapper.report().bytes_in - before)
+    assert max(copied_bytes) <= 1.3 * copied_bytes[0]
 
 
 @NEEDS_GPU
@@ -603,7 +603,7 @@ def test_a_swapper_without_an_optimizer_steps_none() -> None:
         swapper.step()
 
 
-def test_a_use_evicts_others_when_the_device_has_no_memory(
+def test_a_use_evicts_other_modules_if_the_device_has_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -739,7 +739,7 @@ def test_gradients_that_torch_conjugates_lazily_move(device: str) -> None:
     assert torch.equal(made.weight.grad, whole.weight.grad.cpu())
 
 
-def test_a_backward_that_has_failed_lets_its_module_leave(device: str) -> None:
+def test_after_a_failed_backward_its_module_may_be_evicted(device: str) -> None:
     made, _ = pair(3)
     swapper = Swapper(made, device=device)
     swapper.auto()
@@ -792,7 +792,10 @@ def test_results_within_a_record_are_found(steps: bool) -> None:
 def test_its_repr_names_the_modules_the_device_and_the_budget(budget: str | None) -> None:
     layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
     swapper = Swapper(layers, device="cpu", budget=budget)
-    offloaded, said = "0: Linear, 1: Linear, 2: Linear, 2 more", "64.0 KiB" if budget else "None"
-    assert repr(swapper) == f"Swapper({offloaded}; device=cpu, budget={said})"
+    offloaded, budget_text = (
+        "0: Linear, 1: Linear, 2: Linear, 2 more",
+        "64.0 KiB" if budget else "None",
+    )
+    assert repr(swapper) == f"Swapper({offloaded}; device=cpu, budget={budget_text})"
     swapper.close()
     assert repr(swapper) == "Swapper(closed)"

@@ -204,7 +204,7 @@ def test_modules_ahead_hide_copies_that_take_as_long(
     assert most - 0.15 < time / max(computing, copies) <= most
 
 
-def test_the_next_modules_come_while_the_optimizer_steps(clocks: Clocks) -> None:
+def test_the_next_modules_are_loaded_while_the_optimizer_steps(clocks: Clocks) -> None:
     training = Training(clocks, duration=6.0, budget=6)
     with training.swapper.auto():
         for _ in range(3):

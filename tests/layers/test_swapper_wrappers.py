@@ -82,9 +82,9 @@ def test_several_optimizers_step_modules(device: str, how: str, way: str) -> Non
     pairs: list[list[optim.Optimizer]] = []
     for model in (made, whole):
         matrices = [each for each in model.parameters() if each.dim() == 2]
-        others = [each for each in model.parameters() if each.dim() < 2]
+        biases = [each for each in model.parameters() if each.dim() < 2]
         # The biases of two layers are stepped by both.
-        both = [optim.Muon(matrices), optim.AdamW(others), optim.SGD(others[:2], 0.1, 0.9)]
+        both = [optim.Muon(matrices), optim.AdamW(biases), optim.SGD(biases[:2], 0.1, 0.9)]
         pairs.append(both)
     budget = "64KiB" if way == "use" else "6KiB"
     swapper = Swapper(made, HOW[how](pairs[0]), device=device, budget=budget)

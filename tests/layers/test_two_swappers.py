@@ -161,20 +161,20 @@ def check(seed: int, device: str, *kinds: tuple[type[Program], str | None]) -> N
         torch.cuda.synchronize()
     run(swapped, streams, random.Random(seed), swaps=True)
     for one, other in zip(resident, swapped, strict=True):
-        told = (seed, other.mode, [each.mode for each in swapped])
-        assert len(one.seen) == len(other.seen), told
+        case = (seed, other.mode, [each.mode for each in swapped])
+        assert len(one.seen) == len(other.seen), case
         for a, b in zip(one.seen, other.seen, strict=True):
-            assert torch.equal(a.cpu(), b.cpu()), told
+            assert torch.equal(a.cpu(), b.cpu()), case
 
 
 @pytest.mark.slow
-def test_two_models_with_swappers_train_as_each_that_stays(device: str) -> None:
+def test_two_models_with_swappers_train_like_resident_ones(device: str) -> None:
     for seed in range(FIRST, FIRST + ROUNDS):
         check(seed, device, (Program, None), (Program, None))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_models_of_one_mode_train_as_each_that_stays(mode: str, device: str) -> None:
+def test_two_models_of_one_mode_train_like_resident_ones(mode: str, device: str) -> None:
     for seed in range(2):
         check(seed, device, (Program, mode), (Program, mode))
 
