@@ -201,6 +201,34 @@ MUTANTS = [
         "            if requested.held != batch.held or requested.new_row_count:\n",
         "            if False:\n",
     ),
+    Mutant(
+        "ids of rows that are written back may be overwritten before",
+        "step/counted_memory.py",
+        "uses(outgoing.tensors)",
+        "uses(outgoing.rows)",
+        found_by="tests/step/test_stream_order.py",
+    ),
+    Mutant(
+        "ids of a plan that is discarded may be overwritten before it is made",
+        "step/planned_steps.py",
+        "        self._planning.uses(parts)",
+        "        pass",
+        found_by="tests/step/test_stream_order.py",
+    ),
+    Mutant(
+        "ids of a plan of several tables that is discarded may be overwritten before it is made",
+        "step/joint_exchange.py",
+        "            self._planning.uses(ids)",
+        "            pass",
+        found_by="tests/step/test_stream_order.py",
+    ),
+    Mutant(
+        "a step reads rows before they are loaded",
+        "memory/side_stream.py",
+        "            current_stream(self.end.device).wait_event(self.end)\n",
+        "",
+        found_by="tests/step/test_stream_order.py",
+    ),
     # ---- exchange.py: announcements and gradients
     Mutant(
         "announced rows do not join a planned batch",

@@ -20,6 +20,18 @@ from speedtorch.memory.side_stream import SideStream
 DEVICE = torch.device("cuda", 0)
 
 
+class Clock(dict[str, int]):
+    """How many works of each stream, by name, are done."""
+
+    def __missing__(self, _: str) -> int:
+        return 0
+
+    def include(self, other: Clock) -> None:
+        """Adds what is done by another clock."""
+        for name, count in other.items():
+            self[name] = max(self[name], count)
+
+
 class RecordedStream:
     """A stream that knows what work is done before the work that it gets next."""
 
@@ -27,7 +39,7 @@ class RecordedStream:
 
     def __init__(self, streams: RecordedStreams, name: str) -> None:
         self._streams, self.name, self.stream_id = streams, name, id(self)
-        self.done: set[str] = set()
+        self.clock = Clock()
 
     def record_event(self, event: RecordedEvent | None = None) -> RecordedEvent:
         event = RecordedEvent(self._streams) if event is None else event
@@ -35,10 +47,10 @@ class RecordedStream:
         return event
 
     def wait_event(self, event: RecordedEvent) -> None:
-        self.done |= event.done
+        self.clock.include(event.clock)
 
     def wait_stream(self, other: RecordedStream) -> None:
-        self.done |= other.done
+        self.clock.include(other.clock)
 
 
 class RecordedEvent:
@@ -48,16 +60,16 @@ class RecordedEvent:
 
     def __init__(self, streams: RecordedStreams) -> None:
         self._streams = streams
-        self.done: frozenset[str] = frozenset()
+        self.clock = Clock()
 
     def record(self, stream: RecordedStream) -> None:
-        self.done = frozenset(stream.done)
+        self.clock = Clock(stream.clock)
 
     def query(self) -> bool:
-        return self.done <= self._streams.host
+        return all(self._streams.host_clock[name] >= count for name, count in self.clock.items())
 
     def synchronize(self) -> None:
-        self._streams.host |= self.done
+        self._streams.host_clock.include(self.clock)
 
     def elapsed_time(self, _: RecordedEvent) -> float:
         return 1.0
@@ -80,16 +92,16 @@ class RecordedStreams:
 
     Attributes:
         current: the current stream, "main" at first.
-        host: the work that the host has waited for.
+        host_clock: what the host has waited for.
         on: the name of the stream that has each work, in the order of the calls.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
         self._made: dict[object, RecordedStream] = {}
-        self._before: dict[str, set[str]] = {}
+        self._works: dict[str, tuple[int, Clock]] = {}  # the number in its stream, what was before
         self._counts: defaultdict[str, int] = defaultdict(int)
-        self.host: set[str] = set()
+        self.host_clock = Clock()
         self.on: dict[str, str] = {}
         self.current = self.stream("main")
         for module in (side_stream, flat_buffer, residency, offloaded_module):
@@ -124,12 +136,20 @@ class RecordedStreams:
         """Makes a stream the current one."""
         self.current = stream
 
+    def queue(self) -> Clock:
+        """Queues work on the current stream, and returns what is done before it."""
+        clock = self.current.clock
+        clock.include(self.host_clock)
+        before = Clock(clock)
+        clock[self.current.name] += 1
+        return before
+
     def work(self, name: str) -> None:
-        """Queues work on the current stream."""
-        assert name not in self._before, f"{name} is there already"
+        """Queues work of a name on the current stream."""
+        assert name not in self._works, f"{name} is there already"
         self.on[name] = self.current.name
-        self._before[name] = self.current.done | self.host
-        self.current.done |= {name, *self._before[name]}
+        before = self.queue()
+        self._works[name] = self.current.clock[self.current.name], before
 
     def count(self, name: str) -> None:
         """As work(), with a number behind the name, from 1 on."""
@@ -149,4 +169,17 @@ class RecordedStreams:
 
     def before(self, name: str) -> set[str]:
         """The work that is done before work of this name begins, whatever the GPU does."""
-        return self._before[name]
+        return self._done(self._works[name][1])
+
+    @property
+    def host(self) -> set[str]:
+        """The work that the host has waited for."""
+        return self._done(self.host_clock)
+
+    def finish(self) -> None:
+        """The host waits for all streams."""
+        for stream in self._made.values():
+            self.host_clock.include(stream.clock)
+
+    def _done(self, clock: Clock) -> set[str]:
+        return {name for name, (at, _) in self._works.items() if clock[self.on[name]] >= at}

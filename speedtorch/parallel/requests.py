@@ -389,6 +389,7 @@ class Requests:
         """As PlannedSteps.plan_ahead; also plans the batch before, whose counts are received."""
         self._forget_after_errors()
         self._maker.distances()  # copied on the current stream, which the side stream waits for
+        self._planning.uses(parts)  # the plan may be discarded before it is made
         with self._planning.after_current(self._exchange.held.device):
             planned = PlannedRequests(self._maker.requests(parts), after)
             planned.send_counts()
