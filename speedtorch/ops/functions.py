@@ -80,6 +80,7 @@ def _checked(op: Any) -> Callable[..., Any]:
         op = recorded(op)
 
     def call(*args: object) -> Any:
+        """Runs the op and recognizes errors of memory by their prefix."""
         try:
             return op(*args)
         except RuntimeError as error:
@@ -764,6 +765,7 @@ def _raise_in_graphs(name: str) -> Callable[..., Any]:
     does = "is part of a step" if name in _OF_STEPS else "queries or changes the process"
 
     def fail(*args: object, **kwargs: object) -> Any:
+        """Raises at the trace instead of recording the op."""
         raise NotImplementedError(
             f"torch.ops.speedtorch.{name} {does} and cannot be in a compiled or exported graph."
             " Call it outside of the graph, or in a function under torch.compiler.disable"
@@ -817,6 +819,7 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, below: Callable[..., Tensor], table: Tensor, index: Tensor, *plan: list[Tensor]
     ) -> Tensor:
+        """Gathers the rows and saves only the ids, because the gradient needs no row."""
         ctx.save_for_backward(index)
         ctx.table_shape, ctx.table_device = table.shape, table.device
         ctx.without_gradient = [None] * (1 + len(plan))
@@ -824,6 +827,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Returns the gradient of the table as a sparse COO tensor."""
         (index,) = ctx.saved_tensors
         rows = index.reshape(1, -1).to(device=ctx.table_device, dtype=torch.int64)
         values = grad.reshape(rows.shape[1], *ctx.table_shape[1:]).to(ctx.table_device)
@@ -834,6 +838,7 @@ def _with_gradient(name: str, op: Any) -> Callable[..., Tensor]:
     """Returns the autograd kernel of a gather."""
 
     def kernel(keys: Any, table: Tensor, *rest: Any) -> Tensor:
+        """Records the gather only if the table needs a gradient."""
         _check_tangents(name, (table,))
         below = partial(op.redispatch, keys & below_autograd)
         if torch.is_grad_enabled() and table.requires_grad:
@@ -848,6 +853,7 @@ def _without_gradient(name: str, op: Any) -> Callable[..., Any]:
     """Returns the autograd kernel of an op without gradients, which raises if one is required."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the op below autograd if no tensor needs a gradient."""
         tensors = _tensors((*args, *kwargs.values()))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise NotImplementedError(
@@ -866,11 +872,13 @@ def _resolved(name: str, op: Any) -> Callable[..., Any]:
     written = written_arguments(op)
 
     def resolve(argument: Any) -> Any:
+        """Materializes lazily conjugated or negated tensors."""
         if isinstance(argument, list | tuple):
             return [resolve(value) for value in argument]
         return argument.resolve_conj().resolve_neg() if isinstance(argument, Tensor) else argument
 
     def kernel(*args: Any) -> Any:
+        """Raises if the op would write to a conjugated or negated view."""
         for argument, place in written.items():
             if any(view.is_conj() or view.is_neg() for view in _tensors(args[place : place + 1])):
                 raise ValueError(

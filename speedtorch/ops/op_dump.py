@@ -73,6 +73,7 @@ def _copied(arguments: Sequence[object]) -> Any:
     copies: dict[int, torch.UntypedStorage] = {}
 
     def copy(value: object) -> object:
+        """Returns a tensor over the copy of its storage, or a text that says why there is none."""
         if not isinstance(value, Tensor):
             return value
         is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
@@ -120,6 +121,7 @@ def recorded(op: Any) -> Callable[..., Any]:
         return op  # type: ignore[no-any-return]
 
     def call(*arguments: object) -> Any:
+        """Records the inputs before the op runs, because the op may overwrite them."""
         if torch.compiler.is_compiling() or os.getpid() != _process or _is_recording():
             return op(*arguments)
         name = [op._schema.name.partition("::")[2], op._overloadname]
