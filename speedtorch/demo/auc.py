@@ -1,4 +1,4 @@
-"""The area under the curve of a classifier."""
+"""The area under the ROC curve (AUC) of a classifier."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["auc"]
 
 
 def auc(true: npt.NDArray[Any], false: npt.NDArray[Any]) -> float:
-    """The chance that a true example, drawn at random, has a larger value than a false one.
+    """The probability that a random true example has a larger value than a random false one.
 
-    Both are `[N]`, of any length but 0; ties count half.
+    Both arrays are `[N]` with at least one value; ties count half.
 
     Example:
         >>> auc(np.array([3.0, 1.0]), np.array([2.0, 1.0, 0.0]))
@@ -21,7 +21,7 @@ def auc(true: npt.NDArray[Any], false: npt.NDArray[Any]) -> float:
     """
     values = np.concatenate([true, false])
     _, kind, counts = np.unique(values, return_inverse=True, return_counts=True)
-    # Equal values share the middle of the ranks that they take up.
+    # Equal values share the mean of their ranks.
     ranks = np.cumsum(counts) - (counts - 1) / 2
     size = len(true)
     return float((ranks[kind[:size]].sum() - size * (size + 1) / 2) / (size * len(false)))

@@ -1,4 +1,4 @@
-"""Clicks -> training batches of the DLRM, in an order that the seed decides."""
+"""Training batches of the DLRM, in an order that the seed determines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.demo.criteo import CATEGORIES, Clicks
-from speedtorch.demo.processes import ALONE, Processes
+from speedtorch.demo.processes import SINGLE_PROCESS, Processes
 from speedtorch.demo.settings import check_least
 
 __all__ = ["ClickBatch", "ClickBatches"]
@@ -19,13 +19,13 @@ __all__ = ["ClickBatch", "ClickBatches"]
 
 @dataclass(frozen=True, eq=False)
 class ClickBatch:
-    """Some advertisements, on the CPU: a batch, or what a process has of one.
+    """A batch of advertisements on the CPU, or one process's part of a batch.
 
     Attributes:
         clicked: `[B]` float32, 0 or 1.
         numbers: `[B, 13]` float32.
-        ids: for each categorical feature `[B]` int64.
-        size: how many the batch has on all processes.
+        ids: `[B]` int64 for each categorical feature.
+        size: Number of advertisements of the batch on all processes.
     """
 
     clicked: Tensor
@@ -41,9 +41,9 @@ class ClickBatch:
         rows: int,
         size: int | None = None,
     ) -> ClickBatch:
-        """Those at some places; a category's id is the remainder of its division by `rows`.
+        """Selects advertisements by position; a category's id is the category modulo `rows`.
 
-        They are all that the batch has, if no size is given.
+        `size` is the size of the whole batch, by default the number of selected advertisements.
         """
         ids = np.ascontiguousarray((clicks.categories[pick].astype(np.int64) % rows).T)
         clicked = clicks.clicked[pick]
@@ -55,15 +55,15 @@ class ClickBatch:
         )
 
     def __len__(self) -> int:
-        """How many the batch has."""
+        """The number of advertisements of the whole batch."""
         return self.size
 
 
 class ClickBatches:
-    """All clicks, epoch after epoch, each epoch in an order of its own that the seed decides.
+    """All clicks, epoch after epoch, each epoch in its own order, which the seed determines.
 
-    The last batch of an epoch may be smaller; they are the same every time they are asked for. Of
-    several processes each gets its share of every batch, which may be none of a small one.
+    Every iteration yields the same batches; the last batch of an epoch may be smaller. With several
+    processes, each process receives its part of every batch, which may be empty.
 
     Example:
         >>> clicks = Clicks(np.zeros(5), np.zeros((5, 13)), np.full((5, 26), 12))
@@ -79,7 +79,7 @@ class ClickBatches:
         batch: int = 1024,
         epochs: int = 1,
         seed: int = 0,
-        processes: Processes = ALONE,
+        processes: Processes = SINGLE_PROCESS,
     ) -> None:
         check_least(1, rows=rows, batch=batch, epochs=epochs)
         check_least(0, seed=seed)
@@ -88,14 +88,14 @@ class ClickBatches:
         self._processes = processes
 
     def __len__(self) -> int:
-        """Batches in all."""
+        """The number of batches of all epochs."""
         return self._epochs * -(-len(self._clicks) // self._batch)
 
     def __iter__(self) -> Iterator[ClickBatch]:
-        """The batches."""
+        """Yields this process's part of each batch."""
         for epoch in range(self._epochs):
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self._clicks))
             for begin in range(0, len(order), self._batch):
                 pick = order[begin : begin + self._batch]
-                own = self._processes.share(pick)
-                yield ClickBatch.of(self._clicks, own, self._rows, len(pick))
+                part = self._processes.share(pick)
+                yield ClickBatch.of(self._clicks, part, self._rows, len(pick))

@@ -1,4 +1,4 @@
-"""The demonstrations' part of the command line."""
+"""The command line of the demonstrations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speedtorch.demo.settings import add_arguments
 __all__ = ["add_demos", "run_demo"]
 
 _WRONG_USE = 2
-# A demonstration's module has HELP, ABOUT, Settings and run.
+# Each module has HELP, ABOUT, Settings and run.
 _DEMOS: dict[str, ModuleType] = {
     "word2vec": word2vec,
     "glove": glove_run,
@@ -24,7 +24,7 @@ _DEMOS: dict[str, ModuleType] = {
 
 
 def add_demos(parser: ArgumentParser) -> None:
-    """Gives the command `demo` one subcommand for each demonstration."""
+    """Adds one subcommand per demonstration to the command `demo`."""
     demos = parser.add_subparsers(dest="demo", required=True)
     for name, module in _DEMOS.items():
         added = demos.add_parser(name, help=module.HELP, description=module.ABOUT)
@@ -32,7 +32,7 @@ def add_demos(parser: ArgumentParser) -> None:
 
 
 def run_demo(chosen: Namespace) -> int:
-    """Runs the demonstration chosen; the exit status."""
+    """Runs the selected demonstration and returns the exit status."""
     choices = {name: value for name, value in vars(chosen).items() if name != "command"}
     module = _DEMOS[choices.pop("demo")]
     try:
@@ -42,5 +42,5 @@ def run_demo(chosen: Namespace) -> int:
         print(f"speedtorch: {error}", file=sys.stderr)
         return _WRONG_USE
     except KeyboardInterrupt:
-        print("speedtorch: ended by Ctrl-C", file=sys.stderr)
+        print("speedtorch: interrupted by Ctrl-C", file=sys.stderr)
         return STOPPED

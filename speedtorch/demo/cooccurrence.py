@@ -1,4 +1,4 @@
-"""How often words stand near each other: the counts that GloVe (Pennington et al., 2014) fits."""
+"""Counts of word pairs within a window, which GloVe (Pennington et al., 2014) fits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Cooccurrence", "count_cooccurrence"]
 _Ids = npt.NDArray[np.int64]
 _Sums = npt.NDArray[np.float64]
 
-_BLOCK_PAIRS = 1 << 22  # bounds the memory that the pairs of a long text take before they are added
+_BLOCK_PAIRS = 1 << 22  # bounds the memory for pairs that are not summed yet
 
 
 @dataclass(frozen=True, eq=False)
 class Cooccurrence:
-    """Counts of word pairs, each pair once, in ascending order of row and column.
+    """Counts of unique word pairs, in ascending order of row and column.
 
     Attributes:
         rows: `[P]` int64 word ids.
         columns: `[P]` int64 word ids.
-        counts: `[P]` float32, above 0; `(i, j)` has the count of `(j, i)`.
+        counts: `[P]` float32, above 0; `(i, j)` and `(j, i)` have the same count.
     """
 
     rows: _Ids
@@ -42,10 +42,10 @@ class Cooccurrence:
 def count_cooccurrence(
     corpus: Corpus, *, window: int = 10, label: str | None = None
 ) -> Cooccurrence:
-    """Counts the pairs of words that stand within a window of one passage.
+    """Counts the pairs of words within a window of one passage.
 
-    Each word is a context of those before it and of those behind it. A word `d` places away counts
-    `1 / d`; sums are formed in double precision. `label` shows a progress bar of this name.
+    Words before and after a word are its contexts. A word at distance `d` counts `1 / d`; the sums
+    have double precision. `label` shows a progress bar with this name.
 
     Example:
         >>> corpus = Corpus.from_passages(["cat dog fox"], min_count=1)
@@ -56,11 +56,11 @@ def count_cooccurrence(
     check_least(1, window=window)
     words = len(corpus.words)
     parts: list[tuple[_Ids, _Sums]] = []
-    hidden = True if label is None else None  # tqdm then looks whether stderr is a terminal
+    hidden = True if label is None else None  # None: tqdm shows the bar only on a terminal
     with tqdm(total=len(corpus), desc=label, disable=hidden, unit=" words") as bar:
         for read, keys, weights in _blocks(corpus, window):
             parts.append(_added(keys, weights))
-            # Parts double in size from the last to the first: each key is merged a few times only.
+            # Each part is at least twice as long as the next, so that each key is merged few times.
             while len(parts) > 1 and 2 * len(parts[-1][0]) > len(parts[-2][0]):
                 parts.append(_merged(parts.pop(), parts.pop()))
             bar.update(read)
@@ -68,8 +68,8 @@ def count_cooccurrence(
         parts.append(_merged(parts.pop(), parts.pop()))
     if not parts or not len(parts[0][0]):
         raise ValueError(
-            f"the text gives no pairs ({len(corpus)} words, none of them in one passage with"
-            " another): give a longer one, or lower the minimum count"
+            f"the text must contain two words in one passage, got {len(corpus)} words in separate"
+            " passages. Choose a longer text or a lower minimum count."
         )
     keys, sums = parts.pop()
     first, second = np.divmod(keys, words)
@@ -83,7 +83,7 @@ def count_cooccurrence(
 
 
 def _blocks(corpus: Corpus, window: int) -> Iterator[tuple[int, _Ids, _Sums]]:
-    """Blocks of words: how many, their pairs as one key each, and what each pair counts."""
+    """Yields blocks: the number of words, one key per pair, and the weights of the pairs."""
     length, words = len(corpus), len(corpus.words)
     if not length:
         return
@@ -101,17 +101,17 @@ def _blocks(corpus: Corpus, window: int) -> Iterator[tuple[int, _Ids, _Sums]]:
             if left.stop <= 0:
                 break
             near = passage[left] == passage[right]
-            one, other = tokens[left][near], tokens[right][near]
-            keys.append(np.minimum(one, other) * words + np.maximum(one, other))
-            weights.append(np.full(len(one), 1 / distance))
+            first, second = tokens[left][near], tokens[right][near]
+            keys.append(np.minimum(first, second) * words + np.maximum(first, second))
+            weights.append(np.full(len(first), 1 / distance))
         yield stop - start, np.concatenate(keys), np.concatenate(weights)
 
 
 def _added(keys: _Ids, weights: _Sums) -> tuple[_Ids, _Sums]:
-    """Each key once, in ascending order, and the sum of its weights."""
+    """The unique keys, in ascending order, and the sums of their weights."""
     found, place = np.unique(keys, return_inverse=True)
     return found, np.bincount(place, weights, minlength=len(found)).astype(np.float64, copy=False)
 
 
-def _merged(one: tuple[_Ids, _Sums], other: tuple[_Ids, _Sums]) -> tuple[_Ids, _Sums]:
-    return _added(np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]]))
+def _merged(a: tuple[_Ids, _Sums], b: tuple[_Ids, _Sums]) -> tuple[_Ids, _Sums]:
+    return _added(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]]))

@@ -1,8 +1,8 @@
-"""Text for the demonstration: English that every Python carries, or a file of the user's.
+"""Text for the demonstrations: Python's own documentation, or a file of the user.
 
 The built-in text is the language reference behind `help()` (`pydoc_data.topics`) and the
-docstrings of the standard library. The docstrings are read from the source files with `ast`:
-nothing is imported or run for them, so no module with side effects wakes up.
+docstrings of the standard library. `ast` reads the docstrings from the source files. No module is
+imported, because an import may have side effects.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
 # Lines that start like an interactive session are code, not English.
 _CODE_LINE = re.compile(r"^[ \t]*(?:>>>|\.\.\.).*$", re.MULTILINE)
-# Tests are not prose, idlelib's and turtledemo's docstrings are mostly manual test scripts, and
-# site-packages differ from one machine to the next.
+# Tests are not prose, the docstrings of idlelib and turtledemo are mostly manual test scripts, and
+# site-packages differ between machines.
 _SKIPPED_FOLDERS = frozenset(
     ("test", "tests", "idle_test", "idlelib", "turtledemo", "site-packages", "dist-packages")
 )
 _BLOCK_CHARACTERS = 1 << 20
-_REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are none of its encoding
+_REPLACEMENT = "\ufffd"  # the decoder's character for invalid bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +43,11 @@ class Corpus:
     """A text as word ids, most frequent word first.
 
     Attributes:
-        tokens: `[T]` int32, the id of every word kept, in reading order.
-        passage: `[T]` int32, the number of the passage that each token stands in, rising.
-        words: the vocabulary, `[V]`; word `i` has id `i`.
-        counts: `[V]` int64, how often each word occurs, falling.
-        characters: length of the text it was made from.
+        tokens: `[T]` int32, the ids of the kept words, in reading order.
+        passage: `[T]` int32, the passage number of each token, ascending.
+        words: The vocabulary, `[V]`; word `i` has id `i`.
+        counts: `[V]` int64, the number of occurrences of each word, descending.
+        characters: Length of the source text.
 
     Example:
         >>> corpus = Corpus.from_passages(["The cat sat.", "The cat ran."], min_count=2)
@@ -63,10 +63,9 @@ class Corpus:
 
     @classmethod
     def from_passages(cls, passages: Iterable[str], *, min_count: int = 5) -> Corpus:
-        """Reads passages once, counts their words and keeps those that occur `min_count` times.
+        """Reads passages once and keeps the words that occur at least `min_count` times.
 
-        Training windows do not reach from one passage into the next. Words of equal count stand in
-        alphabetical order.
+        Training windows do not cross passages. Words with equal counts are in alphabetical order.
         """
         check_least(1, min_count=min_count)
         first_ids: dict[str, int] = {}
@@ -83,9 +82,9 @@ class Corpus:
         kept = [i for i in range(len(spelled)) if counts[i] >= min_count]
         if len(kept) < 2:
             raise ValueError(
-                f"the corpus has {len(kept)} words that occur {min_count} times or more "
-                f"({characters} characters, {len(read)} words in all); at least 2 are needed: "
-                "give a longer text or a smaller minimum count"
+                f"the corpus must have 2 words that occur at least {min_count} times, got"
+                f" {len(kept)} ({characters} characters, {len(read)} words). Choose a longer text"
+                " or a lower minimum count."
             )
         kept.sort(key=lambda i: (-counts[i], spelled[i]))
         new_ids = np.full(len(spelled), -1, np.int32)
@@ -102,16 +101,16 @@ class Corpus:
 
     @classmethod
     def read(cls, path: Path | None, *, min_count: int) -> Corpus:
-        """The corpus of a file, or of the text that Python carries."""
+        """The corpus of a file, or of Python's documentation."""
         passages = file_passages(path) if path else builtin_passages()
         return cls.from_passages(passages, min_count=min_count)
 
     def __len__(self) -> int:
-        """The number of words kept, `T`."""
+        """The number of kept words, `T`."""
         return len(self.tokens)
 
     def __str__(self) -> str:
-        return f"{self.characters:,} characters, {len(self):,} words, {len(self.words):,} different"
+        return f"{self.characters:,} characters, {len(self):,} words, {len(self.words):,} unique"
 
 
 def _paragraphs(text: str) -> Iterator[str]:
@@ -119,11 +118,11 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _docstrings(source: bytes) -> Iterator[str]:
-    """Yields the docstrings of a source file; none if this Python cannot parse it."""
+    """Yields the docstrings of a source file, or nothing if this Python cannot parse the file."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        # A few files of the library are meant for other versions, or are broken on purpose.
+        # Some files of the library are for other versions or contain deliberate errors.
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -133,10 +132,10 @@ def _docstrings(source: bytes) -> Iterator[str]:
 
 
 def builtin_passages(root: Path | None = None) -> Iterator[str]:
-    """Yields the paragraphs of Python's own documentation, each different text once.
+    """Yields the paragraphs of Python's documentation, without repeated texts or examples.
 
-    They come without interactive examples: first the language reference, then the docstrings of
-    the standard library, or of the sources in `root` alone, file by file in alphabetical order.
+    The language reference precedes the docstrings of the standard library, whose files are in
+    alphabetical order. With `root`, yields only the docstrings of the source files in that folder.
     """
     texts: dict[str, None] = {}
     if root is None:
@@ -144,7 +143,7 @@ def builtin_passages(root: Path | None = None) -> Iterator[str]:
         try:
             from pydoc_data.topics import topics
         except ImportError:
-            pass  # Some distributions leave it out; the docstrings are enough.
+            pass  # some distributions omit this module; the docstrings are enough
         else:
             texts.update(dict.fromkeys(topics[name] for name in sorted(topics)))
     for path in sorted(root.rglob("*.py")):
@@ -153,17 +152,17 @@ def builtin_passages(root: Path | None = None) -> Iterator[str]:
             if b'"""' in source or b"'''" in source:
                 texts.update(dict.fromkeys(_docstrings(source)))
     if not texts:
-        raise ValueError(f"no documentation in this Python ({root}): give a text with --corpus")
+        raise ValueError(f"no documentation in this Python ({root}). Choose a text with --corpus.")
     for text in texts:
         yield from _paragraphs(_CODE_LINE.sub("", text))
 
 
 def file_passages(path: Path) -> Iterator[str]:
-    """Yields the paragraphs of a text file, plain or gzip, without holding it whole.
+    """Yields the paragraphs of a UTF-8 file, plain or gzip, in bounded memory.
 
-    It is UTF-8, and recognised as gzip by its first two bytes, whatever its name. Bytes that are no
-    UTF-8 are read as blanks between words; a warning says how many places there were. Paragraphs
-    end at blank lines, and after at most two million characters in a text that has none.
+    The first two bytes identify gzip; the file's name does not matter. Invalid bytes are read as
+    blanks between words, and a warning states their number. A paragraph ends at a blank line, or
+    after at most two million characters.
     """
     with open_plain_or_gzip(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8", errors="replace")
@@ -175,17 +174,17 @@ def file_passages(path: Path) -> Iterator[str]:
         yield from _paragraphs(rest)
     if replaced:
         warnings.warn(
-            f"{path}: {replaced:,} places are no UTF-8 and were read as blanks, which splits words:"
-            " convert the text first, as by `iconv -f latin1 -t utf-8`",
+            f"{path}: {replaced:,} places are not UTF-8 and were read as blanks, which splits"
+            " words. Convert the text first, such as with `iconv -f latin1 -t utf-8`.",
             stacklevel=2,
         )
 
 
 def _split_tail(text: str) -> tuple[str, str]:
-    """Splits a text before its last paragraph, or else, when that is long, before its last word."""
+    """Splits a text before its last paragraph, or before its last word if the paragraph is long."""
     cut = max(text.rfind("\n\n"), text.rfind("\n\r\n"))
     if len(text) - max(cut, 0) > _BLOCK_CHARACTERS:
         cut = max(text.rfind(" "), text.rfind("\n"))
-        # A "word" longer than a block is no word: cutting it keeps memory bounded.
+        # A "word" longer than a block is not a word. The cut bounds the memory.
         cut = len(text) if cut < 0 else cut
     return (text[:cut], text[cut:]) if cut > 0 else ("", text)

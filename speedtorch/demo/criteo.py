@@ -1,4 +1,4 @@
-"""Clicks on advertisements, in Criteo's format: a file that is read, or one that is made up."""
+"""Reads clicks on advertisements in Criteo's format, and generates files in this format."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["CATEGORIES", "NUMBERS", "Clicks", "read_clicks", "write_clicks"]
 
 NUMBERS = 13
 CATEGORIES = tuple(f"C{number}" for number in range(1, 27))
-"""Names of the categorical features, as Criteo has them."""
+"""Criteo's names of the categorical features."""
 
 # Up to 8 hexadecimal digits fit into 32 bits.
 _FIELDS = [rb"([01])", *[rb"(-?\d{1,18}|)"] * NUMBERS, *[rb"([0-9a-fA-F]{0,8})"] * len(CATEGORIES)]
 _LINE = re.compile(rb"\t".join(_FIELDS))
 
-_EMPTY = 0.05  # share of the fields made up
+_EMPTY = 0.05  # share of empty fields in generated files
 _TASTES = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Clicks:
-    """Advertisements that were shown, in the order of the file.
+    """Displayed advertisements, in the order of the file.
 
     Attributes:
-        clicked: `[N]` float32, 1 for those that were clicked, else 0.
-        numbers: `[N, 13]` float32, `log(1 + max(x, 0))` of each number `x`; 0 where it is empty.
-        categories: `[N, 26]` uint32, as in the file; 0 where one is empty.
+        clicked: `[N]` float32, 1 for a click, else 0.
+        numbers: `[N, 13]` float32, `log(1 + max(x, 0))` of each number `x`; 0 for an empty field.
+        categories: `[N, 26]` uint32, as in the file; 0 for an empty field.
     """
 
     clicked: npt.NDArray[np.float32]
@@ -43,13 +43,13 @@ class Clicks:
     categories: npt.NDArray[np.uint32]
 
     def __len__(self) -> int:
-        """How many there are, `N`."""
+        """The number of advertisements, `N`."""
         return len(self.clicked)
 
     def split(self, held_out: float) -> tuple[Clicks, Clicks]:
-        """All but the last, to train on, and the last, a share of `held_out`, to score on.
+        """Splits off the last advertisements, a share of `held_out`, for the score.
 
-        Raises ValueError if there is nothing to train on, or not both kinds to score.
+        Raises ValueError if the first part is empty or the last part has only one kind of outcome.
 
         Example:
             >>> clicks = Clicks(np.float32([0, 1, 1, 0]), np.zeros((4, 13)), np.zeros((4, 26)))
@@ -57,7 +57,7 @@ class Clicks:
             [2, 2]
         """
         if not 0 < held_out < 1:
-            raise ValueError(f"held_out is {held_out}; it must be above 0 and below 1")
+            raise ValueError(f"held_out must be above 0 and below 1, got {held_out}")
         cut = len(self) - round(held_out * len(self))
         first, last = (
             Clicks(self.clicked[part], self.numbers[part], self.categories[part])
@@ -65,8 +65,8 @@ class Clicks:
         )
         if not len(first) or len(np.unique(last.clicked)) < 2:
             raise ValueError(
-                f"the last {len(last):,} of {len(self):,} lines are held out: there must be some"
-                " with a click and some without among them, and others before; give more lines"
+                f"the held-out lines, the last {len(last):,} of {len(self):,}, must include lines"
+                " with and without a click, and other lines must precede them. Use more lines."
             )
         return first, last
 
@@ -74,9 +74,9 @@ class Clicks:
 def read_clicks(path: Path, *, lines: int | None = None, label: str | None = None) -> Clicks:
     r"""Reads a file in Criteo's format, plain or gzip, such as train.txt of Kaggle's challenge.
 
-    A line has a label (0 or 1), 13 whole numbers and 26 categories of up to 8 hexadecimal digits,
-    separated by tabs; numbers and categories may be empty. Empty lines do not count. With `lines`
-    only the first so many are read; `label` shows a progress bar of this name.
+    A line has a label (0 or 1), 13 integers and 26 categories of up to 8 hexadecimal digits,
+    separated by tabs. Integers and categories may be empty. Empty lines are skipped. `lines` is the
+    maximum number of lines to read. `label` shows a progress bar with this name.
 
     Example:
         >>> import tempfile
@@ -101,10 +101,10 @@ def read_clicks(path: Path, *, lines: int | None = None, label: str | None = Non
                 raise ValueError(f"{path}, line {number}: {_what_is_wrong(line)}")
             first, *rest = found.groups()
             clicked.append(first == b"1")
-            numbers.extend([int(each or b"0") for each in rest[:NUMBERS]])
-            categories.extend([int(each or b"0", 16) for each in rest[NUMBERS:]])
+            numbers.extend([int(text or b"0") for text in rest[:NUMBERS]])
+            categories.extend([int(text or b"0", 16) for text in rest[NUMBERS:]])
     if not clicked:
-        raise ValueError(f"{path}: there are no lines in this file")
+        raise ValueError(f"{path}: the file has no lines")
     logs = np.frombuffer(numbers, np.float32).reshape(-1, NUMBERS)
     np.log1p(np.maximum(logs, 0, out=logs), out=logs)
     return Clicks(
@@ -118,19 +118,19 @@ def _what_is_wrong(line: bytes) -> str:
     text, count = line.decode(errors="replace"), line.count(b"\t") + 1
     no_label = count == len(_FIELDS) - 1
     return (
-        f"expected {len(_FIELDS)} fields with tabs between them (a label, 0 or 1; {NUMBERS} whole"
-        f" numbers and {len(CATEGORIES)} categories of up to 8 hexadecimal digits, any of which may"
-        f" be empty), got {count}: {text if len(text) <= 60 else text[:60] + '...'!r}; "
-        + ("take Criteo's train.txt, as test.txt has no labels" if no_label else "mend this line")
+        f"expected {len(_FIELDS)} fields separated by tabs (a label, 0 or 1, and {NUMBERS} integers"
+        f" and {len(CATEGORIES)} categories of up to 8 hexadecimal digits, which may be empty), got"
+        f" {count}: {text if len(text) <= 60 else text[:60] + '...'!r}. "
+        + ("Use Criteo's train.txt; test.txt has no labels." if no_label else "Correct the line.")
     )
 
 
 def write_clicks(path: Path, *, lines: int = 60_000, seed: int = 0) -> None:
-    r"""Writes a file in Criteo's format, made up so that something can be learnt from it.
+    r"""Writes a generated file in Criteo's format, from which a model can learn.
 
-    About one in four is clicked. Every value of a category makes a click more or less likely by
-    itself and has latent tastes, and it matters how well those of two categories go together;
-    frequent values are much more frequent than others. One field in twenty is empty.
+    About one in four advertisements is clicked. Each value of a category changes the probability of
+    a click, alone and through the dot product of its latent vector with those of other categories.
+    The frequencies of values are very uneven. One field in twenty is empty.
 
     Example:
         >>> import tempfile
@@ -153,11 +153,11 @@ def write_clicks(path: Path, *, lines: int = 60_000, seed: int = 0) -> None:
         logit += random.normal(0, 0.2, count)[pick]
         taste += own
         alone += (own**2).sum(1)
-    logit += ((taste**2).sum(1) - alone) / 2  # the sum over all pairs of their dot products
+    logit += ((taste**2).sum(1) - alone) / 2  # the sum of the dot products of all pairs
     clicked = random.random(lines) < 1 / (1 + np.exp(1.6 + logit.mean() - logit))
     empty = random.random((lines, NUMBERS + len(CATEGORIES))) < _EMPTY
     with replace_files([path]) as (file,):
         for row in range(lines):
-            told = [*map(str, numbers[row]), *(f"{each:08x}" for each in categories[row])]
-            kept = np.where(empty[row], "", told)
-            file.write("\t".join([str(int(clicked[row])), *kept]).encode() + b"\n")
+            texts = [*map(str, numbers[row]), *(f"{value:08x}" for value in categories[row])]
+            texts = np.where(empty[row], "", texts).tolist()
+            file.write("\t".join([str(int(clicked[row])), *texts]).encode() + b"\n")

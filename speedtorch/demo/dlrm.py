@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al., 2019) with its rows in host memory, or in plain torch, and its training."""
+"""DLRM (Naumov et al., 2019), with rows in host memory or in plain torch, and its training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speedtorch.demo import loop
 from speedtorch.demo.auc import auc
 from speedtorch.demo.click_batches import ClickBatch, ClickBatches
 from speedtorch.demo.criteo import CATEGORIES, NUMBERS, Clicks
-from speedtorch.demo.processes import ALONE, Processes
+from speedtorch.demo.processes import SINGLE_PROCESS, Processes
 from speedtorch.demo.settings import check_least
 from speedtorch.nn.collection import EmbeddingBagCollection
 from speedtorch.nn.row_module import RowModule
@@ -24,17 +24,17 @@ from speedtorch.nn.table_config import EmbeddingBagConfig
 
 __all__ = ["DLRM", "Outcome", "PlainRows", "Score", "held_out_score", "train"]
 
-# Layers between the first and the last, wide enough for what is made up here.
+# Widths of the hidden layers, sufficient for the generated clicks.
 _BOTTOM = (128, 64)
 _TOP = (256, 128)
 _SCORED_AT_ONCE = 4096
 
 
 class PlainRows(nn.Module):
-    """A torch.nn.Embedding for each categorical feature, all of its rows on the device.
+    """A torch.nn.Embedding per categorical feature, with all rows on the device.
 
-    Every bag has one id. The state dict is that of an EmbeddingBagCollection. On the CPU gradients
-    are added up as there, in the order of the batch, which torch.nn.EmbeddingBag does not do.
+    Every bag has one id. State dicts are interchangeable with EmbeddingBagCollection's. On the CPU,
+    both add gradients in the order of the batch, which torch.nn.EmbeddingBag does not.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
@@ -43,20 +43,20 @@ class PlainRows(nn.Module):
         self.embedding_bags = nn.ModuleDict(bags)
 
     def forward(self, ids: dict[str, Tensor]) -> Tensor:
-        """The rows `[B, 26 * D]` of ids `[B]` of each feature, side by side."""
+        """Concatenates the rows of ids `[B]` of each feature to `[B, 26 * D]`."""
         bags = self.embedding_bags
         device = next(self.parameters()).device
-        found = [bags[name](each.to(device)) for name, each in ids.items()]
+        found = [bags[name](values.to(device)) for name, values in ids.items()]
         return torch.cat(found, 1)
 
 
 class DLRM(loop.Model):
-    """How likely an advertisement is clicked, by 13 numbers and 26 categories.
+    """Predicts a click on an advertisement from 13 numbers and 26 categories.
 
-    The bottom perceptron makes as many numbers of the 13 as a category's row has. The dot products
-    of all pairs of these 27, and the bottom's result, go through the top perceptron. All first
-    values depend on the seed alone. With `plain` the rows are torch's, on the device; without, an
-    EmbeddingBagCollection, of which `how` are arguments, keeps them in host memory.
+    The bottom perceptron maps the 13 numbers to a vector of a row's size. The top perceptron
+    receives this vector and the dot products of all pairs of the 27 vectors. The initial values
+    depend only on the seed. With `plain`, PlainRows keeps all rows on the device. Otherwise an
+    EmbeddingBagCollection with the arguments `how` keeps them in host memory.
 
     Example:
         >>> clicks = Clicks(*(np.zeros(shape, np.float32) for shape in (5, (5, 13), (5, 26))))
@@ -91,14 +91,14 @@ class DLRM(loop.Model):
 
     def embeddings(self) -> list[RowModule]:
         """The modules whose rows are in host memory."""
-        return [each for each in self.modules() if isinstance(each, RowModule)]
+        return [module for module in self.modules() if isinstance(module, RowModule)]
 
     def ids(self, batch: ClickBatch) -> dict[nn.Module, Any]:
-        """The ids that a batch looks up, for prefetch."""
+        """The ids that a batch looks up, for speedtorch.prefetch."""
         return {self.bags: batch.ids}
 
     def forward(self, batch: ClickBatch) -> Tensor:
-        """The logits `[B]` of the probabilities."""
+        """Returns the logits `[B]` of the click probabilities."""
         dense = self.bottom(batch.numbers.to(self.pairs.device))
         found = self.bags(batch.ids)
         rows = found if isinstance(found, Tensor) else found.values()
@@ -109,7 +109,7 @@ class DLRM(loop.Model):
         return made
 
     def loss(self, batch: ClickBatch) -> Tensor:
-        """Binary cross-entropy, on average over the whole batch, to which a share adds its part."""
+        """The sum of this part's binary cross-entropies, divided by the whole batch's size."""
         logits = self(batch)
         clicked = batch.clicked.to(logits.device)
         return F.binary_cross_entropy_with_logits(logits, clicked, reduction="sum") / len(batch)
@@ -125,7 +125,7 @@ def _host_bags(
 
 
 def _perceptron(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers with ReLU between them, and none behind the last."""
+    """Linear layers with a ReLU between each two."""
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
@@ -134,10 +134,10 @@ def _perceptron(widths: Sequence[int]) -> nn.Sequential:
 
 @dataclass
 class Outcome(loop.Outcome):
-    """What a training run did."""
+    """The result of a training run."""
 
     samples: int = 0
-    """Advertisements, in its batches."""
+    """Number of trained advertisements."""
 
 
 def train(model: DLRM, optimizer: loop.Optimizer, batches: ClickBatches, **how: Any) -> Outcome:
@@ -145,6 +145,7 @@ def train(model: DLRM, optimizer: loop.Optimizer, batches: ClickBatches, **how: 
     outcome = Outcome()
 
     def track(batch: ClickBatch) -> float:
+        """Counts a batch; returns the progress in steps."""
         outcome.samples += len(batch)
         return outcome.steps
 
@@ -155,14 +156,14 @@ def train(model: DLRM, optimizer: loop.Optimizer, batches: ClickBatches, **how: 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model foretells clicks that were kept out of training.
+    """The quality of a model's predictions for held-out clicks.
 
     Attributes:
-        auc: the chance that one with a click, drawn at random, is held to be more likely than one
-            without; ties count half. 0.5 for a model that knows nothing.
-        normalised_entropy: the mean of the loss, divided by what it is for a model that knows the
-            share of clicks and nothing else (He et al., 2014); below 1, and the less the better.
-        samples: how many there are.
+        auc: The probability that a random advertisement with a click has a higher prediction than a
+            random one without; ties count half. 0.5 without any training.
+        normalised_entropy: The mean loss, divided by the loss of a model that knows only the share
+            of clicks (He et al., 2014); less than 1, and lower is better.
+        samples: Number of scored advertisements.
     """
 
     auc: float
@@ -170,19 +171,19 @@ class Score:
     samples: int
 
 
-def held_out_score(model: DLRM, held: Clicks, processes: Processes = ALONE) -> Score:
-    """Scores a model on clicks kept out of training, some with a click and some without.
+def held_out_score(model: DLRM, held: Clicks, processes: Processes = SINGLE_PROCESS) -> Score:
+    """Scores a model on held-out advertisements, which must include both outcomes.
 
-    Several processes score it in turn, each a part as one alone would; all give the same.
+    Several processes score different parts, and all return the score of the whole.
     """
     starts = range(0, len(held), _SCORED_AT_ONCE)
     parts = [slice(start, start + _SCORED_AT_ONCE) for start in starts]
-    parts += [slice(0)] * (-len(parts) % processes.size)  # lookups are those of all processes
+    parts += [slice(0)] * (-len(parts) % processes.size)  # a lookup needs all processes
     found = torch.zeros(len(held), dtype=torch.float64)
     with torch.no_grad():
         for part in parts[processes.rank :: processes.size]:
             found[part] = model(ClickBatch.of(held, part, model.rows)).cpu().double()
-    logits = processes.summed(found).numpy()
+    logits = processes.sum(found).numpy()
     clicked = held.clicked > 0
     loss = np.logaddexp(0, np.where(clicked, -logits, logits)).mean()
     share = clicked.mean()

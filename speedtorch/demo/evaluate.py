@@ -1,4 +1,4 @@
-"""How good the vectors are: a score on pairs kept out of training, and nearest neighbours."""
+"""Evaluates word vectors: a score on held-out pairs, and nearest neighbours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speedtorch.demo.skipgram import SkipGram
 __all__ = ["Rows", "Score", "content_words", "held_out_score", "nearest_neighbours", "row_blocks"]
 
 Rows = Callable[[Tensor], Tensor]
-"""Gives the vectors `[N, D]`, on the CPU, of word ids `[N]` on the CPU."""
+"""Returns the vectors `[N, D]`, on the CPU, of word ids `[N]` on the CPU."""
 
 _BLOCK_ROWS = 1 << 14
 _FREQUENT = 200
@@ -26,14 +26,14 @@ _FREQUENT = 200
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model tells pairs of real text from chance pairs of the same words.
+    """How well a model distinguishes pairs of real text from random pairs of the same words.
 
     Attributes:
-        auc: the chance that a true pair, drawn at random, has a larger dot product than a false
-            one; ties count half. It is 0.5 before training.
-        log_likelihood: mean over the pairs of `log s(true) + log s(-false)`, where `s` is the
-            logistic function; the negated training loss for one negative per pair.
-        pairs: true pairs, and as many false ones.
+        auc: The probability that a random true pair has a larger dot product than a random false
+            pair; ties count half. 0.5 before training.
+        log_likelihood: The mean of `log s(true) + log s(-false)` over the pairs, with the logistic
+            function `s`. This is the negated training loss with one negative per pair.
+        pairs: Number of true pairs, equal to the number of false pairs.
     """
 
     auc: float
@@ -42,7 +42,7 @@ class Score:
 
 
 def held_out_score(model: SkipGram, held: HeldOut) -> Score | None:
-    """Scores the vectors on pairs kept out of training; None if there are none."""
+    """Scores the vectors on held-out pairs; None if there are none."""
     if not len(held):
         return None
     true, false = (
@@ -56,7 +56,7 @@ def held_out_score(model: SkipGram, held: HeldOut) -> Score | None:
 def _dots(
     model: SkipGram, centre: npt.NDArray[np.int64], context: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Dot products `[P]` of u rows and v rows, in double precision."""
+    """Dot products `[P]` of centre and context rows, in double precision."""
     found = [np.zeros(0)]
     for start in range(0, len(centre), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
@@ -67,11 +67,10 @@ def _dots(
 
 
 def content_words(corpus: Corpus, number: int) -> list[int]:
-    """Finds frequent words that are about something, in any language.
+    """Finds frequent words that carry a meaning, in any language.
 
-    Such words crowd in some passages, while words like "the" are strewn evenly. So, of the
-    frequent words of four letters or more, those are taken whose passages are the fewest for their
-    number; `number` at most, the most frequent first.
+    Such words occur in few passages for their frequency, whereas words like "the" are spread
+    evenly. Returns up to `number` of these words with at least four letters, most frequent first.
 
     Example:
         >>> text = ["rain and rain", "cold with wind", "wind with sun", "fog with hail"]
@@ -82,7 +81,7 @@ def content_words(corpus: Corpus, number: int) -> list[int]:
     passages = len(np.unique(corpus.passage))
     both = np.unique(corpus.tokens.astype(np.int64) * (1 << 32) + corpus.passage)
     holding = np.bincount(both >> 32, minlength=len(corpus.words))
-    # Were its occurrences strewn evenly, this share of the passages would hold the word.
+    # The share of passages with the word if its occurrences were spread evenly.
     even = -np.expm1(-corpus.counts / passages)
     crowding = np.log(even * passages / holding)
     long = np.array([i for i, word in enumerate(corpus.words) if len(word) >= 4], np.int64)
@@ -97,22 +96,24 @@ def content_words(corpus: Corpus, number: int) -> list[int]:
 def nearest_neighbours(
     rows: Rows, words: Sequence[str], chosen: Sequence[int], *, number: int = 6
 ) -> dict[str, list[str]]:
-    """For each chosen word those whose vectors point the same way (cosine), nearest first."""
+    """For each chosen word, the words with the highest cosine similarity, nearest first."""
     if not chosen:
         return {}
-    query = _unit(rows(torch.tensor(chosen)))
+    query = _normalized(rows(torch.tensor(chosen)))
     blocks = row_blocks(rows, len(words))
-    likeness = torch.cat([query @ _unit(block).T for block in blocks], dim=1)
-    likeness[torch.arange(len(chosen)), torch.tensor(chosen)] = -2.0  # a word is no neighbour
+    likeness = torch.cat([query @ _normalized(block).T for block in blocks], dim=1)
+    likeness[
+        torch.arange(len(chosen)), torch.tensor(chosen)
+    ] = -2.0  # a word is not its own neighbour
     best = likeness.topk(min(number, len(words) - 1), dim=1).indices.tolist()
     return {words[i]: [words[j] for j in row] for i, row in zip(chosen, best, strict=True)}
 
 
-def _unit(rows: Tensor) -> Tensor:
+def _normalized(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=1)
 
 
 def row_blocks(rows: Rows, words: int) -> Iterator[Tensor]:
-    """Yields all rows in turn, `[up to 16,384, D]`: never a second copy of a table."""
+    """Yields all rows in blocks `[up to 16,384, D]`, so that no table is copied whole."""
     for start in range(0, words, _BLOCK_ROWS):
         yield rows(torch.arange(start, min(start + _BLOCK_ROWS, words)))

@@ -1,4 +1,4 @@
-"""Experts of which each step uses a few, and few are on the device: the demonstration of layers."""
+"""`speedtorch demo experts`: a mixture of experts, few of which are on the device at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from speedtorch.demo import report
-from speedtorch.demo.agreement import compared
+from speedtorch.demo.comparison import compare_with_plain
 from speedtorch.demo.loop import STEPS_LAYOUT, Outcome
 from speedtorch.demo.session import DIFFERENT, choose_device, ended, interrupt, make_folder
 from speedtorch.demo.settings import CommonSettings, option
@@ -23,51 +23,49 @@ from speedtorch.layers.swapper import Swapper
 
 __all__ = ["ABOUT", "HELP", "Experts", "Settings", "run"]
 
-HELP = "a mixture of experts, of which few are on the device at once"
+HELP = "a mixture of experts, of which few are on the device at a time"
 ABOUT = (
-    "Experts that each learn a function of their own. A step uses a few of them; weights and "
-    "AdamW's state of the others are in host memory, and come while those before train."
+    "Each expert learns its own function. A step uses a few experts. The weights and AdamW state "
+    "of the other experts are in host memory and are prefetched during the previous step."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(CommonSettings):
-    """All choices of a run; the command line has one option for each."""
+    """All settings of a run, each with an option of the command line."""
 
     out: Path = option(Path("experts"), "folder for the results", metavar="FOLDER")
-    experts: int = option(32, "how many there are")
+    experts: int = option(32, "number of experts")
     active: int = option(2, "experts that a step uses")
-    resident: int = option(4, "experts for which the device has room, with their state")
+    resident: int = option(4, "experts that fit on the device, with their state")
     width: int = option(64, "numbers of an example")
     batch: int = option(256, "examples of each expert in a step")
     steps: int = option(400, "steps of training")
     lr: float = option(0.003, "learning rate of AdamW")
     compare: bool = option(
-        False, "train once more with all experts on the device", action="store_true"
+        False, "also train with all experts on the device and compare", action="store_true"
     )
 
 
 class Experts(nn.Module):
-    """Small networks, one for each kind of example."""
+    """One small network per kind of example."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        width = settings.width
-
-        def expert() -> nn.Module:
-            hidden = 4 * width
-            return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
-
-        self.experts = nn.ModuleList(expert() for _ in range(settings.experts))
+        width, hidden = settings.width, 4 * settings.width
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+            for _ in range(settings.experts)
+        )
 
     def loss(self, kinds: list[int], x: Tensor, y: Tensor) -> Tensor:
-        """The mean square error of examples `[kinds, batch, width]`."""
-        found = [self.experts[kind](some) for kind, some in zip(kinds, x, strict=True)]
+        """Returns the mean squared error of examples `[kinds, batch, width]`."""
+        found = [self.experts[kind](rows) for kind, rows in zip(kinds, x, strict=True)]
         return nn.functional.mse_loss(torch.stack(found), y)
 
 
 class Task:
-    """Examples of kinds, each of which has a function of its own that is to be learnt."""
+    """Random examples of several kinds; each kind has its own function to learn."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings, self._device = settings, device
@@ -76,13 +74,13 @@ class Task:
         self._functions = torch.randn(shape, generator=random) / settings.width**0.5
 
     def kinds(self, step: int) -> list[int]:
-        """Those of a step."""
+        """The kinds of examples that a step uses."""
         random = torch.Generator().manual_seed(self._settings.seed + 2 * step)
         order = torch.randperm(self._settings.experts, generator=random)
         return sorted(order[: self._settings.active].tolist())
 
     def batch(self, step: int) -> tuple[list[int], Tensor, Tensor]:
-        """A step's kinds, and examples `[kinds, batch, width]` with what is to be found."""
+        """A step's kinds, and their inputs and targets `[kinds, batch, width]`."""
         kinds = self.kinds(step)
         random = torch.Generator().manual_seed(self._settings.seed + 2 * step + 1)
         shape = (len(kinds), self._settings.batch, self._settings.width)
@@ -100,12 +98,13 @@ def train(
     stop: Callable[[], bool],
     label: str,
 ) -> Outcome:
-    """Trains; with a swapper the experts of the next step come during each one."""
+    """Trains; a swapper prefetches the next step's experts during each step."""
     outcome = Outcome()
     begin = time.perf_counter()
     seen: list[Tensor] = []
 
-    def told() -> None:
+    def record_loss() -> None:
+        """Records the mean loss of the steps since the last call."""
         if seen:
             outcome.losses.append(torch.stack(seen).mean().item())
             seen.clear()
@@ -116,8 +115,8 @@ def train(
         used = [model.experts[kind] for kind in kinds]
         with nullcontext() if swapper is None else swapper.use(*used):
             if swapper is not None and step + 1 < steps:
-                later = task.kinds(step + 1)
-                swapper.prefetch(*(model.experts[kind] for kind in later), state=True)
+                following = [model.experts[kind] for kind in task.kinds(step + 1)]
+                swapper.prefetch(*following, state=True)
             optimizer.zero_grad()
             loss = model.loss(kinds, x, y)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -125,41 +124,41 @@ def train(
         seen.append(loss.detach())
         outcome.steps += 1
         if outcome.steps % 25 == 0:
-            told()
+            record_loss()
             bar.set_postfix(loss=f"{outcome.losses[-1]:.4f}")
         if stop():
             break
-    told()
+    record_loss()
     outcome.seconds = time.perf_counter() - begin
     outcome.finished = outcome.steps == steps
     return outcome
 
 
-def _made(settings: Settings) -> Experts:
+def _new_experts(settings: Settings) -> Experts:
     torch.manual_seed(settings.seed)
     with host_init():
         return Experts(settings)
 
 
 def run(settings: Settings) -> int:
-    """Trains, saves the model and prints a report; the exit status.
+    """Trains, saves the model and prints a report.
 
-    It is 0, STOPPED if Ctrl-C ended the training early, after which all is saved and told as usual,
-    or DIFFERENT if a comparison found other numbers.
+    Returns the exit status: 0, DIFFERENT if the comparison found a difference, or STOPPED if Ctrl-C
+    ended the training early. After Ctrl-C, the results so far are saved and reported.
 
-    Raises ValueError for more experts at once than there are, or than find room.
+    Raises ValueError if a step uses more experts than fit on the device, or than there are.
     """
     device = choose_device(settings)
     for name, most in (("active", settings.resident), ("resident", settings.experts)):
-        if (asked := getattr(settings, name)) > most:
-            raise ValueError(f"{name} is {asked}; it must be at most {most}")
+        if (value := getattr(settings, name)) > most:
+            raise ValueError(f"{name} must be at most {most}, got {value}")
     make_folder(settings.out)
-    model, task = _made(settings), Task(settings, device)
+    model, task = _new_experts(settings), Task(settings, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
-    # A weight, its gradient and two numbers of state, and what begins at round addresses.
-    one = sum(each.nbytes + 256 for each in model.experts[0].parameters())
-    swapper = Swapper(model.experts, optimizer, device=device, budget=4 * settings.resident * one)
-    report.forget_gpu_peak(device)
+    # An expert's weight, its gradient and two states of AdamW, each aligned to 256 bytes.
+    nbytes = 4 * sum(param.nbytes + 256 for param in model.experts[0].parameters())
+    swapper = Swapper(model.experts, optimizer, device=device, budget=settings.resident * nbytes)
+    report.reset_gpu_peak(device)
     with interrupt() as stop:
         outcome = train(model, optimizer, swapper, task, settings.steps, stop, "training")
         moved = swapper.report()
@@ -200,12 +199,12 @@ def _compared(
     outcome: Outcome,
     stop: Callable[[], bool],
 ) -> dict[str, Any]:
-    """The same run with all experts on the device."""
-    whole = _made(settings).to(device)
+    """Compares with the same run with all experts on the device."""
+    whole = _new_experts(settings).to(device)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=settings.lr)
-    report.forget_gpu_peak(device)
+    report.reset_gpu_peak(device)
     plain = train(whole, optimizer, None, task, settings.steps, stop, "plain torch")
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    rows = ((one.detach().cpu(), other.detach().cpu()) for one, other in pairs)
+    rows = ((ours.detach().cpu(), theirs.detach().cpu()) for ours, theirs in pairs)
     losses = {"loss": (outcome.losses[-1], plain.losses[-1])}
-    return compared(device, rows, losses, plain.seconds)
+    return compare_with_plain(device, rows, losses, plain.seconds)

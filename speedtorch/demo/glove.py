@@ -17,11 +17,11 @@ __all__ = ["GloVe", "Outcome", "train"]
 
 
 class GloVe(loop.Model):
-    """Two vectors and two biases for each word: as the target of a pair, and as its context.
+    """A vector and a bias per word as the target of a pair, and another as its context.
 
-    The logarithm of a pair's count is approached by the dot product of the two vectors plus the two
-    biases. All four tables are in host memory; the module holds the rows of one batch. A pair that
-    counts less than `x_max` has the weight `(count / x_max) ** alpha`, others have 1.
+    The dot product of both vectors plus both biases approximates the logarithm of the pair's count.
+    All four tables are in host memory; the module contains the rows of one batch. The weight of a
+    pair is `(count / x_max) ** alpha` for counts below `x_max`, else 1.
 
     Example:
         >>> model = GloVe(1000, 8)
@@ -42,9 +42,9 @@ class GloVe(loop.Model):
     ) -> None:
         super().__init__()
         if not x_max > 0:
-            raise ValueError(f"x_max is {x_max}; it must be above 0")
+            raise ValueError(f"x_max must be above 0, got {x_max}")
         if not alpha >= 0:
-            raise ValueError(f"alpha is {alpha}; it must be 0 or more")
+            raise ValueError(f"alpha must be 0 or more, got {alpha}")
         self.x_max, self.alpha = x_max, alpha
         self.target = Embedding(words, dim, device=device, memory=memory)
         self.context = Embedding(words, dim, device=device, memory=memory)
@@ -57,14 +57,14 @@ class GloVe(loop.Model):
         return self.target, self.context, self.target_bias, self.context_bias
 
     def reset_parameters(self, seed: int) -> None:
-        """Draws all vectors and biases anew, uniform within `1 / (2 D)`."""
+        """Draws all vectors and biases from the uniform distribution within `1 / (2 D)`."""
         bound = 0.5 / self.target.embedding_dim
         for place, embedding in enumerate(self.embeddings):
             number = len(self.embeddings) * seed + place
             embedding.init_(nn.init.uniform_, -bound, bound, seed=number)
 
     def ids(self, batch: PairBatch) -> dict[nn.Module, Tensor]:
-        """The rows that a batch looks up in each Embedding, for speedtorch.prefetch."""
+        """The ids that a batch looks up in each Embedding, for speedtorch.prefetch."""
         return {
             self.target: batch.rows,
             self.context: batch.columns,
@@ -73,7 +73,7 @@ class GloVe(loop.Model):
         }
 
     def forward(self, batch: PairBatch) -> Tensor:
-        """The loss, a sum, so that the step of a row does not depend on the batch's size."""
+        """Returns the sum of the losses, so that a row's step does not depend on the batch size."""
         dot = (self.target(batch.rows) * self.context(batch.columns)).sum(1)
         bias = (self.target_bias(batch.rows) + self.context_bias(batch.columns)).squeeze(1)
         weight = (batch.counts / self.x_max).clamp(max=1) ** self.alpha
@@ -82,17 +82,17 @@ class GloVe(loop.Model):
 
     @torch.no_grad()
     def vectors(self, ids: Tensor) -> Tensor:
-        """Words' vectors `[N, D]`, on the CPU: the sum of both tables' rows, as in the paper."""
+        """Words' vectors `[N, D]` on the CPU: the sums of both vectors, as in the paper."""
         both: Tensor = self.target(ids) + self.context(ids)
         return both.cpu()
 
 
 @dataclass
 class Outcome(loop.Outcome):
-    """What a training run did."""
+    """The result of a training run."""
 
     pairs: int = 0
-    """Of words, in its batches."""
+    """Number of trained word pairs."""
 
 
 def train(model: GloVe, optimizer: loop.Optimizer, batches: PairBatches, **how: Any) -> Outcome:
@@ -100,6 +100,7 @@ def train(model: GloVe, optimizer: loop.Optimizer, batches: PairBatches, **how: 
     outcome = Outcome()
 
     def track(batch: PairBatch) -> float:
+        """Counts a batch; returns the progress in steps."""
         outcome.pairs += len(batch)
         return outcome.steps
 

@@ -1,4 +1,4 @@
-"""Counts of word pairs -> training batches of GloVe, in an order that the seed decides."""
+"""Training batches of GloVe, in an order that the seed determines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["PairBatch", "PairBatches"]
 
 @dataclass(frozen=True, eq=False)
 class PairBatch:
-    """Some pairs of words and their counts.
+    """Pairs of words and their counts.
 
     Attributes:
         rows: `[B]` int64 word ids.
@@ -35,19 +35,19 @@ class PairBatch:
         return len(self.counts)
 
     def to(self, device: torch.device) -> PairBatch:
-        """Returns the batch on a device, without waiting for it where that is a GPU."""
+        """Returns the batch on a device; the copy to a GPU is asynchronous."""
         moved = (
-            each.to(device, non_blocking=device.type == "cuda")
-            for each in (self.rows, self.columns, self.counts)
+            column.to(device, non_blocking=device.type == "cuda")
+            for column in (self.rows, self.columns, self.counts)
         )
         return PairBatch(*moved)
 
 
 class PairBatches:
-    """All pairs, epoch after epoch, each epoch in an order of its own that the seed decides.
+    """All pairs, epoch after epoch, each epoch in its own order, which the seed determines.
 
-    There are `steps` batches, or else as many as `epochs` have; the last one of an epoch may be
-    smaller.
+    The number of batches is `steps`, or without `steps` that of `epochs`. The last batch of an
+    epoch may be smaller.
 
     Example:
         >>> pairs = Cooccurrence(np.arange(5), np.arange(5), np.ones(5, np.float32))
@@ -68,17 +68,17 @@ class PairBatches:
         check_least(1, batch=batch, epochs=epochs, steps=steps)
         check_least(0, seed=seed)
         if not len(pairs):
-            raise ValueError("there are no pairs to train on")
+            raise ValueError("pairs must not be empty")
         self._pairs, self._batch, self._seed = pairs, batch, seed
         self._device = torch.device(device)
         self._steps = epochs * -(-len(pairs) // batch) if steps is None else steps
 
     def __len__(self) -> int:
-        """Batches in all."""
+        """The number of batches of all epochs."""
         return self._steps
 
     def __iter__(self) -> Iterator[PairBatch]:
-        """The batches."""
+        """Yields the batches on the device."""
         return itertools.islice(self._endless(), self._steps)
 
     def _endless(self) -> Iterator[PairBatch]:

@@ -1,4 +1,4 @@
-"""GloVe on real text as a user runs it: choices, training, report and files."""
+"""`speedtorch demo glove`: settings, training, report and files."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["ABOUT", "HELP", "Settings", "run"]
 
 HELP = "word vectors from counts of word pairs, with speedtorch.Embedding"
 ABOUT = (
-    "GloVe. Vectors, biases and their optimizer state are kept in host memory by four "
-    "speedtorch.Embedding; the rows of the next batch travel while the current one is trained."
+    "GloVe. Four speedtorch.Embedding modules keep vectors, biases and their optimizer state in "
+    "host memory and prefetch the rows of the next batch during a step."
 )
 _NEIGHBOURS_OF = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """All choices of a run; the command line has one option for each."""
+    """All settings of a run, each with an option of the command line."""
 
     corpus: Path | None = option(None, "text to train on, plain or gzip", type=Path, metavar="FILE")
     out: Path = option(Path("glove"), "folder for the results", metavar="FOLDER")
     optimizer: str = option("Adagrad", "any of torch.optim", metavar="NAME")
     lr: float = option(0.05, "learning rate")
     dim: int = option(100, "numbers per vector")
-    window: int = option(10, "the furthest distance of a context word")
+    window: int = option(10, "maximum distance of a context word")
     min_count: int = option(10, "drop rarer words")
-    x_max: float = option(100.0, "counts below weigh less")
+    x_max: float = option(100.0, "counts below this value have a lower weight")
     alpha: float = option(0.75, "exponent of that weight")
     epochs: int = option(15, "passes over the pairs")
     steps: int | None = optional_count("batches to train on, instead of --epochs")
@@ -46,8 +46,8 @@ class Settings(RunSettings):
 def run(settings: Settings) -> int:
     """Counts, trains, saves the vectors and prints a report.
 
-    Gives an exit status: 0; STOPPED if Ctrl-C ended the training early, after which everything is
-    saved and told as usual.
+    Returns the exit status: 0, or STOPPED if Ctrl-C ended the training early. After Ctrl-C, the
+    results so far are saved and reported.
     """
     device = choose_device(settings)
     corpus = Corpus.read(settings.corpus, min_count=settings.min_count)
@@ -68,7 +68,7 @@ def run(settings: Settings) -> int:
         device=device,
     )
     model.reset_parameters(settings.seed)
-    report.forget_gpu_peak(device)
+    report.reset_gpu_peak(device)
     with interrupt() as stop:
         outcome = train(model, optimizer, batches, stop=stop, label="training")
         chosen = content_words(corpus, _NEIGHBOURS_OF)
@@ -80,8 +80,8 @@ def run(settings: Settings) -> int:
         }
         paths = report.save_results(settings.out, model.vectors, words, facts)
         lines = [
-            f"pairs      {len(pairs):,} different ones within {settings.window} words",
-            *report.training_lines(facts, "pairs", each=" per pair", digits=4),
+            f"pairs      {len(pairs):,} unique pairs within {settings.window} words",
+            *report.training_lines(facts, "pairs", per=" per pair", digits=4),
             *report.memory_lines(facts),
         ]
         report.print_report(facts, paths, lines)

@@ -1,4 +1,4 @@
-"""Files of the user's that may be compressed."""
+"""Opens files that may be compressed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["open_plain_or_gzip"]
 
 @contextmanager
 def open_plain_or_gzip(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file to read its bytes, those within if it is gzip, whatever its name.
+    """Opens a file for reading and decompresses gzip, which the first two bytes identify.
 
-    A damaged gzip file raises ValueError from where it is read.
+    A read of a damaged gzip file raises ValueError.
     """
     with ExitStack() as stack:
         raw: BinaryIO = stack.enter_context(path.open("rb"))

@@ -1,4 +1,4 @@
-"""The training loop of every demonstration: steps, their losses, and a progress bar."""
+"""The training loop of the demonstrations: steps, losses and a progress bar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from speedtorch.demo.plain import RowOptimizer
-from speedtorch.demo.processes import ALONE, Processes
+from speedtorch.demo.processes import SINGLE_PROCESS, Processes
 from speedtorch.nn.prefetch import prefetch
 from speedtorch.ops.functions import synchronize
 
@@ -23,37 +23,37 @@ __all__ = ["STEPS_LAYOUT", "Model", "Optimizer", "Outcome", "train"]
 Optimizer = torch.optim.Optimizer | RowOptimizer
 
 STEPS_LAYOUT = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}"
-"""Of a progress bar that counts steps."""
+"""The layout of a progress bar that counts steps."""
 
-# The loss is read, which waits for the GPU, and the bar moves once in so many steps.
+# Steps between two updates of the bar. An update reads the loss, which waits for the GPU.
 _STEPS_PER_REPORT = 25
 
 
 @dataclass
 class Outcome:
-    """What a training run did."""
+    """The result of a training run."""
 
     steps: int = 0
     seconds: float = 0.0
     """Wall-clock time of the loop."""
     losses: list[float] = field(default_factory=list)
-    """Mean loss per example over each 25 steps; the last may cover fewer."""
+    """Mean loss per example of every 25 steps; the last entry may cover fewer steps."""
     finished: bool = False
-    """Whether it was not stopped early."""
+    """False if the training was stopped early."""
 
 
 class Model(nn.Module, ABC):
-    """What the loop trains."""
+    """The base of models that the loop trains."""
 
     averages = False
-    """Whether the loss is the mean of a batch's examples, not their sum."""
+    """Whether the loss is the mean over a batch's examples instead of the sum."""
 
     @abstractmethod
     def ids(self, batch: Any) -> dict[nn.Module, Any]:
-        """The ids that a batch looks up in each Embedding, for prefetch."""
+        """The ids that a batch looks up in each Embedding, for speedtorch.prefetch."""
 
     def loss(self, batch: Any) -> Tensor:
-        """Of a batch, a scalar; of a share of one, what it adds to that of the whole."""
+        """The scalar loss of a batch, or the part of the batch's loss that a process computes."""
         value: Tensor = self(batch)
         return value
 
@@ -61,9 +61,10 @@ class Model(nn.Module, ABC):
 def _take_step(
     loss_of: Callable[[Any], Tensor], optimizer: Optimizer, batch: Any, size: int
 ) -> Tensor:
-    """The detached loss; nothing else of a step is left when the next one begins.
+    """Trains one step and returns the detached loss, so that the graph is freed.
 
-    The losses of `size` processes add up to that of the batch; their gradients are averaged.
+    The batch's loss is the sum over `size` processes, but the processes average gradients. The
+    factor `size` in the backward pass compensates for this.
     """
     optimizer.zero_grad()
     loss = loss_of(batch)
@@ -84,47 +85,48 @@ def train(
     last_rate: float = 1.0,
     ahead: bool = True,
     loss_of: Callable[[Any], Tensor] | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     stop: Callable[[], bool] = lambda: False,
     label: str | None = None,
     layout: str = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
 ) -> None:
-    """Trains on all batches, or until `stop` says so; a step is never left half done.
+    """Trains on all batches, or until `stop()` returns True; the current step is completed first.
 
     Args:
-        model: its device does the work.
-        optimizer: of the model's parameters, attached to it if it keeps state.
-        batches: to train on; their `len` is their number of examples.
-        outcome: gets what was done.
-        track: called after each step with its batch, to count it; how much of `total` is done.
-        total: where the progress bar ends.
-        unit: what the outcome counts, for the speed.
-        last_rate: to this share of its start the learning rate falls, in a straight line.
-        ahead: bring the rows of the next batch during a step; not with torch's embeddings.
-        loss_of: gives the loss of a batch; by default the model does.
-        processes: that train together, each on its share of every batch.
-        stop: asked after each step; one process that says so stops all.
-        label: shows a progress bar of this name, with loss and speed; the first process does.
-        layout: of the bar.
+        model: The model, on the device that trains.
+        optimizer: The optimizer of the model's parameters, attached to the model if it has state.
+        batches: The batches; `len(batch)` is the number of examples.
+        outcome: Receives the results.
+        track: Counts a batch after its step and returns the progress, from 0 to `total`.
+        total: The progress at the end.
+        unit: The counter in `outcome` for the speed.
+        last_rate: The learning rate falls linearly to this share of its initial value.
+        ahead: Prefetch the rows of the next batch during a step. False for torch's embeddings.
+        loss_of: Computes the loss of a batch; by default the model's loss().
+        processes: The processes that train together, each on its part of every batch.
+        stop: Called after each step. If it returns True in one process, all processes stop.
+        label: Shows a progress bar with this name, the loss and the speed in the first process.
+        layout: The layout of the progress bar.
 
     Raises:
-        ValueError: the loss grows beyond all numbers.
+        ValueError: The loss is infinite or NaN.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     done, recent, recent_examples = 0.0, torch.zeros(()), 0
     begin = time.perf_counter()
-    # None: tqdm looks whether stderr is a terminal.
+    # None: tqdm shows the bar only on a terminal.
     hidden = True if label is None or not processes.is_first else None
     with tqdm(total=total, desc=label, disable=hidden, bar_format=layout) as bar:
 
         def report() -> None:
+            """Records the mean loss since the last report and updates the bar."""
             nonlocal recent, recent_examples
-            loss = processes.summed(recent.cpu().double()).item()
+            loss = processes.sum(recent.cpu().double()).item()
             outcome.losses.append(loss / recent_examples)
             if not math.isfinite(outcome.losses[-1]):
                 raise ValueError(
-                    f"the loss is {outcome.losses[-1]} after {outcome.steps} steps: choose a"
-                    f" learning rate below {rates[0]:g}"
+                    f"the loss must be finite, got {outcome.losses[-1]} after {outcome.steps}"
+                    f" steps. Choose a learning rate below {rates[0]:g}."
                 )
             recent, recent_examples = torch.zeros(()), 0
             speed = getattr(outcome, unit) / (time.perf_counter() - begin)

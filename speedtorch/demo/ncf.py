@@ -1,4 +1,4 @@
-"""A recommender, with its rows and their optimizer state in host memory: the NCF demonstration."""
+"""`speedtorch demo ncf`: settings, training, report and files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["ABOUT", "HELP", "Settings", "run"]
 HELP = "a recommender, with the rows of users and items in host memory"
 ABOUT = (
     "Neural collaborative filtering (NeuMF) on a MovieLens file or on generated ratings. Rows and "
-    "their optimizer state are kept in host memory."
+    "their optimizer state are in host memory."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """All choices of a run; the command line has one option for each."""
+    """All settings of a run, each with an option of the command line."""
 
     ratings: Path | None = option(
-        None, "u.data, ratings.dat or ratings.csv; generated if none", type=Path, metavar="FILE"
+        None, "u.data, ratings.dat or ratings.csv (default: generated)", type=Path, metavar="FILE"
     )
     out: Path = option(Path("ncf"), "folder for the results", metavar="FOLDER")
     dim: int = option(16, "numbers per row of the factorisation; the perceptron has twice as many")
@@ -42,8 +42,8 @@ class Settings(RunSettings):
 def run(settings: Settings) -> int:
     """Trains, saves the model and prints a report.
 
-    Gives an exit status: 0, or STOPPED if Ctrl-C ended the training early, after which everything
-    is saved and told as usual.
+    Returns the exit status: 0, or STOPPED if Ctrl-C ended the training early. After Ctrl-C, the
+    results so far are saved and reported.
     """
     device = choose_device(settings)
     seed, file = settings.seed, settings.ratings
@@ -64,7 +64,7 @@ def run(settings: Settings) -> int:
         f" {'from a file' if file else 'generated'}",
         flush=True,
     )
-    report.forget_gpu_peak(device)
+    report.reset_gpu_peak(device)
     with interrupt() as stop:
         before = held_out_score(model, candidates)
         outcome = train(

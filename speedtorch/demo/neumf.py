@@ -1,4 +1,4 @@
-"""NeuMF, the recommender of He et al. (2017), with its rows in host memory, and its training."""
+"""NeuMF, the recommender of He et al. (2017), with rows in host memory, and its training."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from speedtorch.nn.embedding import Embedding
 
 __all__ = ["NeuMF", "Outcome", "held_out_score", "train"]
 
-# As in the paper: the spread of the rows before training.
-_SPREAD = 0.01
+# The standard deviation of the initial rows, as in the paper.
+_INITIAL_STD = 0.01
 _SCORED_AT_ONCE = 1024
 
 
 class NeuMF(loop.Model):
-    """Generalised matrix factorisation (GMF) and a multilayer perceptron (MLP), side by side.
+    """Generalised matrix factorisation (GMF) and a multilayer perceptron (MLP) in parallel.
 
-    Both have rows of their own for users and items. GMF multiplies them, number by number; the MLP
-    puts them one after the other through three layers, each half as wide; a last layer makes one
-    number out of both results. A row of GMF has `dim` numbers, one of the MLP twice as many. The
-    layers' first values depend on the seed alone; for those of the rows see draw_rows.
+    Each part has its own rows for users and items. GMF multiplies a user's row and an item's row
+    element by element. The MLP concatenates them and applies three layers, each half as wide as the
+    one before. A last layer maps both results to one number. GMF's rows have `dim` numbers, the
+    MLP's twice as many. The initial layers depend only on the seed; draw_rows() draws the rows.
 
     Example:
         >>> model = NeuMF(1000, 500, 8)
@@ -67,15 +67,14 @@ class NeuMF(loop.Model):
         return [self.gmf_users, self.gmf_items, self.mlp_users, self.mlp_items]
 
     def draw_rows(self, seed: int) -> None:
-        """Draws all rows anew, near 0."""
+        """Draws all rows from a normal distribution near 0."""
         for number, embedding in enumerate(self.embeddings()):
-            embedding.init_(nn.init.normal_, 0, _SPREAD, seed=4 * seed + number)
+            embedding.init_(nn.init.normal_, 0, _INITIAL_STD, seed=4 * seed + number)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """Rates items `[B, C]` for users `[B]`, by ids on either device.
+        """Rates items `[B, C]` for users `[B]`; the ids may be on the CPU or on the GPU.
 
-        Gives `[B, C]`, larger for an item that the user is more likely to take an interest in: the
-        logit of the probability.
+        Returns the logits `[B, C]` of the probabilities that the users are interested in the items.
         """
         product = self.gmf_users(user).unsqueeze(1) * self.gmf_items(item)
         left = self.mlp_users(user).unsqueeze(1).expand(-1, item.shape[1], -1)
@@ -86,14 +85,14 @@ class NeuMF(loop.Model):
         return made
 
     def loss(self, batch: RatingBatch) -> Tensor:
-        """How wrongly the first item of each rating is told from its negatives, on average."""
+        """The mean binary cross-entropy; the first item of each rating is the positive one."""
         logits = self(batch.user, batch.item)
         rated = torch.zeros_like(logits)
         rated[:, 0] = 1
         return F.binary_cross_entropy_with_logits(logits, rated)
 
     def ids(self, batch: RatingBatch) -> dict[nn.Module, Tensor]:
-        """The ids that a batch looks up in each module, for prefetch."""
+        """The ids that a batch looks up in each module, for speedtorch.prefetch."""
         return {
             self.gmf_users: batch.user,
             self.gmf_items: batch.item,
@@ -104,19 +103,20 @@ class NeuMF(loop.Model):
 
 @dataclass
 class Outcome(loop.Outcome):
-    """What a training run did; an example of it is a rating with its negatives."""
+    """The result of a training run; an example is a rating with its negatives."""
 
     ratings: int = 0
-    """In its batches, without negatives."""
+    """Number of trained ratings, without negatives."""
 
 
 def train(
     model: NeuMF, optimizer: loop.Optimizer, stream: BatchStream, *, epochs: int, **how: Any
 ) -> Outcome:
-    """Trains for some epochs; `how` are options of loop.train."""
+    """Trains for `epochs` epochs; `how` are options of loop.train."""
     outcome = Outcome()
 
     def track(batch: RatingBatch) -> float:
+        """Counts a batch; returns the progress in ratings."""
         outcome.ratings += len(batch)
         return outcome.ratings
 
@@ -126,7 +126,7 @@ def train(
 
 
 def held_out_score(model: NeuMF, candidates: Candidates) -> Score:
-    """Scores a model on items kept out of training."""
+    """Scores a model on held-out items."""
     starts = range(0, len(candidates), _SCORED_AT_ONCE)
     parts = [slice(start, start + _SCORED_AT_ONCE) for start in starts]
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Word ids -> training batches of skip-gram with negative sampling, and the pairs kept out of them.
+"""Training batches of skip-gram with negative sampling, and held-out pairs.
 
-Everything here is NumPy on whole arrays and depends on the seed alone, so that two models can be
-trained on the very same batches one after the other.
+The computation uses NumPy on whole arrays and depends only on the seed, so that two models can be
+trained on the same batches, one after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ids = npt.NDArray[np.int64]
 _BLOCK_TOKENS = 1 << 20
 _STRETCH_TOKENS = 64
 _HELD_OUT_LIMIT = 50_000
-# First word of a generator's seed, so that no two uses draw the same numbers.
+# The first number of a generator's seed, so that no two uses draw the same numbers.
 _SPLIT, _TRAINING, _SCORE = 1, 2, 3
 
 
@@ -37,7 +37,7 @@ class Batch:
         centre: `[B]` int64 word ids.
         context: `[B]` int64 word ids.
         negative: `[B, K]` int64 word ids.
-        progress: how much of the text was gone through when this batch ends, in epochs.
+        progress: Position in the text at the end of this batch, in epochs.
     """
 
     centre: Tensor
@@ -50,23 +50,23 @@ class Batch:
         return len(self.centre)
 
     def to(self, device: torch.device) -> Batch:
-        """Returns the batch on a device, without waiting for it where that is a GPU."""
+        """Returns the batch on a device; the copy to a GPU is asynchronous."""
         centre, context, negative = (
-            each.to(device, non_blocking=device.type == "cuda")
-            for each in (self.centre, self.context, self.negative)
+            ids.to(device, non_blocking=device.type == "cuda")
+            for ids in (self.centre, self.context, self.negative)
         )
         return Batch(centre, context, negative, self.progress)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Pairs from text that training never sees, and as many that chance makes of the same words.
+    """Pairs from held-out text, and as many random pairs of the same words.
 
     Attributes:
         centre: `[P]` int64 word ids.
-        context: `[P]` int64 word ids; `centre[i]` and `context[i]` stand near each other.
-        shuffled: `[P]` int64, `context` in random order: every word is as frequent among the false
-            pairs as among the true ones, so that frequencies alone say nothing.
+        context: `[P]` int64 word ids; `centre[i]` and `context[i]` are neighbours in the text.
+        shuffled: `[P]` int64, `context` in random order. Each word is equally frequent in true and
+            false pairs, so that frequencies do not distinguish them.
     """
 
     centre: Ids
@@ -79,13 +79,13 @@ class HeldOut:
 
 
 class PairStream:
-    """The batches of a corpus, the same ones every time they are asked for.
+    """The batches of a corpus; every iteration yields the same batches.
 
-    Frequent words are dropped at random as in word2vec (with `t = sample` and a word's share `f`
-    of the text it is kept with probability `sqrt(t / f) + t / f`), windows have a random reach of
-    1 to `window` words around each centre, and negatives are drawn in proportion to `f ** 0.75`.
-    Stretches of 64 words, drawn at random, are held out: no pair with a word in them is trained on.
-    A batch has `batch` pairs, the last one of an epoch perhaps fewer, with `negatives` each.
+    Frequent words are dropped at random as in word2vec: a word with the share `f` of the text is
+    kept with probability `sqrt(t / f) + t / f` for `t = sample`. Each centre has a random window
+    of 1 to `window` words on each side. Negatives are drawn in proportion to `f ** 0.75`. Random
+    stretches of 64 words are held out, and no trained pair has a word in them. A batch has `batch`
+    pairs with `negatives` negatives each; the last batch of an epoch may be smaller.
 
     Example:
         >>> corpus = Corpus.from_passages(["red green blue " * 9], min_count=1)
@@ -109,7 +109,7 @@ class PairStream:
         check_least(1, window=window, negatives=negatives, batch=batch)
         check_least(0, sample=sample, seed=seed)
         if not 0 <= held_out < 1:
-            raise ValueError(f"held_out is {held_out}; it must be from 0 to below 1")
+            raise ValueError(f"held_out must be at least 0 and below 1, got {held_out}")
         self.corpus = corpus
         self.window, self.negatives, self.batch, self.seed = window, negatives, batch, seed
         share = corpus.counts / corpus.counts.sum()
@@ -119,20 +119,20 @@ class PairStream:
         self._noise = noise / noise[-1]
         draws = np.random.default_rng([_SPLIT, seed]).random(-(-len(corpus) // _STRETCH_TOKENS))
         held = np.repeat(draws < held_out, _STRETCH_TOKENS)[: len(corpus)]
-        # Pairs do not reach over the edge of a held-out stretch, or over the gap that it leaves.
+        # Pairs do not cross a boundary of a held-out stretch, nor the gap without it.
         edge = np.diff(corpus.passage, prepend=0) != 0
         edge[1:] |= held[1:] != held[:-1]
-        piece = np.cumsum(edge, dtype=np.int64)
-        self._train = (corpus.tokens[~held], piece[~held])
-        self._held = (corpus.tokens[held], piece[held])
+        segment = np.cumsum(edge, dtype=np.int64)
+        self._train = (corpus.tokens[~held], segment[~held])
+        self._held = (corpus.tokens[held], segment[held])
 
     @property
     def words(self) -> int:
-        """Words of the text that are trained on, `W`, before dropping."""
+        """The number of words in the training text, `W`, before frequent words are dropped."""
         return len(self._train[0])
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """Yields batches, on the CPU, until one of the limits given is reached."""
+        """Yields batches on the CPU until the first of the given limits."""
         numbers = itertools.count() if epochs is None else iter(range(epochs))
         return itertools.islice(self._epochs(numbers), steps)
 
@@ -144,33 +144,33 @@ class PairStream:
                 yield batch
             if empty:
                 raise ValueError(
-                    f"the text gives no pairs to train on ({self.words} words of "
-                    f"{len(self.corpus)} in training): give a longer one, or lower the minimum "
-                    "count or the held-out share"
+                    f"the text has no pairs to train on ({self.words} words of"
+                    f" {len(self.corpus)} in training). Choose a longer text, a lower minimum count"
+                    " or a smaller held-out share."
                 )
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """Yields the batches of one pass, which has its own dropping, windows and negatives."""
-        # Blocks bound the memory that the pairs of a long text take.
+        """Yields the batches of one pass, with its own dropped words, windows and negatives."""
+        # Blocks bound the memory for the pairs of a long text.
         starts = range(0, self.words, _BLOCK_TOKENS)
         order = np.random.default_rng([_TRAINING, self.seed, number]).permutation(len(starts))
         done = 0
         for index in order.tolist():
             random = np.random.default_rng([_TRAINING, self.seed, number, index + 1])
             block = slice(starts[index], starts[index] + _BLOCK_TOKENS)
-            tokens, piece = self._train[0][block], self._train[1][block]
+            tokens, segment = self._train[0][block], self._train[1][block]
             length = len(tokens)
-            centre, context = self._pairs(tokens, piece, random)
+            centre, context = self._pairs(tokens, segment, random)
             shuffle = random.permutation(len(centre))
             for begin in range(0, len(shuffle), self.batch):
                 pick = shuffle[begin : begin + self.batch]
-                gone = length * (begin + len(pick)) / len(shuffle)
-                progress = number + (done + gone) / self.words
+                passed = length * (begin + len(pick)) / len(shuffle)
+                progress = number + (done + passed) / self.words
                 yield self._make(centre[pick], context[pick], random, progress)
             done += length
 
     def held_out_pairs(self) -> HeldOut:
-        """Pairs of the held-out text, with dropping and windows as in training; 50,000 at most."""
+        """Pairs of the held-out text, formed as in training; at most 50,000."""
         random = np.random.default_rng([_SCORE, self.seed])
         found = [np.zeros((2, 0), np.int64)]
         for start in range(0, len(self._held[0]), _BLOCK_TOKENS):
@@ -180,16 +180,16 @@ class PairStream:
         return HeldOut(pairs[0], pairs[1], random.permutation(pairs[1]))
 
     def _pairs(
-        self, tokens: npt.NDArray[np.int32], piece: Ids, random: np.random.Generator
+        self, tokens: npt.NDArray[np.int32], segment: Ids, random: np.random.Generator
     ) -> tuple[Ids, Ids]:
-        """Centres and contexts, `[P]` and `[P]`, from the words that dropping leaves."""
+        """Drops frequent words and returns the centres `[P]` and contexts `[P]` of all pairs."""
         kept = random.random(len(tokens)) < self._keep[tokens]
-        tokens, piece = tokens[kept], piece[kept]
+        tokens, segment = tokens[kept], segment[kept]
         reach = random.integers(1, self.window + 1, len(tokens))
         centres, contexts = [], []
         for distance in range(1, self.window + 1):
             left, right = tokens[:-distance], tokens[distance:]
-            near = (piece[:-distance] == piece[distance:]) & (left != right)
+            near = (segment[:-distance] == segment[distance:]) & (left != right)
             forward = near & (reach[:-distance] >= distance)
             backward = near & (reach[distance:] >= distance)
             centres += [left[forward], right[backward]]

@@ -1,4 +1,4 @@
-"""The processes of a demonstration: this one alone, or those that torchrun has begun."""
+"""The processes of a demonstration: a single one, or the processes of torchrun."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from speedtorch.parallel.shard import shard
 
-__all__ = ["ALONE", "Processes", "joined"]
+__all__ = ["SINGLE_PROCESS", "Processes", "join_torchrun"]
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Those that train one model together; one alone sends nothing, and has all of everything.
+    """Processes that train one model together; a single process communicates nothing.
 
-    All of them call the same methods, in the same order.
+    All processes call the same methods in the same order.
     """
 
     rank: int = 0
@@ -32,11 +32,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that makes files and tells the user."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def share(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What this process has of a batch: as many as the others, or one more or less.
+        """This process's part of a batch; the sizes of two parts differ by at most one.
 
         Example:
             >>> [Processes(rank, 2).share(np.arange(5)).tolist() for rank in range(2)]
@@ -44,24 +44,26 @@ class Processes:
         """
         return np.array_split(places, self.size)[self.rank]
 
-    def summed(self, values: Tensor) -> Tensor:
-        """The sum of what all processes give, on the CPU."""
+    def sum(self, values: Tensor) -> Tensor:
+        """Returns the sum of the CPU tensors of all processes."""
         if self.size > 1:
             dist.all_reduce(values := values.clone())
         return values
 
-    def any(self, said: bool) -> bool:
-        """Whether one of them says so."""
-        return bool(self.summed(torch.tensor(int(said))))
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is True in at least one process."""
+        return bool(self.sum(torch.tensor(int(flag))))
 
     def wait(self) -> None:
-        """Waits until all of them have come here."""
+        """Waits until all processes have called this method."""
         self.any(False)
 
-    def spread(self, model: nn.Module, loss: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Shares a model's rows out, before they are used; gives what gives its loss from then on.
+    def distribute(
+        self, model: nn.Module, loss: Callable[[Any], Tensor]
+    ) -> Callable[[Any], Tensor]:
+        """Shards a model's rows before their first use, and returns the function for its loss.
 
-        Gradients are averages over the processes, those of rows as well as all others.
+        All gradients, also those of rows, are averages over the processes.
         """
         if self.size == 1:
             return loss
@@ -70,40 +72,41 @@ class Processes:
         return nn.parallel.DistributedDataParallel(whole)
 
 
-ALONE = Processes()
+SINGLE_PROCESS = Processes()
 
 
 class _Loss(nn.Module):
-    """The loss of a model, as a module, which DistributedDataParallel calls."""
+    """A module that computes a model's loss, for DistributedDataParallel."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
         super().__init__()
         self.model, self._loss = model, loss
 
     def forward(self, batch: Any) -> Tensor:
+        """Returns the loss of this process's part of a batch."""
         return self._loss(batch)
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Processes]:
-    """Joins those that torchrun has begun, until the run is over; the first alone prints.
+def join_torchrun(device: torch.device) -> Iterator[Processes]:
+    """Joins the process group of torchrun for the run; only the first process prints.
 
-    If the device is a GPU, each has one of its own, which is the current one from then on. All come
-    to the end before one leaves, as torchrun kills the others when one ends with another status
-    than 0; after an error no process waits.
+    If the device is a GPU, each process makes its own GPU the current one. All processes wait for
+    each other at the end, because torchrun kills the other processes if one ends with a status
+    other than 0. After an error no process waits.
 
     Raises ValueError if there are fewer GPUs than processes.
     """
     is_torchrun = dist.is_available() and dist.is_torchelastic_launched()
     if not is_torchrun or os.environ["WORLD_SIZE"] == "1":
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     if device.type == "cuda":
-        here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-        if here > gpus:
+        local_size, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if local_size > gpus:
             raise ValueError(
-                f"{here} processes on this machine need a GPU each, and there are {gpus}: use"
-                f" torchrun --nproc-per-node {gpus}, or --device cpu"
+                f"each process must have its own GPU, got {local_size} processes and {gpus} GPUs."
+                f" Use torchrun --nproc-per-node {gpus}, or --device cpu."
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -111,5 +114,5 @@ def joined(device: torch.device) -> Iterator[Processes]:
     with nullcontext() if processes.is_first else redirect_stdout(None):
         yield processes
     processes.wait()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing is left to do but to give the status
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only the exit status remains to be returned
     dist.destroy_process_group()

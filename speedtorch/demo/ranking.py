@@ -1,7 +1,7 @@
-"""Ratings -> training batches with sampled negatives, and the score of a ranking.
+"""Training batches of ratings with sampled negatives, and the score of a ranking.
 
-Everything here is NumPy on whole arrays and depends on the seed alone, so that two models can be
-trained and scored on the very same numbers.
+The computation uses NumPy on whole arrays and depends only on the seed, so that two models can be
+trained and scored on the same numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from speedtorch.demo.settings import check_least
 
 __all__ = ["BatchStream", "Candidates", "RatingBatch", "Score", "score"]
 
-_OTHERS = 99
+_NEGATIVES = 99
 _TOP = 10
 _SCORED_LIMIT = 10_000
-# First word of a generator's seed, so that no two uses draw the same numbers.
+# The first number of a generator's seed, so that no two uses draw the same numbers.
 _TRAINING, _SCORE = 1, 2
-# A user who has rated almost every item may then get a rated one among the negatives.
+# After these draws, a user with almost all items rated may have a rated item as a negative.
 _MOST_DRAWS = 50
 
 
@@ -34,7 +34,7 @@ class RatingBatch:
 
     Attributes:
         user: `[B]` int64.
-        item: `[B, 1 + K]` int64: first the item that the user rated, then K others.
+        item: `[B, 1 + K]` int64: first the item that the user rated, then K negatives.
     """
 
     user: Tensor
@@ -46,10 +46,10 @@ class RatingBatch:
 
 
 class BatchStream:
-    """The batches of a split, the same ones every time they are asked for.
+    """The batches of a split; every iteration yields the same batches.
 
-    Negatives are items, of all that there are, that the user did not rate, drawn evenly. Held-out
-    ones are among them, as training must not know which these are.
+    Negatives are uniformly drawn items that the user did not rate in the training set. Held-out
+    items may be negatives, because training must not know them.
 
     Example:
         >>> split = Split(*(np.array(part) for part in ([0, 0, 1], [3, 4, 4], [0], [5])))
@@ -68,20 +68,20 @@ class BatchStream:
         self._rated = np.sort(split.user * items + split.item)
 
     def __len__(self) -> int:
-        """The ratings of an epoch."""
+        """The number of ratings in an epoch."""
         return len(self.split.user)
 
     def batches(self, epochs: int) -> Iterator[RatingBatch]:
-        """Yields batches, on the CPU; each epoch has its own order and negatives."""
+        """Yields batches on the CPU; each epoch has its own order and negatives."""
         for number in range(epochs):
             random = np.random.default_rng([_TRAINING, self.seed, number])
             order = random.permutation(len(self))
             for begin in range(0, len(order), self.batch):
                 pick = order[begin : begin + self.batch]
                 user, item = self.split.user[pick], self.split.item[pick]
-                others = self._unrated(user, random)
-                listed = np.concatenate([item[:, None], others], axis=1)
-                yield RatingBatch(torch.from_numpy(user), torch.from_numpy(listed))
+                negatives = self._unrated(user, random)
+                items = np.concatenate([item[:, None], negatives], axis=1)
+                yield RatingBatch(torch.from_numpy(user), torch.from_numpy(items))
 
     def _unrated(self, user: Ids, random: np.random.Generator) -> Ids:
         drawn = random.integers(0, self.items, (len(user), self.negatives))
@@ -100,11 +100,11 @@ def _contains(rising: Ids, values: Ids) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Held-out items, each among others that the user did not rate.
+    """Held-out items, each with 99 items that the user did not rate.
 
     Attributes:
         user: `[H]` int64.
-        item: `[H, 100]` int64, no two equal in a row: first the held-out item.
+        item: `[H, 100]` int64, unique in each row; the held-out item is the first.
 
     Example:
         >>> from speedtorch.demo.ratings import generated_ratings, leave_one_out
@@ -118,33 +118,32 @@ class Candidates:
 
     @classmethod
     def draw(cls, ratings: Ratings, split: Split, *, seed: int = 0) -> Candidates:
-        """Draws 99 items for each held-out one, of at most 10,000 users drawn at random.
+        """Draws 99 items per held-out item, for at most 10,000 random users.
 
-        Users who rated so much that no 99 items are left are not among them.
+        Users with fewer than 99 unrated items are excluded.
         """
         random = np.random.default_rng([_SCORE, seed])
         items = len(ratings.item_ids)
-        left = items - np.bincount(ratings.user, minlength=len(ratings.user_ids))
-        able = np.flatnonzero(left[split.held_user] >= _OTHERS)
+        unrated = items - np.bincount(ratings.user, minlength=len(ratings.user_ids))
+        able = np.flatnonzero(unrated[split.held_user] >= _NEGATIVES)
         if not len(able):
             raise ValueError(
-                f"nobody can be scored: that takes a user with at least 2 ratings and {_OTHERS}"
-                f" unrated items, and there are {len(split.held_user)} users"
-                f" with 2 ratings, and {items} items"
+                f"the score requires a user with at least 2 ratings and {_NEGATIVES} unrated items,"
+                f" got {len(split.held_user)} users with 2 ratings, and {items} items"
             )
         pick = np.sort(random.permutation(able)[:_SCORED_LIMIT])
         user, item = split.held_user[pick], split.held_item[pick]
         rated = np.sort(ratings.user * items + ratings.item)
-        others = random.integers(0, items, (len(user), _OTHERS))
+        negatives = random.integers(0, items, (len(user), _NEGATIVES))
         while True:
-            others.sort(axis=1)
-            wrong = _contains(rated, user[:, None] * items + others)
-            wrong[:, 1:] |= others[:, 1:] == others[:, :-1]
+            negatives.sort(axis=1)
+            wrong = _contains(rated, user[:, None] * items + negatives)
+            wrong[:, 1:] |= negatives[:, 1:] == negatives[:, :-1]
             if not wrong.any():
                 break
-            others[wrong] = random.integers(0, items, int(wrong.sum()))
-        listed = np.concatenate([item[:, None], others], axis=1)
-        return cls(torch.from_numpy(user), torch.from_numpy(listed))
+            negatives[wrong] = random.integers(0, items, int(wrong.sum()))
+        candidates = np.concatenate([item[:, None], negatives], axis=1)
+        return cls(torch.from_numpy(user), torch.from_numpy(candidates))
 
     def __len__(self) -> int:
         """The number of users, `H`."""
@@ -153,13 +152,13 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Score:
-    """How far up a model ranks the held-out items among 99 others.
+    """How high a model ranks the held-out items among 99 unrated items.
 
     Attributes:
-        hit_rate: share of the users whose item is among the first 10; 0.1 by chance.
-        ndcg: mean over the users of `1 / log2(place + 1)`, where places are 1 to 10; 0 for an item
-            further down; 0.045 by chance.
-        users: how many there are.
+        hit_rate: Share of the users whose item is among the first 10; 0.1 by chance.
+        ndcg: The mean over the users of `1 / log2(place + 1)` for places 1 to 10, else 0; 0.045 by
+            chance.
+        users: Number of users.
     """
 
     hit_rate: float
@@ -168,10 +167,10 @@ class Score:
 
 
 def score(values: Tensor) -> Score:
-    """Scores rankings: `[H, C]`, what a model gives the candidates, held-out items first.
+    """Scores a model's ratings `[H, C]` of candidates; the held-out item is the first of a row.
 
-    One that is equal to another candidate's counts as behind it, so that a model which gives all
-    the same has no hits.
+    A held-out item with the same rating as a candidate is ranked behind it, so that a model with
+    constant ratings has no hits.
 
     Example:
         >>> score(torch.tensor([[9.0, 1.0, 2.0], [3.0, 4.0, 1.0]])).hit_rate

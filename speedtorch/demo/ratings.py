@@ -1,7 +1,6 @@
-"""Ratings for the recommender: a file in any of MovieLens's formats, or a generated set.
+"""Ratings for the recommender: a file in one of MovieLens's formats, or a generated set.
 
-Who rated what, and when, is all that is kept: the recommender learns which items a user takes an
-interest in, not how many stars they get.
+The number of stars is ignored, because the recommender learns only which items interest a user.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _FEWEST_PER_USER = 10
 
 @dataclass(frozen=True, eq=False)
 class Ratings:
-    """Who rated what, user by user and within a user in the order of time.
+    """Ratings in the order of users, and for each user in the order of time.
 
     Attributes:
-        user: `[R]` int64, rising; users have the numbers 0 to `len(user_ids) - 1`.
-        item: `[R]` int64; no user has an item twice.
-        user_ids: `[U]` int64, what each user is called in the file.
-        item_ids: `[I]` int64, what each item is called there.
+        user: `[R]` int64, ascending, from 0 to `len(user_ids) - 1`.
+        item: `[R]` int64, unique for each user.
+        user_ids: `[U]` int64, the users' ids in the file.
+        item_ids: `[I]` int64, the items' ids in the file.
 
     Example:
         >>> ratings = Ratings.from_columns([9, 4, 9], [70, 70, 50], [3, 1, 2])
@@ -50,16 +49,16 @@ class Ratings:
 
     @classmethod
     def from_columns(cls, user: npt.ArrayLike, item: npt.ArrayLike, time: npt.ArrayLike) -> Ratings:
-        """Numbers users and items, any whole numbers `[N]`, and sorts.
+        """Numbers and sorts the users and items of ratings, given as arrays of integers `[N]`.
 
-        Of several ratings of one user for one item the latest stays; those of the same time stay
-        in the order given.
+        If a user rated an item several times, the latest rating remains. Ratings with equal times
+        remain in the given order.
         """
         user_ids, users = np.unique(np.asarray(user, np.int64), return_inverse=True)
         item_ids, items = np.unique(np.asarray(item, np.int64), return_inverse=True)
         order = np.lexsort((np.asarray(time, np.int64), users))
         users, items = users[order], items[order]
-        # unique finds the first of equal ones, which is the last of them in the other direction.
+        # unique() finds the first of equal pairs; the reversed array makes this the last one.
         pair = (users * len(item_ids) + items)[::-1]
         kept = np.sort(len(pair) - 1 - np.unique(pair, return_index=True)[1])
         return cls(users[kept], items[kept], user_ids, item_ids)
@@ -71,12 +70,12 @@ class Ratings:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Ratings to train on, and each user's latest, which is kept out.
+    """Training ratings, and the held-out latest rating of each user.
 
     Attributes:
-        user: `[T]` int64, rising.
+        user: `[T]` int64, ascending.
         item: `[T]` int64.
-        held_user: `[H]` int64, rising; those with at least two ratings.
+        held_user: `[H]` int64, ascending; the users with at least two ratings.
         held_item: `[H]` int64.
     """
 
@@ -87,7 +86,7 @@ class Split:
 
 
 def leave_one_out(ratings: Ratings) -> Split:
-    """Holds each user's latest rating out (He et al., 2017); a single one stays for training.
+    """Holds out each user's latest rating (He et al., 2017); a user's only rating is for training.
 
     Example:
         >>> split = leave_one_out(Ratings.from_columns([1, 1, 2], [5, 6, 5], [20, 10, 30]))
@@ -101,10 +100,10 @@ def leave_one_out(ratings: Ratings) -> Split:
 
 
 def read_ratings(path: Path) -> Ratings:
-    r"""Reads a ratings file of MovieLens; what it is shows in its first line.
+    r"""Reads a ratings file of MovieLens; the first line determines the format.
 
     Lines have user, item, rating and timestamp, separated by tabs (`u.data`), by `::`
-    (`ratings.dat`) or by commas below a header (`ratings.csv`). Empty lines do not count.
+    (`ratings.dat`) or by commas after a header (`ratings.csv`). Empty lines are skipped.
 
     Example:
         >>> import tempfile
@@ -130,28 +129,28 @@ def read_ratings(path: Path) -> Ratings:
             found = line_of.fullmatch(line)
             if found is None:
                 raise ValueError(
-                    f"{path}, line {number}: expected user and item as whole numbers of at most 18"
-                    f" digits, a rating and a timestamp with {separator.decode()!r} between them,"
-                    f" got {_shown(line)}"
+                    f"{path}, line {number}: expected user and item as integers of at most 18"
+                    f" digits, a rating and a timestamp, separated by {separator.decode()!r}, got"
+                    f" {_shown(line)}"
                 )
             user, item, time = found.groups()
             users.append(int(user))
             items.append(int(item))
             times.append(int(time))
     if not users:
-        raise ValueError(f"{path}: there are no ratings in this file")
+        raise ValueError(f"{path}: the file has no ratings")
     return Ratings.from_columns(users, items, times)
 
 
 def _separator(line: bytes, path: Path, number: int) -> bytes:
-    """What separates the columns, by the first line; of commas, that is the header."""
+    """The separator of the columns, according to the first line, which is a header for commas."""
     if line.startswith(b"\x1f\x8b"):
-        raise ValueError(f"{path}: this file is gzip; unpack it first (gunzip)")
+        raise ValueError(f"{path}: the file is compressed. Decompress it with gunzip.")
     for separator in _SEPARATORS:
         if separator in line and (separator != b"," or line == _COLUMNS):
             return separator
     raise ValueError(
-        f"{path}, line {number}: expected numbers with tabs or '::' between them, or the header"
+        f"{path}, line {number}: expected numbers separated by tabs or '::', or the header"
         f" {_COLUMNS.decode()!r}, got {_shown(line)}"
     )
 
@@ -164,11 +163,11 @@ def _shown(line: bytes) -> str:
 def generated_ratings(
     *, users: int = 3000, items: int = 1000, per_user: int = 30, seed: int = 0
 ) -> Ratings:
-    """Makes ratings up, of users and items with latent tastes, so that something can be learnt.
+    """Generates ratings from latent tastes, so that a model can learn from them.
 
-    Each user likes a few of twelve topics, each item is about one or two of them, and some items
-    are more popular than others. Users' and items' ids are their numbers, and items that nobody
-    rated are left out. `per_user` is an average.
+    Each user likes a few of twelve topics, each item has one or two topics, and the popularity of
+    items varies. Users' and items' ids are their numbers. Items without ratings are excluded.
+    `per_user` is the mean number of ratings.
 
     Example:
         >>> ratings = generated_ratings(users=50, items=100)
@@ -177,15 +176,15 @@ def generated_ratings(
     """
     if users < 1 or not _FEWEST_PER_USER <= per_user <= items // 2:
         raise ValueError(
-            f"expected 1 user or more and {_FEWEST_PER_USER} to {items // 2} ratings of each, half"
-            f" of the {items} items, got {users} users and {per_user} ratings"
+            f"users must be at least 1 and per_user from {_FEWEST_PER_USER} to {items // 2}, half"
+            f" of the {items} items, got users={users} and per_user={per_user}"
         )
     random = np.random.default_rng([seed, users, items, per_user])
     taste = random.dirichlet(np.full(_TOPICS, 0.1), users)
     about = random.dirichlet(np.full(_TOPICS, 0.1), items)
     popularity = random.permutation(items) + items / 20
     liking = np.log(taste @ about.T + 0.003) - 0.5 * np.log(popularity)
-    # The largest of these sums are a draw without replacement, in proportion to exp(liking).
+    # The items with the largest sums are drawn without replacement with weights exp(liking).
     ranked = np.argsort(-(liking + random.gumbel(size=liking.shape)), axis=1)
     more = random.exponential(per_user - _FEWEST_PER_USER, users).round().astype(np.int64)
     counts = np.minimum(_FEWEST_PER_USER + more, items // 2)

@@ -1,4 +1,4 @@
-"""What is told and kept after training."""
+"""Prints and saves the results of a training run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from speedtorch.demo.evaluate import Rows, row_blocks
 from speedtorch.demo.loop import Outcome
-from speedtorch.demo.processes import ALONE, Processes
+from speedtorch.demo.processes import SINGLE_PROCESS, Processes
 from speedtorch.demo.settings import RunSettings
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import npy_header
@@ -22,12 +22,12 @@ from speedtorch.files.table_files import write_safetensors
 from speedtorch.nn.row_module import RowModule
 
 __all__ = [
-    "forget_gpu_peak",
     "json_bytes",
     "memory_lines",
     "peak_gpu_bytes",
     "peak_host_bytes",
     "print_report",
+    "reset_gpu_peak",
     "run_facts",
     "save_checkpoint",
     "save_model",
@@ -38,18 +38,18 @@ __all__ = [
 
 
 def json_bytes(facts: Mapping[str, Any]) -> bytes:
-    """What `report.json` holds."""
+    """The content of `report.json`."""
     return json.dumps(dict(facts), indent=2).encode() + b"\n"
 
 
 def save_results(
     folder: Path, rows: Rows, words: Sequence[str], facts: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes the vectors of `words` and what is known about them; all of the files, or none.
+    """Writes the words' vectors and the facts, either all files or none.
 
-    They are `vectors.npy` `[V, D]` float32; `vectors.txt` with the words, in word2vec's text format
-    (gensim: `KeyedVectors.load_word2vec_format`), whose digits give the same float32 back;
-    `report.json`.
+    `vectors.npy` is float32 `[V, D]`. `vectors.txt` has word2vec's text format, which gensim's
+    `KeyedVectors.load_word2vec_format` reads, with enough digits for the same float32 values.
+    `report.json` contains the facts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("vectors.npy", "vectors.txt", "report.json")]
@@ -69,37 +69,41 @@ def save_results(
 
 
 def save_model(folder: Path, model: nn.Module, facts: Mapping[str, Any]) -> list[Path]:
-    """Writes a model's state dict and what is known about it; both files, or none."""
+    """Writes a model's state dict and the facts, either both files or none."""
     paths = [folder / name for name in ("model.safetensors", "report.json")]
-    with replace_files(paths) as (saved, told):
-        write_safetensors(saved, model.state_dict())
-        told.write(json_bytes(facts))
+    with replace_files(paths) as (state, report):
+        write_safetensors(state, model.state_dict())
+        report.write(json_bytes(facts))
     return paths
 
 
 def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes what all processes have of a model and its optimizer, and report.json after it.
+    """Writes a checkpoint of a sharded model and its optimizer, and then report.json.
 
-    Every process calls it, each with its share. torch.distributed.checkpoint.load reads it, into
-    {"model": ..., "optimizer": ...} with state dicts of one process or of any number of them. A
-    checkpoint that was there before cannot be read any more once this one has begun.
+    All processes call this function. torch.distributed.checkpoint.load reads the checkpoint into
+    {"model": ..., "optimizer": ...} with the state dicts of any number of processes. An earlier
+    checkpoint in the folder is unreadable from the start of this call.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save  # only this needs it
+    from torch.distributed.checkpoint.state_dict_saver import (
+        save,  # a slow import that only this function needs
+    )
 
     paths = [folder / "checkpoint", folder / "report.json"]
-    (paths[0] / ".metadata").unlink(missing_ok=True)  # of other shares than those written now
+    (paths[0] / ".metadata").unlink(
+        missing_ok=True
+    )  # describes the files of the earlier checkpoint
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     save(states, checkpoint_id=paths[0])
     if torch.distributed.get_rank() == 0:
-        with replace_files(paths[1:]) as (told,):
-            told.write(json_bytes(facts))
+        with replace_files(paths[1:]) as (report,):
+            report.write(json_bytes(facts))
     return paths
 
 
 def peak_host_bytes() -> int | None:
-    """The most host memory that this process has held so far; None where none is counted."""
+    """The peak host memory of this process; None if the system does not count it."""
     try:
         import resource
     except ImportError:  # not a Unix system
@@ -108,20 +112,20 @@ def peak_host_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def forget_gpu_peak(device: torch.device) -> None:
-    """Begins to count for peak_gpu_bytes."""
+def reset_gpu_peak(device: torch.device) -> None:
+    """Resets the peak of peak_gpu_bytes()."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_gpu_bytes(device: torch.device) -> int | None:
-    """The most GPU memory that torch has given out since its peak was reset; None on a CPU."""
+    """The peak GPU memory that torch has allocated since the last reset; None on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def size_text(count: int | None) -> str:
-    """A number of bytes in words."""
-    return "not counted here" if count is None else f"{count / 1e6:,.1f} MB"
+    """Formats a number of bytes in MB."""
+    return "not available" if count is None else f"{count / 1e6:,.1f} MB"
 
 
 def run_facts(
@@ -129,11 +133,11 @@ def run_facts(
     device: torch.device,
     embeddings: Sequence[RowModule],
     outcome: Outcome,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
 ) -> dict[str, Any]:
-    """What is kept of every run: its settings, where it ran, what memory it took, what it did.
+    """The facts about a run: settings, device, memory and training results.
 
-    The tables are those of all processes, the peaks those of this one.
+    The size of tables is that of all processes; the peaks are those of this process.
     """
     choices = asdict(settings)
     table_bytes = sum(embedding.table.nbytes for embedding in embeddings)
@@ -142,7 +146,7 @@ def run_facts(
         "device": str(device),
         "processes": processes.size,
         "memory": embeddings[0].table.memory,
-        "table_bytes": int(processes.summed(torch.tensor(table_bytes))),
+        "table_bytes": int(processes.sum(torch.tensor(table_bytes))),
         "peak_gpu_bytes": peak_gpu_bytes(device),
         "peak_host_bytes": peak_host_bytes(),
         "training": asdict(outcome),
@@ -150,28 +154,28 @@ def run_facts(
 
 
 def training_lines(
-    facts: Mapping[str, Any], unit: str, counted: str = "", *, each: str = "", digits: int = 3
+    facts: Mapping[str, Any], counter: str, counted: str = "", *, per: str = "", digits: int = 3
 ) -> list[str]:
-    """The lines of a report that tell how fast the run was, and how well it learnt."""
+    """The lines of a report about speed and loss."""
     training = facts["training"]
     first, last = (f"{training['losses'][place]:.{digits}f}" for place in (0, -1))
     counts = f"{training[counted]:,} {counted}, " if counted else ""
-    speed = training[unit] / training["seconds"]
+    speed = training[counter] / training["seconds"]
     return [
         f"time       {training['seconds']:.1f} s on {facts['device']}: {training['steps']:,} steps,"
-        f" {counts}{speed:,.0f} {unit}/s",
-        f"loss       {first}{each} at first, {last} at the end",
+        f" {counts}{speed:,.0f} {counter}/s",
+        f"loss       {first}{per} at first, {last} at the end",
     ]
 
 
 def memory_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The lines of a report that tell what memory the run took."""
+    """The lines of a report about memory."""
     gpu = facts["peak_gpu_bytes"]
     several = "" if facts["processes"] == 1 else f", on {facts['processes']} processes"
-    first = ", by the first process" if several else ""
+    first = ", in the first process" if several else ""
     return [
-        f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, optimizer state"
-        f" included{several}",
+        f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, with optimizer"
+        f" state{several}",
         f"peak       {size_text(facts['peak_host_bytes'])} of host memory"
         + ("" if gpu is None else f", {size_text(gpu)} on the GPU")
         + first,
@@ -179,8 +183,8 @@ def memory_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def print_report(facts: Mapping[str, Any], paths: Sequence[Path], lines: Sequence[str]) -> None:
-    """Prints what a run did, words' neighbours if it found some, and the files saved."""
+    """Prints the lines of a report, the nearest words if the facts have any, and the files."""
     near = facts.get("neighbours")
-    told = [*lines, *([] if near is None else ["nearest"])]
-    told += [f"  {word:11}{', '.join(others)}" for word, others in (near or {}).items()]
-    print("\n".join([*told, f"saved      {', '.join(map(str, paths))}"]), flush=True)
+    printed = [*lines, *([] if near is None else ["nearest"])]
+    printed += [f"  {word:11}{', '.join(nearest)}" for word, nearest in (near or {}).items()]
+    print("\n".join([*printed, f"saved      {', '.join(map(str, paths))}"]), flush=True)

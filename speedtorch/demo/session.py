@@ -1,4 +1,4 @@
-"""What every demonstration asks of the machine and of the user: device, memory and Ctrl-C."""
+"""The device, output folder and Ctrl-C handling of all demonstrations."""
 
 from __future__ import annotations
 
@@ -17,62 +17,63 @@ from speedtorch.ops.functions import _ops
 
 __all__ = ["DIFFERENT", "STOPPED", "choose_device", "ended", "interrupt", "make_folder"]
 
-# Exit statuses: after Ctrl-C, as shells have it, and of a comparison that found a difference.
+# Exit statuses: after Ctrl-C, as in shells, and after a comparison that found a difference.
 STOPPED = 130
 DIFFERENT = 1
 
 
 def choose_device(settings: CommonSettings) -> torch.device:
-    """The device asked for; "auto" is a GPU if torch has one and our library has its kernels.
+    """The device of the settings; "auto" selects a GPU if torch sees one and kernels are built.
 
-    Raises ValueError if there is no such device, for memory that only a GPU reaches where there is
-    none, and for a seed that not every generator takes.
+    Raises ValueError if the device is unavailable, if the kind of memory requires a GPU and torch
+    sees none, or if the seed is out of range for one of the generators.
     """
     name, seed = settings.device, settings.seed
     memory = getattr(settings, "memory", "auto")
     usable = torch.cuda.is_available() and _ops.built_with_cuda()
     if name == "cuda" and not usable:
         reason = "torch sees no GPU" if not torch.cuda.is_available() else "built without nvcc"
-        raise ValueError(f"device cuda cannot be used: {reason}; use --device cpu")
+        raise ValueError(f"device cuda cannot be used: {reason}. Use --device cpu.")
     if memory in ("managed", "registered", "cuda") and not torch.cuda.is_available():
-        raise ValueError(f"memory {memory} cannot be used: torch sees no GPU; use --memory plain")
+        raise ValueError(f"memory {memory} cannot be used: torch sees no GPU. Use --memory plain.")
     if not 0 <= seed < 1 << 32:
-        raise ValueError(f"seed is {seed}; it must be 0 or more, and less than 2^32")
+        raise ValueError(f"seed must be from 0 to 2^32 - 1, got {seed}")
     return torch.device("cuda" if usable and name != "cpu" else "cpu")
 
 
 def make_folder(path: Path) -> None:
-    """Makes the folder of the results, before anything takes long."""
+    """Creates the folder for the results, before the training starts."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"--out {path}: no folder can be made there ({error.strerror})") from error
+        raise OSError(f"--out {path}: cannot create the folder ({error.strerror})") from error
 
 
 @contextmanager
 def interrupt() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether Ctrl-C was pressed; a second one ends the process."""
-    asked = threading.Event()
+    """Yields a function that returns whether Ctrl-C was pressed; a second Ctrl-C interrupts."""
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # Only the main thread may handle signals, and only it gets Ctrl-C.
+        yield requested.is_set  # only the main thread handles signals
         return
     before = signal.getsignal(signal.SIGINT)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        asked.set()
+        """Requests a stop and restores the handler for a second Ctrl-C."""
+        requested.set()
         signal.signal(signal.SIGINT, before)
-        print("\nstopping after this step; Ctrl-C again to leave at once", file=sys.stderr)
+        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
 
     signal.signal(signal.SIGINT, stop)
     try:
-        yield asked.is_set
+        yield requested.is_set
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def ended(finished: bool) -> int:
-    """The exit status of a training; one that was stopped says so."""
+    """The exit status of a training; prints a line if the training was stopped."""
     if finished:
         return 0
-    print("stopped    by Ctrl-C; what was learnt until then is saved")
+    print("stopped    by Ctrl-C; the results so far are saved")
     return STOPPED

@@ -1,4 +1,4 @@
-"""The choices of a demonstration: a record, and for each of its fields an option."""
+"""The settings of the demonstrations: dataclasses with a command-line option for each field."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "optional_count",
 ]
 
-# Rates at which the built-in text is learnt well; for the others torch's own default is taken.
+# Learning rates suitable for the built-in text. Other optimizers use torch's default.
 _RATES = {
     "ASGD": 0.03,
     "Adagrad": 0.1,
@@ -40,25 +40,25 @@ _RATES = {
 }
 
 
-def option(default: Any, about: str, **told: Any) -> Any:
-    """A field of the settings, and what argparse is to know of its option.
+def option(default: Any, about: str, **arguments: Any) -> Any:
+    """A field of the settings, with the arguments of argparse for its option.
 
-    Its type is that of the default, and whole numbers are 1 or more, if nothing else is told.
+    By default the option has the type of the default value, and integers must be at least 1.
     """
-    if "action" not in told:
-        told.setdefault("type", _positive if type(default) is int else type(default))
+    if "action" not in arguments:
+        arguments.setdefault("type", _positive if type(default) is int else type(default))
     shown = "" if default is None or default is False else " (%(default)s)"
-    return field(default=default, metadata={"help": about + shown, **told})
+    return field(default=default, metadata={"help": about + shown, **arguments})
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+        raise ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
 
 
 def optional_count(about: str) -> Any:
-    """An option without a default, 1 or more."""
+    """An integer option of at least 1, None by default."""
     return option(None, about, type=_positive)
 
 
@@ -67,60 +67,60 @@ _MEMORY = ("auto", "managed", "registered", "plain", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """What every demonstration is asked: where, and by which chance."""
+    """The settings of every demonstration."""
 
     out: Path
-    seed: int = option(0, "of all that is random", type=int)
-    device: str = option("auto", "what trains", choices=("auto", "cpu", "cuda"))
+    seed: int = option(0, "seed of all random numbers", type=int)
+    device: str = option("auto", "device that trains", choices=("auto", "cpu", "cuda"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(CommonSettings):
-    """What a demonstration with tables is asked as well."""
+    """The settings of demonstrations with tables."""
 
-    memory: MemoryKind = option("auto", "where the tables are", choices=_MEMORY)
+    memory: MemoryKind = option("auto", "kind of memory of the tables", choices=_MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSettings(RunSettings):
-    """What a demonstration is asked as well whose rows may have 16 bits in the tables."""
+    """The settings of demonstrations whose tables support 16-bit rows."""
 
     stored: str | None = option(
-        None, "store the rows in 16 bits", type=str, choices=("bfloat16", "float16")
+        None, "dtype of 16-bit rows in the tables", type=str, choices=("bfloat16", "float16")
     )
     rounding: RoundingMode = option(
-        "stochastic", "of rows in 16 bits", choices=get_args(RoundingMode)
+        "stochastic", "rounding of 16-bit rows", choices=get_args(RoundingMode)
     )
 
     def stored_as(self) -> dict[str, Any]:
-        """The arguments of an Embedding or a collection."""
+        """The arguments `stored` and `rounding` of an Embedding or a collection."""
         dtype = None if self.stored is None else getattr(torch, self.stored)
         return {"stored": dtype, "rounding": self.rounding}
 
     def check_comparable(self) -> None:
-        """Raises ValueError if plain torch cannot store rows so."""
+        """Raises ValueError if the rows have 16 bits, because plain torch has no such tables."""
         if self.stored is not None:
-            raise ValueError("--compare: plain torch has no rows of 16 bits; leave --stored out")
+            raise ValueError("--compare requires 32-bit rows. Omit --stored.")
 
 
 def add_arguments(parser: ArgumentParser, settings: type[CommonSettings]) -> None:
-    """Gives a parser one option for each of the settings, those of every demonstration last."""
-    shared = {each.name for each in fields(RunSettings)}
-    for each in sorted(fields(settings), key=lambda each: each.name in shared):
-        name = f"--{each.name.replace('_', '-')}"
-        parser.add_argument(name, default=each.default, **each.metadata)
+    """Adds one option per setting to a parser; the common settings are the last ones."""
+    common = {setting.name for setting in fields(RunSettings)}
+    for setting in sorted(fields(settings), key=lambda setting: setting.name in common):
+        name = f"--{setting.name.replace('_', '-')}"
+        parser.add_argument(name, default=setting.default, **setting.metadata)
 
 
 def check_least(least: int, **values: float | None) -> None:
-    """Raises ValueError for a number below the least, which is 0 or 1."""
+    """Raises ValueError for values below `least`, which is 0 or 1."""
     for name, value in values.items():
         if value is not None and value < least:
             rule = "at least 1" if least else "0 or more"
-            raise ValueError(f"{name} is {value}; it must be {rule}")
+            raise ValueError(f"{name} must be {rule}, got {value}")
 
 
 def optimizer_names() -> list[str]:
-    """Names of the optimizers in torch.optim."""
+    """The names of the optimizers in torch.optim."""
     base = torch.optim.Optimizer
     found = {name: getattr(torch.optim, name) for name in dir(torch.optim)}
     return [
@@ -131,14 +131,14 @@ def optimizer_names() -> list[str]:
 def make_optimizer(
     name: str, lr: float | None, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim by name, with a good learning rate if none is given.
+    """Creates an optimizer of torch.optim by name, by default with a suitable learning rate.
 
     Example:
         >>> make_optimizer("Adamax", None, [nn.Parameter(torch.zeros(2))]).defaults["lr"]
         0.02
     """
     if name not in optimizer_names():
-        raise ValueError(f"no optimizer {name!r} in torch.optim: {', '.join(optimizer_names())}")
+        raise ValueError(f"optimizer must be one of {', '.join(optimizer_names())}, got {name!r}")
     lr = _RATES.get(name) if lr is None else lr
     chosen: type[Any] = getattr(torch.optim, name)
     made: torch.optim.Optimizer = chosen(parameters) if lr is None else chosen(parameters, lr=lr)

@@ -1,4 +1,4 @@
-"""The skip-gram model on two embeddings: ours, with rows in host memory, or plain torch's."""
+"""The skip-gram model with two speedtorch.Embedding or two torch.nn.Embedding modules."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from speedtorch.nn.embedding import Embedding
 
 __all__ = ["SIDES", "Outcome", "SkipGram", "first_values", "train"]
 
-# The learning rate falls to this share of its start, as in word2vec.
+# The learning rate falls to this share of its initial value, as in word2vec.
 _LAST_RATE = 0.01
 
 SIDES = ("u_embeddings", "v_embeddings")
 
 
 class SkipGram(loop.Model):
-    """Skip-gram with negative sampling: a word has one vector as a centre, one as a context.
+    """Skip-gram with negative sampling: each word has one vector as a centre, one as a context.
 
-    Its embeddings have the rows `[V, D]` of the centres, and those of the contexts.
+    The two embeddings `[V, D]` are those of the centres and of the contexts.
 
     Example:
         >>> model = SkipGram(Embedding(1000, 8), Embedding(1000, 8))
@@ -43,18 +43,18 @@ class SkipGram(loop.Model):
 
     @property
     def device(self) -> torch.device:
-        """Where the rows of a batch are trained."""
+        """The device that trains the rows of a batch."""
         return self.u_embeddings.weight.device
 
     def ids(self, batch: Batch) -> dict[nn.Module, Any]:
-        """The rows that a batch looks up in each embedding, for speedtorch.prefetch."""
+        """The ids that a batch looks up in each embedding, for speedtorch.prefetch."""
         return {
             self.u_embeddings: batch.centre,
             self.v_embeddings: (batch.context, batch.negative),
         }
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss, a sum, so that the step of a row does not depend on the batch's size."""
+        """Returns the sum of the losses, so that a row's step does not depend on the batch size."""
         word = self.u_embeddings(batch.centre)
         true = (word * self.v_embeddings(batch.context)).sum(1)
         false = torch.bmm(self.v_embeddings(batch.negative), word.unsqueeze(2))
@@ -63,15 +63,15 @@ class SkipGram(loop.Model):
 
     @torch.no_grad()
     def rows(self, side: str, ids: Tensor) -> Tensor:
-        """Rows `[N, D]` of one of SIDES, on the CPU, for `ids` `[N]` on the CPU."""
+        """Returns rows `[N, D]` of one of SIDES on the CPU, for ids `[N]` on the CPU."""
         found: Tensor = getattr(self, side)(ids.to(self.device))
         return found.cpu()
 
 
 def first_values(u_embeddings: Embedding, v_embeddings: Embedding, *, seed: int) -> None:
-    """Draws the centres' rows, uniform within `1 / (2 D)`; those of the contexts become zeros.
+    """Draws the centres' rows uniformly within `1 / (2 D)` and sets the contexts' rows to zero.
 
-    Attach an optimizer before, or its new table is filled twice.
+    Attach an optimizer before this call. Otherwise its new table has to be filled again.
     """
     bound = 0.5 / u_embeddings.embedding_dim
     u_embeddings.table.uniform_(-bound, bound, seed=seed)
@@ -80,12 +80,12 @@ def first_values(u_embeddings: Embedding, v_embeddings: Embedding, *, seed: int)
 
 @dataclass
 class Outcome(loop.Outcome):
-    """What a training run did."""
+    """The result of a training run."""
 
     pairs: int = 0
-    """Of words, in its batches."""
+    """Number of trained word pairs."""
     words: int = 0
-    """Of the text gone through, before dropping."""
+    """Number of words of the text so far, before frequent words are dropped."""
 
 
 def train(
@@ -97,13 +97,14 @@ def train(
     steps: int | None = None,
     **how: Any,
 ) -> Outcome:
-    """Trains for `steps` batches, or else `epochs` passes; `how` are options of loop.train."""
+    """Trains for `steps` batches or `epochs` passes; `how` are options of loop.train."""
     if epochs is None and steps is None:
-        raise ValueError("train needs a limit: epochs or steps")
+        raise ValueError("train requires a limit: set epochs or steps")
     device, outcome = model.device, Outcome()
     batches = (b.to(device) for b in stream.batches(epochs=None if steps else epochs, steps=steps))
 
     def track(batch: Batch) -> float:
+        """Counts a batch; returns the progress from 0 to 1."""
         outcome.pairs += len(batch)
         outcome.words = round(batch.progress * stream.words)
         return outcome.steps / steps if steps else batch.progress / (epochs or 1)

@@ -1,4 +1,4 @@
-"""word2vec on real text, with both tables and their optimizer state in host memory."""
+"""`speedtorch demo word2vec`: settings, training, comparison with plain torch, report and files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.demo import report
-from speedtorch.demo.agreement import compared
+from speedtorch.demo.comparison import compare_with_plain
 from speedtorch.demo.corpus import Corpus
 from speedtorch.demo.evaluate import (
     content_words,
@@ -33,42 +33,39 @@ __all__ = ["ABOUT", "DIFFERENT", "HELP", "STOPPED", "Settings", "run"]
 
 HELP = "word vectors from real text, with the tables in host memory"
 ABOUT = (
-    "Skip-gram with negative sampling. Word vectors and their optimizer state are kept in host "
-    "memory by two speedtorch.Embedding; the rows of the next batch travel while the current one "
-    "is trained."
+    "Skip-gram with negative sampling. Two speedtorch.Embedding modules keep word vectors and "
+    "their optimizer state in host memory and prefetch the rows of the next batch during a step."
 )
 _NEIGHBOURS_OF = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(StoredSettings):
-    """All choices of a run; the command line has one option for each."""
+    """All settings of a run, each with an option of the command line."""
 
     corpus: Path | None = option(None, "text to train on, plain or gzip", type=Path, metavar="FILE")
     out: Path = option(Path("word2vec"), "folder for the results", metavar="FOLDER")
     optimizer: str = option("Adamax", "any of torch.optim", metavar="NAME")
-    lr: float | None = option(
-        None, "learning rate at the start; falls to a hundredth of it", type=float
-    )
+    lr: float | None = option(None, "initial learning rate, which falls to a hundredth", type=float)
     dim: int = option(100, "numbers per word")
     epochs: int = option(6, "passes over the text")
     steps: int | None = optional_count("batches to train on, instead of --epochs")
     batch: int = option(4096, "pairs per batch")
-    window: int = option(5, "the furthest distance of a context word")
+    window: int = option(5, "maximum distance of a context word")
     negatives: int = option(5, "per pair")
     min_count: int = option(10, "drop rarer words")
-    sample: float = option(1e-3, "drop frequent words above")
-    held_out: float = option(0.05, "share of the text that only the score sees")
+    sample: float = option(1e-3, "drop words that are more frequent at random")
+    held_out: float = option(0.05, "share of the text for the score only")
     compare: bool = option(
-        False, "train the same in plain torch afterwards, and compare", action="store_true"
+        False, "also train in plain torch and compare the results", action="store_true"
     )
 
 
 def run(settings: Settings) -> int:
     """Trains, saves the vectors and prints a report.
 
-    Gives an exit status: 0; DIFFERENT if a comparison found a difference; STOPPED if Ctrl-C ended
-    the training early, after which everything is saved and told as usual.
+    Returns the exit status: 0, DIFFERENT if the comparison found a difference, or STOPPED if Ctrl-C
+    ended the training early. After Ctrl-C, the results so far are saved and reported.
     """
     if settings.compare:
         settings.check_comparable()
@@ -80,13 +77,13 @@ def run(settings: Settings) -> int:
         if not settings.compare:
             return 0
         if not prepared.compare(facts, stop):
-            print("stopped    by Ctrl-C before the comparison was done; the vectors are saved")
+            print("stopped    by Ctrl-C before the comparison was complete; the vectors are saved")
             return STOPPED
     return 0 if facts["plain_torch"]["same"] else DIFFERENT
 
 
 class _Run:
-    """A text, a model and its optimizer, ready to train."""
+    """A text, a model and its attached optimizer."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -118,19 +115,19 @@ class _Run:
         attach(self.optimizer, self.model)
         first_values(u, v, seed=settings.seed)
         self.vectors = partial(self.model.rows, SIDES[0])
-        every = torch.arange(self.words)
+        all_ids = torch.arange(self.words)
         self.first: list[Tensor] = []
         if settings.compare:
-            self.first = [self.model.rows(side, every) for side in SIDES]
+            self.first = [self.model.rows(side, all_ids) for side in SIDES]
         self.how: dict[str, Any] = {"epochs": settings.epochs, "steps": settings.steps}
         make_folder(settings.out)
         print(f"text       {self.corpus}", flush=True)
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any]:
-        """Trains with the tables in host memory; tells and saves the results, and returns them."""
+        """Trains with the tables in host memory; saves, prints and returns the results."""
         self.held = self.stream.held_out_pairs()
         before = held_out_score(self.model, self.held)
-        report.forget_gpu_peak(self.device)
+        report.reset_gpu_peak(self.device)
         how = {"stop": stop, "label": "training", **self.how}
         self.outcome = train(self.model, self.optimizer, self.stream, **how)
         self.score = held_out_score(self.model, self.held)
@@ -141,23 +138,24 @@ class _Run:
             "held_out": asdict(self.score) if self.score else None,
             "neighbours": nearest_neighbours(self.vectors, self.corpus.words, chosen),
         }
-        lines = report.training_lines(facts, "words", "pairs", each=" per pair")
+        lines = report.training_lines(facts, "words", "pairs", per=" per pair")
         lines += report.memory_lines(facts)
         if before and self.score:
             lines.append(
                 f"held out   AUC {before.auc:.4f} before training, {self.score.auc:.4f} after it"
-                f" (by chance 0.5), on {self.score.pairs:,} pairs kept out of training"
+                f" (by chance 0.5), on {self.score.pairs:,} held-out pairs"
             )
         report.print_report(facts, self.save(facts), lines)
         return facts
 
     def save(self, facts: dict[str, Any]) -> list[Path]:
+        """Writes the vectors and the report; see report.save_results."""
         return report.save_results(self.settings.out, self.vectors, self.corpus.words, facts)
 
     def compare(self, facts: dict[str, Any], stop: Callable[[], bool]) -> bool:
-        """Trains the same in plain torch and adds the comparison to `facts`; False if stopped."""
-        sparse = self.settings.optimizer == "SparseAdam"  # It refuses dense gradients.
-        report.forget_gpu_peak(self.device)
+        """Trains in plain torch and adds the comparison to `facts`; False if stopped early."""
+        sparse = self.settings.optimizer == "SparseAdam"  # SparseAdam requires sparse gradients
+        report.reset_gpu_peak(self.device)
         size = (self.words, self.settings.dim)
         u, v = (nn.Embedding(*size, _weight=rows, sparse=sparse) for rows in self.first)
         plain = SkipGram(u, v).to(self.device)
@@ -172,11 +170,11 @@ class _Run:
             figures["auc"] = (self.score.auc, score.auc)
             figures["log_likelihood"] = (self.score.log_likelihood, score.log_likelihood)
         rows = chain.from_iterable(self.rows_beside(plain, side) for side in SIDES)
-        facts["plain_torch"] = compared(self.device, rows, figures, outcome.seconds)
+        facts["plain_torch"] = compare_with_plain(self.device, rows, figures, outcome.seconds)
         self.save(facts)
         return True
 
     def rows_beside(self, plain: SkipGram, side: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """All vectors of a side, and plain torch's, block by block."""
-        one, other = (partial(model.rows, side) for model in (self.model, plain))
-        return zip(row_blocks(one, self.words), row_blocks(other, self.words), strict=True)
+        """Pairs of blocks of all vectors of a side: of this model, and of plain torch."""
+        ours, theirs = (partial(model.rows, side) for model in (self.model, plain))
+        return zip(row_blocks(ours, self.words), row_blocks(theirs, self.words), strict=True)

@@ -111,7 +111,7 @@ def test_two_saves_that_began_at_once_are_both_waited_for(tmp_path: Path) -> Non
     first = begin(str(tmp_path), lambda: goes_on.wait(60), ExitStack())
     second = begin(str(tmp_path), lambda: 2, ExitStack())
     assert second.result(60) == 2
-    _ended(1)
+    ended(1)
     threading.Timer(0.3, goes_on.set).start()
     assert speedtorch.save(tmp_path, step=1).generation == 1
     assert first.done()
@@ -175,11 +175,11 @@ def test_an_error_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(RuntimeWarning, match="has failed"):
         saving = speedtorch.async_save(tmp_path, rows=torch.ones(3))
         assert isinstance(saving.exception(60), OSError)
-        _ended()
+        ended()
     assert [each() for each in copied] == [None]
 
 
-def _ended(left: int = 0) -> None:
+def ended(left: int = 0) -> None:
     """Waits until no more threads save than are left."""
     until = time.monotonic() + 60
     while sum(each.name == "speedtorch save" for each in threading.enumerate()) > left:
@@ -196,7 +196,7 @@ def test_warnings_that_are_errors_hold_nothing_up(
         warnings.simplefilter("error", RuntimeWarning)
         saving = speedtorch.async_save(tmp_path, rows=torch.ones(3))
         assert isinstance(saving.exception(60), OSError)
-        _ended()
+        ended()
     monkeypatch.undo()
     assert speedtorch.save(tmp_path, step=1).generation == 1
 

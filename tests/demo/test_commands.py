@@ -117,7 +117,7 @@ def test_ctrl_c_saves_what_there_is(name: str, tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=120)
     os.close(terminal)
     assert process.returncode == 130, errors.decode()
-    assert b"stopping after this step" in errors and b"what was learnt until then" in out
+    assert b"stopping after this step" in errors and b"the results so far" in out
     assert sorted(os.listdir(tmp_path)) == [*DEMOS[name].files]
     words, numbers = vectors_as_text(tmp_path / "vectors.txt")
     assert np.array_equal(np.load(tmp_path / "vectors.npy"), numbers) and len(words) == 70
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_training_after_a_whole_step_and_saves_what_there_is(
     compare = ["--compare"] if name in COMPARES else []
     assert run_demo(name, tmp_path, *compare) == 130
     assert signal.getsignal(signal.SIGINT) is before
-    assert "what was learnt until then is saved" in capsys.readouterr().out
+    assert "the results so far are saved" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == [*DEMOS[name].files]
     assert facts(tmp_path)["training"]["steps"] == 2
     assert not facts(tmp_path)["training"]["finished"]
@@ -195,7 +195,7 @@ def test_a_second_ctrl_c_ends_at_once(
 ) -> None:
     interrupt(monkeypatch, name, times=2)
     assert run_demo(name, tmp_path) == 130
-    assert "ended by Ctrl-C" in capsys.readouterr().err and os.listdir(tmp_path) == []
+    assert "interrupted by Ctrl-C" in capsys.readouterr().err and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", sorted(COMPARES))
@@ -207,7 +207,7 @@ def test_ctrl_c_in_the_comparison_leaves_what_was_trained(
 ) -> None:
     interrupt(monkeypatch, name, label="plain torch")
     assert run_demo(name, tmp_path, "--compare") == 130
-    assert "before the comparison was done" in capsys.readouterr().out
+    assert "before the comparison was complete" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == [*DEMOS[name].files]
     assert facts(tmp_path)["training"]["finished"]
 
@@ -215,11 +215,11 @@ def test_ctrl_c_in_the_comparison_leaves_what_was_trained(
 # ------------------------------------------------------------------------------------------------
 # Wrong settings
 
-ADAMIX = "no optimizer 'Adamix' in torch.optim: ASGD, Ada"
-BAD_SEED = "seed is -1; it must be 0 or more"
-LONGER_TEXT = "give a longer text or a smaller minimum count"
-PLAIN_16_BITS = "--compare: plain torch has no rows of 16 bits"
-TOO_FAST = "choose a learning rate below 1e+30"
+ADAMIX = "optimizer must be one of ASGD, Ada"
+BAD_SEED = "seed must be 0 or more, got -1"
+LONGER_TEXT = "Choose a longer text or a lower minimum count"
+PLAIN_16_BITS = "--compare requires 32-bit rows"
+TOO_FAST = "Choose a learning rate below 1e+30"
 WRONG = [
     *(
         (name, *each)
@@ -235,15 +235,19 @@ WRONG = [
     *((name, "--lr -1", "Invalid learning rate") for name in DEMOS),
     *((name, f"{DEMOS[name].option} /no/such/file", "/no/such/file") for name in DEMOS),
     *((name, "--seed -1", BAD_SEED) for name in ("glove", "ncf", "dlrm")),
-    ("glove", f"--seed {1 << 32}", "seed is 4294967296; it must be 0 or more, and less than 2^32"),
-    ("word2vec", "--held-out 1", "held_out is 1.0; it must be from 0 to below 1"),
+    ("glove", f"--seed {1 << 32}", "seed must be from 0 to 2^32 - 1, got 4294967296"),
+    ("word2vec", "--held-out 1", "held_out must be at least 0 and below 1, got 1.0"),
     *((name, "--stored float16 --compare", PLAIN_16_BITS) for name in ("word2vec", "dlrm")),
-    ("glove", "--x-max 0", "x_max is 0.0; it must be above 0"),
-    ("glove", "--alpha -1", "alpha is -1.0; it must be 0 or more"),
+    ("glove", "--x-max 0", "x_max must be above 0, got 0.0"),
+    ("glove", "--alpha -1", "alpha must be 0 or more, got -1.0"),
     ("ncf", "--lr 1e30", TOO_FAST),
-    ("ncf", f"--ratings {__file__}", "test_commands.py, line 1: expected numbers with tabs"),
-    ("dlrm", "--held-out 0", "held_out is 0.0; it must be above 0"),
-    ("dlrm", "--optimizer Adam --compare", "--compare is for Adagrad and SGD, not Adam"),
+    (
+        "ncf",
+        f"--ratings {__file__}",
+        "test_commands.py, line 1: expected numbers separated by tabs",
+    ),
+    ("dlrm", "--held-out 0", "held_out must be above 0, got 0.0"),
+    ("dlrm", "--optimizer Adam --compare", "--compare requires Adagrad or SGD, got Adam"),
     ("dlrm", f"--clicks {__file__}", "test_commands.py, line 1: expected 40 fields"),
 ]
 
@@ -269,5 +273,5 @@ def test_an_output_folder_that_is_a_file_is_told_before_training(
     file = demo_file(name)
     assert run_demo(name, file) == 2
     told = capsys.readouterr().err
-    assert f"--out {file}: no folder can be made there" in told
+    assert f"--out {file}: cannot create the folder" in told
     assert "counting" not in told and "training" not in told

@@ -86,7 +86,7 @@ def test_on_a_terminal_a_bar_goes_through_all_words(
 
 def test_wrong_use_is_told() -> None:
     alone = Corpus.from_passages(["a", "b"], min_count=1)
-    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         count_cooccurrence(alone, window=0)
-    with pytest.raises(ValueError, match="the text gives no pairs"):
+    with pytest.raises(ValueError, match="the text must contain two words in one passage"):
         count_cooccurrence(alone)

@@ -112,7 +112,7 @@ def test_one_endless_word_is_cut_rather_than_held(
 
 def test_bytes_that_are_no_utf8_separate_words_and_are_counted(tmp_path: Path) -> None:
     passages = file_passages(written(tmp_path / "t", b"left\xff\xferight left right"))
-    with pytest.warns(UserWarning, match=r"t: 2 places are no UTF-8 .* `iconv"):
+    with pytest.warns(UserWarning, match=r"t: 2 places are not UTF-8 .* `iconv"):
         corpus = Corpus.from_passages(passages, min_count=1)
     assert set(corpus.words) == {"left", "right"}
 
@@ -159,11 +159,11 @@ def test_rare_words_are_dropped_as_if_they_were_not_there() -> None:
 
 
 def test_a_minimum_count_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="min_count is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="min_count must be at least 1, got 0"):
         Corpus.from_passages(["a b"], min_count=0)
 
 
 @pytest.mark.parametrize("text", ["", "a a a", "a a b"])
 def test_a_text_without_two_frequent_words_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"at least 2 are needed: give a longer text"):
+    with pytest.raises(ValueError, match=r"must have 2 words that .* Choose a longer text"):
         Corpus.from_passages([text], min_count=2)

@@ -66,12 +66,12 @@ def test_no_more_lines_are_read_than_asked_for(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (LINE.removeprefix("1\t"), "got 39: '\\t-2\\t0"),
-        (LINE.removeprefix("1\t"), "take Criteo's train.txt, as test.txt has no labels"),
+        (LINE.removeprefix("1\t"), "Use Criteo's train.txt; test.txt has no labels."),
         (LINE + "\t", "got 41: "),
         ("2" + LINE[1:], "a label, 0 or 1"),
-        (LINE.replace("-2", "1.5"), "13 whole numbers"),
+        (LINE.replace("-2", "1.5"), "13 integers"),
         (LINE.replace("68fd1e64", "0x8fd1e6"), "26 categories of up to 8 hexadecimal digits"),
-        (LINE.replace("68fd1e64", "168fd1e64"), "mend this line"),
+        (LINE.replace("68fd1e64", "168fd1e64"), "Correct the line."),
         ("x" * 100, "got 1: '" + "x" * 60 + "...'"),
     ],
     ids=lambda value: "",
@@ -87,7 +87,7 @@ def test_a_broken_line_is_told_with_its_number_and_a_remedy(
 
 
 def test_a_file_without_lines_or_of_damaged_gzip_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there are no lines in this file"):
+    with pytest.raises(ValueError, match="the file has no lines"):
         read_clicks(written(tmp_path, "\n"))
     path = tmp_path / "half.gz"
     path.write_bytes(gzip.compress((LINE + "\n").encode() * 100)[:-9])
@@ -110,9 +110,9 @@ def test_the_last_lines_are_held_out_and_must_have_both_kinds(clicks: Clicks) ->
     first, last = clicks.split(0.25)
     assert np.array_equal(np.concatenate([first.clicked, last.clicked]), clicks.clicked)
     assert len(last) == 750
-    with pytest.raises(ValueError, match="the last 0 of 3,000 lines are held out.*more lines"):
+    with pytest.raises(ValueError, match="the last 0 of 3,000, must include.*more lines"):
         clicks.split(1e-9)
-    with pytest.raises(ValueError, match="held_out is 1; it must be above 0 and below 1"):
+    with pytest.raises(ValueError, match="held_out must be above 0 and below 1, got 1"):
         clicks.split(1)
 
 
@@ -190,7 +190,7 @@ def test_the_report_tells_all_that_was_promised_and_the_comparison_finds_the_sam
     printed = capsys.readouterr()
     for start in ("clicks ", "time ", "loss ", "AUC ", "entropy ", "tables ", "peak ", "saved "):
         assert f"\n{start}" in f"\n{printed.out}"
-    assert "steps/s" in printed.out and "agreement  bit for bit" in printed.out
+    assert "steps/s" in printed.out and "comparison bitwise identical" in printed.out
     assert "training: 100%" in printed.err and "plain torch: 100%" in printed.err
     found = facts(out)
     assert found["training"]["samples"] == 5400 and found["training"]["finished"]

@@ -25,7 +25,7 @@ from speedtorch.demo import dlrm, dlrm_run
 from speedtorch.demo.click_batches import ClickBatches
 from speedtorch.demo.criteo import Clicks, read_clicks, write_clicks
 from speedtorch.demo.dlrm import DLRM, held_out_score, train
-from speedtorch.demo.processes import ALONE, Processes, joined
+from speedtorch.demo.processes import SINGLE_PROCESS, Processes, join_torchrun
 
 ROWS, DIM, BATCH = 100, 4, 51
 CHOICES = ["--rows", str(ROWS), "--dim", str(DIM), "--batch", str(BATCH), "--epochs", "1"]
@@ -38,9 +38,9 @@ CHOICES += ["--optimizer", "ASGD", "--lr", "0.1"]
 CLOSE, CLOSE_WAYS = 1e-5, 1e-3
 
 
-def made(processes: Processes = ALONE) -> tuple[DLRM, torch.optim.Optimizer, Any]:
+def made(processes: Processes = SINGLE_PROCESS) -> tuple[DLRM, torch.optim.Optimizer, Any]:
     model = DLRM(ROWS, DIM)
-    loss_of = processes.spread(model, model.loss)
+    loss_of = processes.distribute(model, model.loss)
     optimizer = torch.optim.ASGD(model.parameters(), lr=0.1)
     speedtorch.attach(optimizer, model)
     return model, optimizer, loss_of
@@ -166,9 +166,9 @@ def test_a_comparison_is_for_one_process(
     def two(device: torch.device) -> Iterator[Processes]:
         yield Processes(0, 2)
 
-    monkeypatch.setattr(dlrm_run, "joined", two)
+    monkeypatch.setattr(dlrm_run, "join_torchrun", two)
     assert main(["demo", "dlrm", "--device", "cpu", "--out", str(tmp_path), "--compare"]) == 2
-    assert "--compare is for one process, not 2: leave torchrun out" in capsys.readouterr().err
+    assert "--compare requires one process, got 2. Omit torchrun" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
 
 
@@ -179,9 +179,9 @@ def test_processes_need_a_gpu_each_and_one_begun_by_torchrun_is_alone(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    message = "2 processes on this machine need a GPU each, and there are 1: use torchrun --nproc"
-    with pytest.raises(ValueError, match=message), joined(torch.device("cuda")):
+    message = "have its own GPU, got 2 processes and 1 GPUs. Use torchrun --nproc"
+    with pytest.raises(ValueError, match=message), join_torchrun(torch.device("cuda")):
         pass
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with joined(torch.device("cpu")) as processes:
-        assert processes is ALONE
+    with join_torchrun(torch.device("cpu")) as processes:
+        assert processes is SINGLE_PROCESS

@@ -159,12 +159,12 @@ def test_on_a_gpu_the_loss_is_that_of_torchs_embeddings(pairs: Cooccurrence) -> 
 def test_wrong_numbers_are_told(pairs: Cooccurrence) -> None:
     none = Cooccurrence(*(np.zeros(0, np.int64) for _ in range(2)), np.zeros(0, np.float32))
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: GloVe(5, 2, x_max=0), "x_max is 0; it must be above 0"),
-        (lambda: GloVe(5, 2, alpha=-1), "alpha is -1; it must be 0 or more"),
-        (lambda: PairBatches(pairs, batch=0), "batch is 0; it must be at least 1"),
-        (lambda: PairBatches(pairs, epochs=0), "epochs is 0; it must be at least 1"),
-        (lambda: PairBatches(pairs, steps=0), "steps is 0; it must be at least 1"),
-        (lambda: PairBatches(pairs, seed=-1), "seed is -1; it must be 0 or more"),
+        (lambda: GloVe(5, 2, x_max=0), "x_max must be above 0, got 0"),
+        (lambda: GloVe(5, 2, alpha=-1), "alpha must be 0 or more, got -1"),
+        (lambda: PairBatches(pairs, batch=0), "batch must be at least 1, got 0"),
+        (lambda: PairBatches(pairs, epochs=0), "epochs must be at least 1, got 0"),
+        (lambda: PairBatches(pairs, steps=0), "steps must be at least 1, got 0"),
+        (lambda: PairBatches(pairs, seed=-1), "seed must be 0 or more, got -1"),
         (lambda: PairBatches(none), "no pairs"),
     ]
     for call, message in wrong:

@@ -162,12 +162,12 @@ def test_a_batch_moves_to_a_device_as_it_is(device: str) -> None:
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"window": 0}, "window is 0; it must be at least 1"),
-        ({"negatives": -1}, "negatives is -1; it must be at least 1"),
-        ({"batch": 0}, "batch is 0; it must be at least 1"),
-        ({"sample": -0.5}, "sample is -0.5; it must be 0 or more"),
-        ({"held_out": 1.0}, "held_out is 1.0; it must be from 0 to below 1"),
-        ({"seed": -1}, "seed is -1; it must be 0 or more"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"negatives": -1}, "negatives must be at least 1, got -1"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"sample": -0.5}, "sample must be 0 or more, got -0.5"),
+        ({"held_out": 1.0}, "held_out must be at least 0 and below 1, got 1.0"),
+        ({"seed": -1}, "seed must be 0 or more, got -1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -95,9 +95,9 @@ def test_a_user_who_rated_everything_does_not_stop_the_drawing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": 0}, "batch is 0; it must be at least 1"),
-        ({"negatives": 0}, "negatives is 0; it must be at least 1"),
-        ({"seed": -1}, "seed is -1; it must be 0 or more"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"negatives": 0}, "negatives must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be 0 or more, got -1"),
     ],
     ids=str,
 )
@@ -126,5 +126,5 @@ def test_candidates_can_be_all_the_items_that_there_are() -> None:
 
 def test_without_enough_items_nobody_can_be_scored() -> None:
     ratings = Ratings.from_columns([0, 0, 1], [0, 1, 2], range(3))
-    with pytest.raises(ValueError, match="nobody can be scored.* 1 users with 2.* and 3 items"):
+    with pytest.raises(ValueError, match="requires a user.* 1 users with 2.* and 3 items"):
         Candidates.draw(ratings, leave_one_out(ratings))

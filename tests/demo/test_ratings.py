@@ -14,7 +14,7 @@ TABS = "196\t242\t3\t881250949\n7\t242\t5\t881250950\n196\t12\t1\t881250948\n"
 COLONS = TABS.replace("\t", "::")
 COMMAS = "userId,movieId,rating,timestamp\n" + TABS.replace("\t", ",").replace("3,8", "3.5,8")
 EXPECTED = (
-    "expected user and item as whole numbers of at most 18 digits, a rating and a timestamp with"
+    "expected user and item as integers of at most 18 digits, a rating and a timestamp, separated"
 )
 
 
@@ -55,17 +55,17 @@ def test_each_format_gives_the_same_ratings(tmp_path: Path, content: str) -> Non
     [
         (
             TABS + "1\t2\t3\n",
-            f"line 4: {EXPECTED} '\\t' between them, got '1\\t2\\t3'",
+            f"line 4: {EXPECTED} by '\\t', got '1\\t2\\t3'",
         ),
         (TABS + "1\t2\t3\t4\t5\n", "line 4: "),
         (
             COLONS + "1::x::3::4\n",
-            f"line 4: {EXPECTED} '::' between them, got '1::x::3::4'",
+            f"line 4: {EXPECTED} by '::', got '1::x::3::4'",
         ),
         (COLONS + "1\t2\t3\t4\n", "line 4: "),
         (
             COMMAS + "1,2,nan,4\n",
-            f"line 5: {EXPECTED} ',' between them, got '1,2,nan,4'",
+            f"line 5: {EXPECTED} by ',', got '1,2,nan,4'",
         ),
         (COMMAS + "-1,2,3,4\n", "line 5: "),
         (COMMAS + "1,2,3,4.5\n", "line 5: "),
@@ -73,14 +73,14 @@ def test_each_format_gives_the_same_ratings(tmp_path: Path, content: str) -> Non
         (COMMAS + "9" * 19 + ",2,3,4\n", "line 5: "),
         (TABS + "x" * 100, "got '" + "x" * 60 + "...'"),
         (b"1\t2\t3\t\xff\n", "line 1: "),
-        ("1,2,3,4\n", "line 1: expected numbers with tabs or '::' between them, or the header"),
+        ("1,2,3,4\n", "line 1: expected numbers separated by tabs or '::', or the header"),
         (
             "movieId,title,genres\n",
             "the header 'userId,movieId,rating,timestamp', got 'movieId,title,genres'",
         ),
         ("\n1|2|3|4\n", "line 2: "),
-        ("", "there are no ratings"),
-        ("userId,movieId,rating,timestamp\n", "there are no ratings"),
+        ("", "the file has no ratings"),
+        ("userId,movieId,rating,timestamp\n", "the file has no ratings"),
     ],
     ids=lambda value: "",
 )
@@ -117,12 +117,12 @@ def test_generated_ratings_depend_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("sizes", [{"users": 0}, {"items": 50}, {"per_user": 9}], ids=str)
 def test_generated_ratings_have_limits(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected 1 user or more and 10 to"):
+    with pytest.raises(ValueError, match="users must be at least 1 and per_user from 10 to"):
         generated_ratings(**sizes)
 
 
 def test_a_compressed_file_is_told_as_such(tmp_path: Path) -> None:
     file = tmp_path / "ratings.csv.gz"
     file.write_bytes(gzip.compress(b"userId,movieId,rating,timestamp\n1,2,3,4\n"))
-    with pytest.raises(ValueError, match=r"ratings.csv.gz: this file is gzip; unpack it first"):
+    with pytest.raises(ValueError, match=r"ratings.csv.gz: the file is compressed. Decompress it"):
         read_ratings(file)

@@ -195,13 +195,15 @@ def test_the_learning_rate_falls_in_a_straight_line(corpus: Corpus) -> None:
 
 def test_training_needs_a_limit(corpus: Corpus) -> None:
     model, optimizer, _ = ours(len(corpus.words), 4, "SGD")
-    with pytest.raises(ValueError, match="train needs a limit: epochs or steps"):
+    with pytest.raises(ValueError, match="train requires a limit: set epochs or steps"):
         train(model, optimizer, PairStream(corpus))
 
 
 def test_a_loss_beyond_all_numbers_ends_training_with_advice(corpus: Corpus) -> None:
     model, optimizer, _ = ours(len(corpus.words), 4, "SGD", 1e30)
-    with pytest.raises(ValueError, match=r"the loss is (nan|inf) .*a learning rate below 1e\+30"):
+    with pytest.raises(
+        ValueError, match=r"must be finite, got (nan|inf) .*a learning rate below 1e\+30"
+    ):
         train(model, optimizer, PairStream(corpus, batch=64), epochs=1)
 
 

@@ -47,7 +47,7 @@ def test_compare_finds_the_same_bits_on_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_demo("word2vec", tmp_path, "--compare") == 0
-    assert "agreement  bit for bit" in capsys.readouterr().out
+    assert "comparison bitwise identical" in capsys.readouterr().out
     found = facts(tmp_path)
     assert found["plain_torch"]["identical"] and found["plain_torch"]["farthest"] == 0
     assert found["plain_torch"]["auc"] == found["held_out"]["auc"]
@@ -78,7 +78,7 @@ def test_compare_notices_a_difference(
 
     monkeypatch.setattr(word2vec.SkipGram, "rows", rows)
     assert run_demo("word2vec", tmp_path, "--compare") == word2vec.DIFFERENT == 1
-    assert "MORE THAN THEY SHOULD" in capsys.readouterr().out
+    assert "DIFFERENT RESULTS" in capsys.readouterr().out
     assert not facts(tmp_path)["plain_torch"]["same"]
 
 
@@ -87,7 +87,7 @@ def test_without_held_out_text_there_is_no_score(
 ) -> None:
     assert run_demo("word2vec", tmp_path, "--held-out", "0", "--compare") == 0
     printed = capsys.readouterr().out
-    assert "AUC" not in printed and "bit for bit" in printed
+    assert "AUC" not in printed and "bitwise identical" in printed
     assert facts(tmp_path)["held_out"] is None
 
 
