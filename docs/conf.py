@@ -18,9 +18,9 @@ html_title = f"speedtorch {release}"
 html_show_copyright = False
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-default_role = "literal"  # what single backticks mean in docstrings
+default_role = "literal"  # the role of single backticks in docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-# Examples of docstrings stand there as torch writes them.
+# Docstrings have Google style, as in torch.
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

@@ -1,11 +1,11 @@
-"""DLRM on Criteo's format: 26 tables in host memory, with AUC on lines that are held out.
+"""DLRM on Criteo's format: 26 tables in host memory, with the AUC on held-out lines.
 
 A line of the file has a label (0 or 1), 13 integers and 26 categories of up to 8 hexadecimal
-digits, with tabs between; integers and categories may be missing. That is train.txt of Criteo's
-Kaggle challenge. Without --file a small file of that format is made, with a signal to find.
+digits, separated by tabs. Integers and categories may be missing. train.txt of Criteo's Kaggle
+challenge has this format. Without --file, the example writes a small synthetic file.
 
     python dlrm.py
-    python dlrm.py --plain  # the same numbers on the CPU, with torch alone
+    python dlrm.py --plain  # plain torch, with the same numbers on the CPU
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = [f"C{number}" for number in range(1, 27)]
 
 
 class Clicks(NamedTuple):
-    """Lines of a file, in its order."""
+    """The lines of a file, in order."""
 
     labels: Tensor  # [lines], 1 after a click, else 0
     numbers: Tensor  # [lines, 13], log(1 + x) of each integer x; 0 where x is missing or negative
@@ -38,7 +38,7 @@ class Clicks(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one step trains on."""
+    """The lines of a step."""
 
     labels: Tensor  # [size]
     numbers: Tensor  # [size, 13]
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 
 def read(path: Path, rows: int, lines: int | None) -> Clicks:
-    """The first lines of a file. Tables have `rows` rows; row 0 stands for a missing category."""
+    """Reads up to `lines` lines for tables of `rows` rows; row 0 is for missing categories."""
     labels, numbers, hashed = array("f"), array("f"), array("i")
     with path.open(encoding="ascii") as file:
         for number, line in enumerate(file, 1):
@@ -59,16 +59,16 @@ def read(path: Path, rows: int, lines: int | None) -> Clicks:
                 if fields[0] not in ("0", "1"):
                     raise ValueError(f"the label is {fields[0]!r}, not 0 or 1")
                 labels.append(float(fields[0]))
-                numbers.extend(max(int(each or "0"), 0) for each in fields[1 : 1 + NUMBERS])
-                # Criteo's categories are hashes of 32 bits: a remainder spreads them evenly.
+                numbers.extend(max(int(text or "0"), 0) for text in fields[1 : 1 + NUMBERS])
+                # Criteo's categories are 32-bit hashes, so that their remainders are evenly spread.
                 hashed.extend(
-                    1 + int(each, 16) % (rows - 1) if each else 0 for each in fields[1 + NUMBERS :]
+                    1 + int(text, 16) % (rows - 1) if text else 0 for text in fields[1 + NUMBERS :]
                 )
             except ValueError as error:
-                message = f"{path}: line {number} is not of Criteo's format: {error}"
+                message = f"{path}: line {number} is not in Criteo's format: {error}"
                 raise SystemExit(message) from None
     if not labels:
-        raise SystemExit(f"{path}: there are no lines")
+        raise SystemExit(f"{path}: the file has no lines")
     return Clicks(
         torch.frombuffer(labels, dtype=torch.float32),
         torch.frombuffer(numbers, dtype=torch.float32).log1p_().view(-1, NUMBERS),
@@ -77,15 +77,15 @@ def read(path: Path, rows: int, lines: int | None) -> Clicks:
 
 
 def write_synthetic(path: Path, lines: int) -> None:
-    """Writes a file of Criteo's format; a click depends on categories, their pairs and integers."""
+    """Writes a file in Criteo's format; clicks depend on categories, their pairs and integers."""
     random = torch.Generator().manual_seed(0)
     numbers = torch.randn(lines, NUMBERS, generator=random).mul(1.5).exp().long() - 1
     logits = numbers.clamp(0).float().log1p() @ torch.randn(NUMBERS, generator=random) * 0.2
-    columns = [[str(each) for each in column] for column in numbers.T.tolist()]
+    columns = [[str(number) for number in column] for column in numbers.T.tolist()]
     tastes, squares = torch.zeros(lines, 4), torch.zeros(lines)
     for size in torch.logspace(1, 3, len(NAMES)).long().tolist():
-        values = (torch.rand(lines, generator=random) ** 3 * size).long()  # low ones are frequent
-        names = [f"{each:08x}" for each in torch.randint(2**32, (size,), generator=random).tolist()]
+        values = (torch.rand(lines, generator=random) ** 3 * size).long()  # low values are frequent
+        names = [f"{n:08x}" for n in torch.randint(2**32, (size,), generator=random).tolist()]
         columns.append([names[value] for value in values.tolist()])
         taste = torch.randn(size, 4, generator=random)[values] * 0.12
         tastes, squares = tastes + taste, squares + taste.square().sum(1)
@@ -94,19 +94,19 @@ def write_synthetic(path: Path, lines: int) -> None:
     clicked = torch.rand(lines, generator=random) < torch.sigmoid(logits - logits.mean() - 1)
     missing = torch.rand(len(columns), lines, generator=random) < 0.05
     columns = [
-        ["" if gone else each for each, gone in zip(column, empty, strict=True)]
+        ["" if is_empty else text for text, is_empty in zip(column, empty, strict=True)]
         for column, empty in zip(columns, missing.tolist(), strict=True)
     ]
-    labels = [str(each) for each in clicked.long().tolist()]
+    labels = [str(label) for label in clicked.long().tolist()]
     with path.open("w", encoding="ascii") as file:
         file.writelines("\t".join(fields) + "\n" for fields in zip(labels, *columns, strict=True))
 
 
 class PlainTables(nn.Module):
-    """The tables on the device, by torch alone, with the state dict of the collection.
+    """All tables on the device in plain torch, with the collection's state dict.
 
-    A bag of one id is a row. torch.nn.EmbeddingBag would add up the gradients of equal ids in
-    another order than the collection and torch.nn.Embedding do: the last bits would differ.
+    A bag of one id is a row. torch.nn.Embedding adds the gradients of equal ids in the same order
+    as the collection. torch.nn.EmbeddingBag uses another order, which changes the last bits.
     """
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -114,13 +114,13 @@ class PlainTables(nn.Module):
         self.embedding_bags = nn.ModuleDict({name: nn.Embedding(rows, columns) for name in NAMES})
 
     def forward(self, ids: dict[str, Tensor]) -> Tensor:
-        """Ids `[size]` of each feature to rows `[size, 26 * columns]`."""
+        """Maps ids `[size]` of each feature to rows `[size, 26 * columns]`."""
         bags = self.embedding_bags.items()
         return torch.cat([bag(ids[name].to(DEVICE)) for name, bag in bags], 1)
 
 
 def perceptron(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
+    """Linear layers with a ReLU between each two."""
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
@@ -128,7 +128,7 @@ def perceptron(*widths: int) -> nn.Sequential:
 
 
 class DLRM(nn.Module):
-    """The logit of a click: dot products of all pairs of 26 rows and the integers' vector."""
+    """Predicts a click from the dot products of 26 rows and the integers' vector."""
 
     def __init__(self, rows: int, columns: int, plain: bool) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class DLRM(nn.Module):
         self.pairs = torch.tril_indices(vectors, vectors, -1).to(DEVICE)
 
     def forward(self, batch: Batch) -> Tensor:
-        """A batch to logits `[size]`."""
+        """Maps a batch to logits `[size]`."""
         dense = self.bottom(batch.numbers.to(DEVICE))
         found = self.tables(batch.ids)
         rows = found if isinstance(found, Tensor) else found.values()
@@ -158,23 +158,23 @@ class DLRM(nn.Module):
 
 
 def batches(clicks: Clicks, size: int, order: Tensor) -> Iterator[Batch]:
-    """Lines in that order, so many a batch."""
+    """Yields batches of `size` lines in the given order."""
     for part in order.split(size):
-        labels, numbers, rows = (each[part] for each in clicks)
+        labels, numbers, rows = (column[part] for column in clicks)
         yield Batch(labels, numbers, dict(zip(NAMES, rows.T.contiguous(), strict=True)))
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """The chance that a click has a higher score than a line without; equal scores count half."""
+    """The probability that a click has a higher score than a non-click; ties count half."""
     _, places, counts = scores.unique(return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0) - (counts - 1) / 2)[places].double()  # equal scores share the mean
-    clicks, others = int(labels.sum()), int((1 - labels).sum())
-    return float((ranks[labels > 0].sum() - clicks * (clicks + 1) / 2) / (clicks * others))
+    clicks, non_clicks = int(labels.sum()), int((1 - labels).sum())
+    return float((ranks[labels > 0].sum() - clicks * (clicks + 1) / 2) / (clicks * non_clicks))
 
 
 @torch.no_grad()
 def tested(model: DLRM, held: Clicks) -> tuple[float, float]:
-    """Loss and AUC on lines that were held out."""
+    """Returns the loss and the AUC on held-out lines."""
     order = torch.arange(len(held.labels))
     logits = torch.cat([model(batch).cpu() for batch in batches(held, 4096, order)])
     loss = F.binary_cross_entropy_with_logits(logits, held.labels).item()
@@ -182,15 +182,15 @@ def tested(model: DLRM, held: Clicks) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[float], float, dict[str, Tensor]]:
-    """Trains and tests; gives each step's loss, the AUC, and the rows of all tables."""
+    """Trains and tests; returns each step's loss, the AUC and the rows of all tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, help="Criteo's train.txt; by default a synthetic file")
-    parser.add_argument("--lines", type=int, help="read so many; 60,000 of the synthetic file")
-    parser.add_argument("--rows", type=int, default=10_000, help="of each of the 26 tables")
+    parser.add_argument("--lines", type=int, help="number of lines; 60,000 for the synthetic file")
+    parser.add_argument("--rows", type=int, default=10_000, help="rows of each table")
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--plain", action="store_true", help="torch.nn.Embedding instead")
+    parser.add_argument("--plain", action="store_true", help="use torch.nn.Embedding")
     chosen = parser.parse_args(arguments)
     if chosen.file:
         clicks = read(chosen.file, chosen.rows, chosen.lines)
@@ -199,9 +199,9 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], float, dict[s
             path = Path(folder) / "synthetic.txt"
             write_synthetic(path, chosen.lines or 60_000)
             clicks = read(path, chosen.rows, None)
-    cut = len(clicks.labels) * 9 // 10  # lines are in order of time: the last tenth is held out
-    train = Clicks(*(each[:cut] for each in clicks))
-    held = Clicks(*(each[cut:] for each in clicks))
+    cut = len(clicks.labels) * 9 // 10  # holds out the latest tenth
+    train = Clicks(*(column[:cut] for column in clicks))
+    held = Clicks(*(column[cut:] for column in clicks))
     model = DLRM(chosen.rows, chosen.columns, chosen.plain).to(DEVICE)
     rows = torch.optim.Adagrad(model.tables.parameters(), lr=0.02)
     if not chosen.plain:

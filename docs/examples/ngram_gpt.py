@@ -1,12 +1,12 @@
-"""A small GPT on bytes whose inputs add rows of the last 2 and 3 bytes, from tables in host memory.
+"""A small GPT on bytes whose inputs include n-gram rows from large tables in host memory.
 
-A byte's input is the sum of its embedding, its position's, and two rows: the last 2 bytes and the
-last 3 bytes are hashed to ids of two large tables. A table adds memory and hardly any arithmetic.
-The text is that of Python's documentation, or of --file. The model is trained with the tables, and
-without them for as many steps. With --save or --resume it is trained with them alone.
+A byte's input is the sum of its embedding, its position's embedding, and two rows. The ids of the
+rows are hashes of the last 2 and the last 3 bytes. A table adds memory but hardly any arithmetic.
+The text is Python's documentation, or the file of --file. The example trains the model with and
+without tables, for the same number of steps. With --save or --resume it trains only with tables.
 
     python ngram_gpt.py
-    python ngram_gpt.py --plain  # the same numbers on the CPU, with torch alone
+    python ngram_gpt.py --plain  # plain torch, with the same numbers on the CPU
     python ngram_gpt.py --steps 200 --save gpt.pt
     python ngram_gpt.py --steps 400 --resume gpt.pt  # the numbers of 400 steps in one run
     python ngram_gpt.py --stored bfloat16 --state rowwise  # a fifth of the host memory
@@ -32,33 +32,33 @@ from torch.utils.checkpoint import checkpoint
 import speedtorch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ORDERS = (2, 3)  # how many bytes an n-gram has
-# What an optimizer keeps of each number of a row. RowWiseAdagrad keeps one number for a whole row.
+ORDERS = (2, 3)  # bytes of an n-gram
+# The optimizer state with an entry per element of a row. RowWiseAdagrad has one entry per row.
 FIELDS = {"adam": ("exp_avg", "exp_avg_sq"), "rowwise": ()}
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """The number of this process, and how many train together."""
+    """Returns the rank of this process and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def added_up(values: Tensor) -> Tensor:
-    """The sum over all ranks, in place."""
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sums a tensor over all ranks in place."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
 class Part(NamedTuple):
-    """A micro-batch: a step adds up the gradients of several."""
+    """A micro-batch; a step sums the gradients of several micro-batches."""
 
     inputs: Tensor  # [samples, context] bytes
     targets: Tensor  # [samples, context], the byte after each
-    ids: list[Tensor]  # for each table: [samples, context] ids of the n-grams that end there
+    ids: list[Tensor]  # for each table: [samples, context] ids of the n-grams that end at each byte
 
 
 def text_of(path: Path | None) -> Tensor:
-    """The bytes of a file, or of Python's documentation."""
+    """Returns the bytes of a file, or of Python's documentation."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -69,7 +69,7 @@ def text_of(path: Path | None) -> Tensor:
 
 
 def hashed(text: Tensor, order: int, rows: int) -> Tensor:
-    """Ids `[bytes]` of the n-grams that end at each byte; bytes before the text are zeros."""
+    """Returns ids `[bytes]` of the n-grams that end at each byte; zeros precede the text."""
     padded = F.pad(text, (order - 1, 0))
     keys = sum(padded[order - 1 - back : len(padded) - back] << 8 * back for back in range(order))
     # Fibonacci hashing: the high bits of the product depend on all bits of the key.
@@ -87,31 +87,31 @@ class Texts:
             raise SystemExit(f"{len(text):,} bytes of text are too few for a context of {context}")
 
     def part(self, starts: Tensor) -> Part:
-        """A sample from each start `[samples]`."""
+        """Returns the samples that begin at `starts` `[samples]`."""
         places = starts[:, None] + torch.arange(self.context)
-        taken = [each.to(DEVICE) for each in (self.text[places], self.text[places + 1])]
-        return Part(*taken, [each[places].to(DEVICE) for each in self.ids])
+        inputs, targets = self.text[places].to(DEVICE), self.text[places + 1].to(DEVICE)
+        return Part(inputs, targets, [ids[places].to(DEVICE) for ids in self.ids])
 
     def steps(self, first: int, last: int, parts: int, size: int) -> Iterator[list[Part]]:
-        """The micro-batches of each step that this rank trains.
+        """Yields the micro-batches of each step that this rank trains.
 
-        The step's number is the seed. A generator that goes on from step to step would have to be
-        saved, and prefetch takes batches from a loader before they are trained.
+        The step's number is the seed. A generator for all steps would have to be saved, and
+        prefetch() requests batches from the loader before they are trained.
         """
         rank, ranks = rank_and_ranks()
         for step in range(first, last):
             random = torch.Generator().manual_seed(step)
             starts = torch.randint(self.cut - self.context, (parts, size), generator=random)
-            yield [self.part(each) for each in starts[rank::ranks]]
+            yield [self.part(part) for part in starts[rank::ranks]]
 
     def validation(self, size: int = 64) -> Iterator[Part]:
-        """The bytes that no step has seen, once each."""
+        """Yields the validation bytes once."""
         starts = torch.arange(self.cut, len(self.text) - self.context, self.context)
-        return (self.part(each) for each in starts.split(size))
+        return (self.part(part) for part in starts.split(size))
 
 
 class Block(nn.Module):
-    """Attention to earlier bytes, then a perceptron, each added to its input."""
+    """Causal attention and a perceptron, both with residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[samples, context, width]` to the same."""
+        """Maps `[samples, context, width]` to the same shape."""
         qkv = self.qkv(self.before_attention(x)).unflatten(2, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -130,7 +130,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Scores of the next byte."""
+    """Predicts the next byte."""
 
     def __init__(self, chosen: argparse.Namespace, rows: int) -> None:
         super().__init__()
@@ -140,8 +140,8 @@ class GPT(nn.Module):
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(chosen.context, width)
         self.blocks = nn.ModuleList(Block(width, heads=4) for _ in range(chosen.blocks))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
-        for each in (self.bytes, self.places):
-            nn.init.normal_(each.weight, std=0.02)
+        for embedding in (self.bytes, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
         kind: Callable[..., nn.Embedding] = nn.Embedding if chosen.plain else speedtorch.Embedding
         settings: dict[str, Any] = {"sparse": True, "device": DEVICE}
         if chosen.stored == "bfloat16":
@@ -151,20 +151,20 @@ class GPT(nn.Module):
             nn.init.zeros_(table.weight)
 
     def run(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """A layer's result; with --recompute the backward pass computes its activations again."""
+        """Runs a layer; with --recompute the backward pass recomputes its activations."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(layer, *inputs, use_reentrant=False)
         return layer(*inputs)
 
     def embedded(self, part: Part) -> Tensor:
-        """The input of the first block: a recomputation looks the rows of n-grams up again."""
+        """The input of the first block; a recomputation looks up the rows of n-grams again."""
         x = self.bytes(part.inputs) + self.places.weight
         for table, ids in zip(self.tables, part.ids, strict=False):  # there may be no tables
             x = x + table(ids)
         return x
 
     def forward(self, part: Part) -> Tensor:
-        """The mean loss of a micro-batch, in nats a byte."""
+        """Returns the mean loss of a micro-batch, in nats per byte."""
         x = self.run(self.embedded, part)
         for block in self.blocks:
             x = self.run(block, x)
@@ -173,7 +173,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def bits_per_byte(model: GPT, texts: Texts) -> float:
-    """The validation loss; 8 for a model that knows nothing."""
+    """Returns the validation loss in bits per byte; 8 for uniform predictions."""
     total = count = 0.0
     for part in texts.validation():
         total += model(part).item() * part.targets.numel()
@@ -182,22 +182,22 @@ def bits_per_byte(model: GPT, texts: Texts) -> float:
 
 
 class Trained(NamedTuple):
-    """What a run gives."""
+    """The results of a run."""
 
-    losses: list[float]  # of each step
-    bits: float  # a byte of the validation text
-    state: dict[str, Tensor]  # of the model
+    losses: list[float]  # loss of each step
+    bits: float  # bits per byte of the validation text
+    state: dict[str, Tensor]  # state dict of the model
 
 
 def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
-    """Trains a model with tables of so many rows, or without tables if `rows` is 0."""
+    """Trains a model with tables of `rows` rows, or without tables if `rows` is 0."""
     model = GPT(chosen, rows).to(DEVICE)
-    if rows and dist.is_initialized():  # every rank keeps and trains a share of the rows
+    if rows and dist.is_initialized():  # every rank stores and trains a shard of the rows
         speedtorch.shard(model, average=False)
-    others = [each for name, each in model.named_parameters() if not name.startswith("tables")]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3)]
+    dense = [param for name, param in model.named_parameters() if not name.startswith("tables")]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(dense, lr=2e-3)]
     if rows:
-        # SparseAdam and RowWiseAdagrad change the rows that a step looked up, and no others.
+        # SparseAdam and RowWiseAdagrad change only the rows that a step looks up.
         tables = list(model.tables.parameters())
         if chosen.state == "adam":
             optimizers.append(torch.optim.SparseAdam(tables, lr=2e-3))
@@ -206,7 +206,7 @@ def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
         if not chosen.plain:
             speedtorch.attach(optimizers[-1], model)
     first = 0
-    if chosen.resume:  # after attach: the rows' state is loaded into the tables
+    if chosen.resume:  # after attach(), so that the rows' state is loaded into the tables
         saved = torch.load(chosen.resume, map_location="cpu")
         model.load_state_dict(saved["model"])
         for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -214,7 +214,7 @@ def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
         first = saved["step"]
     loader = texts.steps(first, chosen.steps, chosen.parts, chosen.size)
     if rows and not chosen.plain:
-        # One batch of prefetch is one step: the ids of all of its micro-batches.
+        # For prefetch(), a batch is a step with the ids of all its micro-batches.
         loader = speedtorch.prefetch(
             loader,
             model,
@@ -227,31 +227,31 @@ def train(chosen: argparse.Namespace, texts: Texts, rows: int) -> Trained:
     for parts in loader:
         total = torch.zeros((), device=DEVICE)
         for part in parts:
-            loss = model(part) / chosen.parts  # the parts of all ranks, as gradients are added up
+            loss = model(part) / chosen.parts  # parts of all ranks, because gradients are summed
             loss.backward()
             total += loss.detach()
-        for each in others:
-            if each.grad is not None:
-                added_up(each.grad)
+        for param in dense:
+            if param.grad is not None:
+                sum_over_ranks(param.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(added_up(total).item())
-    bits = bits_per_byte(model, texts)  # every lookup is one of all ranks
-    with speedtorch.full_state_dict(model):  # which has the rows of all ranks on the first
+        losses.append(sum_over_ranks(total).item())
+    bits = bits_per_byte(model, texts)  # all ranks take part in each lookup
+    with speedtorch.full_state_dict(model):  # gathers all rows on the first rank
         state = model.state_dict()
         if chosen.save and rank_and_ranks()[0] == 0:
-            kept = [each.state_dict() for each in optimizers]
-            torch.save({"model": state, "optimizers": kept, "step": chosen.steps}, chosen.save)
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            torch.save({"model": state, "optimizers": states, "step": chosen.steps}, chosen.save)
     return Trained(losses, bits, state)
 
 
 def main(arguments: list[str] | None = None) -> list[Trained]:
-    """Trains and prints the validation loss; gives the losses and the state of each model."""
+    """Trains and prints the validation loss; returns the results of each model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, help="text; by default Python's documentation")
-    parser.add_argument("--steps", type=int, default=200, help="with those before --save")
-    parser.add_argument("--rows", type=int, default=65_536, help="of each table")
+    parser.add_argument("--steps", type=int, default=200, help="steps in total")
+    parser.add_argument("--rows", type=int, default=65_536, help="rows of each table")
     parser.add_argument("--width", type=int, default=64, help="columns of tables and layers")
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--context", type=int, default=64, help="bytes of a sample")
@@ -259,23 +259,25 @@ def main(arguments: list[str] | None = None) -> list[Trained]:
     parser.add_argument("--size", type=int, default=16, help="samples of a micro-batch")
     parser.add_argument("--save", type=Path, help="write a checkpoint after the last step")
     parser.add_argument("--resume", type=Path, help="read a checkpoint before the first step")
-    parser.add_argument("--plain", action="store_true", help="torch.nn.Embedding instead")
+    parser.add_argument("--plain", action="store_true", help="use torch.nn.Embedding")
     parser.add_argument(
         "--stored",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="how tables keep rows, and Adam's moments of them",
+        help="dtype of rows and Adam's moments in the tables",
     )
     parser.add_argument(
         "--state", choices=FIELDS, default="adam", help="SparseAdam, or RowWiseAdagrad"
     )
-    parser.add_argument("--recompute", action="store_true", help="keep no activations of layers")
+    parser.add_argument(
+        "--recompute", action="store_true", help="recompute activations in backward"
+    )
     chosen = parser.parse_args(arguments)
     rank, ranks = rank_and_ranks()
     if chosen.plain and (ranks > 1 or chosen.stored != "float32"):
-        parser.error("--plain has one rank and tables of float32")
+        parser.error("--plain requires one rank and --stored float32")
     if chosen.parts % ranks:
-        parser.error(f"--parts {chosen.parts}: {ranks} ranks cannot train as many each")
+        parser.error(f"--parts must be a multiple of {ranks} ranks, got {chosen.parts}")
     texts = Texts(text_of(chosen.file), chosen.context, chosen.rows)
     both = not (chosen.save or chosen.resume)
     found = []
@@ -290,7 +292,7 @@ def main(arguments: list[str] | None = None) -> list[Trained]:
 if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:
         main()
-    else:  # torchrun has started this process
+    else:  # started by torchrun
         if DEVICE == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")

@@ -1,10 +1,10 @@
-"""A model that is larger than its memory budget: layers come to the device while they are used.
+"""Trains a model larger than its memory budget: each layer is on the device only while in use.
 
-A residual network of 24 blocks with AdamW. The budget is a quarter of the model, its gradients and
-its optimizer state; `auto(step=True)` steps each block in the backward pass.
+A residual network of 24 blocks with AdamW. The budget of the device is a quarter of the memory of
+weights, gradients and optimizer state. `auto(step=True)` steps each block in the backward pass.
 
     python swapper.py
-    python swapper.py --plain  # all of it on the device, the same numbers
+    python swapper.py --plain  # the whole model on the device, with the same numbers
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Block(nn.Module):
-    """Two linear layers beside their input."""
+    """A residual block with two linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,24 +28,24 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[samples, width]` to the same."""
+        """Maps `[samples, width]` to the same shape."""
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 def built(width: int, blocks: int) -> tuple[nn.Sequential, nn.Linear]:
-    """The blocks and the head, in host memory."""
+    """Creates the blocks and the head in host memory."""
     torch.manual_seed(0)
     with speedtorch.host_init():
         return nn.Sequential(*(Block(width) for _ in range(blocks))), nn.Linear(width, 1)
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Trains; gives the losses."""
+    """Trains and returns the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--plain", action="store_true", help="all of the model on the device")
+    parser.add_argument("--plain", action="store_true", help="keep the whole model on the device")
     chosen = parser.parse_args(arguments)
     model, head = built(chosen.width, chosen.blocks)
     head.to(DEVICE)
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
     swapper = None
     if not chosen.plain:
-        weights = sum(each.nbytes for each in model.parameters())
+        weights = sum(param.nbytes for param in model.parameters())
         swapper = speedtorch.Swapper(model, optimizer, device=DEVICE, budget=weights)
         swapper.auto(step=True)
     random, losses = torch.Generator().manual_seed(1), []

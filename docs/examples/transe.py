@@ -1,11 +1,11 @@
 """TransE on a knowledge graph, with filtered hits@10.
 
-Entities are points of a grid and relations are moves on it, as "two to the right": head + relation
-is near tail. One triple in ten is kept for the test. With --file a graph of your own is read: a
-line for each triple, head, relation and tail with tabs between.
+Entities are points of a grid, and relations are moves such as "two to the right". The model learns
+rows such that head + relation is near tail. The test uses one triple in ten. --file reads another
+graph, with head, relation and tail separated by tabs in each line.
 
     python transe.py
-    python transe.py --plain  # the same numbers on the CPU, with torch alone
+    python transe.py --plain  # plain torch, with the same numbers on the CPU
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def grid(side: int = 24) -> tuple[Tensor, int, int]:
-    """Triples `[count, 3]`, and how many entities and relations there are."""
+    """Returns triples `[count, 3]` and the numbers of entities and relations."""
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     moves = torch.tensor([[1, 0], [0, 1], [2, 0], [0, 2], [1, 1], [1, -1], [3, 1], [1, 3]])
     found = []
@@ -36,10 +36,10 @@ def grid(side: int = 24) -> tuple[Tensor, int, int]:
 
 
 def read(path: Path) -> tuple[Tensor, int, int]:
-    """As grid(), of a file."""
+    """Reads a file; returns the same as grid()."""
     lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
     if wrong := [number for number, line in enumerate(lines, 1) if len(line) != 3]:
-        raise SystemExit(f"{path}: line {wrong[0]} has no three columns with tabs between")
+        raise SystemExit(f"{path}: line {wrong[0]} must have three columns separated by tabs")
     entities = {name: n for n, name in enumerate(sorted({x for h, _, t in lines for x in (h, t)}))}
     relations = {name: n for n, name in enumerate(sorted({r for _, r, _ in lines}))}
     triples = [[entities[h], relations[r], entities[t]] for h, r, t in lines]
@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[Tensor, int, int]:
 
 
 class TransE(nn.Module):
-    """Distances of head + relation to tail."""
+    """Computes the distances of head + relation to tail."""
 
     def __init__(self, entities: int, relations: int, columns: int, plain: bool) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class TransE(nn.Module):
             self.entities = speedtorch.Embedding(entities, columns, sparse=True, device=DEVICE)
         self.relations = nn.Embedding(relations, columns, device=DEVICE)
         generator = torch.Generator().manual_seed(0)
-        for each, count in ((self.entities, entities), (self.relations, relations)):
+        for table, count in ((self.entities, entities), (self.relations, relations)):
             first = torch.rand(count, columns, generator=generator) - 0.5
-            each.load_state_dict({"weight": first})
+            table.load_state_dict({"weight": first})
 
     def forward(self, heads: Tensor, relations: Tensor, tails: Tensor) -> Tensor:
-        """Ids of shapes that torch broadcasts; a distance for each."""
+        """Maps ids, whose shapes torch broadcasts, to distances."""
         moved = self.entities(heads) + self.relations(relations)
         return (moved - self.entities(tails)).norm(dim=-1)
 
@@ -70,10 +70,10 @@ class TransE(nn.Module):
 def batches(
     triples: Tensor, entities: int, size: int, random: torch.Generator, wrong: int = 8
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """An epoch: heads and relations `[size, 1]`, tails `[size, 1 + wrong]`, the right one first."""
+    """Returns heads and relations `[size, 1]`, and tails `[size, 1 + wrong]`, true tail first."""
     triples = triples[torch.randperm(len(triples), generator=random)]
-    others = torch.randint(entities, (len(triples), wrong), generator=random)
-    tails = torch.cat([triples[:, 2:], others], 1)
+    negatives = torch.randint(entities, (len(triples), wrong), generator=random)
+    tails = torch.cat([triples[:, 2:], negatives], 1)
     return [
         (part[:, :1].to(DEVICE), part[:, 1:2].to(DEVICE), ends.to(DEVICE))
         for part, ends in zip(triples.split(size), tails.split(size), strict=True)
@@ -82,15 +82,15 @@ def batches(
 
 @torch.no_grad()
 def hits(model: TransE, test: Tensor, triples: Tensor, entities: int, most: int = 10) -> float:
-    """The share of test triples whose tail is among the nearest, other right tails left out."""
+    """The share of test triples whose tail is among the nearest, without other true tails."""
     right: dict[tuple[int, int], list[int]] = {}
     for head, relation, tail in triples.tolist():
         right.setdefault((head, relation), []).append(tail)
-    every = torch.arange(entities, device=DEVICE)
+    all_entities = torch.arange(entities, device=DEVICE)
     found = 0
     for head, relation, tail in test.tolist():
-        heads, relations = (torch.full_like(every, each) for each in (head, relation))
-        distances = model(heads, relations, every)
+        heads, relations = (torch.full_like(all_entities, id_) for id_ in (head, relation))
+        distances = model(heads, relations, all_entities)
         own = distances[tail].clone()
         distances[right[head, relation]] = torch.inf
         found += int((distances < own).sum()) < most
@@ -98,12 +98,12 @@ def hits(model: TransE, test: Tensor, triples: Tensor, entities: int, most: int 
 
 
 def main(arguments: list[str] | None = None) -> tuple[float, Tensor]:
-    """Trains and tests; gives hits@10 and the entities' rows."""
+    """Trains and tests; returns hits@10 and the entities' rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, help="triples; by default moves on a grid")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--columns", type=int, default=16)
-    parser.add_argument("--plain", action="store_true", help="torch.nn.Embedding instead")
+    parser.add_argument("--plain", action="store_true", help="use torch.nn.Embedding")
     chosen = parser.parse_args(arguments)
     random = torch.Generator().manual_seed(1)
     triples, entities, relations = read(chosen.file) if chosen.file else grid()
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, Tensor]:
     rows = torch.optim.SparseAdam(model.entities.parameters(), lr=0.03)
     if not chosen.plain:
         speedtorch.attach(rows, model)
-    others = torch.optim.Adam(model.relations.parameters(), lr=0.03)
+    dense = torch.optim.Adam(model.relations.parameters(), lr=0.03)
     for epoch in range(chosen.epochs):
         total = 0.0
         loader = batches(train, entities, 512, random)
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, Tensor]:
             distances = model(heads, relation, tails)
             loss = torch.relu(3 + distances[:, :1] - distances[:, 1:]).mean()
             loss.backward()
-            for optimizer in (rows, others):
+            for optimizer in (rows, dense):
                 optimizer.step()
                 optimizer.zero_grad()
             total += loss.item()

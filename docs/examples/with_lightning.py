@@ -1,13 +1,13 @@
 """A LightningModule with tables in host memory, saved by ModelCheckpoint and resumed by ckpt_path.
 
 The model predicts ratings of items by users as dot products of rows (matrix factorization). The
-ratings are synthetic: dot products of hidden rows, with noise. Needs the package lightning, or
-pytorch_lightning.
+ratings are synthetic: dot products of hidden rows, with noise. The example requires the package
+lightning or pytorch_lightning.
 
     python with_lightning.py
     python with_lightning.py --epochs 3 --folder half
-    python with_lightning.py --epochs 6 --folder half --resume  # the numbers of 6 epochs in one run
-    python with_lightning.py --plain  # the same numbers on the CPU, with torch.nn.Embedding
+    python with_lightning.py --epochs 6 --folder half --resume  # as 6 epochs in one run
+    python with_lightning.py --plain  # torch.nn.Embedding, with the same numbers on the CPU
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ USERS, ITEMS, HIDDEN = 10_000, 1_000, 2
 
 
 def ratings(count: int) -> tuple[TensorDataset, TensorDataset]:
-    """Users, items and ratings to train on, and a tenth as many to validate on."""
+    """Creates training data (users, items, ratings) and a tenth as much validation data."""
     random = torch.Generator().manual_seed(0)
     users, items = (torch.randn(rows, HIDDEN, generator=random) for rows in (USERS, ITEMS))
     users /= HIDDEN**0.5
@@ -46,39 +46,39 @@ def ratings(count: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def in_batches(data: TensorDataset, order: Tensor, size: int) -> DataLoader[tuple[Tensor, ...]]:
-    """A loader in that order, which takes each batch out of the data at once."""
+    """A loader in the given order, which indexes the data once per batch."""
     return DataLoader(data, sampler=order.split(size), batch_size=None)
 
 
 class Ratings(lightning.LightningModule):
-    """Predicts a rating by the dot product of the user's row and the item's."""
+    """Predicts a rating as the dot product of the user's row and the item's row."""
 
     def __init__(self, columns: int, batch: int, count: int, plain: bool) -> None:
         super().__init__()
         self.plain, self.batch = plain, batch
-        self.errors: list[float] = []  # held out, after each epoch of this run
+        self.errors: list[float] = []  # on held-out ratings, after each epoch of this run
         self.train_set, self.held_set = ratings(count)
-        # Made here, not in setup or later: Lightning loads a checkpoint into these modules.
+        # Lightning loads a checkpoint into these modules, so the constructor must create them.
         kind = nn.Embedding if plain else speedtorch.Embedding
         self.users = kind(USERS, columns, device=DEVICE)
         self.items = kind(ITEMS, columns, device=DEVICE)
         self.offset = nn.Parameter(torch.zeros(()))
         random = torch.Generator().manual_seed(1)
-        for each, rows in ((self.users, USERS), (self.items, ITEMS)):
-            each.load_state_dict({"weight": 0.1 * torch.randn(rows, columns, generator=random)})
+        for table, rows in ((self.users, USERS), (self.items, ITEMS)):
+            table.load_state_dict({"weight": 0.1 * torch.randn(rows, columns, generator=random)})
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """The order of an epoch depends on its number alone: a resumed run has the same."""
+        """Orders an epoch by its number only, so that a resumed run has the same order."""
         random = torch.Generator().manual_seed(self.current_epoch)
         order = torch.randperm(len(self.train_set), generator=random)
         return in_batches(self.train_set, order, self.batch)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """The ratings that are held out."""
+        """The held-out ratings."""
         return in_batches(self.held_set, torch.arange(len(self.held_set)), 8192)
 
     def error(self, batch: list[Tensor]) -> Tensor:
-        """The mean square error of users, items and ratings `[size]`."""
+        """The mean squared error of users, items and ratings `[size]`."""
         users, items, given = batch
         return (
             ((self.users(users) * self.items(items)).sum(1) + self.offset - given).square().mean()
@@ -89,11 +89,11 @@ class Ratings(lightning.LightningModule):
         return self.error(batch)
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """Logs the error of the ratings that are held out."""
+        """Logs the error of the held-out ratings."""
         self.log("held_out", self.error(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimizer for all. Lightning calls this before it loads the optimizer's state."""
+        """Creates and attaches the optimizer. Lightning loads the optimizer's state afterwards."""
         optimizer = torch.optim.Adagrad(self.parameters(), lr=0.2)
         if not self.plain:
             speedtorch.attach(optimizer, self)
@@ -107,22 +107,22 @@ class Ratings(lightning.LightningModule):
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains; gives the error after each epoch of this run, and the state of the module."""
+    """Trains; returns the error after each epoch of this run, and the module's state dict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=6, help="with those before --resume")
+    parser.add_argument("--epochs", type=int, default=6, help="epochs in total")
     parser.add_argument("--columns", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--ratings", type=int, default=200_000)
     parser.add_argument("--folder", type=Path, default=Path("lightning_checkpoints"))
-    parser.add_argument("--resume", action="store_true", help="go on from last.ckpt of --folder")
-    parser.add_argument("--plain", action="store_true", help="torch.nn.Embedding instead")
+    parser.add_argument("--resume", action="store_true", help="continue from last.ckpt in --folder")
+    parser.add_argument("--plain", action="store_true", help="use torch.nn.Embedding")
     chosen = parser.parse_args(arguments)
     module = Ratings(chosen.columns, chosen.batch, chosen.ratings, chosen.plain)
     saving = ModelCheckpoint(
         chosen.folder,
         filename="last",
-        save_on_train_epoch_end=True,  # after the epoch: a resumed run begins with the next one
-        enable_version_counter=False,  # each epoch's file replaces the one before
+        save_on_train_epoch_end=True,  # so that a resumed run begins with the next epoch
+        enable_version_counter=False,  # each epoch's file replaces the previous file
     )
     trainer = lightning.Trainer(
         accelerator="gpu" if DEVICE == "cuda" else "cpu",

@@ -1,10 +1,9 @@
-"""word2vec, skip-gram with negative sampling, on the text of Python's own documentation.
+"""word2vec: skip-gram with negative sampling on the text of Python's documentation.
 
-Two tables of as many rows as there are words stay in host memory. With --file the words are those
-of a text file of your own (UTF-8).
+Two tables with one row per word are in host memory. --file reads a text file (UTF-8) instead.
 
     python word2vec.py
-    python word2vec.py --plain  # the same numbers, with torch alone
+    python word2vec.py --plain  # the same numbers in plain torch
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WINDOW, NEGATIVES = 4, 8
 
 
 def words_of(path: Path | None) -> list[str]:
-    """The words of a file, or of Python's documentation, in order."""
+    """Returns the words of a file, or of Python's documentation, in order."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -36,7 +35,7 @@ def words_of(path: Path | None) -> list[str]:
 
 
 class SkipGram(nn.Module):
-    """Scores of words beside a word."""
+    """Skip-gram with negative sampling."""
 
     def __init__(self, words: int, columns: int, plain: bool) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class SkipGram(nn.Module):
         self.contexts.load_state_dict({"weight": torch.zeros(words, columns)})
 
     def forward(self, centres: Tensor, contexts: Tensor) -> Tensor:
-        """Centres `[n]`, and contexts `[n, 1 + NEGATIVES]`, the right one first; the loss."""
+        """Maps centres `[n]` and contexts `[n, 1 + NEGATIVES]`, the true one first, to the loss."""
         scores = torch.einsum("nc,nkc->nk", self.centres(centres), self.contexts(contexts))
         return -F.logsigmoid(scores[:, 0]).mean() - F.logsigmoid(-scores[:, 1:]).sum(1).mean()
 
@@ -58,31 +57,31 @@ class SkipGram(nn.Module):
 def batches(
     text: Tensor, weights: Tensor, size: int, random: torch.Generator
 ) -> list[tuple[Tensor, Tensor]]:
-    """An epoch: pairs of near words, with random words, frequent ones more often."""
+    """Returns an epoch of word pairs with negatives, drawn in proportion to `weights`."""
     pairs = [(text[:-d], text[d:]) for d in range(1, WINDOW + 1)]
-    centres = torch.cat([each for pair in pairs for each in pair])
-    contexts = torch.cat([each for left, right in pairs for each in (right, left)])
+    centres = torch.cat([words for pair in pairs for words in pair])
+    contexts = torch.cat([words for left, right in pairs for words in (right, left)])
     order = torch.randperm(len(centres), generator=random)
     wrong = torch.multinomial(weights, len(order) * NEGATIVES, replacement=True, generator=random)
-    others = torch.cat([contexts[order, None], wrong.view(-1, NEGATIVES)], 1)
-    return list(zip(centres[order].split(size), others.split(size), strict=True))
+    candidates = torch.cat([contexts[order, None], wrong.view(-1, NEGATIVES)], 1)
+    return list(zip(centres[order].split(size), candidates.split(size), strict=True))
 
 
 @torch.no_grad()
 def neighbours(model: SkipGram, word: int, most: int = 5) -> Tensor:
-    """Numbers of the words whose rows are nearest by angle."""
+    """Returns the numbers of the words with the most similar rows (cosine)."""
     rows = F.normalize(model.centres.weight.cpu())
     return (rows @ rows[word]).topk(most + 1).indices[1:]
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[float], Tensor]:
-    """Trains, and prints neighbours; gives each epoch's loss and the centres' rows."""
+    """Trains and prints neighbours; returns each epoch's loss and the centres' rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, help="text; by default Python's documentation")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--columns", type=int, default=64)
-    parser.add_argument("--words", type=int, default=100_000, help="so many from the begin")
-    parser.add_argument("--plain", action="store_true", help="torch.nn.Embedding instead")
+    parser.add_argument("--words", type=int, default=100_000, help="words of the text to use")
+    parser.add_argument("--plain", action="store_true", help="use torch.nn.Embedding")
     chosen = parser.parse_args(arguments)
     words = words_of(chosen.file)[: chosen.words]
     counts = Counter(words)

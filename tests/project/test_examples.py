@@ -74,7 +74,7 @@ def test_transe_trains_as_torch_alone_and_finds_tails(tmp_path: Path) -> None:
         assert hits == plain_hits and torch.equal(rows, plain_rows)
     assert hits > 0.2  # 0.017 by chance
     (tmp_path / "wrong.tsv").write_text("a\tb\tc\na b c\n")
-    with pytest.raises(SystemExit, match="line 2 has no three columns"):
+    with pytest.raises(SystemExit, match="line 2 must have three columns"):
         example("transe").main(["--file", str(tmp_path / "wrong.tsv")])
 
 
@@ -158,10 +158,10 @@ def test_dlrm_reads_lines_of_criteos_format(tmp_path: Path) -> None:
     assert numbers[0, :3].tolist() == pytest.approx([0, 0, torch.tensor(8.0).log().item()])
     assert rows[0, 0] == 1 + 0x68FD1E64 % 999 and not rows[0, 1:].any() and not rows[1].any()
     for wrong, message in (
-        ("x", "line 1 is not of Criteo's format: 1 fields, not 40"),
+        ("x", "line 1 is not in Criteo's format: 1 fields, not 40"),
         ("2" + line[1:], "the label is '2', not 0 or 1"),
-        (line.replace("68fd1e64", "xyz"), "line 1 is not of Criteo's format: invalid literal"),
-        ("", "there are no lines"),
+        (line.replace("68fd1e64", "xyz"), "line 1 is not in Criteo's format: invalid literal"),
+        ("", "the file has no lines"),
     ):
         (tmp_path / "train.txt").write_text(wrong)
         with pytest.raises(SystemExit, match=message):

@@ -176,7 +176,7 @@ def refuse_three_parts() -> None:
     said = io.StringIO()
     with redirect_stderr(said), pytest.raises(SystemExit):
         example("ngram_gpt").main(["--parts", "3"])
-    assert "--parts 3: 2 ranks cannot train as many each" in said.getvalue()
+    assert "--parts must be a multiple of 2 ranks, got 3" in said.getvalue()
 
 
 def test_ranks_with_unequal_numbers_of_micro_batches_are_refused() -> None:
@@ -186,7 +186,7 @@ def test_ranks_with_unequal_numbers_of_micro_batches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--plain", "--stored", "bfloat16"], "--plain has one rank and tables of float32"),
+        (["--plain", "--stored", "bfloat16"], "--plain requires one rank and --stored float32"),
         (["--state", "sgd"], "invalid choice: 'sgd'"),
     ],
     ids=["plain-bfloat16", "unknown-state"],
