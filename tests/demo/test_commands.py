@@ -62,8 +62,8 @@ def test_every_setting_has_an_option(name: str, monkeypatch: pytest.MonkeyPatch)
     assert {field.name for field in fields(module.Settings)} == {*given, *compare}
     seen: list[Any] = []
     monkeypatch.setattr(module, "run", lambda settings: seen.append(settings) or 7)
-    options = [f"--{each.replace('_', '-')}={value}" for each, value in given.items()]
-    options += [f"--{each}" for each in compare]
+    options = [f"--{option.replace('_', '-')}={value}" for option, value in given.items()]
+    options += [f"--{option}" for option in compare]
     assert main(["demo", name, *options]) == main(["demo", name]) == 7
     assert seen == [module.Settings(**given, **compare), module.Settings()]
 
@@ -153,13 +153,13 @@ def interrupt(
     original: Callable[..., Any] = module.train
 
     def train(*args: Any, stop: Callable[[], bool], **options: Any) -> Any:
-        asked = 0
+        calls = 0
 
         def stop_later() -> bool:
-            nonlocal asked
-            asked += 1
-            in_turn = asked == 2 and options.get("label", "training") == label
-            for _ in range(times if in_turn else 0):
+            nonlocal calls
+            calls += 1
+            interrupts = calls == 2 and options.get("label", "training") == label
+            for _ in range(times if interrupts else 0):
                 signal.raise_signal(signal.SIGINT)
             return stop()
 
@@ -199,7 +199,7 @@ def test_a_second_ctrl_c_ends_at_once(
 
 
 @pytest.mark.parametrize("name", sorted(COMPARES))
-def test_ctrl_c_in_the_comparison_leaves_what_was_trained(
+def test_ctrl_c_in_the_comparison_keeps_the_trained_vectors(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -222,9 +222,9 @@ PLAIN_16_BITS = "--compare requires 32-bit rows"
 TOO_FAST = "Choose a learning rate below 1e+30"
 WRONG = [
     *(
-        (name, *each)
+        (name, *setting)
         for name in ("word2vec", "glove")
-        for each in (
+        for setting in (
             ("--optimizer Adamix", ADAMIX),
             ("--optimizer Muon", "Muon cannot be used"),
             ("--optimizer LBFGS", "LBFGS cannot"),
@@ -255,23 +255,23 @@ WRONG = [
 @pytest.mark.parametrize(
     ("name", "options", "message"), WRONG, ids=[f"{name} {options}" for name, options, _ in WRONG]
 )
-def test_a_setting_that_does_not_fit_is_told_in_one_line(
+def test_a_wrong_setting_is_reported_in_one_line(
     name: str, options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_demo(name, tmp_path, *options.split()) == 2
-    told = capsys.readouterr().err
-    last = told.strip().splitlines()[-1]
+    printed = capsys.readouterr().err
+    last = printed.strip().splitlines()[-1]
     assert last.startswith("speedtorch: ") and message in last
     if options.startswith("--seed 4"):
-        assert "counting" not in told
+        assert "counting" not in printed
 
 
 @EACH
-def test_an_output_folder_that_is_a_file_is_told_before_training(
+def test_an_output_folder_that_is_a_file_is_reported_before_training(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = demo_file(name)
     assert run_demo(name, file) == 2
-    told = capsys.readouterr().err
-    assert f"--out {file}: cannot create the folder" in told
-    assert "counting" not in told and "training" not in told
+    printed = capsys.readouterr().err
+    assert f"--out {file}: cannot create the folder" in printed
+    assert "counting" not in printed and "training" not in printed

@@ -84,7 +84,7 @@ def test_on_a_terminal_a_bar_goes_through_all_words(
     assert "counting: 100%" in capsys.readouterr().err
 
 
-def test_wrong_use_is_told() -> None:
+def test_wrong_arguments_raise() -> None:
     alone = Corpus.from_passages(["a", "b"], min_count=1)
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         count_cooccurrence(alone, window=0)

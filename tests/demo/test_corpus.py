@@ -81,7 +81,7 @@ def test_a_file_is_known_as_gzip_by_its_content(tmp_path: Path, name: str, zippe
 
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
 @pytest.mark.parametrize("gap", [" ", "\n", "\n\n", "\r\n\r\n"], ids=repr)
-def test_text_of_any_length_streams_in_pieces_with_every_word_whole(
+def test_text_of_any_length_is_read_in_blocks_with_every_word_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool, gap: str
 ) -> None:
     monkeypatch.setattr(corpus_module, "_BLOCK_CHARACTERS", 64)

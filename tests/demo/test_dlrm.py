@@ -46,7 +46,7 @@ def test_fields_are_read_and_empty_ones_are_0(tmp_path: Path, zipped: bool, end:
     assert found.numbers.shape == (3, 13) and not found.numbers.any()
     assert found.categories[0].tolist() == [0x68FD1E64, 0] + [15] * 24
     assert not found.categories[1].any()
-    assert [each.dtype for each in vars(found).values()] == [np.float32, np.float32, np.uint32]
+    assert [array.dtype for array in vars(found).values()] == [np.float32, np.float32, np.uint32]
 
 
 def test_numbers_become_logarithms_and_categories_remainders(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_numbers_become_logarithms_and_categories_remainders(tmp_path: Path) -> 
     assert batch.ids["C1"].tolist() == [(2**32 - 1) % 1000] and batch.ids["C3"].tolist() == [15]
 
 
-def test_no_more_lines_are_read_than_asked_for(tmp_path: Path) -> None:
+def test_no_more_lines_are_read_than_requested(tmp_path: Path) -> None:
     path = written(tmp_path, f"{LINE}\n{LINE}\nbroken\n")
     assert len(read_clicks(path, lines=2)) == 2
 
@@ -76,7 +76,7 @@ def test_no_more_lines_are_read_than_asked_for(tmp_path: Path) -> None:
     ],
     ids=lambda value: "",
 )
-def test_a_broken_line_is_told_with_its_number_and_a_remedy(
+def test_the_error_of_a_broken_line_has_its_number_and_a_remedy(
     tmp_path: Path, line: str, message: str
 ) -> None:
     path = written(tmp_path, f"{LINE}\n\n{line}\n")
@@ -86,7 +86,7 @@ def test_a_broken_line_is_told_with_its_number_and_a_remedy(
     assert message in str(error.value)
 
 
-def test_a_file_without_lines_or_of_damaged_gzip_is_told(tmp_path: Path) -> None:
+def test_a_file_without_lines_or_of_damaged_gzip_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the file has no lines"):
         read_clicks(written(tmp_path, "\n"))
     path = tmp_path / "half.gz"
@@ -116,7 +116,7 @@ def test_the_last_lines_are_held_out_and_must_have_both_kinds(clicks: Clicks) ->
         clicks.split(1)
 
 
-def test_every_epoch_has_each_line_once_in_an_order_of_its_own(clicks: Clicks) -> None:
+def test_every_epoch_has_each_line_once_in_its_own_order(clicks: Clicks) -> None:
     batches = ClickBatches(clicks, 10**6, batch=1000, epochs=2, seed=3)
     found = [torch.stack([*batch.ids.values()], 1) for batch in batches]
     assert len(batches) == len(found) == 6

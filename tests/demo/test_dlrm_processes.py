@@ -95,7 +95,7 @@ def test_torchrun_trains_scores_and_saves_what_one_process_does(tmp_path: Path) 
     outcome = train(model, optimizer, batches)
     found = json.loads((tmp_path / "out" / "report.json").read_text())
     assert found["processes"] == 2 and found["training"]["samples"] == outcome.samples
-    assert found["table_bytes"] == sum(each.table.nbytes for each in model.embeddings())
+    assert found["table_bytes"] == sum(embedding.table.nbytes for embedding in model.embeddings())
     assert found["training"]["losses"] == pytest.approx(outcome.losses, rel=CLOSE)
     expected = held_out_score(model, held)
     # Two lines whose logits are about the same may change places.
@@ -128,15 +128,15 @@ def few_clicks() -> Clicks:
 
 def check_score_and_stop() -> None:
     processes = Processes(dist.get_rank(), dist.get_world_size())
-    clicks, asked = few_clicks(), 0
+    clicks, calls = few_clicks(), 0
     model, optimizer, loss_of = made(processes)
     dlrm._SCORED_AT_ONCE = 4  # three parts, and for two processes a fourth one, of none
     assert held_out_score(model, clicks, processes) == held_out_score(DLRM(ROWS, DIM), clicks)
 
     def stop() -> bool:
-        nonlocal asked
-        asked += 1
-        return processes.rank == 1 and asked == 3
+        nonlocal calls
+        calls += 1
+        return processes.rank == 1 and calls == 3
 
     batches = ClickBatches(clicks, ROWS, batch=2, processes=processes)
     outcome = train(model, optimizer, batches, loss_of=loss_of, processes=processes, stop=stop)
@@ -153,9 +153,9 @@ def test_the_shares_of_a_batch_are_the_batch() -> None:
     shares = [ClickBatches(clicks, ROWS, batch=5, processes=Processes(k, 3)) for k in range(3)]
     sizes = []
     for whole, *parts in zip(ClickBatches(clicks, ROWS, batch=5), *shares, strict=True):
-        assert torch.equal(torch.cat([each.numbers for each in parts]), whole.numbers)
-        assert {len(each) for each in parts} == {len(whole)}
-        sizes.append([len(each.clicked) for each in parts])
+        assert torch.equal(torch.cat([part.numbers for part in parts]), whole.numbers)
+        assert {len(part) for part in parts} == {len(whole)}
+        sizes.append([len(part.clicked) for part in parts])
     assert sizes == [[2, 2, 1], [2, 2, 1], [1, 0, 0]]
 
 
@@ -172,7 +172,7 @@ def test_a_comparison_is_for_one_process(
     assert os.listdir(tmp_path) == []
 
 
-def test_processes_need_a_gpu_each_and_one_begun_by_torchrun_is_alone(
+def test_each_process_needs_a_gpu_and_a_single_one_joins_no_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("LOCAL_WORLD_SIZE", "2")):

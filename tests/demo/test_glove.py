@@ -99,7 +99,7 @@ def test_first_values_depend_on_the_seed_alone() -> None:
     assert not torch.equal(all_rows(one, "target"), all_rows(one, "context"))
 
 
-def test_every_epoch_has_each_pair_once_in_an_order_of_its_own(pairs: Cooccurrence) -> None:
+def test_every_epoch_has_each_pair_once_in_its_own_order(pairs: Cooccurrence) -> None:
     batches = PairBatches(pairs, batch=1000, epochs=2, seed=3)
     assert len(batches) == len(list(batches)) == 2 * -(-len(pairs) // 1000)
     found = [torch.stack([b.rows, b.columns]) for b in batches]
@@ -156,7 +156,7 @@ def test_on_a_gpu_the_loss_is_that_of_torchs_embeddings(pairs: Cooccurrence) -> 
     assert ours.losses == pytest.approx(theirs.losses, rel=0.01)
 
 
-def test_wrong_numbers_are_told(pairs: Cooccurrence) -> None:
+def test_wrong_numbers_raise(pairs: Cooccurrence) -> None:
     none = Cooccurrence(*(np.zeros(0, np.int64) for _ in range(2)), np.zeros(0, np.float32))
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: GloVe(5, 2, x_max=0), "x_max must be above 0, got 0"),

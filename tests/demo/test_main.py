@@ -26,9 +26,9 @@ def test_info_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_info_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["info", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["torch"] == torch.__version__ and "gpus" in told
-    assert told["host"]["memory_bytes"] > 1 << 20
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["torch"] == torch.__version__ and "gpus" in facts
+    assert facts["host"]["memory_bytes"] > 1 << 20
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_help_names_what_may_follow(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_wrong_argument_is_told(
+def test_a_wrong_argument_is_reported(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -136,7 +136,7 @@ def test_optimizer_names_are_those_of_torch() -> None:
     assert "Optimizer" not in names and "lr_scheduler" not in names
 
 
-def test_an_unknown_optimizer_is_told_with_all_names() -> None:
+def test_the_error_of_an_unknown_optimizer_lists_all_names() -> None:
     with pytest.raises(ValueError, match="optimizer must be one of .*, got 'adamax'") as error:
         make_optimizer("adamax", None, [])
     assert all(name in str(error.value) for name in optimizer_names())

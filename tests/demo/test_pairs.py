@@ -64,21 +64,21 @@ def test_no_pair_is_further_apart_than_the_window() -> None:
         assert count == pytest.approx(1000 * (5 - distance) / 4, rel=0.1)
 
 
-def test_batches_have_the_size_asked_for_and_the_last_one_the_rest() -> None:
+def test_batches_have_the_requested_size_and_the_last_one_the_rest() -> None:
     batches = list(PairStream(random_corpus(), batch=64, negatives=3).epoch(0))
     sizes = [len(batch) for batch in batches]
     assert set(sizes[:-1]) == {64} and 0 < sizes[-1] <= 64
     assert [batch.negative.shape for batch in batches] == [(size, 3) for size in sizes]
 
 
-def test_the_same_seed_gives_the_same_batches() -> None:
+def test_the_same_seed_yields_the_same_batches() -> None:
     one, other = (PairStream(random_corpus(), batch=64, seed=5) for _ in range(2))
     for left, right in zip(one.batches(epochs=2), other.batches(epochs=2), strict=True):
         assert same(left, right)
 
 
 @pytest.mark.parametrize("what", ["seed", "epoch"])
-def test_another_seed_or_epoch_gives_other_batches(what: str) -> None:
+def test_another_seed_or_epoch_yields_different_batches(what: str) -> None:
     stream = PairStream(random_corpus(), batch=64, seed=5)
     other = PairStream(random_corpus(), batch=64, seed=6) if what == "seed" else stream
     assert not same(next(stream.epoch(0)), next(other.epoch(1 if what == "epoch" else 0)))
@@ -109,7 +109,7 @@ def test_held_out_pairs_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -
     assert len(PairStream(random_corpus(), held_out=0.5).held_out_pairs()) == 10
 
 
-def test_nothing_held_out_gives_no_pairs_to_score() -> None:
+def test_without_held_out_text_there_are_no_pairs_to_score() -> None:
     assert len(PairStream(random_corpus(), held_out=0).held_out_pairs()) == 0
 
 
@@ -176,7 +176,7 @@ def test_a_number_out_of_its_range_is_refused(option: dict[str, Any], text: str)
         PairStream(random_corpus(), **option)
 
 
-def test_a_text_that_gives_no_pairs_is_an_error() -> None:
+def test_a_text_without_pairs_raises() -> None:
     lonely = Corpus.from_passages(["red", "green", "red", "green"], min_count=1)
     with pytest.raises(ValueError, match=r"no pairs to train on \(4 words of 4 in training\)"):
         next(PairStream(lonely, sample=0, held_out=0).batches(epochs=1))

@@ -16,9 +16,9 @@ SPLIT = leave_one_out(RATINGS)
 ITEMS = len(RATINGS.item_ids)
 
 
-def at_place(place: int, others: int = 99) -> list[float]:
+def at_place(place: int, negatives: int = 99) -> list[float]:
     """Values of which the first is at a place, from 1 on."""
-    return [0.5] + [1.0] * (place - 1) + [0.0] * (others - place + 1)
+    return [0.5] + [1.0] * (place - 1) + [0.0] * (negatives - place + 1)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_scores_of_known_places(places: list[int], hit_rate: float, ndcg: float)
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan])
-def test_a_model_that_gives_all_the_same_has_no_hits(value: float) -> None:
+def test_a_model_with_constant_ratings_has_no_hits(value: float) -> None:
     found = score(torch.full((3, 100), value))
     assert (found.hit_rate, found.ndcg) == (0.0, 0.0)
 
@@ -58,11 +58,11 @@ def test_an_epoch_has_each_rating_once_and_no_rated_negatives() -> None:
     stream = BatchStream(SPLIT, ITEMS, batch=100, negatives=3, seed=1)
     batches = list(stream.batches(1))
     assert sum(map(len, batches)) == len(stream) == len(RATINGS) - 60
-    rated, others = pairs_of(batches)
+    rated, negatives = pairs_of(batches)
     assert sorted(rated) == sorted((SPLIT.user * ITEMS + SPLIT.item).tolist())
-    assert len(others) == 3 * len(rated) and not set(others) & set(rated)
+    assert len(negatives) == 3 * len(rated) and not set(negatives) & set(rated)
     # Left out, they would be the only items that a user never sees as a negative.
-    assert set(others) & set((SPLIT.held_user * ITEMS + SPLIT.held_item).tolist())
+    assert set(negatives) & set((SPLIT.held_user * ITEMS + SPLIT.held_item).tolist())
 
 
 def test_every_item_that_a_user_has_not_rated_is_drawn_as_often() -> None:
@@ -101,7 +101,7 @@ def test_a_user_who_rated_everything_does_not_stop_the_drawing() -> None:
     ],
     ids=str,
 )
-def test_a_number_out_of_range_is_told(options: dict[str, int], message: str) -> None:
+def test_a_number_out_of_range_raises(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BatchStream(SPLIT, ITEMS, **options)
 

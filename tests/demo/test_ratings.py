@@ -84,7 +84,7 @@ def test_each_format_gives_the_same_ratings(tmp_path: Path, content: str) -> Non
     ],
     ids=lambda value: "",
 )
-def test_a_broken_line_is_told_with_file_and_number(
+def test_the_error_of_a_broken_line_has_file_and_number(
     tmp_path: Path, content: str | bytes, message: str
 ) -> None:
     path = written(tmp_path, content)
@@ -121,7 +121,7 @@ def test_generated_ratings_have_limits(sizes: dict[str, int]) -> None:
         generated_ratings(**sizes)
 
 
-def test_a_compressed_file_is_told_as_such(tmp_path: Path) -> None:
+def test_a_compressed_file_raises(tmp_path: Path) -> None:
     file = tmp_path / "ratings.csv.gz"
     file.write_bytes(gzip.compress(b"userId,movieId,rating,timestamp\n1,2,3,4\n"))
     with pytest.raises(ValueError, match=r"ratings.csv.gz: the file is compressed. Decompress it"):

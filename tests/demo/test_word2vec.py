@@ -100,7 +100,7 @@ def test_a_gzip_corpus_gives_the_same_vectors_as_a_plain_one(tmp_path: Path) -> 
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_a_gpu_that_is_not_there_is_told(
+def test_a_missing_gpu_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

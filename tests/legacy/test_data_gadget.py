@@ -60,7 +60,7 @@ def all_bytes(gadget: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_data_of_any_number_of_dimensions_comes_from_every_source(
+def test_data_of_any_number_of_dimensions_is_read_from_every_source(
     family: Any, shape: tuple[int, ...]
 ) -> None:
     data = random_rows(shape[0], shape[1:])
@@ -73,10 +73,10 @@ def test_data_of_any_number_of_dimensions_comes_from_every_source(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-def test_data_of_any_dtype_comes_from_tensors(dtype: torch.dtype) -> None:
+def test_data_of_any_dtype_is_read_from_tensors(dtype: torch.dtype) -> None:
     data = random_rows(7, (3,), dtype)
-    got = DataGadget(data, CPUPinn=True).getData([6, 0, 6])
-    assert_same_bytes(got, data[[6, 0, 6]])
+    rows = DataGadget(data, CPUPinn=True).getData([6, 0, 6])
+    assert_same_bytes(rows, data[[6, 0, 6]])
 
 
 @pytest.mark.parametrize("init", [False, True], ids=["without-init", "with-init"])
@@ -129,10 +129,10 @@ def test_one_tensor_of_several_is_chosen_by_name() -> None:
 
 def test_rows_arrive_where_they_are_trained_on(family: Any) -> None:
     data = random_rows(7, (3,))
-    got = family(data).getData(np.array([[6, 0], [6, 2]]))
-    assert got.device.type == WHERE
-    assert got.is_contiguous()
-    assert_same_bytes(got, data[torch.tensor([[6, 0], [6, 2]])])
+    rows = family(data).getData(np.array([[6, 0], [6, 2]]))
+    assert rows.device.type == WHERE
+    assert rows.is_contiguous()
+    assert_same_bytes(rows, data[torch.tensor([[6, 0], [6, 2]])])
 
 
 # What NumPy itself is asked for, in rows `[7, 2, 3]`.
@@ -176,11 +176,11 @@ def test_an_index_means_what_it_means_to_numpy(family: Any, index: Any) -> None:
     data = random_rows(7, (2, 3))
     gadget = family(data)
     expected = torch.from_numpy(np.array(data.numpy()[index]))
-    got = gadget.getData(indexes=index)
-    assert got.shape == expected.shape
-    assert got.device.type == WHERE
-    assert_same_bytes(got, expected)
-    got.zero_()
+    rows = gadget.getData(indexes=index)
+    assert rows.shape == expected.shape
+    assert rows.device.type == WHERE
+    assert_same_bytes(rows, expected)
+    rows.zero_()
     assert_same_bytes(all_rows(gadget), data)  # what comes out is a copy
 
 
@@ -199,9 +199,9 @@ def test_rows_are_inserted_where_numpy_would_put_them(family: Any, index: Any) -
 def test_the_rows_around_an_index_are_all_that_it_touches(index: Any) -> None:
     data = random_rows(7, (2, 3))
     rows, within = rows_around(data, index)
-    got = data[rows].numpy()[within]
+    part = data[rows].numpy()[within]
     assert_same_bytes(
-        torch.from_numpy(np.array(got)), torch.from_numpy(np.array(data.numpy()[index]))
+        torch.from_numpy(np.array(part)), torch.from_numpy(np.array(data.numpy()[index]))
     )
     touched = np.zeros(data.shape, dtype=bool)
     touched[index] = True
@@ -391,7 +391,7 @@ def test_negatives_follow_the_positives(family: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 3)], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 3, 7, 20])
-def test_any_number_of_rows_is_inserted_and_the_last_of_an_id_stays(
+def test_any_number_of_rows_is_inserted_and_the_last_of_an_id_wins(
     family: Any, count: int, shape: tuple[int, ...]
 ) -> None:
     data = random_rows(shape[0], shape[1:])
@@ -442,7 +442,7 @@ def test_torchs_files_are_loaded_again_also_in_another_shape(maker: Any) -> None
     assert_same_bytes(all_rows(gadget), data)
 
 
-def test_a_broken_file_leaves_the_gadget_as_it_was() -> None:
+def test_a_broken_file_does_not_change_the_gadget() -> None:
     data = random_rows(7, (3,))
     gadget = DataGadget(data)
     np.save("objects.npy", np.array([{}, {}]), allow_pickle=True)
@@ -461,7 +461,7 @@ def test_the_table_is_there_after_the_init(family: Any) -> None:
     assert gadget.table.rows == 7
 
 
-def test_each_family_gives_its_rows_by_its_own_name() -> None:
+def test_each_family_returns_its_rows_under_its_own_name() -> None:
     data = random_rows(7, (3,))
     np.save("data.npy", data.numpy())
     assert_same_bytes(DataGadget("data.npy").getCupyVar(), data)
@@ -588,7 +588,7 @@ def test_torch_files_that_hold_no_dense_rows_change_nothing() -> None:
     assert all_rows(gadget).tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_read_that_fails_leaves_the_gadget_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_does_not_change_the_gadget(monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("other.npy", np.ones((9, 9)))
     gadget = DataGadget(np.zeros((3, 2)))
     gadget.gadgetInit()

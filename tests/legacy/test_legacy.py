@@ -28,7 +28,7 @@ class SkipGram(nn.Module):
 
     def forward(self, pos_u: Any, pos_v: Any, neg_v: Any) -> torch.Tensor:
         device = self.u_embeddings.weight.device
-        u, v, n = (torch.as_tensor(each, device=device) for each in (pos_u, pos_v, neg_v))
+        u, v, n = (torch.as_tensor(ids, device=device) for ids in (pos_u, pos_v, neg_v))
         words = self.u_embeddings(u).transpose(1, 2)
         good = torch.bmm(self.v_embeddings(v), words)
         bad = torch.bmm(self.v_embeddings(n), words)
@@ -204,7 +204,7 @@ def test_every_method_of_2019_is_there(name: str) -> None:
         assert documented, method
 
 
-def test_arguments_that_are_missing_or_too_many_are_told_with_the_class() -> None:
+def test_errors_of_missing_or_surplus_arguments_name_the_class() -> None:
     layer = nn.Embedding(3, 2)
     missing = r"^ModelFactory: missing .*: 'total_classes'\. The signature is \(model_variable"
     with pytest.raises(TypeError, match=missing):

@@ -39,7 +39,7 @@ def test_the_variable_holds_the_rows_of_the_batch_in_order(family: Any, device: 
     assert embedding.weight.is_contiguous()
 
 
-def test_the_rows_of_the_batch_go_back_and_no_others_change(family: Any, device: str) -> None:
+def test_only_the_rows_of_the_batch_are_written_back(family: Any, device: str) -> None:
     embedding, switcher, expected = started(family, device)
     ids = [4, 2, 9]
     switcher.beforeForwardPass(ids)
@@ -71,7 +71,7 @@ FORMS = {
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_ids_come_in_any_form(form: Any, device: str) -> None:
+def test_ids_may_have_any_form(form: Any, device: str) -> None:
     embedding, switcher, values = started(ModelFactory, device, CPUPinn=True)
     switcher.beforeForwardPass(form(device))
     assert_same_bytes(embedding.weight, values[IDS])
@@ -138,7 +138,7 @@ def test_every_family_takes_numpys_and_torchs_dtypes(
 # ------------------------------------------------------------------------------------------------
 
 
-def test_the_last_occurrence_of_an_id_stays(device: str) -> None:
+def test_the_last_occurrence_of_an_id_wins(device: str) -> None:
     embedding, switcher, expected = started(ModelFactory, device, CPUPinn=True)
     ids = [3, 8, 3, 3, 8]
     for seed in range(5):

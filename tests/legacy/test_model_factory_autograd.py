@@ -14,7 +14,7 @@ from speedtorch import (
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def test_a_gradient_of_another_shape_is_dropped_and_one_that_fits_stays() -> None:
+def test_a_gradient_of_another_shape_is_dropped_and_a_matching_one_kept() -> None:
     embedding = layer()
     switcher = ModelFactory(embedding, ROWS, WIDTH)
     switcher.zerosInit()

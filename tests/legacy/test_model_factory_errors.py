@@ -63,7 +63,7 @@ def test_another_number_of_ids_than_rows_is_refused() -> None:
     assert_same_bytes(table_rows(switcher), values)
 
 
-def test_rows_that_were_converted_are_refused_and_nothing_stays_undone() -> None:
+def test_converted_rows_are_refused_and_the_next_batch_is_loaded() -> None:
     embedding, switcher, values = started()
     switcher.beforeForwardPass([1, 2, 3])
     embedding.double()

@@ -58,7 +58,7 @@ def test_initialisers_give_their_distribution_and_follow_the_seed(family: Any) -
 
 @pytest.mark.parametrize("name", ["rows", "rows.npy", "rows.safetensors"])
 @pytest.mark.parametrize("maker", [ModelFactory, ModelFactoryMM])
-def test_saved_rows_come_back_without_an_init(maker: Any, name: str, device: str) -> None:
+def test_saved_rows_are_loaded_without_an_init(maker: Any, name: str, device: str) -> None:
     first = maker(layer(device), ROWS, WIDTH)
     values = filled(first)
     first.saveCupy(name)
@@ -166,7 +166,7 @@ def test_the_numpy_version_is_a_copy(maker: Any) -> None:
     assert (switcher.table["weight"][5] == 0).all()
 
 
-def test_each_family_gives_its_variable_by_its_own_name() -> None:
+def test_each_family_returns_its_variable_under_its_own_name() -> None:
     for maker, name in (
         (ModelFactory, "getCupyVar"),
         (ModelFactoryMM, "getCupyMM"),

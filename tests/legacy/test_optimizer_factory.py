@@ -41,7 +41,7 @@ def test_the_optimizer_holds_the_state_of_the_batch(family: Any, device: str) ->
     assert_same_bytes(state["step"], torch.tensor(0.0))
 
 
-def test_state_goes_back_and_of_duplicates_the_last_stays(family: Any, device: str) -> None:
+def test_state_is_written_back_and_the_last_duplicate_wins(family: Any, device: str) -> None:
     model, optimizer, switcher = started(family, device=device)
     expected = filled(switcher)
     ids = [3, 8, 3]
@@ -74,7 +74,7 @@ def test_the_step_count_goes_on_from_batch_to_batch_and_over_an_init() -> None:
     assert optimizer.state[model.users.weight]["step"].item() == 3
 
 
-def test_other_variables_and_groups_stay_as_they_are() -> None:
+def test_other_variables_and_groups_do_not_change() -> None:
     model = Model()
     groups = [
         {"params": [model.users.weight]},

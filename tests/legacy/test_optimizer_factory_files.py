@@ -57,7 +57,7 @@ FILES = [
 @pytest.mark.dealt("maker", "kind", "name")
 @pytest.mark.parametrize(("maker", "kind", "name"), FILES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_saved_state_comes_back_with_its_step_count(
+def test_saved_state_is_loaded_with_its_step_count(
     make: Any, maker: Any, kind: str, name: str
 ) -> None:
     first, state = trained(make, maker)

@@ -101,7 +101,7 @@ def test_a_tensor_that_was_written_to_gets_a_new_plan(
     check((index, plan), ids.tolist())
 
 
-def test_memory_that_a_tensor_left_is_kept_from_others(memo: PlanMemo) -> None:
+def test_replaced_memory_of_known_ids_is_kept_until_close(memo: PlanMemo) -> None:
     ids = torch.tensor([7, 2])
     memo.find(ids, torch.tensor([1]), CPU, "a", 0)
     left = StorageWeakRef(ids.untyped_storage())

@@ -213,7 +213,7 @@ def interrupts(
     def prepare() -> Factories:
         return at_call(make, call)
 
-    return every_interrupt(prepare, lambda each: getattr(each, call)(1), error, files=files)
+    return every_interrupt(prepare, lambda switcher: getattr(switcher, call)(1), error, files=files)
 
 
 @cache
@@ -235,8 +235,8 @@ def expected(sums: bool, call: str, *, done: bool, rest: bool, more: bool) -> di
 def outcomes(training: Factories, call: str, *, more: bool) -> list[bool]:
     """Whether everything is as if the call had not been made, and as if it had."""
     sums, found = training.weights.sumDuplicates, everything(training)
-    each = [expected(sums, call, done=done, rest=False, more=more) for done in (False, True)]
-    return [same(found, judge) for judge in each]
+    outcomes = [expected(sums, call, done=done, rest=False, more=more) for done in (False, True)]
+    return [same(found, judge) for judge in outcomes]
 
 
 @pytest.mark.dealt("make")

@@ -91,7 +91,7 @@ def test_training_on_a_gpu_equals_training_in_place_on_it_bit_for_bit(
     assert_same_content(actual, expected)
 
 
-def test_the_reference_moves_rows_and_leaves_others_alone() -> None:
+def test_the_reference_changes_only_the_rows_of_a_step() -> None:
     # Guards the tests above: a reference that trained nothing would equal anything.
     after = in_place(CASES["Adamax"], "single", 3, "cpu")
     touched = torch.zeros(ROWS, dtype=torch.bool)

@@ -48,12 +48,12 @@ def free(segment: int | None, count: int) -> None:
 def allocated(into: AddressRange, *counts: int) -> list[int | None]:
     """Segments of a range."""
     _ops.open_range(into.base)
-    made = [allocate(each) for each in counts]
+    made = [allocate(count) for count in counts]
     _ops.open_range(0)
     return made
 
 
-def test_memory_comes_and_goes_behind_what_was_allocated(driver: PretendedDriver) -> None:
+def test_physical_memory_is_unmapped_and_mapped_behind_allocations(driver: PretendedDriver) -> None:
     made = AddressRange(7 * MIB, GPU)
     assert driver.named("reserve_addresses") == [("reserve_addresses", 8 * MIB)]
     assert made.end == made.base + 7 * MIB
@@ -135,7 +135,7 @@ def test_a_range_goes_with_its_owner_and_its_last_segment(
         gc.collect()
     assert not driver.reserved and not driver.mapped
     names = [name for name, *_ in driver.named(*CALLS)]
-    assert names == [each for each in CALLS if is_mapped or "map" not in each]
+    assert names == [name for name in CALLS if is_mapped or "map" not in name]
     free(segments[1], 2 * MIB)  # of nothing
 
 
@@ -148,7 +148,7 @@ def test_memory_that_torch_frees_goes_when_the_gpu_has_done_its_work(
     driver.calls.clear()
     free(segment, MIB)
     names = "set_device", "device_synchronize", "unmap_memory"
-    assert [each[:2] for each in driver.named(*names)] == [
+    assert [call[:2] for call in driver.named(*names)] == [
         ("set_device", GPU.index),
         ("device_synchronize",),
         ("set_device", 0),
@@ -221,7 +221,7 @@ with PretendedDriver(True, True) as driver:
     free(segment, MIB)
     del made
     gc.collect()
-    print([each for each in driver.calls if each[0] in CALLS], flush=True)
+    print([call for call in driver.calls if call[0] in CALLS], flush=True)
     os._exit(0)
 """
     folders = Path(__file__).parent, Path(__file__).parents[1], library_path().parents[1]

@@ -46,9 +46,9 @@ def written(text: str) -> Path:
     return path
 
 
-def figures(costs: object, **others: object) -> str:
+def figures(costs: object, **changes: object) -> str:
     known = {"version": calibration.VERSION, "gpu": calibration._gpu(), "costs": costs}
-    return json.dumps(known | others)
+    return json.dumps(known | changes)
 
 
 def assert_not_used(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -56,9 +56,9 @@ def assert_not_used(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = _ops.costs()
     with caplog.at_level(logging.WARNING, logger="speedtorch"):
         assert not calibration.load_costs()
-    (told,) = caplog.messages
-    assert told.startswith(f"{path} is ignored (")
-    assert told.endswith(". Call speedtorch.calibrate() to replace it.")
+    (message,) = caplog.messages
+    assert message.startswith(f"{path} is ignored (")
+    assert message.endswith(". Call speedtorch.calibrate() to replace it.")
     assert torch.equal(_ops.costs(), before)
     assert not cost_model._calibrated
 
@@ -82,7 +82,7 @@ def test_each_gpu_of_a_machine_has_a_file_of_its_own() -> None:
     assert {path.parent for path in names if path} == {cache_file().parent}
 
 
-def test_without_a_home_nothing_is_kept_or_read(
+def test_without_a_home_folder_no_costs_are_saved_or_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -111,7 +111,7 @@ def test_kept_costs_are_used_whatever_device_is_the_default() -> None:
     assert _ops.costs().tolist() == [2.0] * 30
 
 
-def test_the_kept_speed_of_the_link_is_told_and_nothing_is_used() -> None:
+def test_the_saved_link_speed_is_returned_without_applying_costs() -> None:
     gpu, before = calibration._gpu(), _ops.costs()
     assert calibration.saved_link_gbps(gpu) == (None, None)
     written(figures([1.0] * 28 + [50.5, 40.0]))
@@ -148,9 +148,7 @@ def test_without_a_file_the_defaults_serve() -> None:
     ],
     ids=lambda text: repr(text[:24]),
 )
-def test_a_broken_file_is_told_and_changes_nothing(
-    text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_file_is_logged_and_ignored(text: str, caplog: pytest.LogCaptureFixture) -> None:
     assert_not_used(written(text), caplog)
 
 
@@ -232,7 +230,7 @@ def test_without_a_gpu_there_is_nothing_to_measure() -> None:
 def test_a_calibration_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "MOST_TABLE_BYTES", 256 << 20)
     figures = speedtorch.calibrate(progress=False)
-    assert all(0 < each < 1e6 for each in figures["costs"][:24])
+    assert all(0 < cost < 1e6 for cost in figures["costs"][:24])
     assert all(1 < gbps < 1000 for gbps in figures["costs"][-2:])
     assert json.loads(cache_file().read_text())["costs"] == figures["costs"]
     assert _ops.costs().tolist() == figures["costs"]
@@ -259,7 +257,7 @@ def test_measured_costs_are_kept_and_used() -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("what", ["no folder", "no home"])
-def test_costs_that_cannot_be_kept_are_used_and_told(
+def test_costs_that_cannot_be_saved_are_used_and_logged(
     what: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if what == "no folder":

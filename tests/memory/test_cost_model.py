@@ -128,7 +128,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def test_what_is_on_the_cpu_stays_there() -> None:
+def test_ops_on_the_cpu_use_no_gpu_path() -> None:
     table, ids = torch.zeros(4, 2), torch.tensor([1])
     assert speedtorch.explain("pinned_gather", table, ids).path == "cpu"
     assert speedtorch.explain("pinned_scatter", table, ids, torch.zeros(1, 2)).path == "cpu"
@@ -142,12 +142,12 @@ def test_an_explanation_has_path_reason_and_rates(driver: PretendedDriver) -> No
     costs[-2:] = 64.0
     cost_model.use_costs(costs, calibrated=True)
     table = speedtorch.empty((16, 128), memory="managed")
-    told = explain_on_gpu("pinned_gather", table, meta(1000, dtype=torch.int64))
-    assert (told.path, told.predicted_us) == ("direct", 10.0)
-    assert told.predicted_gbps == told.measured_gbps == pytest.approx(51.2)
-    assert (told.link_gbps, told.share_of_link) == (64.0, pytest.approx(0.8))
-    assert set(told.alternatives_us) == {"direct", "distinct", "ordered"}
-    text = str(told)
+    explanation = explain_on_gpu("pinned_gather", table, meta(1000, dtype=torch.int64))
+    assert (explanation.path, explanation.predicted_us) == ("direct", 10.0)
+    assert explanation.predicted_gbps == explanation.measured_gbps == pytest.approx(51.2)
+    assert (explanation.link_gbps, explanation.share_of_link) == (64.0, pytest.approx(0.8))
+    assert set(explanation.alternatives_us) == {"direct", "distinct", "ordered"}
+    text = str(explanation)
     assert "pinned_gather: direct (one launch" in text
     assert "1,000 rows of 512 B, managed memory; estimates: direct 10 us" in text
     assert "51.2 GB/s (calibrated here); link: 64.0 GB/s; share of the link: 0.80" in text
@@ -162,17 +162,17 @@ def test_an_explanation_says_whose_figures_they_are(driver: PretendedDriver) -> 
 
 def test_pageable_memory_is_explained_with_its_remedy(driver: PretendedDriver) -> None:
     ids = meta(8, dtype=torch.int64)
-    told = explain_on_gpu("pinned_scatter", torch.zeros(9, 4), ids, meta(8, 4))
-    assert told.path == "staged"
-    assert "pin_memory_(table) pins it" in str(told)
-    assert told.predicted_us is None
+    explanation = explain_on_gpu("pinned_scatter", torch.zeros(9, 4), ids, meta(8, 4))
+    assert explanation.path == "staged"
+    assert "pin_memory_(table) pins it" in str(explanation)
+    assert explanation.predicted_us is None
 
 
 def test_a_plan_is_followed(driver: PretendedDriver) -> None:
     table, ids = speedtorch.empty((16, 128), memory="managed"), meta(8, dtype=torch.int64)
-    told = explain_on_gpu("pinned_gather", table, ids, plan=[])
-    assert told.path == "ordered"
-    assert "the ids are planned already" in told.why
+    explanation = explain_on_gpu("pinned_gather", table, ids, plan=[])
+    assert explanation.path == "ordered"
+    assert "the ids are planned already" in explanation.why
 
 
 def test_swaps_and_copies_have_one_path(driver: PretendedDriver) -> None:
@@ -203,10 +203,10 @@ def test_other_ops_and_arguments_are_refused_by_name() -> None:
 def test_explain_agrees_with_what_runs(gpu_place: Place) -> None:
     table = gpu_place.table(torch.rand(6000, 128))
     ids = torch.randint(6000, (5000,), device="cuda")
-    told = speedtorch.explain("pinned_gather", table, ids)
-    assert (told.path == "staged") == (not gpu_place.mapped)
+    explanation = speedtorch.explain("pinned_gather", table, ids)
+    assert (explanation.path == "staged") == (not gpu_place.mapped)
     if gpu_place.mapped:
-        with cost_model.forced_path(told.path):
+        with cost_model.forced_path(explanation.path):
             assert torch.equal(speedtorch.pinned_gather(table, ids), table.cuda()[ids])
 
 
@@ -214,7 +214,7 @@ def test_explain_agrees_with_what_runs(gpu_place: Place) -> None:
 # multiprocessors and shapes of launches
 
 
-def test_the_number_of_multiprocessors_is_set_and_asked_for() -> None:
+def test_the_number_of_multiprocessors_is_set_and_returned() -> None:
     usual = speedtorch.get_num_sms()
     speedtorch.set_num_sms(5)
     assert speedtorch.get_num_sms() == 5
@@ -294,7 +294,7 @@ def test_bulk_copies_serve_large_batches_of_long_aligned_rows(
 @pytest.mark.parametrize(
     ("row_bytes", "pieces", "piece_bytes"), [(512, 1, 512), (2048, 1, 2048), (8320, 5, 2048)]
 )
-def test_long_rows_move_in_pieces(row_bytes: int, pieces: int, piece_bytes: int) -> None:
+def test_long_rows_are_copied_in_chunks(row_bytes: int, pieces: int, piece_bytes: int) -> None:
     shape = launch(row_bytes, 100_000)
     assert (shape["per_row"], shape["access_bytes"]) == (pieces, piece_bytes)
 
@@ -359,7 +359,7 @@ def test_what_the_user_has_set_is_a_limit_on_any_link(unset_sms: None) -> None:
 
 
 @pytest.mark.parametrize("link", [(1e5, 1e5), (float("inf"),) * 2, (float("nan"),) * 2], ids=str)
-def test_a_link_that_no_machine_has_leaves_a_number(
+def test_an_implausible_link_speed_gives_a_valid_number_of_multiprocessors(
     unset_sms: None, link: tuple[float, float]
 ) -> None:
     with_link(*link)

@@ -78,7 +78,7 @@ class Drops:
                 arriving = [torch.empty(len(half[1]), WIDTH, device=self.device) for _ in range(2)]
                 fields = [table["weight"], table["m"]]
                 speedtorch.optimizer_state_swap(fields, leaving, half[0], arriving, half[1])
-                self.results += [(number, each) for each in arriving]
+                self.results += [(number, tensor) for tensor in arriving]
 
     def in_a_cycle(self, number: float) -> None:
         table = self.table(number)
@@ -102,7 +102,7 @@ class Drops:
             )
             sgd = optim.SGD(module.parameters(), lr=1.0, momentum=0.5)
             speedtorch.attach(sgd, module)
-            for turn, ids in enumerate(
+            for number, ids in enumerate(
                 speedtorch.prefetch(self.ids.chunk(5), module, ids=lambda ids: ids)
             ):
                 self.keep_busy()
@@ -110,7 +110,7 @@ class Drops:
                 self.results.append((number, found.detach()))
                 found.sum().backward()
                 sgd.step()
-                if turn == 2:
+                if number == 2:
                     break
 
     def check(self) -> None:
@@ -138,7 +138,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_tables_that_go_while_kernels_use_them_leave_nothing_behind(device: str) -> None:
+def test_tables_dropped_while_kernels_use_them_are_freed(device: str) -> None:
     drops = Drops(device, seed=1)
     for number in range(1, 20):  # what libraries keep after the first uses
         drops.drop(float(number))

@@ -37,14 +37,14 @@ def test_a_graph_keeps_the_memory_of_its_table(kind: str) -> None:
     values = random_rows(ROWS, (WIDTH,))
     graph, index, out = capture_gather(Place("cuda", kind).table(values))
     gc.collect()
-    others = [
+    more_tables = [
         Place("cuda", kind).table(random_rows(ROWS, (WIDTH,), seed=seed)) for seed in (1, 2, 3)
     ]
     out.zero_()
     graph.replay()
     speedtorch.synchronize()
     assert_same_bytes(out, values[IDS])
-    assert (len(others), index.tolist()) == (3, IDS)
+    assert (len(more_tables), index.tolist()) == (3, IDS)
 
 
 @pytest.mark.parametrize("kind", ["managed", "registered"])
@@ -93,8 +93,8 @@ def test_the_memory_of_a_dead_table_counts_as_captured(kind: str) -> None:
 def test_a_table_may_go_while_a_graph_is_captured(kind: str) -> None:
     place, values = Place("cuda", kind), random_rows(ROWS, (WIDTH,))
     table, index = place.table(values), place.ids([3, 4])
-    others = [place.table(random_rows(ROWS, (WIDTH,)))]
-    speedtorch.pinned_gather(others[0], index)
+    more_tables = [place.table(random_rows(ROWS, (WIDTH,)))]
+    speedtorch.pinned_gather(more_tables[0], index)
     out = torch.zeros(2, WIDTH, device="cuda")
     speedtorch.pinned_gather(table, index, out=out)
     speedtorch.synchronize()
@@ -102,7 +102,7 @@ def test_a_table_may_go_while_a_graph_is_captured(kind: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         speedtorch.pinned_gather(table, index, out=out)
-        others.clear()
+        more_tables.clear()
     graph.replay()
     speedtorch.synchronize()
     assert_same_bytes(out, values[[3, 4]])

@@ -92,7 +92,7 @@ def test_nothing_but_plain_memory_needs_the_driver(driver: PretendedDriver) -> N
     assert driver.calls == []
 
 
-def test_memory_of_others_is_known_by_its_address(driver: PretendedDriver) -> None:
+def test_foreign_memory_is_identified_by_its_address(driver: PretendedDriver) -> None:
     tensor = torch.zeros(100)
     assert memory_kind(tensor) == "plain"
     driver.pinned_by_others.add(tensor.data_ptr())

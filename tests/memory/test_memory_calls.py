@@ -30,17 +30,17 @@ def without_managed(monkeypatch: pytest.MonkeyPatch) -> PretendedDriver:
 def test_managed_memory_is_advised_for_the_current_gpu_before_the_first_touch(gpus: int) -> None:
     with PretendedDriver(*[True] * gpus) as driver:
         tensor = empty(3 << 20, dtype=torch.uint8, memory="managed")
-        piece = (tensor.data_ptr(), 3 << 20)
+        span = (tensor.data_ptr(), 3 << 20)
         assert driver.named("malloc_managed", "advise_preferred_host", "advise_accessed_by") == [
             ("malloc_managed", 3 << 20),
-            ("advise_preferred_host", *piece),
-            ("advise_accessed_by", *piece, 0),
+            ("advise_preferred_host", *span),
+            ("advise_accessed_by", *span, 0),
         ]
         assert driver.advised_untouched == [True] * 2
         assert not tensor.any()
         assert driver.named("host_register") == []
         del tensor
-        assert driver.named("free_managed") == [("free_managed", piece[0])]
+        assert driver.named("free_managed") == [("free_managed", span[0])]
         assert driver.nothing_left()
 
 
@@ -123,7 +123,7 @@ MANAGED_CALLS = pytest.mark.parametrize(
 
 
 @MANAGED_CALLS
-def test_a_failure_on_the_way_to_managed_memory_is_explained_and_leaves_nothing_behind(
+def test_a_failed_managed_allocation_is_explained_and_freed(
     stats: Callable[[], dict[str, int]], call: str, number: int
 ) -> None:
     with PretendedDriver(True, True) as driver:
@@ -147,7 +147,7 @@ def test_no_call_of_the_library_escapes_the_tests_above() -> None:
     assert made == failed | {"free_managed"}
 
 
-def test_a_failure_to_register_leaves_nothing_behind(
+def test_a_failed_registration_frees_everything(
     driver: PretendedDriver, stats: Callable[[], dict[str, int]]
 ) -> None:
     driver.fail("host_register", 1)
@@ -159,7 +159,7 @@ def test_a_failure_to_register_leaves_nothing_behind(
     assert memory_kind(empty(1000, memory="registered")) == "registered"
 
 
-def test_a_failure_to_pin_leaves_the_tensor_as_it_was(
+def test_a_failure_to_pin_does_not_change_the_tensor(
     driver: PretendedDriver, stats: Callable[[], dict[str, int]]
 ) -> None:
     tensor = torch.ones(1000)

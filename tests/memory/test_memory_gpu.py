@@ -78,9 +78,9 @@ def test_what_the_cpu_writes_is_what_the_next_kernel_reads() -> None:
     index = all_rows()
     for kind in [*OWN, "in_place"]:
         table = table_of(kind, torch.zeros(ROWS, WIDTH))
-        for turn in range(20):
-            table.fill_(turn)
-            assert speedtorch.pinned_gather(table, index).eq(turn).all()
+        for value in range(20):
+            table.fill_(value)
+            assert speedtorch.pinned_gather(table, index).eq(value).all()
 
 
 @pytest.mark.parametrize("kind", [*OWN, "plain"])

@@ -22,7 +22,7 @@ from speedtorch.memory.host_memory import release
 pytestmark = NEEDS_GPU
 
 
-def others(kind: str) -> list[Tensor]:
+def newer_memory(kind: str) -> list[Tensor]:
     """New memory full of NaN, for the allocator to hand out again what it should not have."""
     return [table_of(kind, torch.full((ROWS, WIDTH), float("nan"))) for _ in range(4)]
 
@@ -39,7 +39,7 @@ def test_a_table_deleted_behind_a_long_queue_was_read_whole(kind: str) -> None:
     torch.cuda._sleep(LONG)
     results = [speedtorch.pinned_gather(table, index) for _ in range(100)]
     del table
-    reused = others(kind)
+    reused = newer_memory(kind)
     torch.cuda.synchronize()
     for result in results:
         assert_same_bytes(result, values.flip(0))
@@ -47,14 +47,14 @@ def test_a_table_deleted_behind_a_long_queue_was_read_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_late_writes_hit_no_memory_that_came_after(kind: str) -> None:
+def test_late_writes_do_not_reach_newer_memory(kind: str) -> None:
     index, rows = all_rows(), torch.full((ROWS, WIDTH), 7.0, device="cuda")
     table = table_of(kind, torch.zeros(ROWS, WIDTH))
     torch.cuda._sleep(LONG)
     for _ in range(100):
         speedtorch.pinned_scatter(table, index, rows)
     del table
-    reused = others(kind)
+    reused = newer_memory(kind)
     speedtorch.synchronize()
     assert all(tensor.isnan().all() for tensor in reused)
 
@@ -132,7 +132,7 @@ def test_a_captured_graph_reads_the_rows_of_a_table_that_died(kind: str) -> None
     graph, _index = capture_gather(table, out)
     del table
     assert sum(memory_stats().values()) == before + NBYTES
-    reused = others(kind)
+    reused = newer_memory(kind)
     graph.replay()
     assert_same_bytes(out, values[[999, 0, 500]])
     assert len(reused) == 4

@@ -49,10 +49,10 @@ def use(table: Tensor, gpu: int = 0, stream: int = STREAM) -> int:
 def test_another_gpu_maps_a_managed_table_when_it_first_uses_it() -> None:
     with PretendedDriver(True, True, True) as driver:
         table = empty(1000, memory="managed")
-        piece = (table.data_ptr(), 4000)
+        span = (table.data_ptr(), 4000)
         for gpu in (0, 2, 2, 0):
             assert use(table[10:20], gpu) == MANAGED
-        mapped = [("advise_accessed_by", *piece, gpu) for gpu in (0, 2)]
+        mapped = [("advise_accessed_by", *span, gpu) for gpu in (0, 2)]
         assert driver.named("advise_accessed_by") == mapped
         names = [name for name, *_ in driver.named("advise_accessed_by", "event_record")]
         assert (
@@ -108,7 +108,7 @@ def test_registered_memory_that_kernels_would_not_find_is_cudas_own(wsl: Pretend
     assert names == ["event_synchronize", "host_free"]
 
 
-def test_a_failure_of_cudas_own_memory_leaves_nothing_behind(wsl: PretendedDriver) -> None:
+def test_a_failed_cuda_allocation_frees_everything(wsl: PretendedDriver) -> None:
     wsl.fail("host_alloc")
     message = r"pinning 4000 bytes with cudaHostAlloc failed: pretended reason 2"
     with pytest.raises(RuntimeError, match=message):
@@ -126,7 +126,7 @@ def test_pinning_in_place_is_refused_where_kernels_would_not_find_it(wsl: Preten
     assert memory_kind(tensor) == "plain"
 
 
-def test_memory_registered_by_others_elsewhere_is_staged(wsl: PretendedDriver) -> None:
+def test_foreign_memory_with_another_gpu_address_is_staged(wsl: PretendedDriver) -> None:
     tensor = torch.ones(1000)
     wsl.registered[tensor.data_ptr()] = (4000, False)
     assert use(tensor) == NOT
@@ -148,12 +148,12 @@ def test_pageable_tables_are_reached_through_the_hosts_page_tables(
     ids = torch.empty(8, dtype=torch.int64, device="meta")
     assert speedtorch.explain("pinned_gather", table, ids).path == "staged"
     driver.host_page_tables = True
-    told = speedtorch.explain("pinned_gather", table, ids)
-    assert told.path == "direct"
-    assert "mapped memory" in told.why
+    explanation = speedtorch.explain("pinned_gather", table, ids)
+    assert explanation.path == "direct"
+    assert "mapped memory" in explanation.why
 
 
-def test_plain_memory_stays_until_the_gpu_that_reads_it_is_done(driver: PretendedDriver) -> None:
+def test_plain_memory_is_freed_after_the_gpu_has_read_it(driver: PretendedDriver) -> None:
     driver.host_page_tables = True
     table = empty(1 << 20, memory="plain")
     address = table.data_ptr()
@@ -312,7 +312,7 @@ def test_copies_of_units_end_at_registration_boundaries(
 
 
 @pytest.mark.parametrize("kind", ["managed", "registered", "elsewhere", "in_place", "foreign"])
-def test_memory_comes_and_goes_while_another_thread_captures(
+def test_memory_is_allocated_and_freed_while_another_thread_captures(
     driver: PretendedDriver, kind: str
 ) -> None:
     driver.registers_elsewhere = kind == "elsewhere"
@@ -380,7 +380,7 @@ def test_released_memory_goes_behind_the_replays_of_its_graphs(gpu: int, is_gone
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-def test_what_a_graph_may_use_stays_pinned_until_it_is_released(
+def test_memory_of_a_graph_is_pinned_until_it_is_released(
     driver: PretendedDriver, is_left: bool
 ) -> None:
     release()  # what earlier tests left
@@ -441,7 +441,7 @@ def test_an_op_asks_the_driver_three_times_about_its_table(driver: PretendedDriv
 
 
 @pytest.mark.parametrize("kind", ["managed", "registered", "in_place", "foreign", "plain"])
-def test_no_lock_is_held_while_the_driver_is_asked(driver: PretendedDriver, kind: str) -> None:
+def test_no_lock_is_held_during_driver_calls(driver: PretendedDriver, kind: str) -> None:
     """Another thread gets at the registry during every call."""
     locked: list[str] = []
 
@@ -490,12 +490,12 @@ def test_memory_is_unpinned_after_another_threads_op_has_noted_its_use(
     unpinning.join()
     assert alone == [True]
     names = [name for name, *_ in driver.calls]
-    last = [each for each in names if each.startswith("event_") or each == "host_unregister"]
+    last = [name for name in names if name.startswith("event_") or name == "host_unregister"]
     assert last == [*EVENT_CALLS, "host_unregister"]
     assert driver.nothing_left()
 
 
-def test_memory_of_others_is_kept_until_the_gpu_is_done(driver: PretendedDriver) -> None:
+def test_foreign_memory_is_kept_until_the_gpu_has_finished(driver: PretendedDriver) -> None:
     memory = mmap.mmap(-1, 4096)
     memory_lives = weakref.ref(memory)
     table = torch.frombuffer(memory, dtype=torch.uint8)
@@ -512,7 +512,7 @@ def test_memory_of_others_is_kept_until_the_gpu_is_done(driver: PretendedDriver)
 
 
 @pytest.mark.parametrize("call", ["event_create", "event_record", "stream_id"])
-def test_a_failure_to_note_a_use_is_told_and_leaves_nothing_behind(
+def test_a_failure_to_record_a_use_raises_and_frees_everything(
     driver: PretendedDriver, call: str
 ) -> None:
     table = empty(1000, memory="registered")

@@ -94,7 +94,7 @@ def test_import_makes_no_cuda_call() -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def test_nothing_else_comes_to_lie_where_managed_memory_was() -> None:
+def test_a_forked_child_maps_nothing_else_at_managed_addresses() -> None:
     program = """
 import ctypes
 address = raw["managed"].data_ptr()
@@ -149,7 +149,7 @@ def child():
 """
 
 
-def test_a_forked_child_with_managed_memory_is_told_both_processes_and_the_remedies() -> None:
+def test_the_error_of_a_forked_child_names_both_processes_and_the_remedies() -> None:
     program = "sys.stdout.flush(); print(json.dumps([os.getpid(), forked(child)]))"
     *outcomes, (parent, child) = lines_of(TABLES, FORK, "kind = 'managed'", TRIALS, program)
     assert len(outcomes) == 17
@@ -352,27 +352,27 @@ def test_who_takes_memory_at_the_same_time_is_refused_before_it_ends(limited_gro
 import threading
 import speedtorch
 
-both, taken, said = threading.Barrier(2), [], []
+both, taken, errors = threading.Barrier(2), [], []
 
 def take():
     both.wait()
     try:
         taken.append(speedtorch.empty(320 << 20, dtype=torch.uint8, memory="plain"))
     except MemoryError as error:
-        said.append(str(error))
+        errors.append(str(error))
 
 open("{limited_group}/cgroup.procs", "w").write(str(os.getpid()))
 threads = [threading.Thread(target=take) for _ in range(2)]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
 # What was refused has left its room.
 room = speedtorch.memory.host_memory.available_bytes() >> 20
-print(json.dumps([len(taken), room, speedtorch.memory_stats()["plain"] >> 20, said]))
+print(json.dumps([len(taken), room, speedtorch.memory_stats()["plain"] >> 20, errors]))
 taken.clear()  # Python takes memory, too, as it ends
 """
-    ((taken, room, held, said),) = lines_of(program)
-    assert taken + len(said) == 2 and said and held == 320 * taken
-    assert all("335544320 bytes requested, " in each for each in said)
+    ((taken, room, held, errors),) = lines_of(program)
+    assert taken + len(errors) == 2 and errors and held == 320 * taken
+    assert all("335544320 bytes requested, " in error for error in errors)
     assert room > (500 if not taken else 180)

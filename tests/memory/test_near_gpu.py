@@ -111,7 +111,7 @@ def test_without_a_gpu_nothing_changes(machine: Path, monkeypatch: pytest.Monkey
 
 @needs_two
 @pytest.mark.usefixtures("machine")
-def test_who_takes_plain_memory_stays_where_he_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocating_plain_memory_does_not_move_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity")
     assert not empty(3, memory="plain").any()
 

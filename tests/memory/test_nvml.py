@@ -49,17 +49,17 @@ class Pretended:
         return 0
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, *failing: str) -> Driver:
+def driver_facts(monkeypatch: pytest.MonkeyPatch, *failing: str) -> Driver:
     """What such a library tells; all that was opened is closed."""
     library = Pretended(*failing)
     monkeypatch.setattr(nvml, "CDLL", {"libnvidia-ml.so.1": library}.__getitem__)
-    told = query_driver(["whole", "part", "of another machine"])
+    driver = query_driver(["whole", "part", "of another machine"])
     assert library.users == 0
-    return told
+    return driver
 
 
 def test_the_driver_tells_its_versions_and_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(monkeypatch) == ("580.65.06", "12.8", [3 << 30, 1 << 30, None])
+    assert driver_facts(monkeypatch) == ("580.65.06", "12.8", [3 << 30, 1 << 30, None])
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_the_driver_tells_its_versions_and_free_memory(monkeypatch: pytest.Monke
         ("nvmlDeviceGetMemoryInfo", ("580.65.06", "12.8", [None] * 3)),
     ],
 )
-def test_what_a_call_does_not_tell_is_none(
+def test_a_value_that_a_call_does_not_report_is_none(
     monkeypatch: pytest.MonkeyPatch, call: str, expected: tuple[object, ...]
 ) -> None:
-    assert asked(monkeypatch, call) == expected
+    assert driver_facts(monkeypatch, call) == expected
 
 
-def test_without_a_driver_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_all_values_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

@@ -31,25 +31,25 @@ def reserved(count: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, count, flags=NORESERVE), dtype=torch.uint8)
 
 
-def test_memory_is_registered_in_pieces_of_at_most_256_gib(driver: PretendedDriver) -> None:
+def test_memory_is_registered_in_chunks_of_at_most_256_gib(driver: PretendedDriver) -> None:
     tensor = reserved(520 * GIB)
     pin_memory_(tensor)
-    pieces = [
+    chunks = [
         (tensor.data_ptr() + 256 * k * GIB, size * GIB) for k, size in enumerate((256, 256, 8))
     ]
-    assert driver.named("host_register") == [("host_register", *piece, 0) for piece in pieces]
+    assert driver.named("host_register") == [("host_register", *chunk, 0) for chunk in chunks]
     assert memory_stats()["registered"] >= 520 * GIB
     unpin_memory_(tensor)
-    unregistered = [("host_unregister", piece[0]) for piece in pieces]
+    unregistered = [("host_unregister", chunk[0]) for chunk in chunks]
     assert driver.named("host_unregister") == unregistered
 
 
-@pytest.mark.parametrize("piece", [1, 2, 3])
-def test_a_piece_that_fails_takes_the_pieces_before_it_back(
-    driver: PretendedDriver, stats: Callable[[], dict[str, int]], piece: int
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_a_chunk_that_fails_unregisters_the_chunks_before_it(
+    driver: PretendedDriver, stats: Callable[[], dict[str, int]], chunk: int
 ) -> None:
     tensor = reserved(520 * GIB)
-    driver.fail("host_register", piece, piece + 1)  # for writing, then the retry for reading
+    driver.fail("host_register", chunk, chunk + 1)  # for writing, then the retry for reading
     with pytest.raises(RuntimeError, match=f"pinning {520 * GIB} bytes .*pretended reason 2"):
         pin_memory_(tensor)
     assert driver.nothing_left()
@@ -87,7 +87,7 @@ def test_a_view_holds_its_tensor_and_keeps_it_pinned(driver: PretendedDriver) ->
 
 
 @pytest.mark.parametrize("unpinned", [False, True], ids=["dies", "is_unpinned"])
-def test_memory_that_a_tensor_gave_up_stays_until_it_is_unpinned(
+def test_replaced_memory_of_a_tensor_is_kept_until_it_is_unpinned(
     driver: PretendedDriver, unpinned: bool
 ) -> None:
     # Not of the heap, which keeps what it is given back.
@@ -161,7 +161,7 @@ def test_memory_that_speedtorch_made_is_not_pinned_again(
         unpin_memory_(tensor)
 
 
-def test_memory_that_others_pinned_is_not_pinned_again(driver: PretendedDriver) -> None:
+def test_foreign_pinned_memory_is_not_pinned_again(driver: PretendedDriver) -> None:
     tensor = torch.zeros(100)
     driver.pinned_by_others.add(tensor.data_ptr())
     with pytest.raises(ValueError, match="already pinned by another library"):

@@ -112,7 +112,7 @@ def test_memory_that_a_side_stream_uses_is_kept_for_it(streams: RecordedStreams)
 
 
 @KINDS
-def test_an_error_within_leaves_the_current_stream_and_the_end_of_the_work(
+def test_an_error_inside_restores_the_current_stream_and_records_the_end(
     kind: type[SideStream], streams: RecordedStreams
 ) -> None:
     side = kind("copies")

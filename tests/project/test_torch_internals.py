@@ -26,8 +26,8 @@ from speedtorch import torch_internals
 from speedtorch.nn.row_module import RowModule
 
 
-class Asked(Tensor):
-    """A tensor that notes the frames which call functions with it."""
+class RecordingTensor(Tensor):
+    """A tensor that records the frames that call functions with it."""
 
     frames: list[FrameType]
 
@@ -35,17 +35,17 @@ class Asked(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Notes who calls, and answers as a plain tensor does."""
+        """Records the calling frame and calls the function as for a plain tensor."""
         cls.frames.append(sys._getframe(1))
         with torch_internals.as_plain():
             return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
-def asked() -> Tensor:
-    """Such a tensor, which nobody has asked yet."""
-    Asked.frames = []
-    return torch.zeros(3, 2).as_subclass(Asked)
+def recording_tensor() -> Tensor:
+    """A recording tensor without recorded frames."""
+    RecordingTensor.frames = []
+    return torch.zeros(3, 2).as_subclass(RecordingTensor)
 
 
 def test_every_part_has_a_test() -> None:
@@ -84,12 +84,12 @@ def test_torch_function_is_on() -> None:
         assert not torch_internals.torch_function_is_on()
 
 
-def test_as_plain(asked: Tensor) -> None:
+def test_as_plain(recording_tensor: Tensor) -> None:
     with torch_internals.as_plain():
-        assert asked.shape == (3, 2) and asked + 1 is not None
-    assert Asked.frames == []
-    _ = asked.shape
-    assert len(Asked.frames) == 1
+        assert recording_tensor.shape == (3, 2) and recording_tensor + 1 is not None
+    assert RecordingTensor.frames == []
+    _ = recording_tensor.shape
+    assert len(RecordingTensor.frames) == 1
 
 
 def test_version_of() -> None:
@@ -100,20 +100,20 @@ def test_version_of() -> None:
     assert torch_internals.version_of(tensor) == torch_internals.version_of(view) == before + 2
 
 
-def test_version_asked() -> None:
-    asked: list[object] = []
+def test_version_getter() -> None:
+    functions: list[object] = []
 
     class Noted(Tensor):
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            asked.append(func)
+            functions.append(func)
             with torch_internals.as_plain():
                 return func(*args, **(kwargs or {}))
 
     assert torch_internals.version_of(torch.zeros(3).as_subclass(Noted)) == 0
-    assert asked == [torch_internals.VERSION_GETTER]
+    assert functions == [torch_internals.VERSION_GETTER]
 
 
 def test_base_of() -> None:
@@ -173,7 +173,7 @@ def test_set_versions() -> None:
     saved = weight.t()
     result = (saved * saved).sum()
     torch_internals.set_versions((weight, other), (7, 1 << 31))
-    assert [torch_internals.version_of(each) for each in (weight, saved, other)] == [7, 7, 1 << 31]
+    assert [torch_internals.version_of(t) for t in (weight, saved, other)] == [7, 7, 1 << 31]
     with pytest.raises(RuntimeError, match="is at version 7; expected version 0"):
         result.backward(retain_graph=True)
     torch_internals.set_versions((weight,), (0,))
@@ -181,13 +181,13 @@ def test_set_versions() -> None:
     assert weight.grad is not None
 
 
-def test_split_apart() -> None:
+def test_split_with_versions() -> None:
     tensor = torch.arange(12.0).view(6, 2)
     parts = torch_internals.split_with_versions(tensor, [1, 0, 5])
     assert [len(part) for part in parts] == [1, 0, 5]
-    before = [torch_internals.version_of(each) for each in (tensor, *parts)]
+    before = [torch_internals.version_of(part) for part in (tensor, *parts)]
     parts[2].mul_(-1)
-    after = [torch_internals.version_of(each) for each in (tensor, *parts)]
+    after = [torch_internals.version_of(part) for part in (tensor, *parts)]
     assert [new - old for new, old in zip(after, before, strict=True)] == [0, 0, 0, 1]
     assert tensor[1:].max() < 0 < tensor[0].max()
 
@@ -210,17 +210,17 @@ def test_foreach() -> None:
         (torch_internals.foreach_mul(ones, threes), 3),
         (torch_internals.foreach_mul(ones, [torch.tensor(5.0), torch.tensor(5.0)]), 5),
         (torch_internals.foreach_neg(ones), -1),
-        (torch_internals.foreach_sqrt([each + 1 for each in threes]), 2),
+        (torch_internals.foreach_sqrt([tensor + 1 for tensor in threes]), 2),
     ):
-        assert [each.unique().tolist() for each in found] == [[expected]] * 2
+        assert [tensor.unique().tolist() for tensor in found] == [[expected]] * 2
     torch_internals.foreach_add_(ones, 1)
-    torch_internals.foreach_addcdiv_(ones, [each * 6 for each in ones], threes)
-    assert [each.unique().tolist() for each in ones] == [[6.0]] * 2
-    torch_internals.foreach_addcdiv_(ones, [each.clone() for each in ones], threes, [-1.0, -2.0])
-    assert [each.unique().tolist() for each in ones] == [[4.0], [2.0]]
+    torch_internals.foreach_addcdiv_(ones, [tensor * 6 for tensor in ones], threes)
+    assert [tensor.unique().tolist() for tensor in ones] == [[6.0]] * 2
+    torch_internals.foreach_addcdiv_(ones, [t.clone() for t in ones], threes, [-1.0, -2.0])
+    assert [tensor.unique().tolist() for tensor in ones] == [[4.0], [2.0]]
     halves = [torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16)]
     torch_internals.foreach_copy_(halves, ones)
-    assert [each.unique().tolist() for each in halves] == [[4.0], [2.0]]
+    assert [tensor.unique().tolist() for tensor in halves] == [[4.0], [2.0]]
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -260,7 +260,7 @@ def test_schema_name_and_torch_dispatch_mode() -> None:
 def test_tree_leaves_and_tree_map() -> None:
     given = ((1, {"a": [2, None]}), 3)
     assert torch_internals.tree_leaves(given) == [1, 2, None, 3]
-    twice = torch_internals.tree_map(lambda each: each and 2 * each, given)
+    twice = torch_internals.tree_map(lambda leaf: leaf and 2 * leaf, given)
     assert twice == ((2, {"a": [4, None]}), 6)
 
 
@@ -289,7 +289,7 @@ def test_a_weak_reference_to_a_tensor_that_a_graph_alone_keeps() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_of_another_dtype(dtype: torch.dtype) -> None:
+def test_empty_of_other_dtype(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
     kept = parameter.sum()
     parameter.data = torch_internals.empty_of_other_dtype(dtype, parameter.device)
@@ -328,7 +328,7 @@ def test_call_after_backward() -> None:
 
 def test_top_saved_tensors_hooks() -> None:
     assert torch_internals.top_saved_tensors_hooks(True) is None
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert torch_internals.top_saved_tensors_hooks(True) is not None
     assert torch_internals.top_saved_tensors_hooks(True) is None
 
@@ -520,11 +520,11 @@ def test_next_node_number_and_number_of_node() -> None:
     values = torch.ones(2, requires_grad=True)
     first = torch_internals.next_node_number()
     made = [values * 2, values * 3]
-    numbers = [torch_internals.number_of_node(each.grad_fn) for each in made]
+    numbers = [torch_internals.number_of_node(tensor.grad_fn) for tensor in made]
     assert first <= numbers[0] < numbers[1] < torch_internals.next_node_number()
     order: list[int] = []
-    for each, number in zip(made, numbers, strict=True):
-        each.grad_fn.register_prehook(lambda _, number=number: order.append(number))
+    for tensor, number in zip(made, numbers, strict=True):
+        tensor.grad_fn.register_prehook(lambda _, number=number: order.append(number))
     (made[0] + made[1]).sum().backward()
     assert order == numbers[::-1]
 
@@ -620,7 +620,7 @@ def test_fully_sharded() -> None:
         assert data.data_ptr() == parameter.to_local().data_ptr()
 
 
-def test_calls_under_way() -> None:
+def test_running_calls() -> None:
     found = []
 
     class Inner(nn.Module):
@@ -670,8 +670,8 @@ def test_foreach_types_are_those_that_are_clipped_together(
     monkeypatch.setattr(torch, "_foreach_norm", counted)
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     for known in (False, True):
-        for each in parameters:
-            each.grad = torch.ones(2)
+        for param in parameters:
+            param.grad = torch.ones(2)
         with torch_internals.as_plain():
             parameters[0].grad = torch.ones(2).as_subclass(Own)
         if known:
@@ -684,7 +684,7 @@ def test_foreach_types_are_those_that_are_clipped_together(
     assert calls == [3]
 
 
-def test_give_no_data_pointer() -> None:
+def test_forbid_data_pointer() -> None:
     class Own(Tensor):
         @classmethod
         def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
@@ -759,7 +759,7 @@ def test_replace_step_stays_within_the_calls_of_hooks() -> None:
     assert calls == ["pre", "replaced", "replaced", "base", "own", "post"]
 
 
-def test_lent_by_grad_scaler() -> None:
+def test_set_by_grad_scaler() -> None:
     lent = []
 
     class Lent(torch.optim.SGD):
@@ -791,7 +791,7 @@ def test_host_grad_scaler_and_stepping_grad_scaler() -> None:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             """Notes who steps it, and with what gradient."""
             stepping = torch_internals.stepping_grad_scaler()
-            seen.append((stepping, [each.grad.item() for each in self.param_groups[0]["params"]]))
+            seen.append((stepping, [param.grad.item() for param in self.param_groups[0]["params"]]))
 
     parameter = nn.Parameter(torch.tensor(2.0))
     optimizer = Seen([parameter])
@@ -870,7 +870,7 @@ def test_found_inf_lets_an_optimizer_skip_a_step_where_can_skip_says_so() -> Non
     assert parameter.item() < 1
 
 
-def test_forget_failed_backward_lets_the_graph_go(device: str) -> None:
+def test_free_failed_backward_frees_the_graph(device: str) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -937,7 +937,7 @@ def test_current_node() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_place_buckets() -> None:
+def test_rebuild_buckets() -> None:
     wrapper = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     assert not torch_internals.rebuild_buckets(wrapper)
     assert not torch_internals.allows_uneven_inputs(wrapper)
