@@ -288,4 +288,4 @@ def run_doctor(folder: str | None = None, *, as_json: bool = False) -> int:
                     tqdm.write(f"{'':{width + 9}}{finding.advice}")
     if as_json:
         print(json.dumps(objects, indent=2))
-    return int(any(each["status"] == "wrong" for each in objects))
+    return int(any(finding["status"] == "wrong" for finding in objects))

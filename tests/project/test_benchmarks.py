@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 
 @pytest.mark.examples
-def test_every_benchmark_leaves_its_results(results: tuple[Path, dict[str, Any], str]) -> None:
+def test_every_benchmark_writes_its_results(results: tuple[Path, dict[str, Any], str]) -> None:
     folder, by_stem, _ = results
     assert tuple(by_stem) == report.STEMS
     for stem, result in by_stem.items():

@@ -131,6 +131,6 @@ def test_a_program_without_python_gathers_rows(program: Path, environment: dict[
 
 @pytest.mark.examples
 @needs("g++")
-def test_a_program_told_to_load_a_library_that_is_not_there_says_so(program: Path) -> None:
+def test_a_missing_library_is_named_in_the_error(program: Path) -> None:
     done = subprocess.run([program, "nowhere.so"], capture_output=True, text=True)
     assert done.returncode == 1 and "nowhere.so" in done.stderr

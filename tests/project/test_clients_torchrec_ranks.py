@@ -24,7 +24,7 @@ ROWS, STEPS = 1001, 5
 
 def block(table: torchrec_ranks.Table) -> Tensor:
     """The rows of this rank."""
-    (rows,) = (each.detach() for each in table.rows.parameters())
+    (rows,) = (param.detach() for param in table.rows.parameters())
     return rows
 
 
@@ -51,7 +51,7 @@ def trains_as_one_table() -> None:
             dist.all_reduce(alone.weight.grad)
             alone.weight.grad /= ranks
             optimizer.step()
-        own = alone.weight.detach().split([len(each) for each in blocks])[rank]
+        own = alone.weight.detach().split([len(block) for block in blocks])[rank]
         torch.testing.assert_close(block(table), own)
         assert not torch.equal(own, blocks[rank])
 

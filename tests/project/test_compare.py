@@ -61,7 +61,7 @@ def test_worse_is_what_is_beyond_three_per_cent_and_beyond_the_old_spread(
     assert compare.as_text(runs_of(old, new)).splitlines()[2].endswith(f"| {verdict} |")
 
 
-def test_what_others_do_is_told_but_is_not_our_fault() -> None:
+def test_slower_peers_are_reported_but_not_counted() -> None:
     (line,) = compare.lines_of(runs_of([1.0, 1.0], [2.0, 2.0], peer=True))
     assert line.verdict == "not ours: slower"
     assert "0 of 1 figures worse" in compare.as_text(runs_of([1.0], [2.0], peer=True))
@@ -71,11 +71,11 @@ def test_what_others_do_is_told_but_is_not_our_fault() -> None:
 def test_every_figure_of_a_benchmark_has_a_name_of_its_own(stem: str) -> None:
     result: dict[str, Any] = json.loads((RESULTS / f"{stem}.json").read_text())
     figures = compare.figures_of(result)
-    issued = sum("issued_us" in each["parameters"] for each in result["figures"])
+    issued = sum("issued_us" in figure["parameters"] for figure in result["figures"])
     timed = sum("seconds" in facts for facts in result["extra"].values() if type(facts) is dict)
     assert len(figures) == len(result["figures"]) + issued + timed
     if stem in ("pinned_gather", "embedding", "word2vec"):
-        assert {told["peer"] for told in figures.values()} == {True, False}
+        assert {figure["peer"] for figure in figures.values()} == {True, False}
 
 
 class Rounds:
@@ -101,7 +101,7 @@ def test_a_call_that_is_cut_short_goes_on_where_it_was(tmp_path: Path) -> None:
     assert path.with_suffix(".md").exists()
 
 
-def test_a_run_that_fails_is_told_and_the_other_counts(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_and_the_other_counts(tmp_path: Path) -> None:
     def run(stem: str, first: int) -> list[dict[str, Any]]:
         figures = {"gather": {"ms": 1.0, "peer": False}}
         return [
@@ -111,9 +111,9 @@ def test_a_run_that_fails_is_told_and_the_other_counts(tmp_path: Path) -> None:
 
     path = tmp_path / "runs.json"
     assert compare.compare(path, {}, [("a", 0)], run)
-    told = path.with_suffix(".md").read_text()
-    assert "1 runs failed" in told and "| new only |" in told
-    assert "old a, round 0: out of memory" in told
+    text = path.with_suffix(".md").read_text()
+    assert "1 runs failed" in text and "| new only |" in text
+    assert "old a, round 0: out of memory" in text
 
 
 @pytest.mark.examples
@@ -125,23 +125,23 @@ def test_two_processes_take_turns_until_one_ends(fails: bool) -> None:
     )
     ends = socket.socketpair()
     ends[1].send(b".")  # the first one's turn
-    with tempfile.TemporaryFile("w+") as told:
+    with tempfile.TemporaryFile("w+") as output:
         started = [
             subprocess.Popen(
                 [sys.executable, "-c", program, name, str(divisor)],
                 cwd=ROOT,
                 env={**os.environ, "SPEEDTORCH_BENCH_OTHER": str(end.fileno())},
                 pass_fds=[end.fileno()],
-                stdout=told,
+                stdout=output,
                 stderr=subprocess.DEVNULL,
             )
             for name, divisor, end in (("a", 1 - fails, ends[0]), ("b", 1, ends[1]))
         ]
         for end in ends:
             end.close()
-        assert [each.wait(60) for each in started] == [int(fails), 0]
-        told.seek(0)
-        assert told.read().split() == list("abbb" if fails else "ababab")
+        assert [process.wait(60) for process in started] == [int(fails), 0]
+        output.seek(0)
+        assert output.read().split() == list("abbb" if fails else "ababab")
 
 
 def run_compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -123,7 +123,7 @@ def test_a_driver_without_a_gpu_is_the_fault_of_torch_or_of_the_container() -> N
     ("generation", "width", "gbps"),
     [(1, 1, 0.25), (2, 4, 2.0), (3, 16, 15.754), (4, 8, 15.754), (5, 16, 63.015), (6, 16, 121.0)],
 )
-def test_a_link_gives_what_its_generation_and_width_say(
+def test_the_peak_of_a_link_follows_from_its_generation_and_width(
     generation: int, width: int, gbps: float
 ) -> None:
     assert peak_gbps(generation, width) == pytest.approx(gbps, abs=1e-3)
@@ -206,11 +206,11 @@ def test_a_folder_is_ok_unless_it_is_slow(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_is_written_and_read_at_the_speeds_that_are_told(
+def test_a_folder_is_written_and_read_at_the_reported_speeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock that advances 2 us while it is written, and 1 us at each of three reads."""
-    times = iter([0.0, 2e-6, *(each * 1e-6 for each in (3, 4, 5, 6, 7, 8))])
+    times = iter([0.0, 2e-6, *(us * 1e-6 for us in (3, 4, 5, 6, 7, 8))])
     monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     monkeypatch.setattr(doctor, "_BLOCK_BYTES", 1000)
     found = doctor.check_folder(str(tmp_path), 3000).found
@@ -234,7 +234,7 @@ def test_a_file_that_is_read_otherwise_than_written_is_wrong(
     assert (finding.status, finding.found[:11]) == ("wrong", "1 of 3 bloc")
 
 
-def test_an_error_leaves_no_file_in_the_folder(
+def test_after_an_error_there_is_no_file_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail(monkeypatch, "fsync")
@@ -243,7 +243,7 @@ def test_an_error_leaves_no_file_in_the_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_leaves_no_file_in_the_folder(
+def test_after_an_interrupt_there_is_no_file_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(descriptor: int) -> None:
@@ -277,7 +277,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     return made
 
 
-def test_a_check_that_raises_is_wrong_and_others_still_run(
+def test_a_check_that_raises_is_wrong_and_the_other_checks_run(
     three: list[Check], capsys: pytest.CaptureFixture[str]
 ) -> None:
     three.reverse()
@@ -301,9 +301,9 @@ def test_the_json_is_a_list_with_the_same_findings(
     three: list[Check], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [list(each) for each in told] == [["check", "status", "found", "advice"]] * 3
-    assert [list(each.values()) for each in told] == [
+    findings = json.loads(capsys.readouterr().out)
+    assert [list(finding) for finding in findings] == [["check", "status", "found", "advice"]] * 3
+    assert [list(finding.values()) for finding in findings] == [
         ["a", "ok", "fine", None],
         ["long name", "note", "slow", "buy another"],
         ["c", "wrong", "ValueError: two\n  lines", "mend it"],
@@ -348,7 +348,7 @@ def test_a_link_is_compared_with_what_was_measured_on_its_gpu(
     monkeypatch.setattr(doctor, "measure_link", lambda: (13.0, 13.5))
     monkeypatch.setattr(doctor, "info", lambda: SimpleNamespace(gpus=gpus))
     found = {check.name: check.finding() for check in checks() if "link" in check.name}
-    assert [each.status for each in found.values()] == ["note", "wrong"]
+    assert [finding.status for finding in found.values()] == ["note", "wrong"]
     assert found["link of cuda:1"].found.startswith("13.0 GB/s to the GPU, 13.5 GB/s back; PCIe 4")
     assert chosen == [0, 1]
 
@@ -361,18 +361,18 @@ def test_this_machine_is_checked(
     status = main(["doctor", "--folder", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     found = [
-        re.fullmatch(r"(ok|note|wrong) +(\w[\w:]*(?: \w[\w:]*)*)  +\S.*", each) for each in lines
+        re.fullmatch(r"(ok|note|wrong) +(\w[\w:]*(?: \w[\w:]*)*)  +\S.*", line) for line in lines
     ]
-    assert [each[2] for each in found if each] == names
-    states = [each[1] for each in found if each]
+    assert [match[2] for match in found if match] == names
+    states = [match[1] for match in found if match]
     assert len(lines) == len(names) + sum(state != "ok" for state in states)
     assert status == int("wrong" in states)
     assert list(tmp_path.iterdir()) == []
     status = main(["doctor", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert [each["check"] for each in told] == names[:-1]
-    assert status == int("wrong" in [each["status"] for each in told])
-    assert all((each["advice"] is None) == (each["status"] == "ok") for each in told)
+    findings = json.loads(capsys.readouterr().out)
+    assert [finding["check"] for finding in findings] == names[:-1]
+    assert status == int("wrong" in [finding["status"] for finding in findings])
+    assert all((finding["advice"] is None) == (finding["status"] == "ok") for finding in findings)
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
@@ -383,16 +383,17 @@ def test_an_unknown_folder_is_an_error_in_use(
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--folder", str(tmp_path / name)])
     assert ended.value.code == 2
-    told = capsys.readouterr()
-    assert f"--folder: '{tmp_path / name}' is not a folder" in told.err and told.out == ""
+    printed = capsys.readouterr()
+    assert f"--folder: '{tmp_path / name}' is not a folder" in printed.err and printed.out == ""
 
 
 @pytest.mark.slow
 def test_the_module_runs_the_doctor() -> None:
     line = [warm_python(), "-m", "speedtorch", "doctor", "--json"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    told = json.loads(done.stdout)
-    assert done.returncode == int("wrong" in [each["status"] for each in told]), done.stderr
+    findings = json.loads(done.stdout)
+    states = [finding["status"] for finding in findings]
+    assert done.returncode == int("wrong" in states), done.stderr
     assert done.stderr == ""
 
 

@@ -31,7 +31,7 @@ def test_files_are_known_by_their_names() -> None:
     assert NAMED.findall(text) == ["a/b.py", "c.cpp", "d/e.cuh", "tests/files/"]
 
 
-def test_every_make_target_that_contributors_are_told_is_one() -> None:
+def test_every_make_target_for_contributors_exists() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document, some in {
         "CONTRIBUTING.md": {"check", "test", "nightly", "soak", "sanitize"},
@@ -47,10 +47,10 @@ def test_every_make_target_that_contributors_are_told_is_one() -> None:
 
 def test_the_citation_is_of_this_version() -> None:
     lines = (ROOT / "CITATION.cff").read_text().splitlines()
-    told = dict(line.split(": ", 1) for line in lines if re.match(r"\w[\w-]*: ", line))
+    citation = dict(line.split(": ", 1) for line in lines if re.match(r"\w[\w-]*: ", line))
     project = (ROOT / "pyproject.toml").read_text()
-    assert told["version"] == speedtorch.__version__
-    assert f'name = "{told["title"]}"' in project
-    assert f'license = "{told["license"]}"' in project
+    assert citation["version"] == speedtorch.__version__
+    assert f'name = "{citation["title"]}"' in project
+    assert f'license = "{citation["license"]}"' in project
     (author,) = re.findall(r"^  - name: (.*)$", "\n".join(lines), re.MULTILINE)
     assert f'authors = [{{ name = "{author}" }}]' in project

@@ -31,11 +31,11 @@ def example(name: str) -> Any:
 
 def commands(page: str) -> list[list[str]]:
     """The programs and options that a page shows, in order."""
-    (document,) = (each for each in PAGES if each.stem == page)
+    (document,) = (known for known in PAGES if known.stem == page)
     lines = [line for block in blocks(document, "sh") for line in block.text.splitlines()]
     found = [shlex.split(line, comments=True) for line in lines]
-    assert [each[:1] for each in found] == [["python"]] * len(found)
-    return [each[1:] for each in found]
+    assert [words[:1] for words in found] == [["python"]] * len(found)
+    return [words[1:] for words in found]
 
 
 def run_commands(page: str, name: str, *smaller: str) -> list[Any]:
@@ -78,7 +78,7 @@ def test_transe_trains_as_torch_alone_and_finds_tails(tmp_path: Path) -> None:
         example("transe").main(["--file", str(tmp_path / "wrong.tsv")])
 
 
-def test_a_model_within_its_budget_trains_as_one_that_stays() -> None:
+def test_a_model_within_its_budget_trains_as_one_on_the_device() -> None:
     options = ["--width", "32", "--blocks", "6", "--steps", "4"]
     within, plain = (example("swapper").main([*options, *more]) for more in ([], ["--plain"]))
     assert within == plain
@@ -135,7 +135,7 @@ def test_dlrm_trains_as_bags_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Bags(module.PlainTables):
         def __init__(self, rows: int, columns: int) -> None:
             super().__init__(rows, columns)
-            self.embedding_bags = nn.ModuleDict({each: Bag(rows, columns) for each in module.NAMES})
+            self.embedding_bags = nn.ModuleDict({name: Bag(rows, columns) for name in module.NAMES})
 
     monkeypatch.setattr(module, "PlainTables", Bags)
     options = [*CLICKS, "--lines", "3000", "--epochs", "1"]

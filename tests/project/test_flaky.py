@@ -73,8 +73,8 @@ def test_chance_and_order_are_found_with_the_seed_that_repeats_them(
     suite: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert flaky.main(RUNS, 0, "-q", root=suite) == 1
-    told = capsys.readouterr().out
-    found = [line for line in told.splitlines() if line.startswith("test_")]
+    printed = capsys.readouterr().out
+    found = [line for line in printed.splitlines() if line.startswith("test_")]
     assert [line.partition(":: ")[0].split(": ")[0] for line in found] == [
         "test_chance.py::test_depends_on_chance",
         "test_order.py::test_depends_on_order",
@@ -85,7 +85,7 @@ def test_chance_and_order_are_found_with_the_seed_that_repeats_them(
     recorded = flaky.folder_of(suite, ("-q",)).glob("*.jsonl")
     first_files = {next(iter(flaky.outcomes(path))).partition("::")[0] for path in recorded}
     assert first_files == {"test_chance.py", "test_order.py"}
-    for line in told.splitlines():
+    for line in printed.splitlines():
         if "--order-seed" in line:
             options = line.split("pytest ")[1].split()
             environment = {"PYTHONPATH": str(Path(flaky.__file__).parent)}
@@ -121,9 +121,9 @@ def test_a_crash_is_a_failure_and_the_tests_after_it_run(
     crashing: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert flaky.main(2, 1, "-n", "1", "--max-worker-restart", "0", root=crashing) == 1
-    told = capsys.readouterr().out
-    assert "test_ends_the_process: failed with 1; passed with 2: " in told
-    assert "1 tests failed or changed; 2 runs of 2, 2 tests" in told
+    printed = capsys.readouterr().out
+    assert "test_ends_the_process: failed with 1; passed with 2: " in printed
+    assert "1 tests failed or changed; 2 runs of 2, 2 tests" in printed
 
 
 @pytest.mark.slow

@@ -160,8 +160,8 @@ def test_the_processes_of_the_stress_test_run_for_20_minutes() -> None:
 def test_each_stage_is_a_command_that_exists() -> None:
     for stage in STAGES:
         if stage.command[0] == "make":
-            asked = ["make", "-n", *stage.command[1:]]
-            assert subprocess.run(asked, cwd=ROOT, capture_output=True).returncode == 0
+            command = ["make", "-n", *stage.command[1:]]
+            assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
         else:
             module = stage.command[stage.command.index("-m") + 1].replace(".", "/")
             assert any((ROOT / f"{module}{end}").is_file() for end in (".py", "/__main__.py"))

@@ -16,8 +16,8 @@ MACHINE = {"date": "2026-11-21", "commit": "abc", "gpu": "none", "driver": "none
 
 
 def result_of(*figures: Figure, **machine: str) -> dict[str, Any]:
-    told = {"cuda": "none", **MACHINE, **machine}
-    return {"stem": "cpu", "machine": told, "figures": [asdict(figure) for figure in figures]}
+    facts = {"cuda": "none", **MACHINE, **machine}
+    return {"stem": "cpu", "machine": facts, "figures": [asdict(figure) for figure in figures]}
 
 
 BOUND = figure_of("gather", "memcpy", [2.0], kind="bound")

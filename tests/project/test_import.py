@@ -88,7 +88,7 @@ print(speedtorch.pinned_gather(torch.arange(3.0).view(3, 1), torch.tensor([2])).
 
 
 @pytest.mark.examples
-def test_import_works_where_the_user_has_no_home_and_no_name() -> None:
+def test_import_works_without_a_home_folder_and_user_name() -> None:
     assert run(HOMELESS, "HOME", "USER", "LOGNAME", "XDG_CACHE_HOME") == "[[2.0]]\n"
 
 

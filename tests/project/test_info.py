@@ -106,15 +106,15 @@ def test_the_text_has_one_line_for_each_fact_of_the_json(
     lines = [line for line in str(found).splitlines() if re.search(r"\S  +\S", line)]
     assert len({line.rindex("  ") for line in lines}) == 1
     for (key, value), line in zip(facts, lines, strict=True):
-        label, told = re.split(r"(?<=\S)  +", line)
+        label, fact = re.split(r"(?<=\S)  +", line)
         assert key.removesuffix("_bytes").removesuffix("_gbps") == label.strip().replace(" ", "_")
         if value is None:
-            assert told == UNKNOWN or told.startswith(("none: ", "not measured here; "))
+            assert fact == UNKNOWN or fact.startswith(("none: ", "not measured here; "))
         elif isinstance(value, int | float):
-            number, _, unit = told.partition(" ")
+            number, _, unit = fact.partition(" ")
             assert float(number.replace(",", "")) * UNITS[unit] == pytest.approx(value, rel=0.05)
         else:
-            assert told == ("none" if value == [] else value)
+            assert fact == ("none" if value == [] else value)
 
 
 def test_the_json_is_what_info_has(machine: Callable[[int], Path]) -> None:
@@ -123,15 +123,15 @@ def test_the_json_is_what_info_has(machine: Callable[[int], Path]) -> None:
     assert json.loads(found.as_json()) == asdict(found) | {"gpus": [*map(asdict, found.gpus)]}
 
 
-def test_the_keys_of_the_json_stay(machine: Callable[[int], Path]) -> None:
+def test_the_keys_of_the_json_are_stable(machine: Callable[[int], Path]) -> None:
     machine(1)
-    told = json.loads(info().as_json())
-    (gpu,) = told["gpus"]
-    assert list(told) == [
+    facts = json.loads(info().as_json())
+    (gpu,) = facts["gpus"]
+    assert list(facts) == [
         *("speedtorch", "python", "torch", "cuda", "driver", "driver_cuda", "library", "kernels"),
         *("default_memory", "gpus", "host", "host_bytes"),
     ]
-    assert list(told["host"]) == [
+    assert list(facts["host"]) == [
         *("processors", "usable_processors", "numa_nodes", "memory_bytes", "available_bytes")
     ]
     assert list(gpu) == [
@@ -141,10 +141,10 @@ def test_the_keys_of_the_json_stay(machine: Callable[[int], Path]) -> None:
     assert list(gpu["link"]) == [
         *("generation", "width", "max_generation", "max_width", "to_gpu_gbps", "from_gpu_gbps")
     ]
-    assert list(told["host_bytes"]) == ["plain", "registered", "managed", "captured"]
+    assert list(facts["host_bytes"]) == ["plain", "registered", "managed", "captured"]
 
 
-def test_each_gpu_is_told_with_its_link(machine: Callable[[int], Path]) -> None:
+def test_each_gpu_is_reported_with_its_link(machine: Callable[[int], Path]) -> None:
     machine(2)
     kept("a GPU of kind 1", 50.25, 40)
     found = info()
@@ -193,7 +193,7 @@ host
 @pytest.mark.parametrize(
     "content", [None, b"", b"Unknown\n", b"\xff\xfe", b"GT/s", b"1.2.3", "folder"], ids=repr
 )
-def test_what_the_system_does_not_tell_is_none(
+def test_a_value_that_the_system_does_not_report_is_none(
     machine: Callable[[int], Path], name: str, content: bytes | str | None
 ) -> None:
     file = machine(1) / "bus/pci/devices" / ADDRESSES[0] / name
@@ -241,7 +241,9 @@ def test_the_generation_follows_the_speed_of_a_lane(
     assert info().gpus[0].link.generation == generation
 
 
-def test_without_sysfs_the_rest_is_told(machine: Callable[[int], Path], tmp_path: Path) -> None:
+def test_without_sysfs_the_other_facts_are_reported(
+    machine: Callable[[int], Path], tmp_path: Path
+) -> None:
     shutil.rmtree(machine(2))
     found = info()
     assert [gpu.name for gpu in found.gpus] == ["a GPU of kind 0", "a GPU of kind 1"]
@@ -250,7 +252,9 @@ def test_without_sysfs_the_rest_is_told(machine: Callable[[int], Path], tmp_path
     assert found.host.numa_nodes is None
 
 
-def test_the_host_is_told(machine: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_is_reported(
+    machine: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine(0)
     monkeypatch.setattr(module, "available_bytes", lambda: 12345)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -259,7 +263,7 @@ def test_the_host_is_told(machine: Callable[[int], Path], monkeypatch: pytest.Mo
     assert info().host == Host(64, 2, 2, memory_bytes, 12345)
 
 
-def test_available_memory_without_a_bound_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_without_a_bound_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_bytes", lambda: torch.iinfo(torch.int64).max)
     assert info().host.available_bytes is None
 
@@ -284,7 +288,9 @@ def test_nothing_is_measured_and_no_gpu_gets_a_context(
         *((1 << 20, "1.0 MiB"), (5 << 40, "5.0 TiB"), (3 << 50, "3,072.0 TiB")),
     ],
 )
-def test_bytes_are_told_in_words(monkeypatch: pytest.MonkeyPatch, count: int, words: str) -> None:
+def test_bytes_are_formatted_with_units(
+    monkeypatch: pytest.MonkeyPatch, count: int, words: str
+) -> None:
     monkeypatch.setattr(module, "memory_stats", lambda: {"managed": count})
     assert re.search(rf"^  managed +{words}$", str(info()), re.MULTILINE)
 
@@ -304,7 +310,7 @@ def test_kernels_are_what_was_built() -> None:
     assert info().kernels.startswith("CPU and CUDA" if with_cuda else "CPU (")
 
 
-def test_the_default_memory_is_what_auto_gives() -> None:
+def test_the_default_memory_is_that_of_auto() -> None:
     assert info().default_memory == memory_kind(speedtorch.empty(1))
 
 
@@ -324,7 +330,7 @@ def test_the_default_memory_follows_the_gpus(
 
 
 @pytest.mark.parametrize("kind", ["plain", "registered", "managed"])
-def test_memory_in_use_is_told_by_kind(kind: str) -> None:
+def test_memory_in_use_is_reported_by_kind(kind: str) -> None:
     with PretendedDriver(True):
         before = memory_stats()
         tensor = speedtorch.empty(1000, memory=kind)
@@ -333,7 +339,7 @@ def test_memory_in_use_is_told_by_kind(kind: str) -> None:
         assert info().host_bytes == before
 
 
-def test_what_was_told_does_not_change() -> None:
+def test_an_info_does_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
         info().torch = "another"  # type: ignore[misc]
 
@@ -344,7 +350,7 @@ def test_without_a_gpu_there_is_none() -> None:
 
 
 @NEEDS_GPU
-def test_every_gpu_of_this_machine_is_told() -> None:
+def test_every_gpu_of_this_machine_is_reported() -> None:
     found = info()
     assert [gpu.name for gpu in found.gpus] == [
         torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())

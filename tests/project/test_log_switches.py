@@ -62,9 +62,9 @@ def run(value: str, program: str, folder: Path) -> CompletedProcess[str]:
 
 def dump_of(program: str, folder: Path, value: str = "dump:100") -> Path:
     """The dump that a program has written."""
-    said = run(value, program, folder).stderr
+    errors = run(value, program, folder).stderr
     (path,) = folder.glob("*")
-    assert f"`speedtorch replay {path}`" in said and path.name.startswith("speedtorch-dump-")
+    assert f"`speedtorch replay {path}`" in errors and path.name.startswith("speedtorch-dump-")
     return path
 
 
@@ -129,7 +129,7 @@ def test_values_are_shown_without_what_tensors_hold() -> None:
         "'aaaaaaaaaaaa...aaaaaaaaaaaaa'": "a" * 61,
     }
     assert {text: call_text(value) for text, value in shown.items()} == {
-        each: each for each in shown
+        value: value for value in shown
     }
 
 
@@ -398,10 +398,10 @@ def test_damaged_files_are_errors_before_an_operator_runs(
     change(content)
     write_parts(dump, content, data)
     assert main(["replay", str(dump)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"speedtorch: {dump}: expected a dump of SPEEDTORCH_LOG=dump")
-    assert expected in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"speedtorch: {dump}: expected a dump of SPEEDTORCH_LOG=dump")
+    assert expected in printed.err
 
 
 def test_any_byte_may_be_wrong(dump: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_draw_that_changes_no_behaviour_is_replaced_by_the_next(faults: list[F
     assert {fault.name for fault in draw(5, 43, replaced)} == names - replaced | {"step-4"}
 
 
-def test_tests_with_the_modules_name_come_first(faults: list[Fault]) -> None:
+def test_tests_with_the_modules_name_are_first(faults: list[Fault]) -> None:
     fault = Fault("table-1", "shift", "speedtorch/table/record_layout.py", 1, "", "")
     order, near = nearest_tests(fault)
     assert order[0] == "tests/table/test_record_layout.py" and 0 < near < len(order)

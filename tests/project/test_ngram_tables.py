@@ -66,11 +66,11 @@ def named_rows(text: str, size: int, steps: int = 6) -> list[set[int]]:
 def changed_rows(state: dict[str, Tensor]) -> list[set[int]]:
     """The rows of each table that are zeros no more."""
     tables = [state[f"tables.{k}.weight"] for k in (0, 1)]
-    return [set((each != 0).any(1).nonzero().flatten().tolist()) for each in tables]
+    return [set((table != 0).any(1).nonzero().flatten().tolist()) for table in tables]
 
 
 @pytest.mark.parametrize("options", ROWS_AND_STATE)
-def test_a_recomputation_that_looks_rows_up_again_gives_the_numbers_without(
+def test_a_recomputation_gives_the_numbers_without_it(
     options: list[str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lookups = []
@@ -137,9 +137,9 @@ def test_two_ranks_with_a_micro_batch_each_are_one_process_with_both(
     options: list[str], text: str, tmp_path: Path
 ) -> None:
     # Bit for bit: a sum of two is the same in any order, and no n-gram of a part comes three times.
-    asked = [text, *options, "--size", "2", "--recompute"]
-    two = on_two_ranks(tmp_path / "two", *asked)
-    assert_same(two, trained(*asked))
+    options = [text, *options, "--size", "2", "--recompute"]
+    two = on_two_ranks(tmp_path / "two", *options)
+    assert_same(two, trained(*options))
     assert changed_rows(two.state) == named_rows(text, 4)
 
 
@@ -147,8 +147,8 @@ def test_two_ranks_with_a_micro_batch_each_are_one_process_with_both(
 def test_two_ranks_with_two_micro_batches_each_are_one_process_with_four(
     text: str, tmp_path: Path
 ) -> None:
-    asked = [text, "--size", "2", "--parts", "4", "--state", "rowwise"]
-    two, one = on_two_ranks(tmp_path / "two", *asked), trained(*asked)
+    options = [text, "--size", "2", "--parts", "4", "--state", "rowwise"]
+    two, one = on_two_ranks(tmp_path / "two", *options), trained(*options)
     # Sums of four in other orders: Adam makes steps of last bits where a gradient is zero.
     assert two.losses == pytest.approx(one.losses, rel=1e-5)
     tables = {name: value for name, value in one.state.items() if name.startswith("tables")}
@@ -161,22 +161,22 @@ def test_what_two_ranks_have_saved_goes_on_in_one_process_and_on_two(
     text: str, tmp_path: Path
 ) -> None:
     saved = str(tmp_path / "saved.pt")
-    asked = [text, "--size", "2", "--stored", "bfloat16", "--state", "rowwise"]
-    whole = trained(*asked)
-    first = on_two_ranks(tmp_path / "first", *asked, "--steps", "3", "--save", saved)
+    options = [text, "--size", "2", "--stored", "bfloat16", "--state", "rowwise"]
+    whole = trained(*options)
+    first = on_two_ranks(tmp_path / "first", *options, "--steps", "3", "--save", saved)
     for rest in (
-        trained(*asked, "--resume", saved),
-        on_two_ranks(tmp_path / "rest", *asked, "--resume", saved),
+        trained(*options, "--resume", saved),
+        on_two_ranks(tmp_path / "rest", *options, "--resume", saved),
     ):
         assert_same(rest._replace(losses=first.losses + rest.losses), whole)
 
 
 def refuse_three_parts() -> None:
     """The parser ends the process and says why."""
-    said = io.StringIO()
-    with redirect_stderr(said), pytest.raises(SystemExit):
+    errors = io.StringIO()
+    with redirect_stderr(errors), pytest.raises(SystemExit):
         example("ngram_gpt").main(["--parts", "3"])
-    assert "--parts must be a multiple of 2 ranks, got 3" in said.getvalue()
+    assert "--parts must be a multiple of 2 ranks, got 3" in errors.getvalue()
 
 
 def test_ranks_with_unequal_numbers_of_micro_batches_are_refused() -> None:

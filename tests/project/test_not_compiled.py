@@ -55,7 +55,7 @@ def trained(embedding: nn.Module, make: Any, batches: Any, backend: Any) -> Tens
     ],
     ids=["SGD", "Adam"],
 )
-def test_a_compiled_step_gives_torchs_bits_and_traces_none_of_our_hooks(
+def test_a_compiled_step_is_bitwise_identical_and_traces_no_hooks(
     make: Any, batches: Any, graphs: Graphs
 ) -> None:
     values = torch.rand(10, 4)

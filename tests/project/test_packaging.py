@@ -56,7 +56,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def told_by_setuptools(call: str, checkout: Path) -> str:
+def from_setuptools(call: str, checkout: Path) -> str:
     """What a call of setuptools' build backend gives in a Python that cannot import torch."""
     program = "import sys; sys.modules['torch'] = None; from setuptools import build_meta"
     program += f"; print(build_meta.{call})"
@@ -66,7 +66,7 @@ def told_by_setuptools(call: str, checkout: Path) -> str:
 @pytest.fixture(scope="module")
 def sdist(checkout: Path) -> Path:
     """The source archive."""
-    return checkout / "dist" / told_by_setuptools("build_sdist('dist')", checkout)
+    return checkout / "dist" / from_setuptools("build_sdist('dist')", checkout)
 
 
 @pytest.fixture(
@@ -139,9 +139,9 @@ def test_the_source_archive_holds_nothing_built(sdist: Path) -> None:
 
 
 def test_the_metadata_of_a_wheel_is_made_without_torch(checkout: Path) -> None:
-    folder = told_by_setuptools("prepare_metadata_for_build_wheel('dist')", checkout)
-    told = (checkout / "dist" / folder / "METADATA").read_text()
-    assert "\nName: speedtorch\n" in told and "\nRequires-Dist: torch>=2.11\n" in told
+    folder = from_setuptools("prepare_metadata_for_build_wheel('dist')", checkout)
+    metadata = (checkout / "dist" / folder / "METADATA").read_text()
+    assert "\nName: speedtorch\n" in metadata and "\nRequires-Dist: torch>=2.11\n" in metadata
 
 
 def test_one_wheel_serves_every_python_from_3_10_on(wheel: Path) -> None:
@@ -174,8 +174,9 @@ def test_an_installed_wheel_runs_a_demonstration(installed: Path, tmp_path: Path
 @pytest.mark.nightly
 def test_an_installed_wheel_trains_as_torch_does(installed: Path) -> None:
     program = ROOT / "tests" / "installed_training.py"
-    told = output_of(installed, "-I", program, cwd=Path("/"))
-    assert told.startswith("3 steps as torch does them") and str(installed.parent.parent) in told
+    printed = output_of(installed, "-I", program, cwd=Path("/"))
+    assert printed.startswith("3 steps as torch does them")
+    assert str(installed.parent.parent) in printed
 
 
 def test_an_installed_wheel_gathers_rows_outside_the_checkout(installed: Path) -> None:
@@ -227,7 +228,7 @@ config = speedtorch.EmbeddingBagConfig(3, 2, "t", pooling="mean")
 found = speedtorch.EmbeddingBagCollection([config])({"t": torch.tensor([1])})
 keyed: types.KeyedFeatures = found
 loop: types.Prefetch[torch.Tensor] = speedtorch.prefetch([rows], embedding, ids=lambda b: b)
-told: types.Explanation = speedtorch.explain("pinned_gather", rows, torch.tensor([0]))
+explanation: types.Explanation = speedtorch.explain("pinned_gather", rows, torch.tensor([0]))
 speedtorch.Embedding(3, 2, memory="pinned")
 speedtorch.EmbeddingBag(3, 2, mode="avg")
 speedtorch.EmbeddingBagConfig(3, 2, "t", pooling="max")

@@ -34,8 +34,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param(each, marks=[] if each.document in FIRST_READ else pytest.mark.examples)
-        for each in EXAMPLES
+        pytest.param(example, marks=[] if example.document in FIRST_READ else pytest.mark.examples)
+        for example in EXAMPLES
     ],
     ids=str,
 )
@@ -55,7 +55,7 @@ def prose(document: Path) -> str:
 def anchors(document: Path) -> set[str]:
     """Of the headings of a document, as they stand in links."""
     headings = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", [README, *PAGES], ids=lambda document: document.stem)
@@ -102,15 +102,15 @@ def test_every_file_of_the_map_is_there() -> None:
     above = place = ROOT
     named = set()
     for line in tree.splitlines():
-        depth, (name, *told) = len(line) - len(line.lstrip()), line.split()
+        depth, (name, *words) = len(line) - len(line.lstrip()), line.split()
         if depth > 2:  # more about the line before
-            told.insert(0, name)
+            words.insert(0, name)
         else:
             above = above if depth else ROOT / name
             place = above / name if depth else above
             assert place.exists(), name
             named.add(place)
-        for file in re.findall(r"\b\w+\.py\b", " ".join(told)):
+        for file in re.findall(r"\b\w+\.py\b", " ".join(words)):
             assert (place / file).exists(), f"{file} is not in {place}"
     sources = [*(ROOT / "speedtorch").rglob("*.py"), *(ROOT / "csrc").rglob("*.*")]
     assert {file.parent for file in sources} <= named
@@ -138,8 +138,8 @@ def test_every_error_message_that_is_explained_is_one() -> None:
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(messages) >= 25
     for message in messages:
-        pieces = [piece.strip(" :,'") for piece in message.split("…")]
-        assert [piece for piece in pieces if piece not in known] == [], message
+        parts = [part.strip(" :,'") for part in message.split("…")]
+        assert [part for part in parts if part not in known] == [], message
 
 
 def defined_in(file: Path) -> set[str]:
@@ -149,8 +149,8 @@ def defined_in(file: Path) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.ClassDef):
-            parts = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            found |= {f"{node.name}.{each.name}" for each in parts}
+            parts = [method for method in node.body if isinstance(method, ast.FunctionDef)]
+            found |= {f"{node.name}.{method.name}" for method in parts}
     return found
 
 
@@ -161,7 +161,7 @@ def test_the_ways_of_an_id_pass_functions_that_are_there() -> None:
     assert names == ["plain", "prefetched", "capacity", "collection", "shard", "graph"]
     passed = [line.split() for line in ways if line.startswith(" ")]
     package = DOCS.parent / "speedtorch"
-    missing = [each for each in passed if each[1] not in defined_in(package / each[0])]
+    missing = [call for call in passed if call[1] not in defined_in(package / call[0])]
     assert len(passed) > 20 and missing == []
 
 
@@ -173,5 +173,5 @@ def test_the_api_page_has_inherited_methods_and_no_helpers(name: str) -> None:
     entry = page.partition(f".. autoclass:: speedtorch.{name}\n")[2].partition("\n\n")[0]
     assert ":inherited-members: Module" in entry
     hidden = entry.partition(":exclude-members: ")[2].split(", ")
-    assert [each for each in hidden if not hasattr(kind, each)] == []
+    assert [name for name in hidden if not hasattr(kind, name)] == []
     assert "announce" not in hidden

@@ -31,8 +31,8 @@ STEP = Batches(rows=10_000_000, columns=128, ids=1 << 20, exponent=0.0, ranks=1,
 """Of results/embedding.json."""
 
 
-def of_zipf(exponent: float, **others: Any) -> Batches:
-    return STEP._replace(exponent=exponent, **others)
+def of_zipf(exponent: float, **settings: Any) -> Batches:
+    return STEP._replace(exponent=exponent, **settings)
 
 
 def embedding() -> dict[str, Any]:
@@ -63,10 +63,11 @@ def test_owners_have_as_many_rows_as_were_drawn(apart: bool) -> None:
             sharding.numbers(ids.unique()) // sharding.stride, minlength=8
         ).double()
 
-    asked, held = torch.stack([by_owner(ids) for ids in drawn]).mean(0), by_owner(torch.cat(drawn))
-    assert (float(asked.max() / asked.mean()) > 1.5) == (not apart)
+    requested = torch.stack([by_owner(ids) for ids in drawn]).mean(0)
+    held = by_owner(torch.cat(drawn))
+    assert (float(requested.max() / requested.mean()) > 1.5) == (not apart)
     rows = expected_rows(batches)
-    for seen, expected, draws in ((asked, rows.asked, 8), (held, rows.held, 1)):
+    for seen, expected, draws in ((requested, rows.asked, 8), (held, rows.held, 1)):
         assert bool(((seen - expected).abs() < 4 * (expected / draws).sqrt() + 1).all())
 
 
@@ -75,9 +76,9 @@ def test_owners_have_as_many_rows_as_were_drawn(apart: bool) -> None:
 @pytest.mark.parametrize("exponent", ZIPF)
 def test_no_owner_has_many_more_rows(exponent: float, apart: bool, ranks: int, most: float) -> None:
     rows = expected_rows(of_zipf(exponent, ranks=ranks, spread=apart))
-    for each in rows:
-        assert len(each) == ranks
-        assert float(each.max() / each.mean()) <= most
+    for counts in rows:
+        assert len(counts) == ranks
+        assert float(counts.max() / counts.mean()) <= most
 
 
 def sends_as_the_model_says(rows: int, columns: int, drawn: list[Tensor]) -> None:
@@ -99,8 +100,8 @@ def sends_as_the_model_says(rows: int, columns: int, drawn: list[Tensor]) -> Non
         torch.optim.SGD(module.parameters(), lr=0.1).step()
     sharding = BlockCyclic.of(rows, ranks, rows_of_a_block((columns,)))
     owners = [sharding.numbers(ids.unique()) // sharding.stride for ids in drawn]
-    asked = torch.stack([torch.bincount(each, minlength=ranks) for each in owners])
-    calls = sent(asked, 4 * columns)
+    requested = torch.stack([torch.bincount(ids, minlength=ranks) for ids in owners])
+    calls = sent(requested, 4 * columns)
     assert len(seen) == len(calls)
     for to_ranks, (name, expected) in zip(seen, calls.items(), strict=True):
         to_ranks[rank] = 0  # rows that the rank keeps cross no link
@@ -119,13 +120,13 @@ def test_what_is_sent_is_received_and_none_to_oneself(ranks: int) -> None:
     model = Model(of_zipf(1.05, ranks=ranks))
     calls = model.sent()
     assert torch.equal(calls["gradients"].t(), calls["rows"])
-    for each in calls.values():
-        assert each.shape == (ranks, ranks)
-        assert float(each.sum(0).sum()) == pytest.approx(float(each.sum(1).sum()))
-        assert not each.diagonal().any()
-    asked = float(expected_rows(model.batches).asked.sum()) * (ranks - 1)
-    assert float(calls["rows"].sum()) == pytest.approx(512 * asked)
-    assert float(calls["ids"].sum()) == pytest.approx(8 * asked)
+    for sent_bytes in calls.values():
+        assert sent_bytes.shape == (ranks, ranks)
+        assert float(sent_bytes.sum(0).sum()) == pytest.approx(float(sent_bytes.sum(1).sum()))
+        assert not sent_bytes.diagonal().any()
+    requested = float(expected_rows(model.batches).asked.sum()) * (ranks - 1)
+    assert float(calls["rows"].sum()) == pytest.approx(512 * requested)
+    assert float(calls["ids"].sum()) == pytest.approx(8 * requested)
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -179,7 +180,7 @@ def test_two_ranks_take_about_as_long_as_the_model_says(ids: int) -> None:
 
 def test_more_ranks_of_a_machine_share_its_memory() -> None:
     """Until it is the limit, and not the link of each."""
-    times = [Model(of_zipf(0.9, ranks=8), ranks_of_a_machine=each).times() for each in (1, 2, 4, 8)]
+    times = [Model(of_zipf(0.9, ranks=8), ranks_of_a_machine=size).times() for size in (1, 2, 4, 8)]
     assert all(a.exchange < b.exchange for a, b in itertools.pairwise(times))
     assert times[3].exchange / times[2].exchange == pytest.approx(2, rel=0.02)
 
@@ -195,5 +196,5 @@ def test_the_page_has_the_models_tables() -> None:
 
 def test_the_page_has_the_models_figures() -> None:
     formulas = ranks_model.PAGE.read_text().partition("### How long it takes")[2].split("```")[1]
-    missing = [name for name, each in MEASURED._asdict().items() if f"{each:g}" not in formulas]
+    missing = [name for name, value in MEASURED._asdict().items() if f"{value:g}" not in formulas]
     assert missing == []

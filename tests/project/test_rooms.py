@@ -34,15 +34,15 @@ def imports_of(file: Path) -> Iterator[Path]:
     """The files of the package that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found = [file_of(each.name) for each in node.names]
+            found = [file_of(alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None, f"{file}: a relative import"
-            found = [file_of(f"{node.module}.{each.name}") for each in node.names]
+            found = [file_of(f"{node.module}.{alias.name}") for alias in node.names]
             if None in found and node.module != "speedtorch":  # where the library is
                 found.append(file_of(node.module))
         else:
             continue
-        yield from (each for each in found if each is not None)
+        yield from (path for path in found if path is not None)
 
 
 def floor_of(file: Path) -> int:
@@ -71,7 +71,7 @@ def test_the_library_alone_is_no_file_of_python() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_imports_go_down(file: Path) -> None:
-    above = [each for each in imports_of(file) if floor_of(each) > floor_of(file)]
+    above = [imported for imported in imports_of(file) if floor_of(imported) > floor_of(file)]
     assert above == []
 
 
@@ -107,10 +107,10 @@ NOT_OURS |= {"args", "filename", "strerror", "step"}
 
 def assigned(node: ast.AST) -> Iterator[ast.Attribute]:
     """The attributes that are assigned to within a piece of source."""
-    for each in ast.walk(node):
-        targets = each.targets if isinstance(each, ast.Assign) else []
-        if isinstance(each, ast.AugAssign | ast.AnnAssign):
-            targets = [each.target]
+    for statement in ast.walk(node):
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AugAssign | ast.AnnAssign):
+            targets = [statement.target]
         for target in targets:
             parts = target.elts if isinstance(target, ast.Tuple) else [target]
             yield from (part for part in parts if isinstance(part, ast.Attribute))
@@ -119,16 +119,16 @@ def assigned(node: ast.AST) -> Iterator[ast.Attribute]:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_an_object_alone_writes_to_its_fields(file: Path) -> None:
     tree = ast.parse(file.read_text())
-    own = {each.attr for each in assigned(tree) if ast.unparse(each.value) == "self"}
-    others = {
-        f"{ast.unparse(each)}, line {each.lineno}"
-        for each in assigned(tree)
-        if ast.unparse(each.value) not in ("self", "cls", "ctx")
-        and not each.attr.startswith("__")
-        and each.attr not in NOT_OURS | own
+    own = {target.attr for target in assigned(tree) if ast.unparse(target.value) == "self"}
+    foreign = {
+        f"{ast.unparse(target)}, line {target.lineno}"
+        for target in assigned(tree)
+        if ast.unparse(target.value) not in ("self", "cls", "ctx")
+        and not target.attr.startswith("__")
+        and target.attr not in NOT_OURS | own
     }
     if file.parent.name != "demo":  # whose loops fill the record of a run
-        assert file.name == "row_weight.py" or others == set()
+        assert file.name == "row_weight.py" or foreign == set()
 
 
 def test_each_field_of_an_object_is_written_from_one_file() -> None:
@@ -137,7 +137,7 @@ def test_each_field_of_an_object_is_written_from_one_file() -> None:
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
-                own = {each.attr for each in assigned(node) if ast.unparse(each.value) == "self"}
+                own = {t.attr for t in assigned(node) if ast.unparse(t.value) == "self"}
                 written[node.name] = {file: own} if own else {}
                 bases[node.name] = [ast.unparse(base).partition("[")[0] for base in node.bases]
 

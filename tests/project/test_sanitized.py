@@ -37,8 +37,8 @@ def test_tests_that_cannot_run_are_no_failure(
     none = Sanitizer("thread", "libnone.so", {})
     monkeypatch.setitem(sanitized.SANITIZERS, "thread", none)
     assert sanitized.main("thread") == 0
-    said = "speedtorch: no test ran with -fsanitize=thread: gcc has no libnone.so\n"
-    assert capsys.readouterr().err == said
+    message = "speedtorch: no test ran with -fsanitize=thread: gcc has no libnone.so\n"
+    assert capsys.readouterr().err == message
 
 
 @pytest.fixture
@@ -64,12 +64,12 @@ def test_what_a_machine_lacks_for_a_gpus_tool_is_named(
     assert GPU_TOOLS[0].lacks() == "there is no GPU"
 
 
-@pytest.mark.parametrize("tool", GPU_TOOLS, ids=[each.tool for each in GPU_TOOLS])
+@pytest.mark.parametrize("tool", GPU_TOOLS, ids=[tool.tool for tool in GPU_TOOLS])
 def test_what_a_gpus_tool_finds_is_a_failure(tool: GpuTool, toolkit: Path) -> None:
     program = toolkit / "compute-sanitizer"
     program.write_text(f'#!/bin/sh\necho "$@" > {toolkit}/said\nexit 9\n')
     program.chmod(0o755)
     assert sanitized.main(tool.tool, "tests/ops") == 9
-    said = (toolkit / "said").read_text()
-    assert said.startswith(f"--tool {tool.tool} --error-exitcode 9 ")
-    assert said.endswith(f" -k {tool.left_out} tests/ops\n")
+    arguments = (toolkit / "said").read_text()
+    assert arguments.startswith(f"--tool {tool.tool} --error-exitcode 9 ")
+    assert arguments.endswith(f" -k {tool.left_out} tests/ops\n")

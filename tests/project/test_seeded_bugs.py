@@ -25,7 +25,7 @@ class Bug(NamedTuple):
     right: str
     wrong: str
     program: str
-    said: str
+    message: str
     checks: str = "address,undefined"
 
 
@@ -159,6 +159,6 @@ def test_a_bug_is_seen(name: str, tree_of: Callable[[str], Path]) -> None:
     try:
         SANITIZERS[bug.checks].build(tree, "--inplace")
         done = run(bug.checks, tree, bug.program)
-        assert done.returncode != 0 and re.search(bug.said, done.stderr), done.stderr[-3000:]
+        assert done.returncode != 0 and re.search(bug.message, done.stderr), done.stderr[-3000:]
     finally:
         path.write_text(source)

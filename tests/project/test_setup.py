@@ -53,7 +53,7 @@ NO_PROGRAMS = "import shutil; shutil.which = lambda *_, **__: None"
 
 
 @pytest.mark.slow
-def test_cuda_asked_for_without_nvcc_stops_with_a_reason(tree: Path) -> None:
+def test_requesting_cuda_without_nvcc_stops_with_a_reason(tree: Path) -> None:
     line = setup_ends_with(tree, NO_PROGRAMS, SPEEDTORCH_CUDA="1")
     assert line.startswith("error: speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in")
 
@@ -65,7 +65,7 @@ def test_an_unknown_choice_of_cuda_is_refused(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_old_setuptools_is_told_which_one_to_install(tree: Path) -> None:
+def test_the_error_of_an_old_setuptools_names_the_required_version(tree: Path) -> None:
     line = setup_ends_with(tree, "import setuptools; setuptools.__version__ = '65.5.0'")
     assert line.startswith("speedtorch: needs setuptools >= 77, found 65.5.0: pip install")
 
@@ -139,10 +139,10 @@ def test_a_toolkit_without_a_part_is_refused(tree: Path, toolkit: Path, file: st
 def test_architectures_that_nvcc_does_not_know_are_refused(
     tree: Path, toolkit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for asked, unknown in (("35", "35"), ("80,35", "35"), ("90a", "90a"), ("90,", "")):
-        monkeypatch.setenv("SPEEDTORCH_CUDA_ARCHS", asked)
+    for requested, unknown in (("35", "35"), ("80,35", "35"), ("90a", "90a"), ("90,", "")):
+        monkeypatch.setenv("SPEEDTORCH_CUDA_ARCHS", requested)
         text = refusal_of(tree, toolkit)
-        assert f"SPEEDTORCH_CUDA_ARCHS={asked}: " in text
+        assert f"SPEEDTORCH_CUDA_ARCHS={requested}: " in text
         assert text.endswith(f"knows no architecture {unknown}; allowed are 80, 90")
 
 

@@ -439,7 +439,7 @@ def test_is_transformed_and_is_batched() -> None:
     assert found == [(False, False), (True, True), (True, False)]
 
 
-def test_unwrapped_gives_the_tensor_of_a_transform() -> None:
+def test_unwrapped_returns_the_tensor_of_a_transform() -> None:
     given, found = torch.ones(3, 2), []
 
     def function(tensor: Tensor) -> Tensor:
@@ -721,7 +721,7 @@ def test_no_torch_function() -> None:
     assert seen == [torch.ops.aten.mul.Tensor]
 
 
-def test_replace_step_stays_within_the_calls_of_hooks() -> None:
+def test_replace_step_replaces_inside_the_calls_of_hooks() -> None:
     class Base(torch.optim.Optimizer):
         """An optimizer whose steps are noted."""
 

@@ -124,7 +124,7 @@ def test_all_that_a_program_has_started_ends_with_its_asker(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "warm", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["warm", "another"]
 )
-def test_a_program_that_hangs_fails_with_what_it_has_said(tmp_path: Path, warm: bool) -> None:
+def test_a_program_that_hangs_fails_with_its_output(tmp_path: Path, warm: bool) -> None:
     (tmp_path / "family.py").write_text(FAMILY)
     python = warm_python() if warm else sys.executable
     begin = time.monotonic()
@@ -132,15 +132,15 @@ def test_a_program_that_hangs_fails_with_what_it_has_said(tmp_path: Path, warm: 
     with pytest.raises(AssertionError, match="has not ended in 4 s: -m family parent") as raised:
         finished(command, cwd=tmp_path, seconds=4)
     assert time.monotonic() - begin < 30
-    said = str(raised.value)
+    message = str(raised.value)
     if warm:
-        assert_ended(re.findall(r"^\d+$", said, re.MULTILINE))
-        assert re.search(r"family.py\", line \d+ in <module>", said)
+        assert_ended(re.findall(r"^\d+$", message, re.MULTILINE))
+        assert re.search(r"family.py\", line \d+ in <module>", message)
     else:
-        assert re.search(r"^\d+$", said, re.MULTILINE)
+        assert re.search(r"^\d+$", message, re.MULTILINE)
 
 
-def test_a_program_that_ends_in_time_gives_what_it_has_said() -> None:
+def test_a_program_that_ends_in_time_returns_its_output() -> None:
     program = "import sys; print('out'); print('error', file=sys.stderr); sys.exit(3)"
     done = finished([warm_python(), "-c", program], seconds=60)
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "error\n")
