@@ -216,7 +216,7 @@ def test_ctrl_c_in_the_comparison_keeps_the_trained_vectors(
 # Wrong settings
 
 ADAMIX = "optimizer must be one of ASGD, Ada"
-BAD_SEED = "seed must be 0 or more, got -1"
+BAD_SEED = "seed must be from 0 to 2^32 - 1, got -1"
 LONGER_TEXT = "Choose a longer text or a lower minimum count"
 PLAIN_16_BITS = "--compare requires 32-bit rows"
 TOO_FAST = "Choose a learning rate below 1e+30"
@@ -246,7 +246,7 @@ WRONG = [
         f"--ratings {__file__}",
         "test_commands.py, line 1: expected numbers separated by tabs",
     ),
-    ("dlrm", "--held-out 0", "held_out must be above 0, got 0.0"),
+    ("dlrm", "--held-out 0", "held_out must be above 0 and below 1, got 0.0"),
     ("dlrm", "--optimizer Adam --compare", "--compare requires Adagrad or SGD, got Adam"),
     ("dlrm", f"--clicks {__file__}", "test_commands.py, line 1: expected 40 fields"),
 ]
