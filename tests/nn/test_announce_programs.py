@@ -48,7 +48,7 @@ class Plain:
 
     def train(self, lookups: list[Features]) -> None:
         for name, rows in self.tables.items():
-            ids = torch.cat([each[name] for each in lookups])
+            ids = torch.cat([lookup[name] for lookup in lookups])
             held = ids.unique()
             gradient = torch.zeros_like(rows).index_add_(
                 0, ids, torch.ones(len(ids), rows.shape[1])
@@ -77,10 +77,10 @@ class Ours:
 
     def look_up(self, features: Features) -> None:
         pooled = self.tables({name: ids[:, None] for name, ids in features.items()})
-        self.results.append(sum(each.sum() for each in pooled.to_dict().values()))  # type: ignore[arg-type]
+        self.results.append(sum(value.sum() for value in pooled.to_dict().values()))  # type: ignore[arg-type]
 
     def announce(self, *lookups: Features) -> None:
-        self.tables.announce(*({n: ids[:, None] for n, ids in each.items()} for each in lookups))
+        self.tables.announce(*({n: ids[:, None] for n, ids in part.items()} for part in lookups))
 
     def backward(self) -> None:
         torch.stack(self.results).sum().backward()
@@ -248,7 +248,7 @@ def shown(batch: list[Features]) -> list[dict[str, list[int]]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("one_thread")
-def test_batches_that_were_given_up_leave_nothing() -> None:
+def test_discarded_batches_change_nothing() -> None:
     wrong = []
     for seed in range(PROGRAMS):
         program = Program(seed)

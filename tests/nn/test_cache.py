@@ -149,8 +149,8 @@ def test_the_rows_of_slots_are_those_that_were_given(device: str) -> None:
     members = torch.tensor([7, 3, 7, 11])
     embedding, rows = trained("600B", device=device, cache_rows=members)
     _, plain = trained(None, device=device)
-    for name, each in plain.items():
-        assert torch.equal(each, rows[name])
+    for name, value in plain.items():
+        assert torch.equal(value, rows[name])
     step(embedding)
     report = embedding.report()
     assert (report.rows, report.refreshes) == (3, 0)
@@ -249,7 +249,7 @@ def test_bytes_that_a_collection_is_built_with_hold_state_that_is_attached_later
     optimizer = optim.Adam(tables.parameters())
     speedtorch.attach(optimizer, tables)
     tables({"t1": torch.tensor([0]), "t9": torch.tensor([8])})
-    assert [each.slots for each in tables.report().values()] == [10]
+    assert [value.slots for value in tables.report().values()] == [10]
 
 
 def test_a_collection_and_a_model_share_a_budget_out() -> None:
@@ -333,7 +333,7 @@ def test_state_that_does_not_fit_is_refused_when_it_is_attached() -> None:
 
 def test_caches_of_one_budget_follow_attach_and_resize() -> None:
     modules = {name: speedtorch.Embedding(2, 4) for name in "abc"}
-    optimizers = {name: optim.Adam(each.parameters()) for name, each in modules.items()}
+    optimizers = {name: optim.Adam(module.parameters()) for name, module in modules.items()}
     speedtorch.cache(nn.ModuleDict(modules), 5 * ROW)
     assert slots_of(modules) == {"a": 1, "b": 1, "c": 1}
     speedtorch.attach(optimizers["a"], modules["a"])
@@ -352,7 +352,7 @@ def test_caches_of_one_budget_follow_attach_and_resize() -> None:
     assert slots_of(modules) == {"a": 2, "b": 2, "c": left // ROW}
 
 
-def test_a_cache_of_a_table_without_rows_comes_with_its_first_ones() -> None:
+def test_a_cache_of_a_table_without_rows_is_built_with_its_first_rows() -> None:
     embedding = speedtorch.Embedding(0, 4, cache=2 * ROW)
     assert slots_of({"a": embedding.resize(9)}) == {"a": 2}
 
@@ -428,14 +428,14 @@ def test_shares_are_as_even_as_their_bounds_allow(
         ({"cache": 99, "cache_rows": torch.tensor([9])}, IndexError, "ids of 5 rows, got 9"),
     ],
 )
-def test_wrong_arguments_are_told(
+def test_wrong_arguments_raise(
     arguments: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         speedtorch.Embedding(5, 4, **arguments)
 
 
-def test_a_cache_that_holds_no_row_is_told_at_once() -> None:
+def test_a_cache_that_holds_no_row_is_reported_at_once() -> None:
     embedding = speedtorch.Embedding(5, 4)
     says = "cache: 23 bytes are too few. One row takes 24 bytes .* Pass at least 24 bytes"
     with pytest.raises(ValueError, match=says):
@@ -454,7 +454,7 @@ def test_a_cache_has_no_report_before_the_first_step() -> None:
 
 
 @pytest.mark.usefixtures("restless")
-def test_too_little_memory_for_a_refresh_leaves_the_rows_where_they_are(
+def test_too_little_memory_for_a_refresh_changes_no_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
@@ -466,10 +466,10 @@ def test_too_little_memory_for_a_refresh_leaves_the_rows_where_they_are(
         assert embedding.report().failed > 0
         assert embedding.report().rows == 0
     _, plain = trained(None)
-    assert all(torch.equal(rows[name], each) for name, each in plain.items())
+    assert all(torch.equal(rows[name], value) for name, value in plain.items())
 
 
-def test_too_little_memory_to_reload_leaves_the_rows_in_the_table(
+def test_too_little_memory_to_refill_a_cache_keeps_the_rows_in_the_table(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     def refuse(*_: object) -> None:
@@ -506,7 +506,7 @@ def test_free_slots_are_for_the_most_used_rows() -> None:
     assert planned_refresh([90, 8, 1, 1], [0, 0, 0, 0], 1) == Refresh(1, 2, 0, 0)
 
 
-def test_a_row_takes_anothers_slot_only_where_the_gain_is_certain() -> None:
+def test_a_row_replaces_another_in_the_cache_only_if_the_gain_is_certain() -> None:
     needed = surely_above(0)
     for uses in range(needed + 2):
         outside = [0] * uses + [1] + [0] * 20
@@ -521,7 +521,7 @@ def test_sure_is_two_standard_deviations_of_the_difference(uses: int) -> None:
     assert more - 1 - uses <= 2 * (more - 1 + uses) ** 0.5
 
 
-def test_the_most_used_enter_and_the_least_used_leave() -> None:
+def test_the_most_used_rows_replace_the_least_used() -> None:
     outside = [0, 0, 0, 0, 0, 0, 3, 2, 0, 1]  # six rows, used 6 to 9 times
     inside = [4, 0, 0, 0, 0, 0, 0, 0, 0, 2]
     assert planned_refresh(outside, inside, 1) == Refresh(5, 6, 4, 9)

@@ -108,11 +108,11 @@ class Side:
 
     def look_up(self, *parts: Tensor) -> Tensor:
         self.results = [self.embedding(ids) for ids in parts]
-        return torch.cat([each.detach().view(-1, WIDTH) for each in self.results])
+        return torch.cat([result.detach().view(-1, WIDTH) for result in self.results])
 
     def backward(self) -> None:
         results, self.results = self.results, []
-        torch.stack([each.sin().sum() for each in results]).sum().backward()
+        torch.stack([result.sin().sum() for result in results]).sum().backward()
 
     def step(self) -> None:
         self.optimizer.step()
@@ -187,7 +187,7 @@ class Side:
 def _copied(state: Any) -> Any:
     """With tensors of its own, in less time than deepcopy takes."""
     if isinstance(state, dict):
-        return {name: _copied(each) for name, each in state.items()}
+        return {name: _copied(value) for name, value in state.items()}
     if isinstance(state, list):
         return [_copied(each) for each in state]
     return state.clone() if isinstance(state, Tensor) else state
@@ -373,6 +373,6 @@ def test_programs_with_a_cache_give_the_numbers_without(
         try:
             made.one()
         except Exception as error:
-            said = "\n".join(made.log)
-            raise AssertionError(f"program {number} of {optimizer}, {kind}:\n{said}") from error
+            log = "\n".join(made.log)
+            raise AssertionError(f"program {number} of {optimizer}, {kind}:\n{log}") from error
     record_property("programs", SHARE)

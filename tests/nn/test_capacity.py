@@ -104,10 +104,10 @@ def test_the_blocks_have_so_many_rows_whatever_the_batch(device: str) -> None:
 def test_the_blocks_keep_their_memory(device: str) -> None:
     training = Training(device)
     training.learn(GOOD)
-    before = [each.data_ptr() for each in training.blocks]
+    before = [block.data_ptr() for block in training.blocks]
     for part in random_ids(ROWS, 10, 0.5, most=4):
         training.learn(part)
-    assert [each.data_ptr() for each in training.blocks] == before
+    assert [block.data_ptr() for block in training.blocks] == before
 
 
 def nan_of_zeros(parameters: Any, lr: float) -> optim.Optimizer:
@@ -125,7 +125,7 @@ def test_rows_beyond_the_count_are_zeros_before_and_after_a_step(
     seen = []
 
     def look(*_: object) -> None:
-        seen.append([bool(each[3:].any()) for each in training.blocks])
+        seen.append([bool(block[3:].any()) for block in training.blocks])
 
     training.optimizer.register_step_pre_hook(look)
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_rows_beyond_the_count_are_zeros_after_a_step_that_an_exception_has_left
     with patch.object(torchs, "adam", interrupted), suppress(KeyboardInterrupt):
         training.optimizer.step()
     training.emb(GOOD)
-    assert not any(each[3:].any() for each in training.blocks)
+    assert not any(block[3:].any() for block in training.blocks)
 
 
 def test_the_gradient_beyond_the_count_is_zero(device: str) -> None:
@@ -173,7 +173,7 @@ def test_it_is_at_most_the_table() -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_a_lookup_of_no_ids_may_come_first(sparse: bool, accumulates: bool, device: str) -> None:
+def test_a_lookup_of_no_ids_may_be_first(sparse: bool, accumulates: bool, device: str) -> None:
     ours = speedtorch.Embedding(6, 2, sparse=sparse, capacity=4, device=device)
     theirs = nn.Embedding(6, 2, sparse=sparse, device=device)
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_rows_are_trained_without_a_capacity_from_a_checkpoint_with_one(device: 
 # What does not fit, found at once
 
 
-def test_a_lookup_that_brings_new_rows_says_how_to_announce(device: str) -> None:
+def test_a_lookup_of_new_rows_within_a_step_names_announce(device: str) -> None:
     training = Training(device)
     rows = training.emb(GOOD)
     with pytest.raises(RuntimeError, match=NEW_ROWS):
@@ -288,7 +288,7 @@ def test_a_lookup_that_brings_new_rows_says_how_to_announce(device: str) -> None
     assert moved.nonzero().flatten().tolist() == GOOD.tolist()
 
 
-def test_an_announcement_that_brings_new_rows_is_the_same_error(device: str) -> None:
+def test_an_announcement_of_new_rows_within_a_step_is_the_same_error(device: str) -> None:
     training = Training(device)
     rows = training.emb(GOOD)
     with pytest.raises(RuntimeError, match=NEW_ROWS):
@@ -443,7 +443,7 @@ def test_the_error_is_raised_once(faulty: Faulty) -> None:
     training.learn(OTHER)
 
 
-def test_it_says_what_came_of_the_batch(faulty: Faulty) -> None:
+def test_the_error_says_what_happened_to_the_batch(faulty: Faulty) -> None:
     with pytest.raises(RuntimeError) as error:
         faulty().emb.flush()
     assert str(error.value) == (
@@ -454,7 +454,7 @@ def test_it_says_what_came_of_the_batch(faulty: Faulty) -> None:
 
 
 @NEEDS_GPU
-def test_a_bad_id_on_a_gpu_is_told_late() -> None:
+def test_a_bad_id_on_a_gpu_is_reported_late() -> None:
     training = Training("cuda")
     training.learn(GOOD)
     training.learn(ids(1, ROWS))
@@ -477,7 +477,7 @@ def test_its_gradient_is_zero(faulty: Faulty) -> None:
     assert gradient is None or not gradient.any()
 
 
-def test_later_batches_are_zeros_and_counted_until_somebody_is_told(faulty: Faulty) -> None:
+def test_later_batches_are_zeros_and_counted_until_the_error_is_raised(faulty: Faulty) -> None:
     training = faulty()
     memory = type(training.emb.trained_rows.exchange.memory)
     with patch.object(memory, "raise_faults", lambda self: None):  # nobody has seen it yet
@@ -523,15 +523,15 @@ def test_a_fused_optimizer_with_a_grad_scaler_skips_it_too(
         raise_late(training)
 
 
-def test_a_faulty_table_leaves_the_others_to_be_trained(device: str, late: None) -> None:
+def test_other_tables_are_trained_after_a_fault_in_one(device: str, late: None) -> None:
     tables = [speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(), device=device, capacity=4)]
     tables.append(copy.deepcopy(tables[0]))
     model = nn.ModuleList(tables)
     sgd = optim.SGD(model.parameters(), lr=1.0)
     for parts in ((GOOD, GOOD), (OTHER, MANY)):
         sgd.zero_grad()
-        for each, part in zip(tables, parts, strict=True):
-            each(part).sum().backward()
+        for table, part in zip(tables, parts, strict=True):
+            table(part).sum().backward()
         sgd.step()
     expected = first_rows()
     expected[GOOD] -= 1
@@ -546,9 +546,9 @@ def test_a_faulty_table_leaves_the_others_to_be_trained(device: str, late: None)
 
 def test_synchronize_raises_the_errors_of_all_tables_one_by_one(device: str, late: None) -> None:
     trainings = [Training(device), Training(device)]
-    for each in trainings:
-        each.learn(GOOD)
-        each.learn(MANY)
+    for training in trainings:
+        training.learn(GOOD)
+        training.learn(MANY)
     for _ in trainings:
         with pytest.raises(RuntimeError, match=TOO_MANY):
             speedtorch.synchronize()
@@ -560,7 +560,7 @@ def test_batches_around_a_prefetched_one_that_does_not_fit_are_trained(
 ) -> None:
     training, expected = Training(device), Training(device)
     batches = [part.to(device) for part in (GOOD, OTHER, MANY, GOOD, OTHER)]
-    told = 0
+    reported = 0
     for number, part in enumerate(
         speedtorch.prefetch(batches, training.emb, ids=lambda part: part)
     ):
@@ -569,14 +569,14 @@ def test_batches_around_a_prefetched_one_that_does_not_fit_are_trained(
                 torch.cuda.synchronize()
             with pytest.raises(RuntimeError, match=TOO_MANY):
                 training.learn(part)
-            told += 1
+            reported += 1
         training.learn(part)
     for part in (GOOD, OTHER):
         expected.learn(part)
     expected.learn(ids())  # Adam counts the step that moved nothing
     for part in (GOOD, OTHER):
         expected.learn(part)
-    assert told == 1
+    assert reported == 1
     assert_same_bytes(rows_of(training), rows_of(expected))
 
 
@@ -655,7 +655,7 @@ def test_a_backward_that_fails_refuses_no_lookup_after_it() -> None:
 
 
 class Replaces(optim.Optimizer):
-    """Gives its parameters other memory, and fails once it is told to."""
+    """Gives its parameters other memory, and fails on request."""
 
     fails = False
 
@@ -674,7 +674,7 @@ class Replaces(optim.Optimizer):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @EVERY
-def test_rows_that_a_failed_step_gave_other_memory_leave_it_once(every: int) -> None:
+def test_rows_in_other_memory_after_a_failed_step_are_moved_once(every: int) -> None:
     def begun() -> Training:
         training = Training(make=Replaces, attach=False)
         training.learn(ids(1, 2))
@@ -735,9 +735,9 @@ def test_a_profile_of_50_steps_shows_no_wait_and_no_new_memory(ahead: bool) -> N
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities) as profiled, record_function("fifty steps"):
         train_on(training, batches[14:], ahead=ahead)
-    calls = [each for each in profiled.events() if each.device_type == DeviceType.CPU]
-    (whole,) = (each.time_range for each in calls if each.name == "fifty steps")
-    within = {each.name for each in calls if whole.start <= each.time_range.start < whole.end}
+    calls = [event for event in profiled.events() if event.device_type == DeviceType.CPU]
+    (whole,) = (call.time_range for call in calls if call.name == "fifty steps")
+    within = {call.name for call in calls if whole.start <= call.time_range.start < whole.end}
     if not any(name.startswith(("cudaLaunch", "cuLaunch")) for name in within):
         pytest.skip("the profiler sees no calls of CUDA on this machine")
     waits = {name for name in within if name.startswith("cu") and any(w in name for w in WAITS)}

@@ -42,7 +42,7 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         own = self.optimizer.state[self.layer.weight]
-        found = {name: each for name, each in own.items() if isinstance(each, Tensor)}
+        found = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         rate = self.optimizer.param_groups[0]["lr"]
         return found | ({"lr": rate} if isinstance(rate, Tensor) else {})
 
@@ -59,7 +59,7 @@ def test_a_loaded_state_is_that_of_the_graphs_tensors(name: str, steps: int) -> 
     for _ in range(steps):
         run.step()
     state = saved(run.optimizer)
-    expected = {key: each.clone() for key, each in run.tensors().items()}
+    expected = {key: tensor.clone() for key, tensor in run.tensors().items()}
     for _ in range(3):
         run.step()
     captured, own = run.captured(), run.tensors()
@@ -68,11 +68,11 @@ def test_a_loaded_state_is_that_of_the_graphs_tensors(name: str, steps: int) -> 
         captured.before_replay()
         now = run.tensors()
         assert now.keys() == own.keys()
-        assert all(now[key] is each for key, each in own.items())
+        assert all(now[key] is value for key, value in own.items())
         first = 0.1 if name == "Rprop" else 0.0
-        for key, each in own.items():
+        for key, value in own.items():
             start = first if key == "step_size" else 0.0
-            assert torch.equal(each, expected.get(key, torch.full_like(each, start))), key
+            assert torch.equal(value, expected.get(key, torch.full_like(value, start))), key
     run.step()
 
 
@@ -81,11 +81,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     run.step()
     captured = run.captured()
     state = saved(run.optimizer)
-    before = {key: each.clone() for key, each in run.tensors().items()}
+    before = {key: tensor.clone() for key, tensor in run.tensors().items()}
     own = run.tensors()
     state["state"][1]["exp_avg"] = torch.zeros(3)
     run.optimizer.load_state_dict(state)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"'exp_avg' of Adam was .* \[1, 4\] .* now \[3\]"):
             captured.before_replay()
-    assert all(torch.equal(own[key], each) for key, each in before.items())
+    assert all(torch.equal(own[key], value) for key, value in before.items())

@@ -123,18 +123,18 @@ def test_state_dicts_load_both_ways(pooled: bool) -> None:
 
 
 @KINDS
-def test_a_step_of_sgd_gives_torchrecs_rows(pooled: bool) -> None:
+def test_a_step_of_sgd_returns_torchrecs_rows(pooled: bool) -> None:
     theirs, ours = pair(pooled)
     for module in (theirs, ours):
         found = module(keyed()).to_dict() if pooled else module(keyed())
-        rows = [each if pooled else each.values() for each in found.values()]
-        torch.cat([each.square().sum()[None] for each in rows]).sum().backward()
+        rows = [value if pooled else value.values() for value in found.values()]
+        torch.cat([row.square().sum()[None] for row in rows]).sum().backward()
         torch.optim.SGD(module.parameters(), lr=0.5).step()
     for key, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[key], value)
 
 
-def test_features_that_torchrec_has_permuted_or_not_asked_for() -> None:
+def test_features_that_torchrec_has_permuted_or_not_requested() -> None:
     theirs, ours = pair(True)
     features = keyed().permute([2, 0, 1])
     assert_same_bytes(ours(features).values().detach(), theirs(features).values().detach())
@@ -380,7 +380,7 @@ def test_dlrm_trains_with_our_tables_as_with_torchrecs() -> None:
     assert losses[0][-1] < losses[0][0]
 
 
-def test_deepfm_gives_with_our_tables_what_it_gives_with_torchrecs() -> None:
+def test_deepfm_returns_with_our_tables_what_it_returns_with_torchrecs() -> None:
     found = []
     for tables in twins():
         torch.manual_seed(0)

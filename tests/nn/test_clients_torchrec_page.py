@@ -127,7 +127,7 @@ def test_torchrecs_pipeline_trains_and_prefetches_no_rows() -> None:
     assert changed.tolist() == keyed()["user"].values().unique().tolist()
 
 
-def test_quantize_embeddings_leaves_ours_and_quantizes_torchrecs_with_our_rows() -> None:
+def test_quantize_embeddings_quantizes_only_torchrecs_with_our_rows() -> None:
     model = ours()
     kept = inference.quantize_embeddings(model, torch.qint8, inplace=False)
     assert type(kept.tables) is speedtorch.EmbeddingBagCollection

@@ -47,8 +47,8 @@ def configs(pooled: bool = True, names: Any = tuple(ROWS), **settings: Any) -> l
     kind = EmbeddingBagConfig if pooled else EmbeddingConfig
     features = {"item": ["seen", "bought"]}
     return [
-        kind(ROWS[each], COLUMNS[each], each, feature_names=features.get(each, []), **settings)
-        for each in names
+        kind(ROWS[name], COLUMNS[name], name, feature_names=features.get(name, []), **settings)
+        for name in names
     ]
 
 
@@ -87,8 +87,8 @@ def weights_of(collection: Any) -> dict[str, Tensor]:
 
 def held_by(collection: Any) -> list[list[int]]:
     """The ids of the rows that a step holds, group by group."""
-    groups = [each for each in collection.modules() if isinstance(each, TableGroup)]
-    return [each.step_ids.tolist() for each in groups]
+    groups = [module for module in collection.modules() if isinstance(module, TableGroup)]
+    return [group.step_ids.tolist() for group in groups]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -153,14 +153,14 @@ def test_values_are_the_features_side_by_side_in_table_order(
         assert found.values().data_ptr() == found["user"].data_ptr()
 
 
-def test_to_dict_has_each_feature() -> None:
+def test_to_dict_has_all_features() -> None:
     found = made()(KeyedIds.of(BAGS))
     features = found.to_dict()
     assert list(features) == found.keys()
     assert_same_content(features, dict(found.items()))
 
 
-def test_rows_come_as_a_dict_in_table_order() -> None:
+def test_rows_are_a_dict_in_table_order() -> None:
     found = made(False)(KeyedIds.of(dict(reversed(BAGS.items()))))
     assert isinstance(found, dict)
     assert [*found] == [*found.keys()] == ["user", "seen", "bought", "word"]
@@ -326,7 +326,7 @@ def test_rows_of_every_dtype(dtype: torch.dtype, mode: str, device: str) -> None
         torch.testing.assert_close(found[feature].to(dtype), expected)
 
 
-def test_the_gradient_of_each_table_is_that_of_a_plain_one(device: str) -> None:
+def test_the_gradient_of_every_table_is_that_of_a_plain_one(device: str) -> None:
     ours = made(device=device)
     theirs = plain(ours, "sum", device)
     found = ours(KeyedIds.of(BAGS, device))
@@ -358,7 +358,7 @@ def test_a_mean_shares_its_gradient_among_its_rows(others: str, device: str) -> 
     sgd_step(ours, found.values().square().sum())
     sgd_step(
         nn.ModuleDict(theirs),
-        sum(each(ids, offsets[:-1]).square().sum() for each in theirs.values()),  # type: ignore[arg-type]
+        sum(bag(ids, offsets[:-1]).square().sum() for bag in theirs.values()),  # type: ignore[arg-type]
     )
     for name, weight in weights_of(ours).items():
         torch.testing.assert_close(weight, theirs[name].weight.detach().cpu())
@@ -410,7 +410,7 @@ def test_rows_are_multiplied_by_the_weights_of_their_ids(device: str, trains: bo
         assert_same_bytes(of_keyed[key], of_dict[key])
 
 
-def test_weights_of_features_in_another_order_stay_theirs() -> None:
+def test_weights_belong_to_features_in_any_order() -> None:
     ours, features, _ = weighted()
     expected = ours(features)
     order = ["word", "bought", "x", "seen", "user"]
@@ -427,7 +427,7 @@ def test_weights_have_gradients(device: str, freeze: bool) -> None:
     theirs = plain(ours, "sum", device)
     (own, plains) = (factors.clone().requires_grad_() for _ in range(2))
     ours(KeyedIds.of(BAGS, device, weights=own)).values().square().sum().backward()
-    parts = iter(plains.split([len(each[0]) for each in features.values()]))
+    parts = iter(plains.split([len(feature[0]) for feature in features.values()]))
     for key, (ids, offsets, _) in features.items():
         looked_up = theirs[TABLE_OF[key]](ids, offsets[:-1], per_sample_weights=next(parts))
         looked_up.square().sum().backward()
@@ -558,7 +558,7 @@ def test_first_values_are_in_the_configs_bounds() -> None:
     assert 2.99 < rows.max() <= 3.0
 
 
-def test_an_init_fn_gives_first_values() -> None:
+def test_an_init_fn_sets_first_values() -> None:
     assert bool((one(init_fn=lambda rows: rows.fill_(7.0)).table_weight("a") == 7.0).all())
 
 
@@ -700,14 +700,14 @@ def test_offsets_that_are_kept_are_of_no_fake_mode() -> None:
 
 
 def test_several_lookups_of_a_step_are_prefetched_as_a_list() -> None:
-    ours, twin = (EmbeddingCollection([EmbeddingConfig(9, 2, "a")]) for _ in range(2))
-    twin.load_state_dict(ours.state_dict())
+    ours, copied = (EmbeddingCollection([EmbeddingConfig(9, 2, "a")]) for _ in range(2))
+    copied.load_state_dict(ours.state_dict())
     batches = [({"a": torch.tensor([k, 2])}, {"a": torch.tensor([k + 1])}) for k in range(5)]
     for first, second in speedtorch.prefetch(batches, ours, ids=list):
         sgd_step(ours, ours(first).rows().sum() + ours(second).rows().square().sum())
     for first, second in batches:
-        sgd_step(twin, twin(first).rows().sum() + twin(second).rows().square().sum())
-    assert_same_bytes(ours.table_weight("a"), twin.table_weight("a"))
+        sgd_step(copied, copied(first).rows().sum() + copied(second).rows().square().sum())
+    assert_same_bytes(ours.table_weight("a"), copied.table_weight("a"))
 
 
 def test_the_result_can_be_gone_through_by_name() -> None:
@@ -862,9 +862,9 @@ def test_from_pretrained_copies_tensors_tables_and_files(pooled: bool, tmp_path:
     ours: Any = kind.from_pretrained(configs(pooled), embeddings)
     for name, rows in given.items():
         assert_same_bytes(ours.table_weight(name), rows)
-    assert not any(each.requires_grad for each in ours.parameters())
+    assert not any(parameter.requires_grad for parameter in ours.parameters())
     trained: Any = kind.from_pretrained(configs(pooled), embeddings, freeze=False)
-    assert all(each.requires_grad for each in trained.parameters())
+    assert all(parameter.requires_grad for parameter in trained.parameters())
 
 
 def test_a_deepcopy_trains_alone(device: str) -> None:
@@ -892,7 +892,7 @@ def test_evaluation_sees_the_last_step_and_trains_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_inference_mode_gives_the_same_and_training_goes_on(mode: str, device: str) -> None:
+def test_inference_mode_is_the_same_and_training_goes_on(mode: str, device: str) -> None:
     ours = EmbeddingBagCollection(configs(pooling=mode), device=device)
     keyed = KeyedIds.of(BAGS, device)
     with torch.inference_mode():
@@ -915,11 +915,11 @@ def test_a_collection_made_in_inference_mode_can_be_trained(device: str) -> None
 
 
 @COLLECTIONS
-def test_a_frozen_collection_gives_rows_and_trains_none(pooled: bool, device: str) -> None:
+def test_a_frozen_collection_returns_rows_and_trains_none(pooled: bool, device: str) -> None:
     ours = made(pooled, device, freeze=True)
     found = ours(KeyedIds.of(BAGS, device))["user"]
     assert not (found if pooled else found.values()).requires_grad
-    assert not any(each.requires_grad for each in ours.parameters())
+    assert not any(parameter.requires_grad for parameter in ours.parameters())
 
 
 class Model(nn.Module):
@@ -979,7 +979,7 @@ def test_extra_repr_says_the_tables_and_where_they_are() -> None:
     assert "user: 20, item: 30; columns=4, device=cpu, memory=auto)" in repr(made())
 
 
-def test_flush_brings_a_view_of_the_table_up_to_date(device: str) -> None:
+def test_flush_updates_a_view_of_the_table(device: str) -> None:
     ours = made(device=device)
     rows = ours.table_weight("user")
     before = rows.clone()
@@ -1017,7 +1017,7 @@ def test_two_lookups_of_a_step_train_as_one(announced: bool, device: str) -> Non
         torch.testing.assert_close(rows, weights_of(theirs)[name])
 
 
-def test_announced_rows_are_brought_by_the_first_lookup(device: str) -> None:
+def test_announced_rows_are_loaded_by_the_first_lookup(device: str) -> None:
     ours = made(device=device)
     one, two = KeyedIds.of(BAGS, device), KeyedIds.of(second_bags(), device)
     ours.announce(one, two)
@@ -1084,7 +1084,7 @@ def trained_beside_an_embedding(device: str, *, ahead: bool) -> dict[str, Tensor
     model = nn.ModuleList([tables, words])
     adam = optim.Adam(model.parameters(), lr=0.1)
     speedtorch.attach(adam, model)
-    batches = [(each, torch.tensor([n, n + 1])) for n, each in enumerate(loop_batches(device))]
+    batches = [(batch, torch.tensor([n, n + 1])) for n, batch in enumerate(loop_batches(device))]
     loader: Any = batches
     if ahead:
         loader = speedtorch.prefetch(batches, model, ids=lambda b: {tables: b[0], words: b[1]})
@@ -1147,7 +1147,7 @@ def test_a_bad_id_is_named_and_no_row_is_touched(bad: int, how: str, device: str
         assert rows.shape == before[name].shape
 
 
-def test_the_last_and_the_next_row_of_a_table_that_others_follow() -> None:
+def test_the_last_and_the_next_row_of_a_table_before_another() -> None:
     ours = EmbeddingBagCollection([EmbeddingBagConfig(5, 2, "a"), EmbeddingBagConfig(5, 2, "b")])
     good = ours({"a": torch.tensor([4]), "b": torch.tensor([0])})
     assert_same_bytes(good["a"].detach(), ours.table_weight("a")[[4]])
@@ -1208,7 +1208,7 @@ def test_a_bad_config_is_an_error(settings: dict[str, Any], message: str) -> Non
         one(**settings)
 
 
-def test_configs_may_come_one_by_one() -> None:
+def test_configs_may_be_an_iterator() -> None:
     given: Any = iter(configs())
     assert names_of(EmbeddingBagCollection(given)) == list(ROWS)
 
@@ -1384,7 +1384,7 @@ def test_rows_of_tables_that_differ_in_columns_are_none_of_one_tensor() -> None:
         found.rows()
 
 
-def test_from_pretrained_asks_for_the_rows_of_each_table() -> None:
+def test_from_pretrained_needs_the_rows_of_every_table() -> None:
     config = [EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 2, "b")]
     rows = torch.zeros(9, 2)
     message = r"embeddings: expected \['a', 'b'\]; missing or unknown: \['b', 'c'\]"
@@ -1408,7 +1408,7 @@ def test_a_group_is_nothing_to_name_in_prefetch() -> None:
         next(iter(batches))
 
 
-def test_a_capacity_that_is_too_small_is_told_with_the_tables(device: str) -> None:
+def test_a_capacity_that_is_too_small_is_reported_with_the_tables(device: str) -> None:
     names = [f"table{k}" for k in range(5)]
     tables = speedtorch.EmbeddingCollection(
         [speedtorch.EmbeddingConfig(10, 4, name) for name in names], device, capacity=3
@@ -1422,7 +1422,7 @@ def test_a_capacity_that_is_too_small_is_told_with_the_tables(device: str) -> No
 
 
 @NEEDS_GPU
-def test_a_bad_id_that_a_gpu_finds_is_told_with_feature_and_table() -> None:
+def test_a_bad_id_that_a_gpu_finds_is_reported_with_feature_and_table() -> None:
     for capacity in (None, 5):
         tables = speedtorch.EmbeddingCollection(
             [speedtorch.EmbeddingConfig(10, 4, name) for name in "ab"], "cuda", capacity=capacity

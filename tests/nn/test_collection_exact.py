@@ -44,7 +44,7 @@ def batches_of(overlap: float, *, one_by_one: bool = False) -> list[Batch]:
         return torch.cat([torch.tensor([0]), cuts, torch.tensor([count])])
 
     return [
-        {name: (each[step], offsets(len(each[step]), 1 + step % 6)) for name, each in ids.items()}
+        {name: (bag[step], offsets(len(bag[step]), 1 + step % 6)) for name, bag in ids.items()}
         for step in range(STEPS)
     ]
 
@@ -261,6 +261,6 @@ def test_bags_on_a_gpu_train_alike_with_and_without_prefetch(overlap: float, ids
 def test_the_reference_trains_every_table_to_numbers() -> None:
     # Guards the tests above: one that trained nothing, or grew without end, would equal anything.
     batches = batches_of(0.5)
-    for name, each in train_all_in_place(CASES["SGD"], "single", batches, pooled=True).items():
-        assert bool(each.weight.isfinite().all())
-        assert bool((each.weight != first_weight(*TABLES[name])).any())
+    for name, value in train_all_in_place(CASES["SGD"], "single", batches, pooled=True).items():
+        assert bool(value.weight.isfinite().all())
+        assert bool((value.weight != first_weight(*TABLES[name])).any())

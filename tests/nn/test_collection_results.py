@@ -81,7 +81,7 @@ def test_a_moved_result_has_gradients() -> None:
 
 @NEEDS_GPU
 @GROUPS
-def test_a_result_is_told_of_a_stream(names: tuple[str, ...]) -> None:
+def test_a_result_is_recorded_on_a_stream(names: tuple[str, ...]) -> None:
     bags(names, "cuda")(KeyedIds.of(BAGS, "cuda")).record_stream(torch.cuda.Stream())
 
 
@@ -120,7 +120,7 @@ def test_rows_of_16_bits_are_float32() -> None:
 # Rows
 
 
-def test_rows_come_by_sample() -> None:
+def test_rows_are_ordered_by_sample() -> None:
     found = rows()(KeyedIds.of(BAGS))["seen"]
     assert [each.shape for each in found.to_dense()] == [(3, 2), (0, 2), (2, 2)]
     assert_same_bytes(torch.cat(found.to_dense()), found.values())
@@ -138,7 +138,7 @@ def test_rows_are_padded_to_one_length(length: int | None, device: str) -> None:
         assert_same_bytes(sample[count:].detach(), torch.full_like(sample[count:], 7.0))
 
 
-def test_padding_gives_rows_the_gradient_of_their_places() -> None:
+def test_padding_passes_rows_the_gradient_of_their_places() -> None:
     ours = rows()
     found = ours(KeyedIds.of(BAGS))["seen"]
     factors = torch.arange(1.0, 13).view(3, 2, 2)
@@ -162,7 +162,7 @@ def test_no_rows_are_all_padding(samples: int) -> None:
     assert len(found.to_dense()) == samples
 
 
-def test_need_indices_gives_the_ids_as_weights(device: str) -> None:
+def test_need_indices_returns_the_ids_as_weights(device: str) -> None:
     ours = rows(need_indices=True, device=device)
     assert ours.need_indices() is True
     for features in (KeyedIds.of(BAGS, device), KeyedIds.of(dict(reversed(BAGS.items())))):
@@ -170,7 +170,7 @@ def test_need_indices_gives_the_ids_as_weights(device: str) -> None:
         for key, bags_ in BAGS.items():
             assert found[key].weights().tolist() == [row for bag in bags_ for row in bag]
     seen = found["seen"]
-    assert [each.tolist() for each in seen.to_dense_weights()] == BAGS["seen"]  # type: ignore[union-attr]
+    assert [weight.tolist() for weight in seen.to_dense_weights()] == BAGS["seen"]  # type: ignore[union-attr]
     padded = seen.to_padded_dense_weights(2, padding_value=-1)
     assert padded.tolist() == [[1, 2], [-1, -1], [4, 4]]  # type: ignore[union-attr]
 
@@ -203,7 +203,7 @@ def test_rows_of_a_feature_move_to_a_device(need_indices: bool, device: str) -> 
 
 
 @NEEDS_GPU
-def test_rows_are_told_of_a_stream() -> None:
+def test_rows_are_recorded_on_a_stream() -> None:
     rows(True, "cuda")(KeyedIds.of(BAGS, "cuda"))["word"].record_stream(torch.cuda.Stream())
 
 
@@ -239,7 +239,7 @@ def test_columns_that_differ_have_no_embedding_dim() -> None:
         rows().embedding_dim()
 
 
-def test_device_is_where_rows_come_to(device: str) -> None:
+def test_device_is_the_device_of_the_rows(device: str) -> None:
     assert bags(device=device).device.type == device
     assert rows(device=device).device.type == device
 

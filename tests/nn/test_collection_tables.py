@@ -58,7 +58,7 @@ def loss(collection: Any) -> Tensor:
     found = collection(KeyedIds.of(BAGS))
     values = found.to_dict() if isinstance(collection, EmbeddingBagCollection) else found
     parts = [v if isinstance(v, Tensor) else v.values() for v in values.values()]
-    return sum(each.square().sum() for each in parts)  # type: ignore[return-value]
+    return sum(part.square().sum() for part in parts)  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_rows_written_to_a_joined_table_are_looked_up(how: str, device: str) -> 
     assert_same_bytes(ours.table_weight("user"), before)
 
 
-def test_a_joined_weight_changes_in_place_and_stays_what_it_is() -> None:
+def test_a_joined_weight_changes_in_place_and_is_the_same_object() -> None:
     table = made().embedding_bags["item"]
     before = table.weight.clone()
     weight = table.weight
@@ -210,7 +210,7 @@ def test_a_joined_table_is_no_module_and_says_what_is() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 30, 100])
-def test_a_joined_table_gives_its_rows_in_blocks(rows: int) -> None:
+def test_a_joined_table_returns_its_rows_in_blocks(rows: int) -> None:
     ours = made()
     train(ours)  # held rows are in the blocks, too
     table = ours.embedding_bags["item"]
@@ -301,7 +301,7 @@ def test_keys_of_no_table_are_unexpected() -> None:
 def with_sgd(model: nn.Sequential, rate: float) -> Training:
     """One group of the optimizer has a rate of its own."""
     slow = model[0].group_of("city").weight
-    fast = [each for each in model.parameters() if each is not slow]
+    fast = [parameter for parameter in model.parameters() if parameter is not slow]
     groups = [{"params": fast, "lr": rate}, {"params": [slow], "lr": 2 * rate}]
     return model, [optim.SGD(groups)]
 
@@ -337,14 +337,14 @@ def test_torchs_checkpoints_resume_state_and_settings(
     WithCheckpoint().save(first, tmp_path)
     expected = steps(first)
     WithCheckpoint().load(second, tmp_path)
-    rates = [[group["lr"] for group in each[1][0].param_groups] for each in (first, second)]
+    rates = [[group["lr"] for group in part[1][0].param_groups] for part in (first, second)]
     assert rates[0] == rates[1]
     assert_same_content(steps(second), expected)
 
 
 @COLLECTIONS
 @pytest.mark.parametrize("attached", [False, True])
-def test_each_saved_table_has_a_storage_of_its_own(
+def test_every_saved_table_has_a_storage_of_its_own(
     pooled: bool, attached: bool, device: str
 ) -> None:
     """accelerate takes tensors of one storage for one, and saves the first of them alone."""
@@ -353,10 +353,10 @@ def test_each_saved_table_has_a_storage_of_its_own(
         speedtorch.attach(optim.Adam(ours.parameters()), ours)
     loss(ours).backward()
     saved = ours.state_dict()
-    assert len({each.untyped_storage().data_ptr() for each in saved.values()}) == len(ROWS)
-    for key, each in saved.items():
-        assert each.untyped_storage().nbytes() == each.nbytes
-        assert_same_bytes(each, ours.table_weight(key.split(".")[1]))
+    assert len({value.untyped_storage().data_ptr() for value in saved.values()}) == len(ROWS)
+    for key, value in saved.items():
+        assert value.untyped_storage().nbytes() == value.nbytes
+        assert_same_bytes(value, ours.table_weight(key.split(".")[1]))
 
 
 def test_an_attached_optimizers_state_is_saved_by_group() -> None:

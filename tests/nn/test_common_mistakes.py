@@ -151,7 +151,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("mistake", "kind", "message"), MISTAKES)
-def test_a_mistake_is_told_with_its_remedy(
+def test_a_mistake_is_reported_with_its_remedy(
     mistake: Callable[[], object], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):

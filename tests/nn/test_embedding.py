@@ -37,7 +37,7 @@ def rows_of(embedding: speedtorch.Embedding) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (6,), (2, 3), (2, 0, 3), (1, 2, 1, 3)], ids=str)
-def test_ids_of_any_shape_give_what_torch_gives(
+def test_ids_of_any_shape_return_what_torch_returns(
     shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     theirs, ours = pair(device)
@@ -63,9 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_three_sgd_steps_give_the_rows_that_torch_gives(
-    settings: dict[str, Any], device: str
-) -> None:
+def test_three_sgd_steps_return_the_rows_of_torch(settings: dict[str, Any], device: str) -> None:
     theirs, ours = pair(device, **settings)
     before = theirs.weight.detach().clone()
     if settings.get("padding_idx") == 3:
@@ -88,7 +86,7 @@ def test_evaluation_shortens_long_rows_as_torch_does(device: str) -> None:
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
-def test_a_step_holds_each_of_its_rows_once(device: str) -> None:
+def test_a_step_holds_every_row_once(device: str) -> None:
     _, ours = pair(device)
     assert ours.weight.shape == (ROWS, WIDTH) and held(ours) == 0
     ours(IDS).sum().backward()
@@ -117,7 +115,7 @@ def test_rows_announced_within_a_step_join_it(device: str) -> None:
     assert_same_bytes(ours(IDS), theirs(IDS.to(device)))
 
 
-def test_rows_trained_by_hand_come_back() -> None:
+def test_rows_trained_by_hand_are_written_back() -> None:
     theirs, ours = pair()
     for module in (theirs, ours):
         module(IDS[0]).sum().backward()
@@ -160,7 +158,7 @@ def test_lookups_that_are_not_trained_do_not_pile_up() -> None:
     assert held(ours) == 1
 
 
-def test_a_step_that_a_scaler_leaves_out_changes_nothing() -> None:
+def test_a_step_that_a_scaler_skips_changes_nothing() -> None:
     _, ours = pair()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
     before = rows_of(ours).clone()
@@ -173,7 +171,7 @@ def test_a_step_that_a_scaler_leaves_out_changes_nothing() -> None:
     assert_same_bytes(rows_of(ours), before)
 
 
-def test_from_pretrained_is_frozen_unless_asked() -> None:
+def test_from_pretrained_is_frozen_by_default() -> None:
     weight = torch.randn(5, 2)
     frozen = speedtorch.Embedding.from_pretrained(weight)
     assert not frozen.weight.requires_grad
@@ -225,7 +223,7 @@ def test_equal_seeds_give_equal_rows_and_other_dtypes_work() -> None:
     for _ in range(2):
         torch.manual_seed(4)
         rows.append(speedtorch.Embedding(50, 4, padding_idx=2, dtype=torch.bfloat16))
-    first, second = (rows_of(each) for each in rows)
+    first, second = (rows_of(row) for row in rows)
     assert first.dtype == torch.bfloat16 and torch.equal(first, second)
     assert not first[2].any() and first[3].any()
     assert rows[0](torch.tensor([2])).dtype == torch.bfloat16

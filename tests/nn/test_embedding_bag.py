@@ -51,11 +51,11 @@ def rows_of(bag: speedtorch.EmbeddingBag) -> Tensor:
 
 
 @pytest.mark.parametrize(("settings", "arguments"), CASES.values(), ids=CASES)
-def test_three_steps_give_what_torch_gives(
+def test_three_steps_return_what_torch_returns(
     settings: dict[str, Any], arguments: dict[str, Any], device: str
 ) -> None:
     theirs, ours = pair(device, settings)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (theirs, ours)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (theirs, ours)]
     for step in range(3):
         ids = (IDS + 5 * step).remainder(ROWS)
         outs = [theirs(ids.to(device), **on(device, arguments)), ours(ids, **arguments)]
@@ -73,7 +73,7 @@ def test_three_steps_give_what_torch_gives(
 
 
 @pytest.mark.parametrize(("settings", "arguments"), CASES.values(), ids=CASES)
-def test_evaluation_gives_what_torch_gives(
+def test_evaluation_returns_what_torch_returns(
     settings: dict[str, Any], arguments: dict[str, Any], device: str
 ) -> None:
     theirs, ours = pair(device, settings)
@@ -113,7 +113,7 @@ def test_repr_names_what_differs_from_the_defaults() -> None:
     assert repr(bag) == ("EmbeddingBag(20, 4, padding_idx=2, mode='sum', device=cpu, memory=auto)")
 
 
-def test_from_pretrained_is_frozen_unless_asked() -> None:
+def test_from_pretrained_is_frozen_by_default() -> None:
     weight = torch.randn(5, 2)
     frozen = speedtorch.EmbeddingBag.from_pretrained(weight, mode="sum")
     assert not frozen(torch.tensor([[4, 0]])).requires_grad

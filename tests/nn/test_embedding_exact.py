@@ -147,7 +147,7 @@ def test_every_kind_of_memory_trains_the_same_on_a_gpu(memory: str, ahead: bool)
     assert_same_content(actual, expected)
 
 
-def test_the_reference_moves_rows_and_leaves_others_alone() -> None:
+def test_the_reference_moves_rows_and_changes_no_other_row() -> None:
     # Guards the tests above: a reference that trained nothing would equal anything.
     batches = random_ids(ROWS, 3, 0.5)
     after = train_in_place(CASES["Adam"], "foreach", 3, "cpu", ROWS, batches)

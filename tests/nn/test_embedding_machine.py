@@ -366,7 +366,7 @@ class Programs(RuleBasedStateMachine):
             return through, result
         assert "capacity" in self.kind.modules[number]
         tables = [world.tables[number] for world in before]
-        assert any(not each.over or each.due for each in tables)
+        assert any(not table.over or table.due for table in tables)
         self.worlds = before
         result = None  # its traceback has the lookup's frames
         self.end_loop()
@@ -438,20 +438,20 @@ class Programs(RuleBasedStateMachine):
 
     def go_back(self, lookups: list[Lookup], factor: int) -> bool:
         """Backward of some lookups. After an interrupt nothing of the step is used any more."""
-        total = torch.stack([(gradient_of(each, factor) * each.result).sum() for each in lookups])
+        total = torch.stack([(gradient_of(part, factor) * part.result).sum() for part in lookups])
 
         def plain(world: PlainTraining) -> None:
-            for each in lookups:
-                gradient = gradient_of(each, factor)
-                if gradient.shape[:-1] != each.ids.shape:
-                    gradient = gradient[:, None].expand(*each.ids.shape, WIDTH)
-                world.tables[each.table].add_gradient(each.ids, gradient)
+            for lookup in lookups:
+                gradient = gradient_of(lookup, factor)
+                if gradient.shape[:-1] != lookup.ids.shape:
+                    gradient = gradient[:, None].expand(*lookup.ids.shape, WIDTH)
+                world.tables[lookup.table].add_gradient(lookup.ids, gradient)
 
         through, _ = self.call(total.sum().backward, plain)
         self.waiting = [each for each in self.waiting if each not in lookups]
-        self.fresh |= {each.table for each in lookups}
+        self.fresh |= {lookup.table for lookup in lookups}
         if not through:
-            tables = {each.table for each in lookups}
+            tables = {lookup.table for lookup in lookups}
             del total
             lookups.clear()
             self.worlds += [
@@ -653,7 +653,7 @@ class Programs(RuleBasedStateMachine):
         found = self.ours.numbers()
         self.see(lambda world: differences(found, world.numbers()))
         states = self.ours.model.state_dict(), self.ours.optimizer.state_dict()
-        self.saved = (*(copied(each) for each in states), self.worlds[0].copy())
+        self.saved = (*(copied(state) for state in states), self.worlds[0].copy())
 
     def is_between_gradients(self) -> bool:
         """Whether no lookup waits and no gradient of a step that is over is left."""
@@ -763,12 +763,12 @@ class Programs(RuleBasedStateMachine):
         listed = [
             {
                 module: [
-                    self.shaped(number, (IDS[(each + number) % len(IDS)])),
+                    self.shaped(number, (IDS[(batch + number) % len(IDS)])),
                     *(self.shaped(number, part) for part in shared),
                 ]
                 for number, module in enumerate(self.ours.model)
             }
-            for each in batches
+            for batch in batches
         ]
         self.loop = iter(speedtorch.prefetch(listed, self.ours.model, ids=looked_up))
 
@@ -842,7 +842,7 @@ def copied(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.clone()
     if isinstance(state, dict):
-        return {name: copied(each) for name, each in state.items()}
+        return {name: copied(value) for name, value in state.items()}
     return [copied(each) for each in state] if isinstance(state, list) else state
 
 

@@ -49,7 +49,7 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_same_content(actual, expected)
 
 
-def test_state_dict_is_complete_at_any_moment_and_interchanges_with_torch() -> None:
+def test_state_dict_is_complete_at_any_time_and_interchanges_with_torch() -> None:
     theirs, ours = pair()
     for ids in (IDS, IDS + 0, torch.tensor([0, 3])):
         assert_same_state(ours.state_dict(), theirs.state_dict())
@@ -94,7 +94,7 @@ def test_loading_within_a_step_replaces_the_held_rows() -> None:
     assert torch.equal(ours(IDS), theirs(IDS))
 
 
-def test_state_that_does_not_fit_is_told_as_torch_tells_it() -> None:
+def test_state_that_does_not_fit_raises_as_in_torch() -> None:
     theirs, ours = pair()
     before = {name: value.clone() for name, value in ours.state_dict().items()}
     wrong = theirs.state_dict() | {"words.weight": torch.zeros(3, WIDTH)}
@@ -241,7 +241,7 @@ def test_parametrised_modules_and_freezing_behave() -> None:
     assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
-def test_other_modules_and_things_are_told_by_name() -> None:
+def test_other_modules_and_things_are_reported_by_name() -> None:
     own = speedtorch.Embedding(5, 3)
     bag = speedtorch.EmbeddingBag(5, 3)
     for make, given in (
@@ -303,7 +303,7 @@ def test_a_subclass_with_arguments_of_its_own_tells_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("kind", [speedtorch.Embedding, speedtorch.EmbeddingBag])
-def test_repr_names_the_memory_that_was_asked_for_until_there_is_some(kind: Any) -> None:
+def test_repr_names_the_requested_memory_until_it_is_allocated(kind: Any) -> None:
     module = kind(5, 2, memory="plain")
     auto = kind(5, 2)
     assert "device=cpu, memory=plain)" in repr(module)

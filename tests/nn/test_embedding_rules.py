@@ -200,7 +200,7 @@ def test_a_write_to_the_table_is_not_undone_by_a_later_flush(
     assert_same_bytes(embedding.table["weight"].cpu(), expected)
 
 
-def test_state_that_is_filled_between_steps_stays(device: str) -> None:
+def test_state_that_is_filled_between_steps_is_kept(device: str) -> None:
     pair = Pair("Adam", device)
     pair.learn(FIRST.to(device))
     pair.step()

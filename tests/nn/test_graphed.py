@@ -88,7 +88,7 @@ def batches(count: int, overlap: float = 0.5, ids: int = IDS) -> list[tuple[Tens
 
 
 class Foreseeing:
-    """A graph that is told ids of a next batch at each call.
+    """A graph that is offset ids of a next batch at each call.
 
     Args:
         world: whose step it captures.
@@ -138,7 +138,7 @@ def test_a_graph_trains_as_the_step_itself(name: str, overlap: float) -> None:
 
 
 @pytest.mark.dealt("name")
-@pytest.mark.parametrize("guess", [each for each in GUESSES if each != "none"])
+@pytest.mark.parametrize("guess", [guess for guess in GUESSES if guess != "none"])
 @pytest.mark.parametrize("name", ["Adam, fused", "AdamW", "SGD"])
 def test_what_is_foreseen_changes_no_number(name: str, guess: str) -> None:
     plain, world = World(name, capacity=None), World(name)
@@ -207,10 +207,10 @@ def test_what_stands_between_replays_is_right(guess: str) -> None:
 
 @pytest.mark.parametrize("guess", GUESSES)
 @pytest.mark.parametrize("fault", ["bad id", "too many"])
-def test_a_fault_is_told_and_the_loop_goes_on(fault: str, guess: str) -> None:
+def test_a_fault_is_reported_and_the_loop_goes_on(fault: str, guess: str) -> None:
     plain, world = World(capacity=None), World(capacity=30)
     step = Foreseeing(world, GUESSES[guess])
-    told = 0
+    errors = 0
     for number, (ids, targets) in enumerate(batches(40)):
         if number in (11, 25):
             wrong = ids.clone()
@@ -228,10 +228,10 @@ def test_a_fault_is_told_and_the_loop_goes_on(fault: str, guess: str) -> None:
             )
             with pytest.raises(error, match=match):
                 step(ids, targets)
-            told += 1
+            errors += 1
         plain.step(ids, targets)
         step(ids, targets)
-    assert told == 2
+    assert errors == 2
     assert_same_worlds(world, plain)
 
 
@@ -358,7 +358,7 @@ def test_a_state_that_does_not_fit_the_graph_is_refused() -> None:
     step(*batch)
 
 
-def test_what_is_left_of_a_step_before_is_told() -> None:
+def test_the_rest_of_an_earlier_step_is_reported() -> None:
     world = World()
     loss = (world.embedding(batches(1)[0][0]) * world.scale).sum()
     loss.backward()
@@ -495,8 +495,8 @@ def test_ids_of_a_next_batch_of_another_kind_are_errors() -> None:
         World().graphed()(ids, targets, next_ids=ids)
 
 
-def trained_on_several(*, graphed: bool, told: int) -> dict[str, Tensor]:
-    """What two lookups in one module and one in a collection train; `told` batches ahead."""
+def trained_on_several(*, graphed: bool, offset: int) -> dict[str, Tensor]:
+    """What two lookups in one module and one in a collection train; `offset` batches ahead."""
     torch.manual_seed(0)
     users = speedtorch.Embedding(ROWS, 4, device="cuda", capacity=2 * IDS)
     tables = speedtorch.EmbeddingCollection(
@@ -526,16 +526,16 @@ def trained_on_several(*, graphed: bool, told: int) -> dict[str, Tensor]:
             train, *given[0], modules=model, optimizers=adam, next_ids=next_ids(*given[0])
         )
     for number, batch in enumerate(given):
-        following = next_ids(*given[(number + told) % len(given)])
+        following = next_ids(*given[(number + offset) % len(given)])
         step(*batch, **({"next_ids": following} if graphed else {}))
     state: dict[str, Tensor] = model.state_dict()
     return state
 
 
-@pytest.mark.parametrize("told", [1, 5], ids=["right", "wrong"])
-def test_several_modules_and_lookups_are_foreseen(told: int) -> None:
-    expected = trained_on_several(graphed=False, told=told)
-    assert_same_content(trained_on_several(graphed=True, told=told), expected)
+@pytest.mark.parametrize("offset", [1, 5], ids=["right", "wrong"])
+def test_several_modules_and_lookups_are_foreseen(offset: int) -> None:
+    expected = trained_on_several(graphed=False, offset=offset)
+    assert_same_content(trained_on_several(graphed=True, offset=offset), expected)
 
 
 def test_collections_train_in_a_graph() -> None:

@@ -74,7 +74,7 @@ def test_several_tables(device: str) -> None:
     assert_same_content(train(ahead=True), expected)
 
 
-def test_it_reads_two_batches_ahead_and_plans_each_once() -> None:
+def test_it_reads_two_batches_ahead_and_plans_every_batch_once() -> None:
     training = Training(WAYS["prefetch"])
     taken: list[int] = []
 
@@ -202,7 +202,7 @@ def test_its_repr_names_the_loader_and_the_modules() -> None:
     assert text == f"Prefetch(list; Embedding(5, 2{places}, Embedding(6, 2{places})"
 
 
-def test_its_repr_names_three_modules_and_counts_the_others() -> None:
+def test_its_repr_names_three_modules_and_counts_the_rest() -> None:
     model = nn.ModuleList(speedtorch.Embedding(5, 2) for _ in range(5))
     text = repr(speedtorch.prefetch([], model, ids=lambda batch: batch))
     assert text.count("Embedding(") == 3 and text.endswith(", 2 more)")

@@ -72,7 +72,7 @@ def _raise(error: BaseException) -> None:
 @pytest.mark.parametrize(
     "fault", [no_memory, bad_ids_of_an_earlier_op, control_c_while_the_host_waits]
 )
-def test_rows_that_leave_are_not_lost(
+def test_evicted_rows_are_not_lost(
     device: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedding, sgd, expected = made(device)
@@ -113,7 +113,7 @@ def test_bad_ids_of_the_next_batch_are_no_error_of_this_one(device: str) -> None
     assert_same_bytes(trained_rows(embedding), expected)
 
 
-def test_what_a_loader_gave_before_it_failed_is_trained() -> None:
+def test_what_a_loader_returned_before_it_failed_is_trained() -> None:
     embedding, sgd, expected = made()
 
     def loader() -> Iterator[Tensor]:
@@ -246,7 +246,7 @@ def test_a_batch_may_name_no_row() -> None:
     assert_same_bytes(trained_rows(embedding), expected)
 
 
-def test_arguments_of_a_wrong_kind_are_told() -> None:
+def test_arguments_of_a_wrong_kind_are_reported() -> None:
     embedding, _, _ = made()
     with pytest.raises(TypeError, match="ids: expected a function of a batch, got NoneType"):
         speedtorch.prefetch(BATCHES, embedding, ids=None)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ def test_arguments_of_a_wrong_kind_are_told() -> None:
 
 
 @NEEDS_GPU
-def test_a_bad_batch_stays_bad() -> None:
+def test_a_bad_batch_is_bad_again() -> None:
     """Its counts are read once, into memory that later batches use again."""
     embedding, sgd, expected = made("cuda")
     given = [*BATCHES[:2], torch.tensor([3, ROWS]), *BATCHES[2:], *BATCHES]

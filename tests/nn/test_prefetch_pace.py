@@ -82,13 +82,13 @@ def test_a_single_slow_step_decides_nothing(machine: Machine) -> None:
     assert seen.count(False) <= 4 * 12
 
 
-def test_the_gpu_is_asked_once_the_next_batch_is_planned() -> None:
+def test_the_gpu_is_queried_once_the_next_batch_is_planned() -> None:
     """Right behind a step the GPU still has its end to do, also where it waits for the host."""
     seen: list[str] = []
 
     class Recording(paces.Turning):
         def note_step(self) -> None:
-            seen.append("asked")
+            seen.append("requested")
 
     def given() -> Iterator[Tensor]:
         for k in range(5):
@@ -100,17 +100,17 @@ def test_the_gpu_is_asked_once_the_next_batch_is_planned() -> None:
     for ids in speedtorch.prefetch(given(), embedding, ids=lambda ids: ids):
         embedding(ids)
         seen.append("trained")
-    assert seen[2:8] == ["planned", "asked", "trained"] * 2
+    assert seen[2:8] == ["planned", "requested", "trained"] * 2
 
 
 @pytest.mark.parametrize(("lookups", "capacity"), [(1, None), (2, None), (1, 4)])
-def test_ids_of_batches_that_are_handed_through_are_asked_for_if_they_are_announced(
+def test_ids_of_unplanned_batches_are_requested_if_they_are_announced(
     lookups: int, capacity: int | None, device: str
 ) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def ids(number: int) -> list[Tensor]:
-        asked.append(number)
+        requested.append(number)
         return given[number][:lookups]
 
     given = [[torch.tensor([k]), torch.tensor([k + 1])] for k in range(12)]
@@ -119,13 +119,13 @@ def test_ids_of_batches_that_are_handed_through_are_asked_for_if_they_are_announ
     before = embedding.state_dict()["weight"].clone()
     for paced in (paces.Turning(checks=False), paces.Turning()):
         paces.choose(paced)
-        asked.clear()
+        requested.clear()
         for number in speedtorch.prefetch(range(12), embedding, ids=ids):
             sgd.zero_grad()
             sum(embedding(each).sum() for each in given[number][:lookups]).backward()
             sgd.step()
-        is_each_asked = paced.checks or lookups > 1 or capacity is not None
-        assert asked == [*range(12)] if is_each_asked else 3 <= len(asked) < 10
+        is_requested = paced.checks or lookups > 1 or capacity is not None
+        assert requested == [*range(12)] if is_requested else 3 <= len(requested) < 10
     trained = (before - embedding.state_dict()["weight"])[:, 0].round().tolist()
     assert trained == [2.0, *[2.0 * lookups] * 11, 2.0 * (lookups - 1)]
 
@@ -155,7 +155,7 @@ def test_on_a_gpu_a_loop_keeps_its_pace_for_the_next_epoch() -> None:
     assert pace is pace_of([training.emb])
 
 
-def test_bad_ids_that_are_handed_through_are_told_when_it_is_their_turn() -> None:
+def test_bad_ids_of_unplanned_batches_are_reported_in_order() -> None:
     paces.choose(AT_ONCE)
     embedding = speedtorch.Embedding(5, 2)
     given = [torch.tensor(ids) for ids in ([1], [2, 3], [1, 5, -1], [4])]
@@ -248,7 +248,7 @@ def test_two_loops_in_turns_train_as_one_after_another() -> None:
     assert torch.equal(ahead, train(lambda given, _: given))
 
 
-def test_a_loop_that_begins_within_another_leaves_it_its_rows() -> None:
+def test_a_loop_within_another_does_not_change_the_outer_loops_rows() -> None:
     first, second = speedtorch.Embedding(30, 2), speedtorch.Embedding(30, 2)
     both = nn.ModuleList([first, second])
     given = [torch.tensor([k]) for k in range(6)]

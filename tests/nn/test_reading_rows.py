@@ -92,7 +92,7 @@ class Pair:
     [{}, {"capacity": 5}, {"padding_idx": 3}, {"padding_idx": 3, "capacity": 5}],
     ids=["plain", "capacity", "padding", "capacity and padding"],
 )
-def test_blocks_have_the_rows_after_each_step(settings: dict[str, Any], device: str) -> None:
+def test_blocks_have_the_rows_after_every_step(settings: dict[str, Any], device: str) -> None:
     pair = Pair(device, **settings)
     for ids in BATCHES:
         pair.step(ids.to(device))
@@ -126,7 +126,7 @@ def test_reading_between_a_lookup_and_its_step_changes_no_number(device: str) ->
     assert torch.equal(*weights) and not torch.equal(weights[0], values())
 
 
-def test_a_block_is_of_the_moment_when_it_is_asked_for(device: str) -> None:
+def test_a_block_has_the_rows_at_the_time_of_next(device: str) -> None:
     emb = made(torch.zeros(4, 1), device=device)
     sgd = optim.SGD(emb.parameters(), lr=1.0)
     blocks = emb.blocks(rows=2)
@@ -274,7 +274,7 @@ def test_a_share_of_the_rows_is_not_taken_for_all(kind: Kind, read: str) -> None
         READS[read](shared_out(kind))
 
 
-def test_an_iterator_made_before_the_rows_are_shared_out_gives_no_share() -> None:
+def test_an_iterator_made_before_rows_are_sharded_raises() -> None:
     module, half = speedtorch.Embedding(ROWS, WIDTH), range(ROWS // 2)
     blocks = module.blocks()
     shard_spec = ShardSpec(ROWS, [(half, half)], lambda seed: seed)
@@ -342,7 +342,7 @@ def test_rows_of_float64_that_float32_cannot_hold_have_a_direction() -> None:
     torch.testing.assert_close(scores, torch.ones(2, 1))
 
 
-def test_a_table_without_rows_is_told_so() -> None:
+def test_a_table_without_rows_raises() -> None:
     with pytest.raises(ValueError, match="emb: expected a table with rows, got an empty one"):
         speedtorch.nearest_neighbors(speedtorch.Embedding(0, WIDTH), QUERY)
 
@@ -402,7 +402,7 @@ def test_neighbors_are_those_of_topk(k: int, block: int, metric: str, device: st
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 6], ids="blocks of {}".format)
-def test_of_equal_scores_the_lower_id_comes_first(block: int, device: str) -> None:
+def test_of_equal_scores_the_lower_id_is_first(block: int, device: str) -> None:
     rows = torch.tensor([[1.0], [2.0], [1.0], [2.0], [-1.0], [2.0]])
     query = torch.tensor([[1.0], [-1.0], [0.0]], device=device)
     _, ids = speedtorch.nearest_neighbors(made(rows), query, 6, metric="dot", rows=block)
@@ -429,7 +429,7 @@ def test_scores_are_ordered_as_topk_orders_them_to_the_ends_of_float32(
         torch.testing.assert_close(scores.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_of_many_equal_scores_in_several_blocks_the_lowest_ids_come_first(device: str) -> None:
+def test_of_many_equal_scores_in_several_blocks_the_lowest_ids_are_first(device: str) -> None:
     query = torch.ones(1, 1, device=device)
     _, ids = speedtorch.nearest_neighbors(made(torch.ones(600, 1)), query, 200, rows=70)
     assert ids[0].tolist() == list(range(200))
@@ -570,7 +570,7 @@ def parsed(path: Path, *, binary: bool) -> tuple[list[str], npt.NDArray[Any]]:
             rest = rest[4 * columns + 1 :]
         else:
             line, _, rest = rest.partition(b"\n")
-            vectors[row] = [np.float32(each) for each in line.split(b" ")]
+            vectors[row] = [np.float32(text) for text in line.split(b" ")]
     assert rest == b""
     return words, vectors
 
@@ -662,7 +662,7 @@ def test_a_file_of_a_share_of_the_rows_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_half_way_leaves_the_file_of_before(
+def test_an_error_half_way_keeps_the_previous_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, copied = tmp_path / "file", TrainedRows.copied
@@ -703,7 +703,7 @@ def work(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
     return done
 
 
-def test_a_bar_is_shown_if_asked_for(
+def test_a_bar_is_shown_on_request(
     work: Callable[..., object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     work(progress=True)

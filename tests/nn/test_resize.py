@@ -176,7 +176,7 @@ class Resized:
 @pytest.mark.parametrize(
     "name", ["Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection"]
 )
-def test_the_capacity_grows_to_what_was_asked_for(name: str) -> None:
+def test_the_capacity_grows_to_what_was_requested(name: str) -> None:
     made = Resized(name, 1)
     made.step([0])
     assert made.rows.capacity == 1
@@ -234,7 +234,7 @@ def test_a_cuda_graph_that_is_left_refuses_a_larger_capacity(
     assert_equal(everything(embedding, optimizer), before)
 
 
-def test_a_copy_and_a_moved_module_know_the_capacity_that_was_asked_for() -> None:
+def test_a_copy_and_a_moved_module_know_the_capacity_that_was_requested() -> None:
     embedding = speedtorch.Embedding(2, DIM, capacity=8)
     assert copy.deepcopy(embedding).resize(20).capacity == 8
     assert embedding.to("cpu").resize(5).capacity == 5
@@ -262,7 +262,7 @@ def test_a_bag_and_a_frozen_table_get_more_rows() -> None:
     assert torch.equal(frozen.resize(NEW, rows=NEW_ROWS)(torch.tensor([6]))[0], NEW_ROWS[0])
 
 
-def test_state_that_was_assigned_stays() -> None:
+def test_state_that_was_assigned_is_kept() -> None:
     embedding, optimizer = attached(rows_at_first(), "Adagrad", {})
     optimizer.state[embedding.weight]["sum"] = torch.full((OLD, DIM), 3.0)
     embedding.resize(NEW, rows=NEW_ROWS)
@@ -293,9 +293,9 @@ def test_a_table_of_a_collection_gets_more_rows(name: str) -> None:
 
     def step(collection: Any, optimizer: torch.optim.Optimizer, users: list[int]) -> None:
         ids = {"user": users, "item": [4, 0], "place": [1, 2]}
-        found = collection({key: torch.tensor(each)[:, None] for key, each in ids.items()})
+        found = collection({key: torch.tensor(value)[:, None] for key, value in ids.items()})
         values = [found[key] if "Bag" in name else found[key].values() for key in ids]
-        sum(each.square().sum() for each in values).backward()
+        sum(value.square().sum() for value in values).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -315,7 +315,7 @@ def test_a_table_of_a_collection_gets_more_rows(name: str) -> None:
         assert_equal(one, other)
     configs = getattr(small, "embedding_bag_configs", getattr(small, "embedding_configs", None))
     assert configs is not None
-    assert [each.num_embeddings for each in configs()] == [NEW, 5, 3]
+    assert [config.num_embeddings for config in configs()] == [NEW, 5, 3]
     small.resize("item", 9)
     bound = (1 / 9) ** 0.5
     assert 0 < float(small.table_weight("item")[5:].abs().max()) <= bound
@@ -379,12 +379,12 @@ RAISES: list[tuple[Callable[[Any], object], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "said"), RAISES)
+@pytest.mark.parametrize(("call", "error", "message"), RAISES)
 def test_what_cannot_be_exact_raises(
-    call: Callable[[Any], object], error: type[Exception], said: str
+    call: Callable[[Any], object], error: type[Exception], message: str
 ) -> None:
     embedding = speedtorch.Embedding(OLD, DIM, _weight=rows_at_first())
-    with pytest.raises(error, match=re.escape(said)):
+    with pytest.raises(error, match=re.escape(message)):
         call(embedding)
 
 
@@ -421,7 +421,7 @@ def test_a_group_names_the_method_of_its_collection() -> None:
 
 @EVERY
 @pytest.mark.parametrize("settings", ["plain", "cache", "capacity", "16 bits"])
-def test_an_exception_leaves_the_table_as_it_was(every: int, settings: str) -> None:
+def test_an_exception_does_not_change_the_table(every: int, settings: str) -> None:
     def prepare() -> tuple[speedtorch.Embedding, torch.optim.Optimizer]:
         made = attached(rows_at_first(), "Adam", SETTINGS[settings])
         train(*made, BEFORE)

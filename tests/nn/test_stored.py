@@ -60,8 +60,8 @@ class Stored(Training):
 def assert_same(loop: str, ways: tuple[Way, Way], *given: Any, **settings: Any) -> None:
     """Both ways train to the same rows and see the same on the way."""
     ours, theirs = (Stored(way, *given, **settings) for way in ways)
-    for each in (ours, theirs):
-        {**LOOPS, **JOINING}[loop](each)
+    for module in (ours, theirs):
+        {**LOOPS, **JOINING}[loop](module)
     actual, expected = ours.result(), theirs.result()
     for name, value in expected.items():
         assert_same_bytes(actual[name].cpu().to(value.dtype), value.cpu())
@@ -74,7 +74,7 @@ def assert_same(loop: str, ways: tuple[Way, Way], *given: Any, **settings: Any) 
 @pytest.mark.parametrize("stored", [BF16, F16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("loop", ["one_lookup_a_step", "several_lookups_a_step"])
-def test_rows_are_those_of_torchs_embedding_rounded_after_each_step(
+def test_rows_are_those_of_torchs_embedding_rounded_after_every_step(
     loop: str, rounding: str, stored: torch.dtype, device: str
 ) -> None:
     settings = {"stored": stored, "rounding": rounding}
@@ -121,13 +121,13 @@ def test_every_optimizer_trains_rows_of_16_bits(case: Any, device: str) -> None:
 
     plain = train()
     assert plain["weight"].dtype == BF16
-    kept = {name: each.dtype for name, each in plain.items() if name != "weight"}
+    kept = {name: value.dtype for name, value in plain.items() if name != "weight"}
     assert BF16 not in kept.values()
-    for name, each in train(cache="600B", capacity=20).items():
-        assert_same_bytes(each, plain[name])
+    for name, value in train(cache="600B", capacity=20).items():
+        assert_same_bytes(value, plain[name])
 
 
-def test_a_lookup_gives_float32_and_the_table_has_16_bits(device: str) -> None:
+def test_a_lookup_returns_float32_and_the_table_has_16_bits(device: str) -> None:
     embedding = trained(device=device, stored=ALL)
     assert embedding.table.record_bytes == 3 * 4 * 2
     assert embedding(torch.tensor([3])).dtype == embedding.weight.dtype == torch.float32
@@ -139,7 +139,7 @@ def test_a_lookup_gives_float32_and_the_table_has_16_bits(device: str) -> None:
     assert torch.equal(rows.cpu(), embedding.table["weight"].float())
 
 
-def test_rows_that_stay_are_those_that_leave_and_come_back() -> None:
+def test_kept_rows_equal_rows_that_are_written_back_and_reloaded() -> None:
     embedding = trained()
     held = embedding(torch.arange(50)).detach().clone()
     go_on(embedding, 12, 1)
@@ -160,8 +160,8 @@ def test_a_saved_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     other.trained_by.load_state_dict(loaded["optimizer"])
     assert other.rounding_state.tolist()[1] == 12
     go_on(other, 12)
-    for name, each in fields_of(embedding).items():
-        assert_same_bytes(fields_of(other)[name], each)
+    for name, value in fields_of(embedding).items():
+        assert_same_bytes(fields_of(other)[name], value)
 
 
 class _Fails(optim.Optimizer):
@@ -340,13 +340,13 @@ def test_a_graphed_step_rounds_as_an_eager_one(cache: str | None, device: str) -
         return {**fields_of(embedding), "state": embedding.rounding_state.clone()}
 
     eager = train(in_graph=False)
-    for name, each in train(in_graph=True).items():
-        assert_same_bytes(each.cpu(), eager[name].cpu())
+    for name, value in train(in_graph=True).items():
+        assert_same_bytes(value.cpu(), eager[name].cpu())
 
 
 def test_a_module_says_how_its_rows_are_stored() -> None:
-    said = repr(speedtorch.Embedding(5, 2, stored=BF16, rounding="nearest"))
-    assert "stored={'weight': torch.bfloat16}, rounding='nearest'" in said
+    text = repr(speedtorch.Embedding(5, 2, stored=BF16, rounding="nearest"))
+    assert "stored={'weight': torch.bfloat16}, rounding='nearest'" in text
     assert "stored" not in repr(speedtorch.Embedding(5, 2))
     assert [*speedtorch.Embedding(5, 2).state_dict()] == ["weight"]
 
@@ -473,9 +473,9 @@ def values_of(found: Any) -> list[Any]:
 
 def fields_of_groups(made: Any) -> dict[str, Tensor]:
     return {
-        f"{name}.{field}": each
+        f"{name}.{field}": value
         for name in ("user", "wide")
-        for field, each in fields_of(made.group_of(name)).items()
+        for field, value in fields_of(made.group_of(name)).items()
     }
 
 
@@ -485,15 +485,15 @@ def test_tables_of_a_collection_are_stored_in_16_bits(pooled: bool, device: str)
         return collection(pooled, device=device, stored=ALL, **settings)
 
     made = train()
-    assert {name: each.dtype for name, each in fields_of_groups(made).items()} == {
+    assert {name: group.dtype for name, group in fields_of_groups(made).items()} == {
         f"{name}.{field}": dtype for name in ("user", "wide") for field, dtype in ALL.items()
     }
     other = train(cache="2KiB", capacity=20)
     for one in (made, other):
         train_collection(one, 12, ahead=one is other)
     expected = fields_of_groups(made)
-    for name, each in fields_of_groups(other).items():
-        assert_same_bytes(each, expected[name])
+    for name, group in fields_of_groups(other).items():
+        assert_same_bytes(group, expected[name])
 
 
 def test_a_group_rounds_what_an_embedding_with_its_seed_does(device: str) -> None:
@@ -534,11 +534,11 @@ def test_a_collection_is_saved_and_resumed(tmp_path: Path) -> None:
     other.trained_by.load_state_dict(loaded["optimizer"])
     train_collection(other, 12)
     expected = fields_of_groups(made)
-    for name, each in fields_of_groups(other).items():
-        assert_same_bytes(each, expected[name])
+    for name, group in fields_of_groups(other).items():
+        assert_same_bytes(group, expected[name])
 
 
-def test_a_collection_loads_rows_of_float32_and_gives_them_back() -> None:
+def test_a_collection_loads_rows_of_float32_and_returns_them() -> None:
     plain, made = collection(), collection(stored=BF16)
     made.load_state_dict(plain.state_dict())
     rows = plain.table_weight("item").clone()

@@ -21,7 +21,7 @@ def test_a_timeline_names_what_a_step_does(device: str) -> None:
     step()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step()
-    spans = {each.name.partition("::")[2]: each.time_range for each in profiled.events()}
+    spans = {event.name.partition("::")[2]: event.time_range for event in profiled.events()}
     inside = {
         "lookup": ["load_batch"],
         "before_step": [],

@@ -183,7 +183,7 @@ RANK_MESSAGES: list[Raises] = [
 
 def pattern(message: str) -> str:
     """Of a message in the page, where `…` stands for what differs."""
-    return ".*".join(re.escape(piece.strip()) for piece in message.split("…"))
+    return ".*".join(re.escape(text.strip()) for text in message.split("…"))
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def process_group(tmp_path: Path) -> Any:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("message", "kind", "call"), MESSAGES, ids=[each[0] for each in MESSAGES])
+@pytest.mark.parametrize(("message", "kind", "call"), MESSAGES, ids=[row[0] for row in MESSAGES])
 def test_the_message_is_raised(
     message: str, kind: type[Exception], call: Callable[[], object]
 ) -> None:
@@ -203,7 +203,7 @@ def test_the_message_is_raised(
 
 
 @pytest.mark.parametrize(
-    ("message", "kind", "call"), RANK_MESSAGES, ids=[each[0] for each in RANK_MESSAGES]
+    ("message", "kind", "call"), RANK_MESSAGES, ids=[row[0] for row in RANK_MESSAGES]
 )
 def test_a_message_of_ranks_is_raised(
     process_group: object, message: str, kind: type[Exception], call: Callable[[object], object]
@@ -212,7 +212,7 @@ def test_a_message_of_ranks_is_raised(
         call(process_group)
 
 
-def test_each_message_of_the_page_is_tried() -> None:
+def test_every_message_of_the_page_is_tried() -> None:
     section = PAGE.read_text().partition("## Error messages")[2]
     named = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     assert sorted(named) == sorted(message for message, *_ in MESSAGES + RANK_MESSAGES)

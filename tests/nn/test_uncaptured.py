@@ -101,7 +101,7 @@ def test_wrong_arguments_are_named() -> None:
         speedtorch.graphed(world.step, *given, modules=world.embedding, optimizers=[3])
 
 
-def test_what_only_a_capture_needs_is_not_asked_for() -> None:
+def test_requirements_of_a_capture_are_not_checked() -> None:
     """As the documentation says: an optimizer that a graph repeats, tensors of its own."""
     embedding = speedtorch.Embedding(ROWS, WIDTH, capacity=16)
     adagrad = optim.Adagrad(embedding.parameters())

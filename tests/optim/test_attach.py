@@ -193,7 +193,7 @@ def test_rows_of_every_source_move_into_the_record(tmp_path: Path) -> None:
         assert_same_bytes(embedding.table["weight"], rows)
 
 
-def test_a_table_of_the_user_stays_and_state_goes_beside_it() -> None:
+def test_a_table_of_the_user_is_kept_and_state_is_stored_beside_it() -> None:
     table = speedtorch.HostTable(ROWS, WIDTH).normal_(seed=1)
     embedding = speedtorch.Embedding.from_pretrained(table, freeze=False)
     adam = optim.Adam(embedding.parameters())
@@ -241,7 +241,7 @@ def test_no_memory_for_a_second_table_puts_the_state_beside_the_rows(
     assert adam.state_dict()["state"][0]["exp_avg"][3].any()
 
 
-def test_no_memory_at_all_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_at_all_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     expected = speedtorch.Embedding(ROWS, WIDTH).table["weight"]
     torch.manual_seed(5)
@@ -267,11 +267,11 @@ def test_an_optimizer_with_state_needs_attach() -> None:
     model = Model()
     adam = optim.Adam(model.parameters())
     model(IDS).sum().backward()
-    before = [each.detach().clone() for each in model.parameters()]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(RuntimeError, match=r"Adam keeps exp_avg, exp_avg_sq.*speedtorch.attach\("):
         adam.step()
-    for each, value in zip(model.parameters(), before, strict=True):
-        assert_same_bytes(each, value)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert_same_bytes(parameter, value)
     speedtorch.attach(adam, model)
     step(model, adam)
 
@@ -280,7 +280,7 @@ def test_an_optimizer_without_state_does_not_need_it() -> None:
     (theirs, _), _ = pair()
     ours = Model()
     ours.load_state_dict(theirs.state_dict())
-    optimizers = [optim.SGD(each.parameters(), lr=0.1) for each in (theirs, ours)]
+    optimizers = [optim.SGD(module.parameters(), lr=0.1) for module in (theirs, ours)]
     for _ in range(2):
         for model, optimizer in zip((theirs, ours), optimizers, strict=True):
             step(model, optimizer, IDS)
@@ -319,7 +319,7 @@ def test_an_optimizer_that_mixes_rows_is_refused_by_name() -> None:
     assert_same_bytes(words.table["weight"], before)
 
 
-def test_detach_brings_the_rows_home_and_lets_another_optimizer_in() -> None:
+def test_detach_writes_rows_back_and_allows_another_optimizer() -> None:
     (_, _), (ours, adam) = pair()
     step(ours, adam, IDS)
     rows = ours.words.table["weight"][[1, 3, 19]].clone()
@@ -336,7 +336,7 @@ def test_detach_brings_the_rows_home_and_lets_another_optimizer_in() -> None:
     assert other.state_dict()["state"][0]["sum"].shape == (ROWS, WIDTH)
 
 
-def test_an_optimizer_that_is_gone_leaves_its_rows_behind() -> None:
+def test_rows_of_a_deleted_optimizer_are_kept() -> None:
     def train(embedding: speedtorch.Embedding) -> Tensor:
         adam = optim.Adam(embedding.parameters(), lr=0.1)
         speedtorch.attach(adam, embedding)
@@ -383,7 +383,7 @@ def test_schedulers_clipping_and_groups_work_as_in_torch() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_a_grad_scaler_leaves_steps_out_as_in_torch(device: str, fused: bool) -> None:
+def test_a_grad_scaler_skips_steps_as_in_torch(device: str, fused: bool) -> None:
     made = pair(lambda parameters, lr: optim.Adam(parameters, lr=lr, fused=fused), device)
     for model, adam in made:
         scaler = torch.amp.GradScaler(device, init_scale=4.0)
@@ -434,7 +434,7 @@ class KnowsParameters(optim.Adam):
     [
         (lambda tables: optim.Adam([*tables.parameters()]), 2),
         (lambda tables: optim.Adagrad([*tables.parameters()]), 2),
-        (lambda tables: optim.Adam([{"params": [each.weight]} for each in tables]), 4),
+        (lambda tables: optim.Adam([{"params": [table.weight]} for table in tables]), 4),
         (lambda tables: KnowsParameters([*tables.parameters()]), 4),
     ],
     ids=["one group", "state from the constructor", "a group each", "another library's"],
@@ -442,23 +442,23 @@ class KnowsParameters(optim.Adam):
 def test_an_optimizer_is_tried_once_for_equal_tables(
     make: Callable[[nn.ModuleList], optim.Optimizer], times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Tensor] = []
+    probed: list[Tensor] = []
 
     def counted(optimizer: Any, parameter: Tensor, **how: Any) -> Any:
-        asked.append(parameter)
+        probed.append(parameter)
         return probe(optimizer, parameter, **how)
 
     module = sys.modules["speedtorch.optim.attach"]
     probe = module.probe_optimizer
     monkeypatch.setattr(module, "probe_optimizer", counted)
     tables = nn.ModuleList(speedtorch.Embedding(ROWS, width) for width in (4, 4, 8, 4))
-    before = [each.weight.detach().clone() for each in tables]
+    before = [table.weight.detach().clone() for table in tables]
     optimizer = make(tables)
     speedtorch.attach(optimizer, tables)
-    assert len(asked) == times
+    assert len(probed) == times
     for _ in range(2):
         optimizer.zero_grad()
-        sum(each(IDS).sum() for each in tables).backward()
+        sum(table(IDS).sum() for table in tables).backward()
         optimizer.step()
     states = optimizer.state_dict()["state"]
     for number, (each, first) in enumerate(zip(tables, before, strict=True)):
@@ -511,7 +511,7 @@ def test_attach_keeps_neither_optimizer_nor_model_alive() -> None:
     gone = [weakref.ref(model), weakref.ref(adam), weakref.ref(model.words.table)]
     del model, adam
     gc.collect()
-    assert [each() for each in gone] == [None, None, None]
+    assert [reference() for reference in gone] == [None, None, None]
 
 
 def test_training_warns_of_nothing() -> None:

@@ -133,7 +133,7 @@ def test_loading_keeps_a_gradient_that_waits_for_its_step(make: Make, loads: str
     assert_same_rows(models[1][0], models[0][0])
 
 
-def test_attach_after_the_step_that_asked_for_it_keeps_the_gradient() -> None:
+def test_attach_after_the_step_that_needs_it_keeps_the_gradient() -> None:
     torch.manual_seed(0)
     theirs, ours = Model(nn.Embedding), Model()
     ours.load_state_dict(theirs.state_dict())
@@ -219,7 +219,7 @@ def test_state_that_is_assigned_before_the_first_step_is_stepped_with(
     assert_same_rows(made[1][0], made[0][0])
 
 
-def test_a_table_that_joins_an_attached_optimizer_leaves_the_state_of_the_first() -> None:
+def test_a_table_that_joins_an_attached_optimizer_keeps_the_state_of_the_first() -> None:
     torch.manual_seed(1)
     ours = [speedtorch.Embedding(ROWS, WIDTH) for _ in range(2)]
     theirs = [nn.Embedding(ROWS, WIDTH) for _ in range(2)]
@@ -244,7 +244,7 @@ def test_a_table_that_joins_an_attached_optimizer_leaves_the_state_of_the_first(
     assert_same_content(own_state, other_state)
 
 
-def test_a_table_that_cannot_join_leaves_the_state_of_the_first() -> None:
+def test_a_table_that_cannot_join_keeps_the_state_of_the_first() -> None:
     first, second = (speedtorch.Embedding(ROWS, WIDTH) for _ in range(2))
     adam = optim.Adam(first.parameters())
     speedtorch.attach(adam, first)
@@ -258,7 +258,7 @@ def test_a_table_that_cannot_join_leaves_the_state_of_the_first() -> None:
     assert_same_bytes(adam.state_dict()["state"][0]["exp_avg"], before)
 
 
-def test_attach_that_fails_at_the_second_table_leaves_the_first_alone() -> None:
+def test_attach_that_fails_at_the_second_table_keeps_the_first() -> None:
     both = nn.ModuleList([speedtorch.Embedding(ROWS, WIDTH), speedtorch.Embedding(ROWS, WIDTH)])
     adam = optim.Adam(both.parameters())
     adam.state[both[1].weight]["exp_avg"] = torch.zeros(ROWS, WIDTH)
@@ -447,7 +447,7 @@ class StepsAnother(optim.Optimizer):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_within_a_step_leaves_the_other_its_rows(compiled: bool) -> None:
+def test_a_step_within_a_step_does_not_change_the_outer_steps_rows(compiled: bool) -> None:
     scale, seen = nn.Parameter(torch.ones(1)), []
     sgd = optim.SGD([scale])
 

@@ -126,13 +126,13 @@ class CombinedOptimizer(KeyedOptimizer):
     """As torchrec's, whose step torch's hooks are called around, too."""
 
     def __init__(self, *optimizers: KeyedOptimizer) -> None:
-        self.optimizers = self._optims = [("", each) for each in optimizers]
+        self.optimizers = self._optims = [("", optimizer) for optimizer in optimizers]
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
         self._patch_step_function()
 
     @property
     def params(self) -> dict[str, Any]:  # type: ignore[override]
-        return {name: each for _, one in self._optims for name, each in one.params.items()}
+        return {name: param for _, one in self._optims for name, param in one.params.items()}
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
@@ -157,12 +157,12 @@ def test_an_optimizer_that_knows_state_by_names_knows_that_of_all_rows(combines:
         if not combines:
             return KeyedOptimizer(model)
         return CombinedOptimizer(
-            *(KeyedOptimizer(nn.ModuleDict(dict([each]))) for each in model.named_children())
+            *(KeyedOptimizer(nn.ModuleDict(dict([child]))) for child in model.named_children())
         )
 
     theirs, ours, resumed = Model(nn.Embedding), Model(), Model()
     ours.load_state_dict(theirs.state_dict())
-    optimizers = [wrap(each) for each in (theirs, ours, resumed)]
+    optimizers = [wrap(module) for module in (theirs, ours, resumed)]
     for model, optimizer in zip((ours, resumed), optimizers[1:], strict=True):
         speedtorch.attach(optimizer, model)
         with pytest.raises(ValueError, match="Adam is attached already"):
@@ -220,9 +220,9 @@ class Boxed(optim.Adam):
 
     def state_dict(self) -> dict[str, Any]:
         state_dict = super().state_dict()
-        state_dict["state"] = {number: dict(each) for number, each in state_dict["state"].items()}
-        for each in state_dict["state"].values():
-            each["box"] = {name: each.pop(name) for name in self.boxed}
+        state_dict["state"] = {number: dict(value) for number, value in state_dict["state"].items()}
+        for value in state_dict["state"].values():
+            value["box"] = {name: value.pop(name) for name in self.boxed}
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ def test_an_optimizer_that_loads_in_its_own_way_goes_on_with_the_rows_state() ->
     assert "load_state_dict" not in vars(optimizer)
 
 
-def test_what_it_loads_in_its_own_way_leaves_a_gradient_that_waits() -> None:
+def test_an_own_load_state_dict_keeps_a_waiting_gradient() -> None:
     models = pair(Boxed)
     for model, optimizer in models:
         step(model, optimizer)
@@ -310,7 +310,7 @@ def test_what_does_not_fit_changes_nothing_when_it_loads_in_its_own_way() -> Non
 def test_a_state_dict_that_hooks_cannot_complete_is_refused() -> None:
     class Closed(optim.Adam):
         def state_dict(self) -> dict[str, Any]:
-            return {"moments": [dict(each) for each in self.state.values()]}
+            return {"moments": [dict(value) for value in self.state.values()]}
 
     model = Model()
     optimizer = Closed(model.parameters())
@@ -418,15 +418,15 @@ def test_state_of_all_rows_that_only_the_constructor_makes_is_refused(
 
     model = Model()
     optimizer = Masked(model.parameters())
-    said = "Masked cannot be used: its constructor makes the state 'mask' of all rows"
-    with pytest.raises(ValueError, match=said):
+    message = "Masked cannot be used: its constructor makes the state 'mask' of all rows"
+    with pytest.raises(ValueError, match=message):
         speedtorch.attach(optimizer, model)
     assert list(model.words.table.fields) == ["weight"]
     assert not optimizer._optimizer_state_dict_post_hooks
 
 
 @pytest.mark.parametrize(
-    ("kept", "said"),
+    ("kept", "message"),
     [
         (
             {"step": 3.0, "exp_avg": torch.rand(3, 4), "exp_avg_sq": torch.rand(3, 4)},
@@ -440,12 +440,12 @@ def test_state_of_all_rows_that_only_the_constructor_makes_is_refused(
     ids=["some rows", "a count"],
 )
 def test_an_optimizer_with_the_state_of_some_rows_is_refused(
-    kept: dict[str, Any], said: str
+    kept: dict[str, Any], message: str
 ) -> None:
     model = Model()
     optimizer = optim.Adam(model.parameters())
     optimizer.state[model.words.weight] = kept
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         speedtorch.attach(optimizer, model)
     assert list(model.words.table.fields) == ["weight"]
 
@@ -486,7 +486,7 @@ class RowWise(Own):
 def test_a_flag_beside_the_state_goes_with_it(sparse: bool) -> None:
     theirs = nn.EmbeddingBag(20, 4, mode="sum", sparse=sparse)
     ours = speedtorch.EmbeddingBag.from_module(theirs)
-    models = [(each, RowWise(each.parameters())) for each in (theirs, ours)]
+    models = [(module, RowWise(module.parameters())) for module in (theirs, ours)]
     speedtorch.attach(models[1][1], ours)
     for ids in (EVERY[None], IDS[None]):
         for model, optimizer in models:
@@ -506,8 +506,8 @@ def test_loading_what_the_next_step_would_overwrite_is_refused() -> None:
     optimizer = RowWise(model.parameters())
     speedtorch.attach(optimizer, model)
     model.load_state_dict(model_state)
-    said = "RowWise: the next step would overwrite.*'is_begun' is False. Set it to True"
-    with pytest.raises(ValueError, match=said):
+    message = "RowWise: the next step would overwrite.*'is_begun' is False. Set it to True"
+    with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
     assert optimizer.state_dict()["state"][0]["step"] == 0
     optimizer.is_begun = True

@@ -47,7 +47,7 @@ class Words(nn.Module):
         self.out = nn.Linear(3 * WIDTH, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        words, bags = (each(ids) for each in self.tables.values())
+        words, bags = (table(ids) for table in self.tables.values())
         return self.out(torch.cat([words.mean(1), bags], 1).tanh())
 
 
@@ -83,11 +83,11 @@ def train(training: Training, steps: Sequence[int]) -> None:
     model, optimizers = training
     for number in steps:
         random = torch.Generator().manual_seed(number)
-        for each in optimizers:
-            each.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         model(torch.randint(ROWS, (5, 3), generator=random)).square().sum().backward()
-        for each in optimizers:
-            each.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 class WithTorchSave:
@@ -123,9 +123,9 @@ def go_on(folder: str, model: str, way: str, names: Sequence[str]) -> None:
 def states_of(training: Training) -> list[dict[str, Any]]:
     """What there is to compare, without entries that have nothing: torch's flat form adds some."""
     model, optimizers = training
-    states = [each.state_dict() for each in optimizers]
-    for each in states:
-        each["state"] = {number: kept for number, kept in each["state"].items() if kept}
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    for state in states:
+        state["state"] = {number: kept for number, kept in state["state"].items() if kept}
     return [model.state_dict(), *states]
 
 

@@ -156,10 +156,10 @@ def plain(make: Make, steps: list[Tensor], resume_at: int, starts: dict[str, Ten
             optimizer.state[held][name] = each.index_select(0, touched)
         optimizer.step()
         weight.index_copy_(0, touched, held.data)
-        for name, each in optimizer.state[held].items():
-            if isinstance(each, Tensor) and each.shape[:1] == touched.shape and len(touched) > 1:
-                first = starts[name].to(each.dtype).expand(ROWS, *each.shape[1:]).clone()
-                fields.setdefault(name, first).index_copy_(0, touched, each)
+        for name, value in optimizer.state[held].items():
+            if isinstance(value, Tensor) and value.shape[:1] == touched.shape and len(touched) > 1:
+                first = starts[name].to(value.dtype).expand(ROWS, *value.shape[1:]).clone()
+                fields.setdefault(name, first).index_copy_(0, touched, value)
     return Trained(weight, loss.scale.detach(), fields)
 
 

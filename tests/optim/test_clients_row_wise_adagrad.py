@@ -41,11 +41,11 @@ def test_torchrecs_optimizer_has_the_same_bits(options: dict[str, Any], dtype: t
             parameter.grad[step % 3 :: 3] = 0
             optimizer.step()
         if step == STEPS // 2:  # each goes on with the state of the other
-            states = [copy.deepcopy(each.state_dict()["state"]) for each in optimizers]
+            states = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in optimizers]
             for optimizer, state in zip(optimizers, reversed(states), strict=True):
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     assert_same_bytes(ours.detach(), theirs.detach())
-    states = [each.state[p] for each, p in zip(optimizers, (ours, theirs), strict=True)]
+    states = [optimizer.state[p] for optimizer, p in zip(optimizers, (ours, theirs), strict=True)]
     assert_same_bytes(states[0]["sum"], states[1]["sum"])
     assert states[0]["step"] == states[1]["step"] == STEPS
 

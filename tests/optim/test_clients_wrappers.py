@@ -53,7 +53,7 @@ def pair(wrap: Callable[..., Any], make: Any) -> list[tuple[Model, Any]]:
     torch.manual_seed(0)
     theirs, ours = Model(nn.Embedding), Model()
     ours.load_state_dict(theirs.state_dict())
-    made = [(each, wrap(each, make)) for each in (theirs, ours)]
+    made = [(module, wrap(module, make)) for module in (theirs, ours)]
     speedtorch.attach(made[1][1], ours)
     return made
 

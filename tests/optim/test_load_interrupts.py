@@ -79,18 +79,18 @@ def test_an_interrupted_load_is_all_of_it_or_nothing(make: Any, error: Any, ever
     training.begun()
     with Lines(files) as lines:
         training.load()
-    for turn, at in enumerate(first_of_each(lines.seen or [])[::every]):
+    for number, at in enumerate(first_of_each(lines.seen or [])[::every]):
         training.begun()
         with Lines(files, at, error) as lines:
             training.load()
         assert lines.came_out, lines.where
         # Every second time the tables are used before the optimizer is.
-        tables = [each.table["exp_avg"].clone() for each in training.model.tables[: turn % 2 * 2]]
+        tables = [m.table["exp_avg"].clone() for m in training.model.tables[: number % 2 * 2]]
         found = training.optimizer.state_dict()
         which = "new" if found["param_groups"][0]["lr"] == 0.3 else "old"
         assert_same_content(found, training.states[which])
-        for each, entries in zip(tables, found["state"].values(), strict=False):
-            assert_same_bytes(each, entries.get("box", entries)["exp_avg"])
+        for table, entries in zip(tables, found["state"].values(), strict=False):
+            assert_same_bytes(table, entries.get("box", entries)["exp_avg"])
         assert_same_content(training.go_on(), training.goes_on[which])
         seen.add(which)
     assert seen == {"old", "new"}

@@ -37,7 +37,7 @@ def test_rows_may_have_any_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
-def test_the_state_has_the_dtype_that_the_optimizer_gives_it(dtype: torch.dtype) -> None:
+def test_the_state_has_the_dtype_of_the_optimizer(dtype: torch.dtype) -> None:
     assert probed(optim.Adam, 2, 3, dtype=dtype).row_state["exp_avg"].dtype == dtype
 
 
@@ -140,7 +140,7 @@ def test_state_that_only_the_constructor_makes_is_learnt_with_the_groups_setting
     assert_same_bytes(probe.row_state["total"], torch.full((5,), 7.0))
 
 
-def test_attributes_and_lists_in_groups_of_the_optimizer_stay_as_they_are() -> None:
+def test_attributes_and_lists_in_groups_of_the_optimizer_do_not_change() -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
     optimizer = Counting([parameter])
     probe_optimizer(optimizer, parameter)

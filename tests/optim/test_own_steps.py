@@ -263,7 +263,7 @@ def test_an_optimizer_without_weights_is_looked_through_once(
     assert len(looked) == 2
 
 
-def test_an_optimizer_and_a_copy_of_its_attributes_are_each_looked_through_once(
+def test_an_optimizer_and_a_copy_of_its_attributes_are_searched_once(
     looked: list[optim.Optimizer],
 ) -> None:
     embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False)
@@ -327,15 +327,15 @@ HOW_WEIGHTS_COME: dict[str, Callable[[optim.Optimizer, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("come", HOW_WEIGHTS_COME.values(), ids=HOW_WEIGHTS_COME)
-def test_a_weight_that_an_optimizer_is_given_later_is_stepped(come: Any) -> None:
+@pytest.mark.parametrize("give", HOW_WEIGHTS_COME.values(), ids=HOW_WEIGHTS_COME)
+def test_a_weight_that_an_optimizer_is_given_later_is_stepped(give: Any) -> None:
     embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False)
     plain = nn.Parameter(torch.ones(2))
     optimizer = optim.SGD([plain], lr=0.5)
     for _ in range(2):
         plain.grad = torch.ones(2)
         optimizer.step()
-    come(optimizer, embedding.weight)
+    give(optimizer, embedding.weight)
     embedding(torch.tensor([1, 3])).sum().backward()
     optimizer.step()
     assert embedding.numpy()[:, 0].tolist() == [1, 0.5, 1, 0.5]
@@ -379,7 +379,7 @@ class OfEvenRows(Projected):
         return super().step(closure)
 
 
-def test_step_functions_that_cannot_be_told_apart_are_refused() -> None:
+def test_step_functions_that_cannot_be_distinguished_raise() -> None:
     emb = speedtorch.Embedding(20, 4)
     optimizer = OfEvenRows(emb.parameters(), lr=0.1)
     before = emb.state_dict()["weight"].clone()
@@ -398,7 +398,7 @@ def test_a_step_that_raises_keeps_neither_optimizer_nor_rows() -> None:
     gone = weakref.ref(adam), weakref.ref(embedding.trained_rows)
     del adam, embedding
     gc.collect()
-    assert [each() for each in gone] == [None, None]
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_a_step_waits_for_that_of_another_thread_and_finds_its_weights(
@@ -451,5 +451,5 @@ def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows() -
     assert 50 < line < 499
     del sgd, embedding, lines
     gc.collect()
-    kept = [line for line, gone in enumerate(made, 1) if any(each() for each in gone)]
+    kept = [line for line, gone in enumerate(made, 1) if any(reference() for reference in gone)]
     assert not kept

@@ -50,11 +50,11 @@ def trained(
     parameters = parameters_of(shapes, dtype, device)
     optimizer = RowWiseAdagrad(parameters, **{"lr": 0.1, **given})
     for step in range(steps):
-        for number, each in enumerate(parameters):
-            each.grad = drawn(each.shape, 100 * step + number, dtype).to(device)
-            each.grad[step % 3 :: 3] = 0
+        for number, parameter in enumerate(parameters):
+            parameter.grad = drawn(parameter.shape, 100 * step + number, dtype).to(device)
+            parameter.grad[step % 3 :: 3] = 0
         optimizer.step()
-    return [(each.detach(), optimizer.state[each]) for each in parameters]
+    return [(parameter.detach(), optimizer.state[parameter]) for parameter in parameters]
 
 
 def by_hand(rows: list[list[float]], sums: list[float], step: int, **options: Any) -> None:
@@ -92,7 +92,7 @@ def test_rows_become_what_the_formula_says(
 
 @WITH_OPTIONS
 @WITH_DTYPES
-def test_parameters_together_step_as_each_by_itself(
+def test_parameters_together_step_as_single_ones(
     dtype: torch.dtype, options: dict[str, Any], device: str
 ) -> None:
     single = trained(dtype=dtype, device=device, foreach=False, **options)
@@ -133,7 +133,7 @@ def test_a_capturable_step_reads_the_decay_of_the_learning_rate_on_the_device(
             torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-6)
 
 
-def test_a_learning_rate_that_is_a_tensor_is_read_in_each_step() -> None:
+def test_a_tensor_learning_rate_is_read_in_every_step() -> None:
     rate = torch.tensor(0.1, dtype=torch.float64)
     assert_same_content(trained(lr=rate), trained(lr=0.1))
     parameter = nn.Parameter(torch.ones(2, 3))
@@ -185,7 +185,7 @@ def test_memory_in_another_order_changes_no_number() -> None:
 
 
 @BOTH
-def test_rows_without_a_gradient_stay_as_they_are(foreach: bool) -> None:
+def test_rows_without_a_gradient_do_not_change(foreach: bool) -> None:
     parameter = nn.Parameter(torch.full((3, 2), -0.0))
     optimizer = RowWiseAdagrad([parameter], foreach=foreach)
     parameter.grad = torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
@@ -195,7 +195,7 @@ def test_rows_without_a_gradient_stay_as_they_are(foreach: bool) -> None:
 
 
 @BOTH
-def test_a_parameter_without_a_gradient_stays_as_it_is(foreach: bool) -> None:
+def test_a_parameter_without_a_gradient_does_not_change(foreach: bool) -> None:
     stepped, left = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
     optimizer = RowWiseAdagrad([left, stepped], foreach=foreach)
     stepped.grad = torch.ones(3, 2)
@@ -247,8 +247,8 @@ def stepped(
 ) -> tuple[Tensor, dict[str, Any]]:
     parameter = nn.Parameter(values.clone())
     optimizer = RowWiseAdagrad([parameter], lr=0.1, **options)
-    for each in gradients:
-        parameter.grad = each
+    for gradient in gradients:
+        parameter.grad = gradient
         optimizer.step()
     return parameter.detach(), optimizer.state[parameter]
 
@@ -321,15 +321,15 @@ def through_a_file(state: Any) -> Any:
 @WITH_DTYPES
 def test_training_resumes_bit_for_bit(dtype: torch.dtype) -> None:
     def step(optimizer: RowWiseAdagrad, parameters: list[Any], number: int) -> None:
-        for each in parameters:
-            each.grad = drawn(each.shape, number, dtype)
+        for parameter in parameters:
+            parameter.grad = drawn(parameter.shape, number, dtype)
         optimizer.step()
 
     parameters = parameters_of(SHAPES, dtype, "cpu")
     optimizer = RowWiseAdagrad(parameters, lr=0.1, lr_decay=0.3)
     for number in range(3):
         step(optimizer, parameters, number)
-    again = [nn.Parameter(each.detach().clone()) for each in parameters]
+    again = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     resumed = RowWiseAdagrad(again)
     saved = through_a_file(optimizer.state_dict())
     resumed.load_state_dict(saved)
@@ -342,7 +342,7 @@ def test_training_resumes_bit_for_bit(dtype: torch.dtype) -> None:
         assert_same_content(other.state_dict(), kept)
         for number in range(3, 6):
             step(other, rows, number)
-        assert_same_content([each.detach() for each in rows], [p.detach() for p in parameters])
+        assert_same_content([row.detach() for row in rows], [p.detach() for p in parameters])
         assert_same_content(other.state_dict(), optimizer.state_dict())
 
 
@@ -448,8 +448,8 @@ def test_groups_have_options_of_their_own() -> None:
     optimizer.add_param_group(
         {"params": [("second", second)], "lr": 0.25, "initial_accumulator_value": 3.0}
     )
-    for each in (first, second):
-        each.grad = torch.ones(2, 3)
+    for part in (first, second):
+        part.grad = torch.ones(2, 3)
     optimizer.step()
     assert first.tolist() == [[0.5] * 3] * 2
     assert second.tolist() == [[0.875] * 3] * 2
@@ -499,9 +499,7 @@ def train(
 ) -> RowWiseAdagrad:
     """Trains on batches; an Embedding's rows are attached."""
     optimizer = RowWiseAdagrad(model.parameters(), **KEPT, **options)
-    if any(
-        isinstance(each, speedtorch.Embedding | speedtorch.EmbeddingBag) for each in model.modules()
-    ):
+    if any(isinstance(m, speedtorch.Embedding | speedtorch.EmbeddingBag) for m in model.modules()):
         speedtorch.attach(optimizer, model)
     for number, batch in enumerate(loader):
         optimizer.zero_grad()
@@ -555,8 +553,8 @@ def test_two_tables_of_one_optimizer_train_as_parameters_of_all_rows(sparse: boo
 
     ours = model(speedtorch.Embedding.from_pretrained)
     plain = model(nn.Embedding.from_pretrained)
-    done = train(ours, lambda ids: [each(ids) for each in ours], batches())
-    expected = train(plain, lambda ids: [each(ids) for each in plain], batches())
+    done = train(ours, lambda ids: [table(ids) for table in ours], batches())
+    expected = train(plain, lambda ids: [table(ids) for table in plain], batches())
     assert_trained_alike((ours, done), (plain, expected))
 
 
@@ -574,7 +572,7 @@ def test_the_tables_of_a_collection_train_as_parameters_of_all_rows() -> None:
         optimizer.zero_grad()
         found = ours({"users": (ids, None), "goods": (ids.flip(0), None)})
         rows = [found[name].values() for name in names]
-        sum((each * factors(each, number)).sum() for each in rows).backward()  # type: ignore[union-attr]
+        sum((row * factors(row, number)).sum() for row in rows).backward()  # type: ignore[union-attr]
         optimizer.step()
     for name, each in zip(names, plain, strict=True):
         group = ours.group_of(name)
