@@ -189,7 +189,7 @@ def every_interrupt(
         call: is interrupted.
         error: makes the error.
         files: whose lines count.
-        every: 1 is for each line each time that it is executed; 23 is for each 23rd of the lines
+        every: 1 is for each line each time that it is executed; 47 is for each 47th of the lines
             that are new to the call, counted from the last one.
 
     Yields:
@@ -206,8 +206,8 @@ def every_interrupt(
 
 EVERY = pytest.mark.parametrize(
     "every",
-    [23, pytest.param(1, marks=pytest.mark.nightly)],
-    ids=["every-23rd-line", "every-line"],
+    [47, pytest.param(1, marks=pytest.mark.nightly)],
+    ids=["every-47th-line", "every-line"],
 )
 """For every_interrupt: the ordinary run takes a share of the lines, `make nightly` all of them."""
 

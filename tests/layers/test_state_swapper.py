@@ -94,6 +94,7 @@ class Training:
         return found
 
 
+@pytest.mark.dealt("budget", "bucket_bytes")
 @pytest.mark.parametrize(
     ("budget", "bucket_bytes"),
     [(1, 1 << 28), (700, 1 << 28), (8000, 200), (1 << 20, 1 << 28)],
@@ -842,6 +843,7 @@ def test_the_device_has_the_state_of_at_most_three_buckets() -> None:
         assert torch.cuda.memory_allocated() - before <= 1 << 20
 
 
+@pytest.mark.dealt("error")
 @EVERY
 @pytest.mark.parametrize(
     ("budget", "bucket_bytes"), [(700, 1 << 28), (1400, 100)], ids=["all-evicted", "some-remain"]
@@ -958,6 +960,7 @@ class OnHost:
         return found
 
 
+@pytest.mark.dealt("budget")
 @pytest.mark.parametrize("budget", [1, 2000, 1 << 20], ids=["nothing", "some", "all"])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "Shampoo"])
 def test_parameters_in_host_memory_are_stepped_on_the_device(

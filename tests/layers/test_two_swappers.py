@@ -22,7 +22,8 @@ from speedtorch.layers import Swapper
 
 ROUNDS = int(os.environ.get("SPEEDTORCH_ROUNDS", programs(6)))
 FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
-WIDTH, ROWS, MODULES, STEPS = 256, 16, 5, 4
+WIDTH = 256 if torch.cuda.is_available() else 64  # copies to a GPU must take a while
+ROWS, MODULES, STEPS = 16, 5, 4
 UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
 MODES = ["use", "prefetch", "auto", "auto step"]
 
