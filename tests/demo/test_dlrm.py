@@ -136,7 +136,7 @@ def trained(
     optimizer = make_optimizer(name, lr, model.parameters())
     if not plain:
         speedtorch.attach(optimizer, model)
-    batches = ClickBatches(clicks, 200, batch=300, epochs=3)
+    batches = ClickBatches(clicks, 200, batch=250, epochs=3)
     outcome = train(model, optimizer, batches, ahead=not plain, **how)
     model.state_dict()  # Brings all rows home, while the optimizer lives.
     return model, outcome
