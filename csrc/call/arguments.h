@@ -4,7 +4,7 @@
 //      memory); shapes, dtypes and devices that must fit each other: tensor_checks.h
 //   2. aliases: nothing that is written shares a byte with anything else   check_memory()
 //   3. owner: no managed memory of the process that forked this one        check_memory()
-//   4. reach: how a GPU accesses host memory                               reach()
+//   4. how a GPU accesses host memory                                      gpu_access()
 //   5. ids on the CPU, and plans there (those on a GPU are checked by the kernels)
 //   6. marking as written, last, so that a throw leaves autograd unchanged  mark_written()
 //   7. the first byte
@@ -21,7 +21,7 @@ namespace speedtorch {
 
 using Tensors = std::vector<Tensor>;
 
-// One tensor of an op, or a list of them; `of_list` says which, for the names in messages.
+// A tensor argument of an op, or a list of tensors if `of_list`.
 struct Argument {
   const char* name;
   const Tensor* first;

@@ -417,7 +417,8 @@ void drop_finished() {
 
 }  // namespace
 
-Access reach(const char* op, const Tensor& table, const Rows& rows, std::optional<int> used_by) {
+Access gpu_access(const char* op, const Tensor& table, const Rows& rows,
+                  std::optional<int> used_by) {
   if (table.is_cuda()) return Access::kOnGpu;
   if (rows.base == nullptr) return Access::kManaged;  // no rows
   std::optional<MemoryKind> kind;
@@ -528,8 +529,8 @@ void* allocate_managed(int64_t bytes, const std::set<int>& map_on) {
   void* address = nullptr;
   check_managed(cuda_calls().malloc_managed(&address, bytes), "cudaMallocManaged", bytes);
   // Advise before the first touch: the advice decides where pages are allocated and how the GPU
-  // maps them. Other GPUs map the memory at first use (reach), because advice for a GPU creates a
-  // context on it.
+  // maps them. Other GPUs map the memory at first use (gpu_access), because advice for a GPU
+  // creates a context on it.
   int error = cuda_calls().advise_preferred_host(address, bytes);
   for (const int device : map_on) {
     if (error == 0) error = map_managed(address, bytes, device);
@@ -708,7 +709,7 @@ void let_captured_go(const Tensor& tensor) {
   drop_finished();
 }
 
-// Does the same for all memory whose tensors are gone, and frees it.
+// Waits for replays of captured graphs, then frees all memory whose tensors are freed.
 void let_orphans_go() {
   CapturedOn captured;
   std::list<std::unique_ptr<Block>> orphans;
@@ -729,13 +730,13 @@ void let_orphans_go() {
   for (const std::unique_ptr<Block>& block : orphans) free_memory(*block);
 }
 
-// For tests without a GPU: calls reach and note_use as an op does around its kernels. Returns the
-// Access.
+// For tests without a GPU: calls gpu_access and note_use as an op does around its kernels. Returns
+// the Access.
 int64_t use_on(const Tensor& table, int64_t device, int64_t stream) {
   constexpr const char* kOp = "use_on";
   const Rows rows = as_rows(kOp, "table", table);
   const Stream queue{reinterpret_cast<void*>(stream), static_cast<int>(device)};
-  const Access access = reach(kOp, table, rows, queue.device);
+  const Access access = gpu_access(kOp, table, rows, queue.device);
   if (access != Access::kNot) note_use(table, rows, queue);
   return static_cast<int64_t>(access);
 }

@@ -44,7 +44,8 @@ void check_access(const char* op, const std::function<std::string()>& name, cons
 
 // Returns how the current GPU accesses these rows. Call with the device in `used_by` before work on
 // them: the first use of a managed table maps the table on this GPU.
-Access reach(const char* op, const Tensor& table, const Rows& rows, std::optional<int> used_by);
+Access gpu_access(const char* op, const Tensor& table, const Rows& rows,
+                  std::optional<int> used_by);
 // Notes that work just queued on `stream` uses the table. The memory is kept until that work is
 // done, or, if the stream captures, until let_captured_go().
 void note_use(const Tensor& table, const Rows& rows, const Stream& stream);

@@ -254,7 +254,7 @@ Tensor explain_move(const Tensor& table, int64_t ids, int64_t direction, bool ac
   const Direction way = direction_of(kOp, direction);
   if (ids < 0) throw_value_error(kOp, "ids must not be negative, got ", ids);
   all.check_memory();
-  const Access access = reach(kOp, table, rows, std::nullopt);
+  const Access access = gpu_access(kOp, table, rows, std::nullopt);
   const Costs now = costs();
   const Choice choice = choose_path(kOp, batch_of(way, access, rows, ids, accumulate), now);
   const double values[] = {static_cast<double>(choice.path),

@@ -132,7 +132,7 @@ Diff diff_ids(const Tensor& named, const Tensor& named_status, const Tensor& hel
   std::optional<CurrentStream> stream;
   if (!named.is_cpu()) stream.emplace(kOp, named);
   const Rows word = as_rows(kOp, "fault", fault);
-  if (stream && reach(kOp, fault, word, stream->device()) == Access::kNot) {
+  if (stream && gpu_access(kOp, fault, word, stream->device()) == Access::kNot) {
     throw_value_error(kOp,
                       "fault is in pageable memory, which the GPU cannot write to. Pin it with "
                       "speedtorch.pin_memory_(fault)");

@@ -371,7 +371,7 @@ bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables,
   for (size_t k = 0; k < host.size(); ++k) {
     const std::vector<SwapField>& fields = tables[k / tables[0].fields.size()].fields;
     const Rows& rows = fields[k % fields.size()].host;
-    const Access access = reach(kOp, host[k], rows, stream.device());
+    const Access access = gpu_access(kOp, host[k], rows, stream.device());
     mapped &= access != Access::kNot;
     on_gpu |= access == Access::kOnGpu;
   }

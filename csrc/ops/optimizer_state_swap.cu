@@ -73,8 +73,8 @@ __device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, const 
 }
 
 // Called by one thread after all entries are checked: reports the error and blocks swap_kernel.
-__device__ void judge(const PlanView& list, int64_t side_rows, const Report& about,
-                      const volatile BadEntries& found) {
+__device__ void report_first_error(const PlanView& list, int64_t side_rows, const Report& about,
+                                   const volatile BadEntries& found) {
   constexpr IdError kKinds[] = {IdError::kOutOfRange, IdError::kUnordered, IdError::kBadPlace};
   for (const IdError kind : kKinds) {
     const int64_t from_end = found.from_end[static_cast<int>(kind)];
@@ -124,8 +124,8 @@ __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, 
   auto* done = reinterpret_cast<unsigned long long*>(&scratch.checked->blocks_done);
   if (atomicAdd(done, 1ull) + 1 < gridDim.x) return;
   __threadfence();
-  judge(evict, placed.leaving_rows, evicting, *bad_evict);
-  judge(load, placed.arriving_rows, loading, *bad_load);
+  report_first_error(evict, placed.leaving_rows, evicting, *bad_evict);
+  report_first_error(load, placed.arriving_rows, loading, *bad_load);
 }
 
 // A field in the form that a launch moves.
@@ -261,7 +261,7 @@ __device__ __forceinline__ Floats<Vec> floats_of(const Halves<Vec>& halves) {
 
 // The same for a field that the host stores in 16 bits. Conversions follow all loads, because a
 // conversion waits for its load. Rows that move from side to side are rounded as the host would
-// store them. They do not cross the link and are moved last.
+// store them. Such rows do not cross the link and are moved last.
 template <typename Vec, Stored kStored, typename Tables>
 __device__ __forceinline__ void convert_column(const MovedField& field, int64_t column,
                                                const Tables& tables, const Moves& moves) {
@@ -299,7 +299,7 @@ __device__ __forceinline__ void convert_column(const MovedField& field, int64_t 
 
 // The type of a host access and the storage format of numbers.
 template <typename Vec_, Stored kStored_>
-struct Way {
+struct MoveType {
   using Vec = Vec_;
   static constexpr Stored kStored = kStored_;
 };
@@ -309,7 +309,7 @@ struct Way {
 // work on the same part of the table and share its pages. No row is read and written at once,
 // because a row in both lists is not read from the host. The calling block is one of `blocks`
 // blocks that share the lists.
-template <typename Way, typename Tables>
+template <typename MoveType, typename Tables>
 __device__ void swap_rows(const Fields& fields, const Tables& tables, const PlanView& evict,
                           const PlanView& load, const SwapScratch& scratch, int lanes,
                           const Report& evicting, const Report& loading, int64_t block,
@@ -352,22 +352,22 @@ __device__ void swap_rows(const Fields& fields, const Tables& tables, const Plan
       while (vec >= fields.first_vec[f + 1]) ++f;
       const MovedField field = fields.field[f];
       const int64_t column = vec - fields.first_vec[f];
-      if constexpr (Way::kStored != Stored::kSame) {
-        convert_column<typename Way::Vec, Way::kStored>(field, column, tables, moves);
+      if constexpr (MoveType::kStored != Stored::kSame) {
+        convert_column<typename MoveType::Vec, MoveType::kStored>(field, column, tables, moves);
       } else {
-        move_column<typename Way::Vec>(field, column, tables, moves);
+        move_column<typename MoveType::Vec>(field, column, tables, moves);
       }
     }
   }
 }
 
-template <typename Way, typename Tables>
+template <typename MoveType, typename Tables>
 __global__ void __launch_bounds__(kMoverThreads)
     swap_kernel(const __grid_constant__ Fields fields, const __grid_constant__ Tables tables,
                 PlanView evict, PlanView load, SwapScratch scratch, int lanes, Report evicting,
                 Report loading) {
-  swap_rows<Way>(fields, tables, evict, load, scratch, lanes, evicting, loading, blockIdx.x,
-                 gridDim.x);
+  swap_rows<MoveType>(fields, tables, evict, load, scratch, lanes, evicting, loading, blockIdx.x,
+                      gridDim.x);
 }
 
 // The lists of one table and the layout of its rows.
@@ -384,7 +384,7 @@ static_assert(2 * sizeof(Part) + sizeof(int) + sizeof(ErrorRecord*) <= 4096);
 // The first `host_blocks` blocks move rows across the link, because few blocks saturate the link.
 // The other blocks move rows within GPU memory at the same time. Threads and groups work as in
 // swap_rows.
-template <typename Way>
+template <typename MoveType>
 __global__ void __launch_bounds__(kMoverThreads)
     swap_parts_kernel(const __grid_constant__ Part host, const __grid_constant__ Part cached,
                       int host_blocks, ErrorRecord* record) {
@@ -392,9 +392,9 @@ __global__ void __launch_bounds__(kMoverThreads)
   const Part& part = is_host ? host : cached;
   const Report evicting{record, Op::kSwap, IdList::kEvict, part.rows};
   const Report loading{record, Op::kSwap, IdList::kLoad, part.rows};
-  swap_rows<Way>(part.fields, OneTable{}, part.evict, part.load, part.scratch, part.lanes, evicting,
-                 loading, is_host ? blockIdx.x : blockIdx.x - host_blocks,
-                 is_host ? host_blocks : gridDim.x - host_blocks);
+  swap_rows<MoveType>(part.fields, OneTable{}, part.evict, part.load, part.scratch, part.lanes,
+                      evicting, loading, is_host ? blockIdx.x : blockIdx.x - host_blocks,
+                      is_host ? host_blocks : gridDim.x - host_blocks);
 }
 
 // The bitwise OR of a field's addresses, strides and row lengths: an access width must divide it.
@@ -475,15 +475,16 @@ MoveShape shape_of(const Fields& fields, const FieldGroup& group, int64_t entrie
   return shape;
 }
 
-// Calls `use` with the Way of a group's fields.
+// Calls `use` with the MoveType of a group's fields.
 template <typename Use>
-void with_way(const FieldGroup& group, const Use& use) {
+void with_move_type(const FieldGroup& group, const Use& use) {
   with_vec_type(group.vec_bytes, [&](auto vec) {
     if constexpr (sizeof(vec) > 1 && sizeof(vec) != 8) {
-      if (group.stored == Stored::kBFloat16) return use(Way<decltype(vec), Stored::kBFloat16>{});
-      if (group.stored == Stored::kFloat16) return use(Way<decltype(vec), Stored::kFloat16>{});
+      if (group.stored == Stored::kBFloat16)
+        return use(MoveType<decltype(vec), Stored::kBFloat16>{});
+      if (group.stored == Stored::kFloat16) return use(MoveType<decltype(vec), Stored::kFloat16>{});
     }
-    use(Way<decltype(vec), Stored::kSame>{});
+    use(MoveType<decltype(vec), Stored::kSame>{});
   });
 }
 
@@ -522,9 +523,9 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
     const MoveShape shape = shape_of(group_fields, group, max(evict.count, load.count), max_blocks);
     const Report evicting{record, Op::kSwap, IdList::kEvict, rows};
     const Report loading{record, Op::kSwap, IdList::kLoad, rows};
-    with_way(group, [&](auto way) {
+    with_move_type(group, [&](auto move_type) {
       const auto launch = [&](const auto& found) {
-        swap_kernel<decltype(way)>
+        swap_kernel<decltype(move_type)>
             <<<shape.blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
                 group_fields, found, evict, load, scratch, shape.lanes_per_row, evicting, loading);
       };
@@ -555,8 +556,8 @@ int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_co
     int host_blocks = 0, cached_blocks = 0;
     const Part over_link = part_of(host, max_host_blocks, &host_blocks);
     const Part on_gpu = part_of(cached, kDeviceBlocks, &cached_blocks);
-    with_way(group, [&](auto way) {
-      swap_parts_kernel<decltype(way)>
+    with_move_type(group, [&](auto move_type) {
+      swap_parts_kernel<decltype(move_type)>
           <<<host_blocks + cached_blocks, kMoverThreads, 0, static_cast<cudaStream_t>(stream)>>>(
               over_link, on_gpu, host_blocks, record);
     });

@@ -54,7 +54,7 @@ void pinned_copy(const Tensor& dst, const Tensor& src) {
   const Tensor& host = to_host ? dst : src;
   const Rows& host_rows = to_host ? to : from;
   const CurrentStream stream(kOp, to_host ? src : dst);
-  const Access access = reach(kOp, host, host_rows, stream.device());
+  const Access access = gpu_access(kOp, host, host_rows, stream.device());
   if (access == Access::kNot) {
     stream.check_pageable_not_captured(kOp, "the host side", "tensor");
     all.mark_written();

@@ -54,7 +54,7 @@ void gather(const Tensor& table, const Rows& rows, const Tensor& index, const Pl
     return;
   }
   const CurrentStream stream(kOp, out);
-  const Access access = reach(kOp, table, rows, stream.device());
+  const Access access = gpu_access(kOp, table, rows, stream.device());
   if (ids.on_cpu) ids = as_ids(ids_to_device(kOp, ids, out, stream));
   if (out.numel() > 0 && access == Access::kNot) {
     return gather_staged(rows, ids, plan, out, stream, all);

@@ -126,7 +126,7 @@ void scatter(const Tensor& table, const Tensor& index, const Tensor& src, const 
     return scatter_or_add_on_cpu(rows, ids, as_rows(kOp, "src", whole), added);
   }
   const CurrentStream stream(kOp, src);
-  const Access access = reach(kOp, table, rows, stream.device());
+  const Access access = gpu_access(kOp, table, rows, stream.device());
   Ids ids = as_ids(index);
   if (ids.on_cpu) check_ids_on_cpu(kOp, kIndex, ids, rows.count);
   if (ids.count == 0) return all.mark_written();

@@ -23,7 +23,7 @@ enum PlanPart : size_t { kUnique, kInverse, kOrder, kOffsets, kStatus, kParts };
 constexpr const char* kPartNames[kParts] = {"unique", "inverse", "order", "offsets", "status"};
 
 // Positions 0..n-1 sorted by key, equal ids in position order. Least significant digit first.
-void sort_positions(const Ids& ids, const PlanOf& of, int64_t* order) {
+void sort_positions(const Ids& ids, const PlanTable& table, int64_t* order) {
   constexpr int kDigitBits = 11;  // 2,048 counters of 8 bytes stay in the first-level cache
   constexpr size_t kBuckets = size_t{1} << kDigitBits;
   constexpr int64_t kFew = 512;  // a comparison sort of these is faster than clearing the counters
@@ -31,7 +31,7 @@ void sort_positions(const Ids& ids, const PlanOf& of, int64_t* order) {
   for (int64_t i = 0; i < n; ++i) order[i] = i;
   if (n <= kFew) {
     std::array<std::pair<int64_t, int64_t>, kFew> keyed;
-    for (int64_t i = 0; i < n; ++i) keyed[static_cast<size_t>(i)] = {of.key_of(ids.at(i)), i};
+    for (int64_t i = 0; i < n; ++i) keyed[static_cast<size_t>(i)] = {table.key_of(ids.at(i)), i};
     std::sort(keyed.begin(), keyed.begin() + n);
     for (int64_t i = 0; i < n; ++i) order[i] = keyed[static_cast<size_t>(i)].second;
     return;
@@ -39,10 +39,10 @@ void sort_positions(const Ids& ids, const PlanOf& of, int64_t* order) {
   auto other = std::make_unique<int64_t[]>(static_cast<size_t>(n));
   int64_t* from = order;
   int64_t* to = other.get();
-  const int bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(of.last_key(), 0)));
+  const int bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(table.last_key(), 0)));
   for (int shift = 0; shift < bits; shift += kDigitBits) {
     auto digit = [&](int64_t i) {
-      return (static_cast<uint64_t>(of.key_of(ids.at(i))) >> shift) & (kBuckets - 1);
+      return (static_cast<uint64_t>(table.key_of(ids.at(i))) >> shift) & (kBuckets - 1);
     };
     std::array<int64_t, kBuckets> next{};
     for (int64_t i = 0; i < n; ++i) ++next[digit(i)];
@@ -64,15 +64,15 @@ PlanView view_of(const Tensors& plan, int64_t count) {
           .has_padding = plan[kUnique].numel() > count};
 }
 
-void fill_plan_on_cpu(const Ids& ids, const PlanOf& of, const PlanView& plan) {
+void fill_plan_on_cpu(const Ids& ids, const PlanTable& table, const PlanView& plan) {
   const int64_t n = ids.count;
-  if (n > 0) sort_positions(ids, of, plan.order);
+  if (n > 0) sort_positions(ids, table, plan.order);
   int64_t distinct = 0, repeat = n, trained = n;  // entries before the padding's
   for (int64_t i = 0; i < n; ++i) {
     const int64_t position = plan.order[i], id = ids.at(position);
-    if (of.padding >= 0 && id == of.padding) {
+    if (table.padding >= 0 && id == table.padding) {
       trained = std::min(trained, i);
-      plan.inverse[position] = of.place_of(distinct, true);
+      plan.inverse[position] = table.place_of(distinct, true);
       continue;
     }
     if (distinct == 0 || id != plan.unique[distinct - 1]) {
@@ -81,14 +81,14 @@ void fill_plan_on_cpu(const Ids& ids, const PlanOf& of, const PlanView& plan) {
     } else {
       repeat = std::min(repeat, position);
     }
-    plan.inverse[position] = of.place_of(distinct - 1, false);
+    plan.inverse[position] = table.place_of(distinct - 1, false);
   }
-  const bool has_padding = of.padding >= 0;
+  const bool has_padding = table.padding >= 0;
   std::fill(plan.unique + distinct, plan.unique + n + has_padding, -1);
-  if (has_padding) plan.unique[distinct] = of.padding;
+  if (has_padding) plan.unique[distinct] = table.padding;
   plan.offsets[distinct] = trained;
   std::fill(plan.offsets + distinct + 1, plan.offsets + n + 1, n);
-  *plan.status = status_of_distinct(n, of.rows);
+  *plan.status = status_of_distinct(n, table.rows);
   plan.status->distinct = distinct;
   plan.status->repeat_position = repeat;
   if (repeat < n) plan.status->repeat_id = ids.at(repeat);
@@ -102,21 +102,22 @@ void throw_not_made_by_plan_rows(const char* op, const char* list) {
                     ", rows)");
 }
 
-Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, void* stream,
+Tensors make_plan(const char* op, const Ids& ids, const PlanTable& table, void* stream,
                   int64_t status_fields, bool shares_memory) {
   const int64_t n = ids.count;
-  Tensors plan =
-      new_lists(op, {n + (of.padding >= 0), n, n, n + 1, status_fields}, ids.keep, shares_memory);
+  Tensors plan = new_lists(op, {n + (table.padding >= 0), n, n, n + 1, status_fields}, ids.keep,
+                           shares_memory);
   const PlanView view = view_of(plan, n);
   if (ids.on_cpu) {
-    fill_plan_on_cpu(ids, of, view);
+    fill_plan_on_cpu(ids, table, view);
     return plan;
   }
   if constexpr (kWithCuda) {
-    const int64_t scratch_bytes = plan_scratch_bytes(n, of);
+    const int64_t scratch_bytes = plan_scratch_bytes(n, table);
     const Tensor scratch = new_tensor(op, {scratch_bytes}, ScalarType::Byte, ids.keep);
-    check_cuda(launch_plan(ids.data, ids.wide, of, scratch.data_ptr(), scratch_bytes, view, stream),
-               op);
+    check_cuda(
+        launch_plan(ids.data, ids.wide, table, scratch.data_ptr(), scratch_bytes, view, stream),
+        op);
   }
   return plan;
 }
@@ -126,11 +127,11 @@ void check_plannable(const char* op, const Tensor& index, int64_t rows) {
   check_ids_kind(op, "index", index);
 }
 
-Tensors plan_index(const char* op, const Tensor& index, const PlanOf& of, void* stream,
+Tensors plan_index(const char* op, const Tensor& index, const PlanTable& table, void* stream,
                    int64_t status_fields, bool shares_memory) {
   const Ids ids = as_ids(index);
-  if (ids.on_cpu) check_ids_on_cpu(op, "index", ids, of.rows);
-  return make_plan(op, ids, of, stream, status_fields, shares_memory);
+  if (ids.on_cpu) check_ids_on_cpu(op, "index", ids, table.rows);
+  return make_plan(op, ids, table, stream, status_fields, shares_memory);
 }
 
 void check_status(const char* op, const char* name, const Tensor& status) {

@@ -63,11 +63,11 @@ struct Heads {
 
 // Sorts (key, position) by key. With a null scratch.cub, only returns the needed bytes.
 template <typename Key>
-cudaError_t sort(const Scratch<Key>& scratch, size_t& bytes, int64_t n, const PlanOf& of,
+cudaError_t sort(const Scratch<Key>& scratch, size_t& bytes, int64_t n, const PlanTable& table,
                  cudaStream_t stream) {
   return cub::DeviceRadixSort::SortPairs(scratch.cub, bytes, scratch.keys, scratch.sorted_keys,
                                          scratch.positions, scratch.sorted_positions,
-                                         static_cast<int>(n), 0, end_bit(of), stream);
+                                         static_cast<int>(n), 0, end_bit(table), stream);
 }
 
 // Computes the number of heads up to each entry; bytes as above.
@@ -78,9 +78,9 @@ cudaError_t rank_heads(const Scratch<Key>& scratch, size_t& bytes, int64_t n, cu
 }
 
 template <typename Key>
-int64_t scratch_bytes_of(int64_t n, const PlanOf& of) {
+int64_t scratch_bytes_of(int64_t n, const PlanTable& table) {
   size_t sort_bytes = 0, scan_bytes = 0;
-  sort(Scratch<Key>{}, sort_bytes, n, of, nullptr);
+  sort(Scratch<Key>{}, sort_bytes, n, table, nullptr);
   rank_heads(Scratch<Key>{}, scan_bytes, n, nullptr);
   return padded(sizeof(Found)) + 2 * padded(n * sizeof(Key)) + 3 * padded(n * 4) +
          static_cast<int64_t>(std::max(sort_bytes, scan_bytes));
@@ -107,16 +107,16 @@ Scratch<Key> carve(void* memory, int64_t bytes, int64_t n) {
 
 // A thread owns ids i, i + threads, ...: finds ids out of range and prepares the sort.
 template <typename Key>
-__global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, PlanOf of, Key* keys,
+__global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, PlanTable table, Key* keys,
                                 int32_t* positions, Found* found) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
     const int64_t id = id_at(ids, wide, i);
-    if (is_outside(id, of.rows)) {
+    if (is_outside(id, table.rows)) {
       count_one(&found->bad_count);
       note_last(&found->bad_from_end, n - i);
     }
-    keys[i] = static_cast<Key>(of.key_of(id));
+    keys[i] = static_cast<Key>(table.key_of(id));
     positions[i] = static_cast<int32_t>(i);
   }
 }
@@ -124,9 +124,9 @@ __global__ void mark_ids_kernel(const void* ids, bool wide, int64_t n, PlanOf of
 // A thread owns sorted entries, a grid stride apart, and writes their part of the plan. The last
 // block to finish writes the status.
 template <typename Key>
-__global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const Key* sorted_keys,
-                                  const int32_t* sorted_positions, const int32_t* ranks,
-                                  Found* found, PlanView out) {
+__global__ void write_plan_kernel(const void* ids, bool wide, PlanTable table,
+                                  const Key* sorted_keys, const int32_t* sorted_positions,
+                                  const int32_t* ranks, Found* found, PlanView out) {
   const int64_t n = out.count;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t all = ranks[n - 1];
@@ -135,7 +135,7 @@ __global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const K
     const int64_t position = sorted_positions[i];
     const bool head = i == 0 || ranks[i - 1] != ranks[i];
     const auto key = static_cast<int64_t>(sorted_keys[i]);
-    if (write_entry(i, key, position, ranks[i], head, all, of, out)) {
+    if (write_entry(i, key, position, ranks[i], head, all, table, out)) {
       from_end = max(from_end, static_cast<unsigned long long>(n - position));
     }
   }
@@ -146,14 +146,14 @@ __global__ void write_plan_kernel(const void* ids, bool wide, PlanOf of, const K
   auto* done = reinterpret_cast<unsigned long long*>(&found->blocks_done);
   if (atomicAdd(done, 1ull) + 1 < gridDim.x) return;
   __threadfence();
-  const int64_t distinct = write_ends(static_cast<int64_t>(sorted_keys[n - 1]), all, of, out);
-  write_status(ids, wide, of, *found, distinct, out);
+  const int64_t distinct = write_ends(static_cast<int64_t>(sorted_keys[n - 1]), all, table, out);
+  write_status(ids, wide, table, *found, distinct, out);
 }
 
 // One block does all of the above, for batches so small that a dozen launches take longer. A thread
 // owns kFewPerThread neighbors, before and after the sort.
 __global__ void __launch_bounds__(kFewThreads)
-    plan_few_kernel(const void* ids, bool wide, PlanOf of, int last_bit, PlanView out) {
+    plan_few_kernel(const void* ids, bool wide, PlanTable table, int last_bit, PlanView out) {
   using Sort = cub::BlockRadixSort<uint64_t, kFewThreads, kFewPerThread, int32_t>;
   using Scan = cub::BlockScan<int32_t, kFewThreads>;
   __shared__ union {
@@ -173,9 +173,9 @@ __global__ void __launch_bounds__(kFewThreads)
   for (int k = 0; k < kFewPerThread; ++k) {
     const int64_t i = first + k;
     const int64_t id = i < n ? id_at(ids, wide, i) : 0;
-    key[k] = i < n ? static_cast<uint64_t>(of.key_of(id)) : ~uint64_t{0};
+    key[k] = i < n ? static_cast<uint64_t>(table.key_of(id)) : ~uint64_t{0};
     position[k] = static_cast<int32_t>(i);
-    if (i < n && is_outside(id, of.rows)) {
+    if (i < n && is_outside(id, table.rows)) {
       count_one(&found.bad_count);
       note_last(&found.bad_from_end, n - i);
     }
@@ -202,13 +202,14 @@ __global__ void __launch_bounds__(kFewThreads)
   for (int k = 0; k < kFewPerThread; ++k) {
     const int64_t i = first + k;
     if (i >= n) continue;
-    if (write_entry(i, static_cast<int64_t>(key[k]), position[k], rank[k], head[k], all, of, out)) {
+    if (write_entry(i, static_cast<int64_t>(key[k]), position[k], rank[k], head[k], all, table,
+                    out)) {
       note_last(&found.repeat_from_end, n - position[k]);
     }
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  write_status(ids, wide, of, found, write_ends(final_key, all, of, out), out);
+  write_status(ids, wide, table, found, write_ends(final_key, all, table, out), out);
 }
 
 }  // namespace
@@ -230,29 +231,30 @@ int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
                                        static_cast<cudaStream_t>(stream));
 }
 
-int64_t plan_scratch_bytes(int64_t n, const PlanOf& of) {
+int64_t plan_scratch_bytes(int64_t n, const PlanTable& table) {
   if (n <= kFewIds) return 0;
-  if (can_plan_together(n)) return together_scratch_bytes(n, of);
-  return has_short_keys(of) ? scratch_bytes_of<uint32_t>(n, of) : scratch_bytes_of<uint64_t>(n, of);
+  if (can_plan_together(n)) return together_scratch_bytes(n, table);
+  return has_short_keys(table) ? scratch_bytes_of<uint32_t>(n, table)
+                               : scratch_bytes_of<uint64_t>(n, table);
 }
 
 namespace {
 
 template <typename Key>
-int plan_many(const void* ids, bool wide, const PlanOf& of, void* memory, int64_t scratch_bytes,
-              const PlanView& out, cudaStream_t stream) {
+int plan_many(const void* ids, bool wide, const PlanTable& table, void* memory,
+              int64_t scratch_bytes, const PlanView& out, cudaStream_t stream) {
   const int64_t n = out.count;
   const Scratch<Key> scratch = carve<Key>(memory, scratch_bytes, n);
   const int blocks = blocks_for_ids(n);
   int error = cudaMemsetAsync(scratch.found, 0, sizeof(Found), stream);
   if (error != cudaSuccess) return error;
-  mark_ids_kernel<Key><<<blocks, kIdThreads, 0, stream>>>(ids, wide, n, of, scratch.keys,
+  mark_ids_kernel<Key><<<blocks, kIdThreads, 0, stream>>>(ids, wide, n, table, scratch.keys,
                                                           scratch.positions, scratch.found);
   size_t cub_bytes = static_cast<size_t>(scratch.cub_bytes);
-  if ((error = sort(scratch, cub_bytes, n, of, stream)) != cudaSuccess) return error;
+  if ((error = sort(scratch, cub_bytes, n, table, stream)) != cudaSuccess) return error;
   cub_bytes = static_cast<size_t>(scratch.cub_bytes);
   if ((error = rank_heads(scratch, cub_bytes, n, stream)) != cudaSuccess) return error;
-  write_plan_kernel<Key><<<blocks, kIdThreads, 0, stream>>>(ids, wide, of, scratch.sorted_keys,
+  write_plan_kernel<Key><<<blocks, kIdThreads, 0, stream>>>(ids, wide, table, scratch.sorted_keys,
                                                             scratch.sorted_positions, scratch.ranks,
                                                             scratch.found, out);
   return cudaGetLastError();
@@ -260,18 +262,19 @@ int plan_many(const void* ids, bool wide, const PlanOf& of, void* memory, int64_
 
 }  // namespace
 
-int launch_plan(const void* ids, bool wide, const PlanOf& of, void* memory, int64_t scratch_bytes,
-                const PlanView& out, void* stream) {
+int launch_plan(const void* ids, bool wide, const PlanTable& table, void* memory,
+                int64_t scratch_bytes, const PlanView& out, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
   if (out.count <= kFewIds) {
-    plan_few_kernel<<<1, kFewThreads, 0, on>>>(ids, wide, of, end_bit(of), out);
+    plan_few_kernel<<<1, kFewThreads, 0, on>>>(ids, wide, table, end_bit(table), out);
     return cudaGetLastError();
   }
   if (can_plan_together(out.count)) {
-    return launch_plan_together(ids, wide, of, memory, out, stream);
+    return launch_plan_together(ids, wide, table, memory, out, stream);
   }
-  return has_short_keys(of) ? plan_many<uint32_t>(ids, wide, of, memory, scratch_bytes, out, on)
-                            : plan_many<uint64_t>(ids, wide, of, memory, scratch_bytes, out, on);
+  return has_short_keys(table)
+             ? plan_many<uint32_t>(ids, wide, table, memory, scratch_bytes, out, on)
+             : plan_many<uint64_t>(ids, wide, table, memory, scratch_bytes, out, on);
 }
 
 }  // namespace speedtorch

@@ -23,12 +23,12 @@ using Plan = std::optional<Tensors>;
 [[noreturn]] void throw_not_made_by_plan_rows(const char* op, const char* list);
 
 // Makes a plan on the device of the ids, without plan_rows' checks of bad ids on the CPU.
-Tensors make_plan(const char* op, const Ids& ids, const PlanOf& of, void* stream,
+Tensors make_plan(const char* op, const Ids& ids, const PlanTable& table, void* stream,
                   int64_t status_fields = kPlanStatusFields, bool shares_memory = true);
 // Makes the checks of plan_rows on `index` and `rows` that read no id.
 void check_plannable(const char* op, const Tensor& index, int64_t rows);
 // Makes a plan of a checked `index`, as plan_rows does: throws for bad ids on the CPU.
-Tensors plan_index(const char* op, const Tensor& index, const PlanOf& of, void* stream,
+Tensors plan_index(const char* op, const Tensor& index, const PlanTable& table, void* stream,
                    int64_t status_fields = kPlanStatusFields, bool shares_memory = true);
 // Throws unless the status has one of its two lengths.
 void check_status(const char* op, const char* name, const Tensor& status);

@@ -17,15 +17,17 @@ struct Found {
   int64_t blocks_done;
 };
 
-inline int end_bit(const PlanOf& of) {
-  return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(of.last_key()))));
+inline int end_bit(const PlanTable& table) {
+  return std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(table.last_key()))));
 }
 
 // Whether every key fits in 32 bits.
-inline bool has_short_keys(const PlanOf& of) { return of.last_key() <= int64_t{UINT32_MAX}; }
+inline bool has_short_keys(const PlanTable& table) {
+  return table.last_key() <= int64_t{UINT32_MAX};
+}
 
 // Called by one thread after all ids of the batch are examined: writes the status.
-__device__ inline void write_status(const void* ids, bool wide, const PlanOf& of,
+__device__ inline void write_status(const void* ids, bool wide, const PlanTable& table,
                                     const volatile Found& found, int64_t distinct,
                                     const PlanView& out) {
   const int64_t n = out.count, bad = n - found.bad_from_end, repeat = n - found.repeat_from_end;
@@ -33,7 +35,7 @@ __device__ inline void write_status(const void* ids, bool wide, const PlanOf& of
                  bad,
                  bad < n ? id_at(ids, wide, bad) : 0,
                  distinct,
-                 of.rows,
+                 table.rows,
                  n,
                  repeat,
                  repeat < n ? id_at(ids, wide, repeat) : 0};
@@ -43,13 +45,14 @@ __device__ inline void write_status(const void* ids, bool wide, const PlanOf& of
 // entry, including the padding, and `all` the number in the batch. Returns whether an earlier entry
 // has the same id.
 __device__ inline bool write_entry(int64_t i, int64_t key, int64_t position, int64_t rank,
-                                   bool head, int64_t all, const PlanOf& of, const PlanView& out) {
+                                   bool head, int64_t all, const PlanTable& table,
+                                   const PlanView& out) {
   const int64_t n = out.count;
-  const bool is_padding = of.padding >= 0 && key == of.rows;
+  const bool is_padding = table.padding >= 0 && key == table.rows;
   out.order[i] = position;
-  out.inverse[position] = of.place_of(rank - 1, is_padding);
+  out.inverse[position] = table.place_of(rank - 1, is_padding);
   if (head) {
-    out.unique[rank - 1] = is_padding ? of.padding : key;
+    out.unique[rank - 1] = is_padding ? table.padding : key;
     out.offsets[rank - 1] = i;
   }
   if (i >= all) {
@@ -61,14 +64,14 @@ __device__ inline bool write_entry(int64_t i, int64_t key, int64_t position, int
 
 // Called by the thread with the last sorted entry: writes the values after all entries. Returns the
 // number of distinct ids without the padding.
-__device__ inline int64_t write_ends(int64_t last_key, int64_t all, const PlanOf& of,
+__device__ inline int64_t write_ends(int64_t last_key, int64_t all, const PlanTable& table,
                                      const PlanView& out) {
   const int64_t n = out.count;
-  const bool names_padding = n > 0 && of.padding >= 0 && last_key == of.rows;
+  const bool names_padding = n > 0 && table.padding >= 0 && last_key == table.rows;
   out.offsets[n] = n;
-  if (of.padding >= 0) {
+  if (table.padding >= 0) {
     if (all < n || names_padding) out.unique[n] = -1;
-    if (!names_padding) out.unique[all] = of.padding;
+    if (!names_padding) out.unique[all] = table.padding;
   }
   return all - names_padding;
 }

@@ -31,7 +31,7 @@ constexpr PlanStatus status_of_distinct(int64_t count, int64_t rows) {
 }
 
 // The table that a plan is made for, and how a step stores its rows.
-struct PlanOf {
+struct PlanTable {
   int64_t rows;
   int64_t padding = -1;  // the id of a row that is not trained, or -1
   int64_t capacity =
@@ -98,10 +98,10 @@ struct RowIdsView {
 // plan.cu and dedup.cu; pointers are GPU memory
 
 // Bytes of scratch that launch_plan needs for n ids.
-int64_t plan_scratch_bytes(int64_t n, const PlanOf& of);
+int64_t plan_scratch_bytes(int64_t n, const PlanTable& table);
 // Fills the plan of out.count ids.
-int launch_plan(const void* ids, bool wide, const PlanOf& of, void* scratch, int64_t scratch_bytes,
-                const PlanView& out, void* stream);
+int launch_plan(const void* ids, bool wide, const PlanTable& table, void* scratch,
+                int64_t scratch_bytes, const PlanView& out, void* stream);
 
 // Writes the number of marks up to each entry, in GPU memory. Separate, because CUB's headers take
 // seconds to compile.

@@ -57,8 +57,8 @@ int64_t carve(void* memory, int64_t n, Scratch<Key>& scratch) {
 // because every pass is stable.
 template <typename Key>
 __global__ void __launch_bounds__(kThreads)
-    plan_together_kernel(const void* ids, bool wide, PlanOf of, int last_bit, Scratch<Key> scratch,
-                         PlanView out) {
+    plan_together_kernel(const void* ids, bool wide, PlanTable table, int last_bit,
+                         Scratch<Key> scratch, PlanView out) {
   using Sort = cub::BlockRadixSort<Key, kThreads, kPerThread, int32_t>;
   using Scan = cub::BlockScan<int32_t, kThreads>;
   __shared__ union {
@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int k = 0; k < kPerThread; ++k) {
     const int64_t i = first + k;
     const int64_t id = i < n ? id_at(ids, wide, i) : 0;
-    key[k] = i < n ? static_cast<Key>(of.key_of(id)) : static_cast<Key>(~uint64_t{0});
+    key[k] = i < n ? static_cast<Key>(table.key_of(id)) : static_cast<Key>(~uint64_t{0});
     position[k] = static_cast<int32_t>(i);
-    if (i < n && is_outside(id, of.rows)) {
+    if (i < n && is_outside(id, table.rows)) {
       ++bad;
       bad_from_end = max(bad_from_end, static_cast<unsigned long long>(n - i));
     }
@@ -170,15 +170,15 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t i = first + k;
     if (i >= n) continue;
     if (write_entry(i, static_cast<int64_t>(key[k]), position[k], before + rank[k], head[k], all,
-                    of, out)) {
+                    table, out)) {
       from_end = max(from_end, static_cast<unsigned long long>(n - position[k]));
     }
   }
   note_repeat(scratch.found, from_end);
   grid.sync();
   if (grid.thread_rank() != 0) return;
-  const int64_t distinct = write_ends(static_cast<int64_t>(sorted[n - 1]), all, of, out);
-  write_status(ids, wide, of, *scratch.found, distinct, out);
+  const int64_t distinct = write_ends(static_cast<int64_t>(sorted[n - 1]), all, table, out);
+  write_status(ids, wide, table, *scratch.found, distinct, out);
 }
 
 // The number of blocks that a GPU runs at once, queried once; 0: no cooperative launches.
@@ -196,11 +196,12 @@ int blocks_at_once(int device) {
 int64_t blocks_of(int64_t n) { return (n + kTile - 1) / kTile; }
 
 template <typename Key>
-int launch(const void* ids, bool wide, PlanOf of, void* memory, PlanView out, cudaStream_t stream) {
+int launch(const void* ids, bool wide, PlanTable table, void* memory, PlanView out,
+           cudaStream_t stream) {
   Scratch<Key> scratch{};
   carve(memory, out.count, scratch);
-  int last_bit = end_bit(of);
-  void* arguments[] = {&ids, &wide, &of, &last_bit, &scratch, &out};
+  int last_bit = end_bit(table);
+  void* arguments[] = {&ids, &wide, &table, &last_bit, &scratch, &out};
   return cudaLaunchCooperativeKernel(plan_together_kernel<Key>,
                                      dim3(static_cast<unsigned>(blocks_of(out.count))),
                                      dim3(kThreads), arguments, 0, stream);
@@ -218,17 +219,17 @@ bool can_plan_together(int64_t n) {
   return blocks_of(n) < known[device];
 }
 
-int64_t together_scratch_bytes(int64_t n, const PlanOf& of) {
+int64_t together_scratch_bytes(int64_t n, const PlanTable& table) {
   Scratch<uint32_t> few{};
   Scratch<uint64_t> many{};
-  return has_short_keys(of) ? carve(nullptr, n, few) : carve(nullptr, n, many);
+  return has_short_keys(table) ? carve(nullptr, n, few) : carve(nullptr, n, many);
 }
 
-int launch_plan_together(const void* ids, bool wide, const PlanOf& of, void* scratch,
+int launch_plan_together(const void* ids, bool wide, const PlanTable& table, void* scratch,
                          const PlanView& out, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
-  return has_short_keys(of) ? launch<uint32_t>(ids, wide, of, scratch, out, on)
-                            : launch<uint64_t>(ids, wide, of, scratch, out, on);
+  return has_short_keys(table) ? launch<uint32_t>(ids, wide, table, scratch, out, on)
+                               : launch<uint64_t>(ids, wide, table, scratch, out, on);
 }
 
 }  // namespace speedtorch
