@@ -29,6 +29,7 @@ from ordinary_run import dealt, process_count
 from recorded_streams import RecordedStreams
 from reference import layout_copy
 from restless_caches import make_restless
+from stream_order import StreamOrder
 from torch import Tensor
 
 import speedtorch
@@ -269,6 +270,13 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 def streams(monkeypatch: pytest.MonkeyPatch) -> RecordedStreams:
     """Streams of a pretended GPU, which record what waits for what."""
     return RecordedStreams(monkeypatch)
+
+
+@pytest.fixture
+def order(streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch) -> StreamOrder:
+    """Watches the operations of the test on the pretended GPU's streams."""
+    streams.pretend_on_cpu()
+    return StreamOrder(streams, monkeypatch)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ what another stream still uses, and freed memory is used again while another str
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves
 from speedtorch.memory.side_stream import MemoryStream, SideStream
 from speedtorch.plan.planned_batch import SeenIds
 
-# They use no stream: the host makes host memory, and looks at it.
+# Operations of the host, which use no stream.
 BY_HOST = {
     f"speedtorch.{name}.default" for name in ("host_empty", "registration_seams", "check_owner")
 }
+BY_HOST |= {"aten.set_.source_Storage_storage_offset"}  # the tensor, not its memory
 
 
 @dataclass
@@ -92,6 +93,12 @@ class StreamOrder(TorchDispatchMode):
         patch.setattr(
             MemoryStream, "record", lambda _, tensors: self.keep(tensors, streams.current.name)
         )
+
+    def found(self, work: Callable[[], object]) -> str:
+        """The faults of a call, one a line."""
+        with self:
+            work()
+        return "\n".join(self.faults)
 
     def keep(self, tensors: Iterable[Tensor], stream: str) -> None:
         """Lets the allocator wait for a stream before the tensors' memory is used again."""

@@ -23,6 +23,7 @@ def in_timeline(name: str) -> Callable[[_Function], _Function]:
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            """Calls the function, in a range if a profiler is running."""
             if not is_profiling():  # a range costs as much time as a small op, even unrecorded
                 return function(*args, **kwargs)
             with torch.profiler.record_function(name):

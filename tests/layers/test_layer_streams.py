@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from recorded_streams import DEVICE, RecordedStreams, RecordedTensor
+from recorded_streams import DEVICE, RecordedStream, RecordedStreams, RecordedTensor
+from stream_order import StreamOrder
 from torch import Tensor, nn, optim
 
 from speedtorch.layers import (
@@ -27,6 +29,7 @@ from speedtorch.layers.storage_offloader import StorageOffloader
 from speedtorch.layers.transfer_stats import TransferStats
 
 CPU = torch.device("cpu")
+BUDGET = 24 * 16 * 17  # bytes: six of such weights, gradients or moments
 
 
 @pytest.fixture
@@ -341,3 +344,52 @@ def test_state_is_used_after_its_copies_and_evicted_after_its_uses(
     for _ in range(3):
         optimizer.step()
     assert timeline.evicted and timeline.returned
+
+
+def trained(way: str, budget: int) -> tuple[Any, Callable[[], object]]:
+    """A swapper in one of its ways, and a call that trains two steps with it."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    adam = optim.AdamW(model.parameters(), 1e-2)
+    swapper: Any
+    if way == "state":
+        swapper = StateSwapper(adam, budget=budget)
+    else:
+        swapper = Swapper(model, adam, budget=budget, device="cpu")
+    if way.startswith("auto"):
+        swapper.auto(step=way == "auto step")
+
+    def by_hand(given: Tensor) -> None:
+        for number, layer in enumerate(model):
+            with swapper.use(layer):
+                swapper.prefetch(model[(number + 1) % len(model)], state=True)
+                (layer(given) - given).square().mean().backward()
+                swapper.step()
+                adam.zero_grad()
+
+    def steps() -> None:
+        for _ in range(2):
+            given = torch.randn(3, 16)
+            if way == "by hand":
+                by_hand(given)
+            else:
+                model(given).square().mean().backward()
+                adam.step()
+                adam.zero_grad()
+
+    return swapper, steps
+
+
+@pytest.mark.parametrize("way", ["by hand", "auto", "auto step", "state"])
+def test_training_uses_memory_in_order(way: str, order: StreamOrder) -> None:
+    swapper, steps = trained(way, BUDGET)
+    steps()  # the host also copies the first values, on no stream
+    assert order.found(lambda: (steps(), swapper.close())) == "" and order.side_uses > 100
+
+
+def test_a_missing_wait_of_a_swapper_is_found(
+    order: StreamOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, steps = trained("auto", BUDGET)
+    steps()
+    monkeypatch.setattr(RecordedStream, "wait_event", lambda *_: None)
+    assert "writes it on layers load" in order.found(steps)

@@ -22,19 +22,6 @@ FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 STEPS = 12
 
 
-@pytest.fixture
-def order(streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch) -> StreamOrder:
-    """Watches operations as on a GPU."""
-    streams.pretend_on_cpu()
-    return StreamOrder(streams, monkeypatch)
-
-
-def found(order: StreamOrder, work: Callable[[], object]) -> str:
-    with order:
-        work()
-    return "\n".join(order.faults)
-
-
 def test_reading_what_another_stream_still_writes_is_a_fault(
     order: StreamOrder, streams: RecordedStreams
 ) -> None:
@@ -50,7 +37,7 @@ def test_reading_what_another_stream_still_writes_is_a_fault(
         main.wait_stream(side)
         values.sum()
 
-    assert found(order, work) == (
+    assert order.found(work) == (
         "memory [3] of main: "
         "aten.zero_.default writes it on side, aten.sum.default reads it on main"
     )
@@ -70,7 +57,7 @@ def test_writing_what_another_stream_still_reads_is_a_fault(
         values.sum()
         values.zero_()
 
-    assert found(order, work) == (
+    assert order.found(work) == (
         "memory [3] of main: "
         "aten.sum.default reads it on side, aten.zero_.default writes it on main"
     )
@@ -98,7 +85,7 @@ def test_freeing_what_another_stream_still_uses_is_a_fault(
         return references
 
     text = "aten.sum.default reads it on side, aten.ones.default may get it on main"
-    assert found(order, work) == (f"memory [3] of main: {text}" if kept == "by nothing" else "")
+    assert order.found(work) == (f"memory [3] of main: {text}" if kept == "by nothing" else "")
 
 
 def one_table() -> list[speedtorch.Embedding]:
@@ -158,7 +145,7 @@ def train(modules: list[speedtorch.Embedding], *, ahead: bool) -> None:
 def test_training_uses_memory_in_order(
     make: Callable[[], list[speedtorch.Embedding]], ahead: bool, order: StreamOrder
 ) -> None:
-    assert found(order, lambda: train(make(), ahead=ahead)) == ""
+    assert order.found(lambda: train(make(), ahead=ahead)) == ""
     assert order.side_uses > 0 or not (ahead or make is one_table)
 
 
@@ -168,4 +155,4 @@ def test_random_programs_use_memory_in_order(
     number: int, tmp_path: Path, order: StreamOrder
 ) -> None:
     program = Program(FIRST + number, tmp_path, "cpu")
-    assert found(order, program.run) == "", program.log
+    assert order.found(program.run) == "", program.log
