@@ -6,6 +6,7 @@ names it with `work()`, and asks with `before()` whether a GPU would have kept t
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +92,6 @@ class RecordedStreams:
     """All streams of a pretended GPU.
 
     Attributes:
-        current: the current stream, "main" at first.
         host_clock: what the host has waited for.
         on: the name of the stream that has each work, in the order of the calls.
     """
@@ -103,7 +103,7 @@ class RecordedStreams:
         self._counts: defaultdict[str, int] = defaultdict(int)
         self.host_clock = Clock()
         self.on: dict[str, str] = {}
-        self.current = self.stream("main")
+        self._of_thread = threading.local()
         for module in (side_stream, flat_buffer, residency, offloaded_module):
             patch.setattr(module, "current_stream", lambda _: self.current)
         patch.setattr(side_stream, "_stream", self._side)
@@ -113,6 +113,12 @@ class RecordedStreams:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "set_device", lambda _: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    @property
+    def current(self) -> RecordedStream:
+        """The current stream of this thread."""
+        current: RecordedStream = getattr(self._of_thread, "current", None) or self.stream("main")
+        return current
 
     def pretend_on_cpu(self) -> None:
         """Work beside the current stream of a CPU is beside the pretended GPU's."""
@@ -133,8 +139,8 @@ class RecordedStreams:
         return self.stream(purpose if beside is None else f"{purpose} of {names[beside]}")
 
     def use(self, stream: RecordedStream) -> None:
-        """Makes a stream the current one."""
-        self.current = stream
+        """Makes a stream the current one of this thread."""
+        self._of_thread.current = stream
 
     def queue(self) -> Clock:
         """Queues work on the current stream, and returns what is done before it."""

@@ -165,7 +165,7 @@ def test_wrong_numbers_raise(pairs: Cooccurrence) -> None:
         (lambda: PairBatches(pairs, epochs=0), "epochs must be at least 1, got 0"),
         (lambda: PairBatches(pairs, steps=0), "steps must be at least 1, got 0"),
         (lambda: PairBatches(pairs, seed=-1), "seed must be 0 or more, got -1"),
-        (lambda: PairBatches(none), "no pairs"),
+        (lambda: PairBatches(none), "pairs must not be empty"),
     ]
     for call, message in wrong:
         with pytest.raises(ValueError, match=message):

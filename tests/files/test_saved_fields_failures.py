@@ -155,9 +155,9 @@ def test_fields_of_different_row_counts_are_no_table(tmp_path: Path) -> None:
 def test_an_error_lists_some_of_many_fields(tmp_path: Path) -> None:
     fields = {f"f{number}": torch.zeros(1) for number in range(50)}
     save_fields(tmp_path / "t.safetensors", fields)
-    with pytest.raises(ValueError, match=r"it has f0, f1, .*, and 30 more: give the rows"):
+    with pytest.raises(ValueError, match=r"Its fields are f0, f1, .*, and 30 more. Pass the rows"):
         Embedding.from_pretrained(tmp_path / "t.safetensors")
-    with pytest.raises(ValueError, match=r"the file holds f0, f1, .*, and 30 more; choose one"):
+    with pytest.raises(ValueError, match=r"must be one of the file's f0, f1, .*, and 30 more"):
         DataGadget(tmp_path / "t.safetensors")
 
 

@@ -102,7 +102,7 @@ class Drops:
             )
             sgd = optim.SGD(module.parameters(), lr=1.0, momentum=0.5)
             speedtorch.attach(sgd, module)
-            for number, ids in enumerate(
+            for step, ids in enumerate(
                 speedtorch.prefetch(self.ids.chunk(5), module, ids=lambda ids: ids)
             ):
                 self.keep_busy()
@@ -110,7 +110,7 @@ class Drops:
                 self.results.append((number, found.detach()))
                 found.sum().backward()
                 sgd.step()
-                if number == 2:
+                if step == 2:
                     break
 
     def check(self) -> None:
