@@ -506,11 +506,12 @@ class HostGradScaler(torch.amp.GradScaler):
 
 
 class SteppingScaler(NamedTuple):
-    """A GradScaler whose step() runs and which is enabled.
+    """The enabled GradScaler whose step() this thread runs now.
 
     Attributes:
         scaler: The GradScaler.
-        waits: Whether each gradient was divided only after the scale was copied to its device.
+        waits: False if gradients on the CPU may have been unscaled before the copy of the scale
+            from the GPU was complete.
     """
 
     scaler: torch.amp.GradScaler

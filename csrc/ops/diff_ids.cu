@@ -48,8 +48,8 @@ __device__ void record_misfit(const Fitting& fitting) {
   *static_cast<volatile int64_t*>(&fitting.fault->kind) = static_cast<int64_t>(why);
 }
 
-// A thread owns entries of both lists, a grid stride apart; ranks[i] is the number of marks up to
-// entry i.
+// A thread owns entries of both lists, a grid stride apart. ranks[i] is the sum of apart[0] to
+// apart[i].
 __global__ void write_diff_kernel(SortedIds named, SortedIds held, Fitting fitting,
                                   const int32_t* apart, const int32_t* ranks,
                                   const int64_t* compared, IdDiff out) {

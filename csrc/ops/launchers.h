@@ -369,8 +369,8 @@ struct IdDiff {
   int64_t padding;
 };
 
-// Why a batch does not fit its capacity. The values are part of the contract with readers of a
-// Fault.
+// Why a batch with a capacity is not loaded: bad ids, too many rows, or a plan for a table of
+// another size. The values are part of the contract with readers of a Fault.
 enum class Misfit : int64_t { kNone = 0, kBadIds = 1, kTooMany = 2, kForeignPlan = 3 };
 
 // Why the first batch did not fit. `kind` is a Misfit, written last.

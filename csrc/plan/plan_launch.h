@@ -103,8 +103,8 @@ int64_t plan_scratch_bytes(int64_t n, const PlanTable& table);
 int launch_plan(const void* ids, bool wide, const PlanTable& table, void* scratch,
                 int64_t scratch_bytes, const PlanView& out, void* stream);
 
-// Writes the number of marks up to each entry, in GPU memory. Separate, because CUB's headers take
-// seconds to compile.
+// Writes the number of marks up to and including each entry, in GPU memory. Separate, because CUB's
+// headers take seconds to compile.
 int64_t count_scratch_bytes(int64_t n);
 int count_marks(const int32_t* marks, int64_t n, int32_t* counts, void* scratch,
                 int64_t scratch_bytes, void* stream);

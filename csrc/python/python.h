@@ -7,8 +7,8 @@
 #include <Python.h>
 
 // A C++ program without Python can load the library: these symbols are then missing and PyInit__C
-// is not called. Both forms of reference counting are listed, because the Python version at build
-// time decides which form is used.
+// is not called. The code counts references with the functions Py_IncRef and Py_DecRef. The macros
+// Py_INCREF and Py_DECREF would call _Py_IncRef, _Py_DecRef or _Py_Dealloc, as the version decides.
 #pragma weak _Py_Dealloc
 #pragma weak Py_DecRef
 #pragma weak _Py_DecRef

@@ -31,7 +31,7 @@ class LoadRanks(Collectives):
     def all_gather(self, value: Any) -> list[Any]:
         """All-gathers values of lists, numbers, strings and None.
 
-        Raises RuntimeError if a rank does not call load() in time.
+        Raises RuntimeError if a rank's value is not there in time, or the store fails.
         """
         number = _counts[self._ranks] = _counts.get(self._ranks, 0) + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
@@ -40,8 +40,9 @@ class LoadRanks(Collectives):
             self._store.wait(keys, timedelta(seconds=self._ranks.timeout))
         except RuntimeError as error:
             raise RuntimeError(
-                "load: another rank has not called load() in time. All ranks with sharded rows must"
-                f" call it together ({error})."
+                "load: the all-gather among the ranks failed. All ranks with sharded rows must"
+                " call load() together, and each must read its files within the timeout of the"
+                f" process group ({error})."
             ) from error
         values = [json.loads(self._store.get(key)) for key in keys]
         if number > 1:  # all ranks are at this call, and have read the previous values

@@ -267,8 +267,9 @@ def _before_forward(wrapper: nn.Module, _: object) -> None:
     sent = wrapper.modules_buffers if wrapper.will_sync_module_buffers() else ()  # type: ignore[no-untyped-call]
     if wrapper.device.type != "cpu" and any(buffer.is_cpu for buffer in sent):
         raise NotImplementedError(
-            "DistributedDataParallel cannot broadcast buffers of offloaded modules in host memory."
-            " Set broadcast_buffers=False, or load all modules with buffers with swapper.use()."
+            "DistributedDataParallel cannot broadcast buffers in host memory. Set"
+            " broadcast_buffers=False, or run the forward within swapper.use() of all offloaded"
+            " modules that have buffers."
         )
     if wrapper in _placed or not torch.is_grad_enabled():
         return

@@ -383,7 +383,10 @@ class FlatBuffer:
 
     @property
     def is_held(self) -> bool:
-        """Whether an autograd graph or the program holds a view of the device buffer."""
+        """Whether an autograd graph or the user's code holds a view of the device buffer.
+
+        Valid while all members are on the host, because a loaded member is a view, too.
+        """
         own = len(self._views[Memory.DEVICE]) + (self._whole is not None)
         return storage_uses(self._storage) > own + 1
 

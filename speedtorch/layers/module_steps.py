@@ -208,8 +208,9 @@ def check_scaler_waits() -> None:
     stepping = stepping_grad_scaler()
     if stepping is not None and not stepping.waits:
         raise RuntimeError(
-            "GradScaler: torch's scaler divides gradients in host memory before its scale is copied"
-            " from the GPU. Nothing has been stepped. Use speedtorch.GradScaler, which waits."
+            "GradScaler: torch's scaler divides gradients in host memory without a wait for the"
+            " copy of its scale from the GPU. Nothing has been stepped. Use speedtorch.GradScaler,"
+            " which waits."
         )
 
 

@@ -259,7 +259,8 @@ class OffloadedModule:
         empty = [group for group in self._groups if not group.buffer.device_bytes]
         called: list[_Part] = []
         try:
-            # The copy starts before the check whether the index is current, to overlap both.
+            # The copy of the tensors in _index starts first. While it runs, _parts() checks whether
+            # _index still has exactly the module's tensors.
             is_begun = self._index is not None and self._own.begin_load(self._index.own)
             parts = self._parts()
             for group, members in parts if state else parts[:2]:

@@ -213,7 +213,7 @@ def set_num_sms(count: int | None) -> None:
     faster link that `calibrate` has measured, these numbers grow in proportion.
 
     Args:
-        count: At least 1. None, the default, fills as many SMs as the link can use.
+        count: At least 1. None ends the limit of earlier calls; see get_num_sms().
 
     Raises:
         ValueError: `count` is less than 1, or more than any GPU has.

@@ -514,11 +514,12 @@ class RowModule(nn.Module):
           exception.
 
         Ids on the CPU are recognized by their values, ids on a GPU only as the same unchanged
-        tensor. After a lookup of another tensor (a slice, a view, a copy on another device), ids on
-        the CPU are compared, and ids on a GPU raise nothing for the step.
+        tensor. If a step looks up another tensor instead (a slice, a view, a copy on another
+        device), optimizer.step() raises only if both tensors are on the CPU and an announced id was
+        not looked up.
 
         Args:
-            *ids: The tensors that the lookups will receive, of any shape, on either device.
+            *ids: The tensors that the lookups will receive, of any shape, on the CPU or a GPU.
 
         Raises:
             TypeError: Ids are not integer tensors, or as for a lookup.

@@ -79,7 +79,7 @@ def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
 def log_calls(*modules: ModuleType) -> None:
     """Starts to log the calls of all public functions, constructors and methods of modules."""
     handler = logging.StreamHandler()
-    handler.addFilter(lambda _: not logging.getLogger().handlers)  # else root handlers print, too
+    handler.addFilter(lambda _: not logging.getLogger().handlers)  # root handlers print the line
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     owners: dict[Any, list[str]] = {module: module.__all__ for module in modules}

@@ -37,7 +37,9 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     gradient scalers work as before, and state_dict() holds the state of all rows. Attach before the
     first use or loading, so that the table allocates its memory once. Otherwise existing rows are
     copied to a new table whose records have the state. state_dict() of the module and of the
-    optimizer then return contiguous copies, or a view of the records if memory is too small.
+    optimizer then return contiguous copies, or a view of the records if memory is too small. A
+    table that was passed in or shared without state, or is too large to copy, is not replaced: a
+    second table has the state.
 
     load_state_dict() loads a whole state or nothing. If an exception interrupts the copy of rows,
     their next use copies all of them and raises any error of that copy. With

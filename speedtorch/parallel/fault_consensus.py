@@ -1,8 +1,8 @@
 """FaultConsensus: all ranks begin a step of rows with a capacity, or none does.
 
 Only the owner of the rows finds that a step has too many rows. On the CPU all ranks raise at once.
-On a GPU no rank waits: a fault on one rank moves no row on any rank. All ranks raise at the next
-lookup, which reads the result of the last all-reduce of fault codes.
+On a GPU no rank waits: with a fault on one rank no row changes on any rank. All ranks raise at the
+next lookup, which reads the result of the last all-reduce of fault codes.
 """
 
 from __future__ import annotations
@@ -115,5 +115,5 @@ class FaultConsensus:
         is_new = torch.tensor([error is not None], device=device).long()
         if int(self._ranks.all_reduce_max_(is_new)):
             self._ranks.count_error()
-            outcome = "Its lookup returned zeros. No row of a table was moved or changed."
+            outcome = "Its lookup returned zeros. No row has changed."
             raise error or rank_error(self._memory.held.name, fault, outcome)

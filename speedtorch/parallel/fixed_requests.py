@@ -80,7 +80,7 @@ class FixedRequest(LookupRequest):
         self.requested = RequestedRows(ids, counts, counts)
 
     def exchange_ids(self) -> None:
-        """As LookupRequest.exchange_ids; on a GPU faults are found later, and no row is moved."""
+        """As LookupRequest.exchange_ids; on a GPU faults are found later, and no row changes."""
         self.round.exchange_ids()
         if raises_at_once(self.requested.ids.device) and (fault := int(self.fault)):
             if fault != OTHER_MODULE:

@@ -99,7 +99,9 @@ class LookupRound(ABC, Generic[_Request]):
             request.join(self)
 
     def send_counts(self) -> None:
-        """Sends all data that needs no wait for the device; the default is exchange_ids().
+        """Starts the exchange of ids without a wait for the device, such as by sending counts.
+
+        A round without counts exchanges its ids here, which needs no such wait.
 
         Raises DisagreementError on all ranks if the ranks are at different lookups.
         """

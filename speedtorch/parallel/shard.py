@@ -38,10 +38,10 @@ def shard(
 
     A module's capacity then limits a step's unique rows that one rank owns, without the row of
     padding_idx. A lookup of one rank may name at most `capacity / ranks + 8 * sqrt(capacity /
-    ranks) + 11` unique rows of each owner, and at most the capacity. Ids that are spread over the
-    table stay below this limit if the capacity is at least the number of unique rows per lookup. A
-    lookup that names more rows raises RuntimeError on all ranks and changes no row. On a GPU the
-    next lookup raises the error.
+    ranks) + 32 / 3` unique rows of each owner, rounded up, and at most the capacity; with a
+    padding_idx one more. Ids that are spread over the table stay within this limit if the capacity
+    is at least the number of unique rows per lookup. A lookup that names more rows raises
+    RuntimeError on all ranks and changes no row. On a GPU the next lookup raises the error.
 
     Args:
         model: A model with at least one speedtorch Embedding, EmbeddingBag or collection.

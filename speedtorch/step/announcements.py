@@ -140,8 +140,9 @@ def check_all_looked_up(
 
     The optimizer would change announced rows without a gradient, other than the padding row.
     `unseen` comes from Step.unseen(). A lookup of another tensor, such as a slice or a copy on
-    another device, may have named the same ids. Ids on the CPU are then compared. Ids on a GPU
-    raise nothing, because the host would have to wait for them.
+    another device, may have named the same ids. If both tensors are on the CPU, the error is raised
+    only for ids that the step did not look up. If one is on a GPU, none is raised, because the
+    host would have to wait for the ids.
     """
     looked_up = [
         (batch.parts.values(part), number in now.planned)

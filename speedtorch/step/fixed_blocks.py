@@ -112,7 +112,7 @@ class FixedBlocks:
             self._outgoing_ids, self._outgoing_count = numbers(size), numbers(1)
             self._halt, self._none = numbers(2), numbers(1)
             self.is_halted = self._halt[:1]
-            """`[1]`, not 0 while a fault stops all moves of rows."""
+            """`[1]`, not 0 while a fault stops all loads of rows, except for the padding row."""
             self._prefetched = numbers(2 * size + 1)
             """Ids, places and number of the rows that a graph prefetched; number -1 for none."""
             self._prefetched[-1:] = -1
@@ -258,7 +258,7 @@ class FixedBlocks:
             self.clear()
 
     def stop(self, fault: Tensor) -> None:
-        """If `fault`, `[1]`, is not 0: writes the rows back as they are, then moves no row."""
+        """If `fault`, `[1]`, is not 0: writes the rows back as they are, then loads no row."""
         number = torch.where(fault > 0, self._number, self._none)
         held = Counted(self.rows, self.ids, self._every, number)
         self.store.exchange_counted(self._fields, held, self._none_of(self._incoming_rows))
@@ -323,7 +323,7 @@ class FixedBlocks:
         self._fault.zero_()
         since = f" (and those of {more} later batches)" if more else ""
         nothing = (
-            f"Its lookup{since} returned zeros. No row of the table was moved or changed."
+            f"Its lookup{since} returned zeros. No row has changed."
             " Parameters of other layers were stepped, unless their optimizer is fused."
         )
         if kind == TOO_MANY:

@@ -289,7 +289,7 @@ class HostTable:
         """Opens the table that another process shared with share(). Both use the same memory.
 
         Nothing is copied or read. Each process registers the rows for its own GPU and closes its
-        own table. The memory is freed when the last process closes it.
+        own table. The memory is freed with the last table, view and handle of all processes.
 
         Raises:
             TypeError: `handle` is not a TableHandle.
@@ -390,8 +390,7 @@ class HostTable:
     def _open_placement(self) -> Placement:
         if self._placement is None:
             raise ValueError(
-                "this table is closed and its memory is freed. Close a table after its last use, or"
-                " make another table."
+                "this table is closed. Close a table after its last use, or make another table."
             )
         return self._placement
 

@@ -71,7 +71,7 @@ def weight_and_state(
 
 
 def lay_out(fields: Fields) -> Record:
-    """Places fields in a record."""
+    """Computes the byte offset of each field in a record, and the size of a record."""
     if not fields:
         raise ValueError("fields: a table needs at least one field")
     placed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

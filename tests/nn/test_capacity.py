@@ -448,8 +448,7 @@ def test_the_error_says_what_happened_to_the_batch(faulty: Faulty) -> None:
         faulty().emb.flush()
     assert str(error.value) == (
         f"{TOO_MANY}. Use smaller batches or a larger capacity. Its lookup returned zeros. No row"
-        " of the table was moved or changed. Parameters of other layers were stepped, unless their"
-        " optimizer is fused."
+        " has changed. Parameters of other layers were stepped, unless their optimizer is fused."
     )
 
 

@@ -146,7 +146,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         r"Adam is not attached. Pass detach\(\) the optimizer that was passed to attach",
     ),
-    (closed, ValueError, "this table is closed .* Close a table after its last use"),
+    (closed, ValueError, r"this table is closed\. Close a table after its last use"),
 ]
 
 
