@@ -46,9 +46,9 @@ __device__ void put(const PlanView& list, int64_t k, int64_t id, int64_t place) 
   list.order[k] = place;
 }
 
-// A thread owns entries of both lists, a grid stride apart. ranks[i] is the number of marks up to
-// entry i. Rows that do not cross the link, including rows that are not moved, go to the lists of
-// the cache.
+// A thread owns entries of both lists, a grid stride apart. ranks[i] is the sum of in_host[0] to
+// in_host[i]. Rows that do not cross the link, including rows that are not moved, go to the lists
+// of the cache.
 __global__ void part_lists_kernel(PlanView evict, PlanView load, SwapScratch scratch, HotRows hot,
                                   const int32_t* in_host, const int32_t* ranks, SwapLists host,
                                   SwapLists cached, int64_t rows) {
