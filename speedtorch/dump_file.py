@@ -189,6 +189,7 @@ def open_dump(path: str) -> Iterator[Dump]:
             dump = Dump(file)
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}: expected a dump of SPEEDTORCH_LOG=dump ({DUMP_FORMAT!r}), got {error}"
+                f"{path}: expected operator calls that SPEEDTORCH_LOG=dump has written"
+                f" ({DUMP_FORMAT!r}), but the file does not fit: {error}"
             ) from error
         yield dump

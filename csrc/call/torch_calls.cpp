@@ -131,8 +131,8 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on,
   stream.check_not_capturing(
       op,
       "the ids are on the CPU, so replays would repeat the ids of this call. Pass ids on the GPU");
-  // The driver stages pageable memory before a copy returns. Pinned memory is read later, so its
-  // ids are copied first.
+  // The driver stages pageable memory before a copy returns. The GPU reads other host memory after
+  // the return, when the caller may have changed the ids, so these are cloned first.
   const bool pageable = static_cast<MemoryKind>(memory_kind(ids.keep)) == MemoryKind::kPlain;
   const Tensor source = pageable ? ids.keep
                                  : call_torch(

@@ -18,9 +18,9 @@ namespace speedtorch {
 
 #ifdef __SANITIZE_THREAD__
 
-// The loop's body between two announcements. Fork and join have separate addresses: with a common
-// address, a part that ends would happen before each part that begins later, which hides their
-// races.
+// The loop's body, which tells ThreadSanitizer that it follows the fork and precedes the join. Both
+// have separate addresses: with a common address, a part that ends would happen before each part
+// that begins later, which hides their races.
 template <typename Use>
 struct AnnouncedUse {
   const Use& use;

@@ -402,8 +402,9 @@ struct Fitting {
     if (status->rows != table_rows) return Misfit::kForeignPlan;
     return status->distinct > capacity ? Misfit::kTooMany : Misfit::kNone;
   }
-  // Records a batch that does not fit. For the first such batch, writes every field of the fault
-  // except `kind` and returns the Misfit.
+  // Records a batch that does not fit. For the first such batch, fills `fault` except for its kind,
+  // and returns the Misfit, which the caller writes to fault->kind last: a reader that sees a kind
+  // then sees the other fields. Returns kNone for later batches, and if the batch fits.
   constexpr Misfit record() const {
     if (halt[0] != 0) {
       ++halt[1];

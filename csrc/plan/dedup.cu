@@ -11,7 +11,7 @@ namespace {
 
 struct Claim {
   int32_t slot;
-  int32_t holder;  // the position that held the slot before, or the caller's
+  int32_t holder;  // index of the id that had the slot before; the caller's if the slot was free
 };
 
 // Finds the slot of `id` and claims it if it is free. kLast: also claims it from an earlier

@@ -1,7 +1,8 @@
 """Rendezvous: an all-gather by files, concurrent with the collectives of training.
 
 Each rank appends a line of JSON to its file for each value, and an empty line when it leaves. Each
-rank also locks its file. The system releases the lock when the process ends.
+rank also locks its file. The system releases the lock when the process ends. On a file system
+without locks, a rank counts as ended if its next line is missing after a timeout.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-3, 0.25  # seconds
 class Rendezvous:
     """Ranks that write one checkpoint while training continues; see Collectives.
 
-    The first rank calls make() before any rank enters, leaves last, and calls remove(). If locks
-    do not show whether a process lives, a rank waits `timeout` seconds for another rank's line.
+    The first rank calls make() before any rank enters. All ranks call check_locks() after all have
+    entered, and before all_gather(). The first rank leaves last and calls remove(). Without locks,
+    a rank waits `timeout` seconds for another rank's line.
     """
 
     def __init__(self, folder: str, rank: int, size: int, timeout: float) -> None:
@@ -54,7 +56,11 @@ class Rendezvous:
                 pass
 
     def remove(self) -> None:
-        """Removes the folder; if a rank may still read there, the next save removes it instead."""
+        """Removes the folder after all ranks have left, or have ended by lock or timeout.
+
+        If an exception has ended this rank's wait for the others, the next save removes the folder.
+        Without locks a rank that is slower than the timeout loses the folder and raises.
+        """
         if not self._in_use:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -82,7 +88,7 @@ class Rendezvous:
             self._in_use = False
 
     def check_locks(self, ranks: Collectives) -> bool:
-        """Whether all ranks, which have entered, see all locks; locks then show who has ended."""
+        """Whether all ranks, which have entered, see all locks; otherwise timeouts replace them."""
         sees_all = False
         with suppress(OSError):  # no locks on this file system
             sees_all = not any(map(self._is_free, self._other_ranks()))
@@ -118,10 +124,14 @@ class Rendezvous:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _line(self, rank: int) -> bytes:
-        """Waits for the next line of another rank; empty if the rank has left or ended."""
+        """Waits for the next line of another rank; empty if the rank has left or ended.
+
+        A rank that leaves writes an empty line; a rank that ends without one has no next line.
+        """
         begin, nap = time.monotonic(), _SHORTEST_NAP
         while True:
             waited = time.monotonic() - begin
+            # Before the read: a rank that has ended by now writes no line after the read.
             has_ended = self._is_free(rank) if self._sees_locks else waited > self._timeout
             lines = bytes(read_file(self._path(rank), math.inf)).split(b"\n")[:-1]
             if len(lines) > self._lines_read[rank]:

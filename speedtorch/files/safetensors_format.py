@@ -39,19 +39,19 @@ DTYPES = {
 
 
 def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
-    """See FileFormat."""
+    """Returns the path of the file, its header, and the fields in file order; see FileFormat."""
     arrays = {name: (field.shape, field.dtype) for name, field in fields.items()}
     order = in_file_order({name: field.dtype for name, field in fields.items()})
     return [(path, safetensors_header(arrays), [fields[name] for name in order])]
 
 
 def files_to_read(path: str, names: Collection[str] | None) -> dict[str, list[str]]:
-    """See FileFormat."""
+    """Returns one file for all fields, whose names therefore have no prefix; see FileFormat."""
     return {"": [path]}
 
 
 def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
-    """See FileFormat."""
+    """Reads and checks the header of a file of `size` bytes; see FileFormat."""
     length = bytearray(min(size, 8))
     read(memoryview(length), 0)
     if size < 8:
@@ -77,6 +77,7 @@ def safetensors_header(arrays: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
     No array may have the name RESERVED.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
+    # The JSON has the caller's order of names, which is the order of a reader's arrays.
     header: dict[str, Any] = {RESERVED: {"format": "pt"}} | dict.fromkeys(arrays)
     end = 0
     for name in in_file_order({name: dtype for name, (_, dtype) in arrays.items()}):
@@ -113,7 +114,8 @@ def read_safetensors_header(header: bytes, data_bytes: int) -> dict[str, StoredA
     content.pop(RESERVED, None)
     arrays: dict[str, StoredArray] = {}
     spans: list[tuple[int, int, str]] = []
-    for name in list(content):  # pop() below frees entries early: many live ones start a full gc.
+    # pop() frees the dict of an entry at once. Many live dicts start a full garbage collection.
+    for name in list(content):
         start, stop, arrays[name] = _array(name, content.pop(name), 8 + len(header))
         spans.append((start, stop, name))
     end = 0

@@ -5,10 +5,12 @@
 **Order.** The predicted order of calls decides evictions: the module that is used last is evicted
 first, and optimizer state before its module.
 
-**Backward.** Autograd runs the last computed operation first. When the backward reaches the result
-of another module, the previous module's gradients are therefore complete, unless that module was
-called more than once. At the end of the backward the gradients of all modules are complete. A
-module called within another module's forward is loaded in addition to that module.
+**Backward.** Autograd runs the last computed operation first. Suppose that the backward has reached
+module B, and then reaches the result of module A. The gradients of B are then complete, unless B
+was called more than once. At the end of the backward the gradients of all modules are complete.
+
+**Nested calls.** A module that is called within another module's forward is loaded in addition to
+the outer module, in the forward and in the backward.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class AutoOffload:
     ) -> None:
         self._residency, self._modules = residency, modules
         self._steps = steps
-        """Step each module in the backward once its gradients are complete, and drop these."""
+        """One object per optimizer, which steps a module once its gradients are complete."""
         self._ahead = min(ahead, len(modules) - 1)
         self._partial_steps: list[PartialStep] = []
         """The steps of the current backward, one per optimizer."""
@@ -215,6 +217,7 @@ class AutoOffload:
         while self._backward:
             offloaded, use = self._backward.popitem()
             # A nested backward does not know which modules the outer backward has yet to reach.
+            # The count is negative if a graph runs a second backward (retain_graph=True).
             if len(self._graphs) == 1 and offloaded.open_results <= 0:
                 self._step(offloaded)
             self._residency.end_use(use)
@@ -229,6 +232,7 @@ class AutoOffload:
             offloaded.forget_results()
         for offloaded in self._modules:
             self._step(offloaded)
+        # The settings that the steps changed, such as a counter. Without a step there are none.
         changed = [partial_step.settle() for partial_step in self._partial_steps]
         self._partial_steps.clear()
         for steps, changes in zip(self._steps, changed or [[] for _ in self._steps], strict=True):

@@ -19,7 +19,8 @@ __all__ = ["DeviceMemory", "KeptAddresses"]
 _SMALL = 1 << 20
 # The first chunk is copied while CUDA allocates memory for the rest.
 _CHUNK = 1 << 26
-# CUDA allocations begin at multiples of this size. One copy must not cross an allocation's end.
+# Segments of torch's allocator begin at multiples of CUDA's page size, 2 MiB. cudaMalloc does not
+# document this alignment. One copy must not cross a segment's end.
 _SEGMENT = 2 << 20
 # Torch's allocator creates segments of 20 MiB, or of large_segment_size_mb, for a few MiB.
 _SPARE_ADDRESSES = 1 << 30

@@ -268,7 +268,7 @@ class OffloadedModule:
                 call(group, members, begun=is_begun and group is self._own)
             self._follow_inner()
         except BaseException as error:
-            for group in self._groups:  # some groups may be on the device already
+            for group in self._groups:  # evict() below must follow copies that have begun
                 group.buffer.load_stream.join()
             for group, members in called if isinstance(error, RuntimeError) else ():
                 if group in empty:

@@ -193,7 +193,10 @@ class Residency:
         self.advance()
 
     def request(self, module: OffloadedModule, *, state: bool) -> None:
-        """Requests a prefetch of a module, with or without state; advance() starts the copy."""
+        """Notes a module to copy to the device ahead of its use; advance() starts the copy.
+
+        `state`: whether its optimizer state is copied too.
+        """
         self._requested[module] = state
 
     def loaded_in_order(

@@ -1,8 +1,11 @@
-"""The base of all SpeedTorch classes: a table with all rows of a variable, of state or of data.
+"""The base of the classes of SpeedTorch 0.1.6: all rows of an embedding, optimizer state or data.
 
-An exception at any line (out of memory, Ctrl-C) leaves an exchange either done or not done. The
-preparation has no side effects. One assignment in `_commit` then commits the exchange. The
-remaining work can be repeated, and every method first repeats it until it has completed.
+The argument `total_classes` of these classes is the number of rows, so a "class" is an id.
+
+An exchange copies rows to the table or to the trained parameter. An exception at any line (out of
+memory, Ctrl-C) leaves an exchange either done or not done. The preparation has no side effects. The
+assignment to `_unfinished` in `_commit` commits the exchange. The remaining work can be repeated,
+and every method first repeats it until it has completed.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ class Stored(NamedTuple):
 
 
 class Switcher(ABC):
-    """A set of fields, all with one row per class.
+    """A set of fields, all with one row per id.
 
-    A subclass with a `place`, which is a function of families.py, receives a constructor with the
-    arguments of its method `_start` and of that function. Further keywords are defaults.
+    `class Name(Base, place=..., **defaults)` creates the constructor of a public class. `place` is
+    a function of families.py. The constructor has the arguments of `_start` and of `place`;
+    `defaults` replace default values of these arguments.
     """
 
     total_classes: int
@@ -76,7 +80,10 @@ class Switcher(ABC):
         return Stored(table, {name: table[name] for name in self._row_fields()})
 
     def _commit(self, exchange: Callable[[], object]) -> None:
-        """Commits and runs an exchange, which must be repeatable and must not raise by itself."""
+        """Commits and runs an exchange, after the caller has called _finish().
+
+        The exchange must be repeatable. An error of its own would recur in every later method.
+        """
         self._unfinished = exchange
         self._finish()
 
@@ -116,14 +123,14 @@ class Switcher(ABC):
         return self._rows()
 
     def _listed_variable(self) -> Tensor | list[Tensor]:
-        """The variable in the form of the attributes of 2019."""
+        """The fields in the form of the attributes of 2019: a tensor, or a list of tensors."""
         variable = self._variable()
         return variable if isinstance(variable, Tensor) else list(variable.values())
 
     # The interface for switcher_files.py.
 
     def _to_save(self) -> dict[str, Tensor]:
-        """The content of a file: tensors with one row per class."""
+        """The content of a file: tensors with one row per id."""
         return self._rows()
 
     def _layout(self) -> Fields:
@@ -140,7 +147,7 @@ class Switcher(ABC):
 
 
 class OneField(Switcher):
-    """A switcher of a single field, "weight"."""
+    """A Switcher with a single field, "weight"."""
 
     _shape: tuple[int, ...]
     _dtype: torch.dtype

@@ -77,10 +77,11 @@ class _StreamContext:
 class SideStream:
     """A stream beside the current one, for one purpose, and the end of its last work.
 
-    Each stream of the caller has its own side stream. Only these two streams use memory that is
-    allocated on the side stream. Each block waits for the caller's stream, because torch may reuse
-    the memory as soon as it is freed. Work of two callers' streams never shares a side stream.
-    `is_timed` enables timing for the event `end`.
+    Each stream of the caller has its own side stream. Memory that is allocated on a side stream
+    must be used on these two streams only. Torch may reuse this memory for the side stream as soon
+    as it is freed, and after_current() then waits for its last use on the caller's stream. after()
+    has no such wait: its user orders memory with the events. `is_timed` enables timing for the
+    event `end`.
     """
 
     def __init__(self, purpose: str, *, is_timed: bool = False) -> None:
@@ -107,7 +108,7 @@ class SideStream:
 
     def continue_on(self, stream: torch.cuda.Stream) -> None:
         """Orders `stream` behind the last work if that was queued on a different stream."""
-        if self.end is not None and self._last is not stream:
+        if self.end is not None and self._last is not stream:  # stream() returns cached objects
             # The caller has changed its stream, and copies of the same rows may still run.
             stream.wait_event(self.end)
 
@@ -135,11 +136,11 @@ class SideStream:
             self.end = None
 
     def forget(self) -> None:
-        """Discards the event of the last work, so that nothing waits for it."""
+        """Discards the event of the last work, for an event that belongs to a captured graph."""
         self.end = None
 
     def join(self) -> None:
-        """Makes the current stream wait for the side stream's last work."""
+        """Makes the current stream wait for the side stream's last work, at the first call only."""
         if self.end is not None:
             # The current stream reads the results next, and may free their memory afterwards.
             current_stream(self.end.device).wait_event(self.end)
@@ -172,11 +173,12 @@ class MemoryStream:
         if self._device is None:
             return
         stream = current_stream(self._device)
-        if stream is self._stream:
+        if stream is self._stream:  # current_stream() returns cached objects
             return
         if self._stream is not None:
             self.has_changed = True
-            if not torch.cuda.is_current_stream_capturing():  # a capture first waits for all work
+            # torch.cuda.graph() has synchronized the device before a capture.
+            if not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(self._stream)
             self.record(held())
         self._stream = stream

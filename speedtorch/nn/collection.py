@@ -228,7 +228,7 @@ class TableCollection(nn.Module):
         table = Table.of(config)
 
         def update_configs() -> None:
-            """Sets the configs of the current tables, also after an undone resize."""
+            """Sets the configs: `after`, or `before` if an exception has undone the resize."""
             self._configs = after if table in group.ranges.tables else before
 
         group.resize_table(table, rows, update_configs)

@@ -25,14 +25,16 @@ class Embedding(RowModule, nn.Embedding):
     optimizer computes on the looked-up rows (SparseAdam's rule, for every optimizer). Other rows do
     not change, and all rows share one step count.
 
-    The device holds each row of a step once, from its first lookup until the lookup that follows
-    optimizer.step(). The later lookup drops the rows together with any remaining gradient. Rows
-    that were looked up before a zero_grad() without a following step are dropped too.
+    The device holds each row of a step once, from its first lookup until the first lookup after
+    optimizer.step(). This lookup drops the rows together with any remaining gradient. Without an
+    optimizer.step(), the next lookup drops rows without a gradient, such as after zero_grad(), and
+    without a backward that can still run.
 
-    A lookup whose backward has not run belongs to the step while its result is alive in Python or
-    in a graph. (A backward that fails on the CPU keeps its graph alive inside torch.) If a
-    zero_grad() and a lookup of another batch follow, the first lookup's rows join the step only if
-    its backward still runs. With a capacity, that backward raises RuntimeError.
+    A backward can run while the lookup's result is alive in Python or in a graph. (A backward that
+    fails on the CPU keeps its graph alive inside torch.) After a zero_grad(), a lookup begins a new
+    step even then; with a capacity, only a lookup of other ids does. If the old backward runs
+    before the next optimizer.step(), its rows join the new step. Later, or with a capacity, it
+    raises RuntimeError.
 
     The weight is a parameter of all rows without memory of its own. Each operation on it returns
     the result of a plain parameter, or raises NotImplementedError with the remedy;
@@ -141,6 +143,7 @@ class Embedding(RowModule, nn.Embedding):
                 return rows.summed(input)
             look_up = rows.rows_of if trains else rows.borrow
             local, held = look_up(input, self.max_norm, self.norm_type)
+            # The padding's row is the last. As in torch, -1 means that there is none.
             place = -1 if padding is None else len(held) - 1
             sparse = rows.makes_sparse(requested=self.sparse)
             return torch.embedding(held, local, place, by_freq, sparse)

@@ -129,7 +129,7 @@ class Lookups(Protocol):
 
 
 class RowModule(nn.Module):
-    """The base class of Embedding and EmbeddingBag, which loads and writes back their rows.
+    """Loads and writes back rows; the base class of Embedding and EmbeddingBag.
 
     `settings` are lookup options, which become attributes. Other arguments are as for Embedding.
     """

@@ -39,7 +39,7 @@ class _Texts(reprlib.Repr):
         """The first items, unsorted, because sorting would compare and read tensors."""
         return f"dict{self.repr_list([*x.items()], level)}"
 
-    repr_set = repr_frozenset = repr_instance
+    repr_set = repr_frozenset = repr_instance  # reprlib sorts sets, which compares their elements
 
 
 call_text = _Texts().repr
@@ -77,11 +77,17 @@ def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
 
 
 def log_calls(*modules: ModuleType) -> None:
-    """Starts to log the calls of all public functions, constructors and methods of modules."""
+    """Logs the calls of all public functions, constructors and methods of modules from now on.
+
+    Wrappers replace the functions, and the methods of classes and of their bases in speedtorch.
+    Properties are not logged.
+    """
     handler = logging.StreamHandler()
-    handler.addFilter(lambda _: not logging.getLogger().handlers)  # root handlers print the line
+    # The handlers of the root logger, if there are any, print the records instead of this handler.
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
+    # The modules, classes and base classes whose members are replaced, with the members' names.
     owners: dict[Any, list[str]] = {module: module.__all__ for module in modules}
     for kind in [vars(module)[name] for module in modules for name in module.__all__]:
         for base in inspect.getmro(kind) if inspect.isclass(kind) else ():
@@ -94,6 +100,7 @@ def log_calls(*modules: ModuleType) -> None:
             if inspect.isfunction(function):
                 is_static = owner in modules or isinstance(member, staticmethod)
                 logged = _logged(function, of_object=not is_static)
+                # A class or static method is wrapped in its own kind again.
                 setattr(owner, name, logged if function is member else type(member)(logged))
                 if owner in modules:  # pickle looks functions up in their defining module
                     setattr(sys.modules[function.__module__], name, logged)

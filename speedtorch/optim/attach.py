@@ -35,15 +35,15 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
 
     In a step the optimizer then sees only the step's rows and their state. step(), schedulers and
     gradient scalers work as before, and state_dict() holds the state of all rows. Attach before the
-    first use or loading, so that the table allocates its memory once. Otherwise existing rows are
-    copied to a new table whose records have the state. state_dict() of the module and of the
-    optimizer then return contiguous copies, or a view of the records if memory is too small. A
-    table that was passed in or shared without state, or is too large to copy, is not replaced: a
-    second table has the state.
+    first use or loading, so that the table allocates its memory once. A later attach() copies the
+    existing rows to a new table whose records have the state. A table that was passed in or shared
+    without state, or is too large to copy, is not replaced: a second table has the state. If one
+    table has both, state_dict() of the module and of the optimizer return contiguous copies, or a
+    view of the records if memory is too small for a copy.
 
-    load_state_dict() loads a whole state or nothing. If an exception interrupts the copy of rows,
-    their next use copies all of them and raises any error of that copy. With
-    torch.distributed.checkpoint, a process that has not stepped yet can load its state with
+    load_state_dict() loads a whole state or nothing. If an exception interrupts its copy of per-row
+    state to the tables, the next use of the rows repeats this copy, and raises any error of it.
+    With torch.distributed.checkpoint, a process that has not stepped yet can load its state with
     get_state_dict(), load() and set_state_dict().
 
     A step changes the rows that were looked up, and all rows share one step count, as with
@@ -162,13 +162,14 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
         if not saved.states:
             _attached.pop(optimizer, None)
             saved.remove(optimizer)
+        # The loop above may have ended within any table. Tables without state were not changed.
         for rows, _, loaded, was_read in found:
             if rows.state is not None:
                 rows.detach(was_read=was_read)
                 optimizer.state.pop(rows.weight, None)
                 if loaded:
                     optimizer.state[rows.weight] = loaded
-        _share_caches({rows: None for rows, *_ in found})
+        _share_caches({rows: None for rows, *_ in found})  # the tables have their old fields again
         raise
     return added
 
@@ -215,12 +216,13 @@ def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> Optimiz
 def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> None:
     """Adds the state to the table's records and fills it with the optimizer's present state.
 
-    State of all rows comes from an earlier load_state_dict(). State of fewer rows comes from the
-    optimizer's constructor and is the state before the first update.
+    State of all rows, from an earlier load_state_dict(), is loaded. Without per-row state the rows
+    begin with the state before the first update. Raises ValueError if the optimizer has stepped the
+    weight without attach(), or if check() does.
     """
     rows, probe = state.table_rows, state.probe
     row_count = rows.table.whole_rows
-    # A constructor's torch.full_like(weight, number) is the start that the probe has learnt.
+    # A constant is the constructor's torch.full_like(weight, number), which the probe has, too.
     loaded = {n: v for n, v in loaded.items() if n not in state.names or not _is_constant(v)}
     lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
     counts = {lengths[name] for name in state.names if name in lengths}
@@ -254,7 +256,7 @@ def _fields_of(probe: OptimizerProbe) -> Fields:
 
 
 def _share_caches(states: Mapping[TrainedRows, Fields | None]) -> None:
-    """Divides the cache bytes anew for rows with these state fields; None means unchanged fields.
+    """Divides the cache bytes anew for rows with these state fields; None: their present fields.
 
     Raises ValueError, before any change, if the bytes are too few.
     """

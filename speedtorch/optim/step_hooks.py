@@ -446,9 +446,10 @@ def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
     numbers = [group for group in optimizer.param_groups if not group.get("capturable")]
     if numbers and type(optimizer) is not torch.optim.SGD:
         raise RuntimeError(
-            f"{type(optimizer).__name__}: a CUDA graph would repeat the numbers of this step. Build"
-            " it with capturable=True (Adam, AdamW, NAdam, RAdam, Adamax, Rprop, RMSprop, ASGD,"
-            " Adadelta, speedtorch.optim.RowWiseAdagrad), or use SGD."
+            f"{type(optimizer).__name__}: a CUDA graph would repeat the numbers that step()"
+            " computes on the host, such as the step count. Build the optimizer with"
+            " capturable=True (Adam, AdamW, NAdam, RAdam, Adamax, Rprop, RMSprop, ASGD, Adadelta,"
+            " speedtorch.optim.RowWiseAdagrad), or use SGD."
         )
 
 

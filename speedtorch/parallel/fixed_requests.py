@@ -28,7 +28,8 @@ __all__ = ["FixedRequest", "FixedRound"]
 class FixedRound(LookupRound["FixedRequest"]):
     """Several lookups with one exchange of their blocks of ids; nothing waits for the device.
 
-    If ranks compare later, each request keeps on the device whether their lookups differ.
+    Unless ranks compare their lookups before the exchange (FaultConsensus.compares_at_once), each
+    request keeps on the device whether the lookups differ.
     """
 
     def _exchange(self, requests: Sequence[FixedRequest]) -> None:
@@ -50,7 +51,8 @@ class FixedRequest(LookupRequest):
     Args:
         lookup: The lookup, whose ShardedIds have a share.
         shares: The sizes of the blocks.
-        no_row: The id that stands for no row in a block: a row of each rank that is never trained.
+        no_row: The position that stands for a block's unused ids: that of the padding's row, or the
+            position after this rank's last row, which reads as zeros. Neither is trained.
         consensus: The fault codes of the ranks that own the rows.
     """
 
@@ -66,7 +68,10 @@ class FixedRequest(LookupRequest):
 
     @property
     def max_lookups(self) -> int:
-        """1 unless ranks compare first: blocks of different sizes need a comparison before."""
+        """1 unless ranks compare their lookups before the exchange.
+
+        A joint exchange of different lookups would have different sizes on the ranks.
+        """
         return LOOKUPS if self.consensus.compares_at_once else 1
 
     def set_blocks(self, blocks: Tensor, differs: Tensor | None) -> None:
@@ -99,12 +104,12 @@ class FixedRequest(LookupRequest):
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
         """As LookupRequest.summed."""
-        # The row behind the rows of all ids is zeros: the gradient of an id that is no row.
+        # One row more than ids: the last row is zeros, the gradient of a block's unused ids.
         most = self.ids.numbers.numel() + 1
         return self.ids.summed(gradient, bags, most).index_select(0, self.ids.entries)
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """As LookupRequest.with_padding."""
+        """As LookupRequest.with_padding. Without the padding's id, the first row is appended."""
         places, is_padding = self.places, self.ids.numbers == number
         row = rows[:1]
         if places.numel():

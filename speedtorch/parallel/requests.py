@@ -272,8 +272,9 @@ class Requests:
         if found is not None and not is_next and self._consensus is not None:
             self._exchange_ids(found[0])
             raise RuntimeError(
-                f"{self._exchange.name}: rows with a capacity must be looked up in the order of"
-                " announce() and of the ids of prefetch(). Look up the earlier tensors first."
+                f"{self._exchange.name}: on several ranks, a module with capacity= must look ids up"
+                " in the order of announce() and of the ids of prefetch(). Look up the earlier"
+                " tensors first."
             )
         return found, fault
 

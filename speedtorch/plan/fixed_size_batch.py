@@ -45,11 +45,14 @@ class Changes(NamedTuple):
 
 
 class FixedSizeBatch:
-    """The unique rows of a batch, in ascending order, as a block of `capacity` rows stores them.
+    """The unique rows of a batch, in ascending order, for tensors of `capacity` rows.
 
-    The host does not wait for their number. The padding's row follows the block. `following()` is
-    the batch that was planned after this one. `set_ids()` sets `ids`, the ids of the block, always
-    the same tensor, and `number` `[1]`, the number of rows in use.
+    The host does not wait for their number. The padding's row follows the `capacity` rows.
+    `following()` is the batch that was planned after this one.
+
+    FixedBlocks calls set_ids() when it begins the step of the batch. Then `ids` are the ids of its
+    `capacity` rows, in the same tensor for all batches, and `number` `[1]` is the number of rows in
+    use.
 
     Raises:
         IndexError: The rows are on the CPU and an id is out of range. A GPU writes this error to
@@ -89,7 +92,7 @@ class FixedSizeBatch:
         return Changes(*compare(unique, status, held, held_status, parts.rows, halt, fault))
 
     def set_ids(self, ids: Tensor, number: Tensor) -> None:
-        """Records the ids of the block that stores the rows, and their number."""
+        """Sets the attributes `ids` and `number`."""
         self.ids, self.number = ids, number
 
     def tensors(self) -> Iterator[Tensor]:
@@ -97,8 +100,9 @@ class FixedSizeBatch:
         yield from self.parts.tensors()
 
     def count(self) -> None:
-        """Raises RuntimeError if too many rows on the CPU are named. Never waits."""
+        """Raises RuntimeError if the batch has too many unique rows on the CPU. Never waits."""
         if not self._is_counted and raises_at_once(self.device):
+            # plan[0] are the unique ids. plan[4] is the status, whose entry 3 is their number.
             if (named := int(self.parts.plan[4][3])) > self.capacity:
                 raise too_many(self.parts.name, named, self.capacity, "Nothing has changed.")
             self._is_counted = True
@@ -112,12 +116,13 @@ class FixedSizeBatch:
     def mark_bad(self, fault: Tensor) -> None:
         """Marks the plan as bad unless `fault`, the maximum of fault() over all ranks, is 0.
 
-        If the batch's own fault is smaller, the position of the first bad id becomes `-fault`.
+        If `fault` exceeds this batch's own fault(), the plan's status then has one bad id at the
+        position `-fault`. FixedBlocks reads a negative position as the fault of another rank.
         """
         _ops.spoil_plan(self.parts.plan[4], self.capacity, fault)
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
-        """Sums a part's gradients into one gradient per row of the block, then the padding's."""
+        """Sums a part's gradients: one for each of `capacity` rows, then one for the padding."""
         summed: Tensor = _ops.sum_rows(
             rows,
             list(self.parts.plan),

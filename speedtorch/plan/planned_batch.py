@@ -302,7 +302,10 @@ class BatchIds:
 
 
 def _held_before(after: Planned | Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending ids of the rows before, and the status that counts them (empty: all count)."""
+    """The ascending ids of the batch or Tensor `after`, and the status of the batch's plan.
+
+    The status contains the number of valid ids. An empty status means that all ids are valid.
+    """
     if isinstance(after, Tensor):
         return after, after[:0]
     return after.parts.plan[0], after.parts.plan[4]

@@ -24,6 +24,9 @@ __all__ = ["ClaimedRows"]
 class ClaimedRows:
     """Claims a module's table for training, and writes the step's rows back to the table.
 
+    The constructor claims the table of a trainable parameter, also from an earlier module, which
+    raises RuntimeError at its next use. claim() takes the table from no living module.
+
     The arguments are those of TrainedRows, with a view of the parameter instead of the parameter.
     """
 
@@ -42,6 +45,7 @@ class ClaimedRows:
         self.parameter_view, self.parameter = view, view.parameter
         store = RowStore(table, view.parameter.dtype, rounding)
         self.held_dtype, self.rounding = store.held_dtype, rounding
+        # A shard without the padding row has padding == rows: a row of zeros that the table lacks.
         self._padding = None if padding == table.rows else padding
         self.exchange = Exchange(name, store, view, padding, capacity)
         self.steps = self.exchange.steps
@@ -117,7 +121,8 @@ class ClaimedRows:
     def claim(self) -> None:
         """Claims the table, so that this module trains its rows.
 
-        Raises RuntimeError if another module has the claim, ValueError if the table is read-only.
+        Raises RuntimeError if another living module has the claim, ValueError if the table is
+        read-only.
         """
         self.table.check_writable(f"{self.name}: training its rows")
         holder = self.table.claim.holder
@@ -141,7 +146,7 @@ class ClaimedRows:
     @serialized
     def write_back(self) -> None:
         """As RowHolder.write_back; waits until the CPU can read the rows."""
-        if self.exchange.held.is_inherited:  # transfers on a GPU belong to the parent process
+        if self.exchange.held.is_inherited:  # the parent of this forked child writes the rows
             return
         with as_plain():
             self.exchange.held.write_back()
@@ -174,7 +179,8 @@ class ClaimedRows:
     def _write_back_at_end(self) -> None:
         """Writes the rows back at the end of their use; does nothing in a forked child.
 
-        A forked child cannot read rows on a GPU.
+        A forked child cannot read rows on a GPU. is_inherited is true only if the child shares the
+        table's memory with its parent, is_of_fork for every kind of memory.
         """
         if not self.exchange.held.is_of_fork:
             self.write_back()

@@ -190,8 +190,9 @@ class FixedMemory(BlockMemory):
     def agree_with(self, ranks: FaultAllReduce) -> None:
         """Lets a step begin only if it can begin on all ranks.
 
-        All ranks then make every together() call, which combines their faults once. Lookups do not
-        raise faults that the device finds later, because the ranks would diverge.
+        All ranks then make every together() call, which combines their fault codes once. A lookup
+        does not raise the fault of an earlier step that the GPU has found on this rank only: the
+        other ranks would wait in their next collective. FaultConsensus raises it on all ranks.
         """
         self._ranks = ranks
 

@@ -58,11 +58,12 @@ class Moves(NamedTuple):
 class JointExchange:
     """Begins the steps of several tables of one layout together.
 
-    As in HeldRows, one assignment makes other rows current. After an exception before the
-    assignment the work is discarded; work after the assignment can be repeated.
+    One assignment, of a Moves to `_now`, makes a batch's rows the current ones. An exception before
+    the assignment leaves the old rows current and discards the loaded rows. After the assignment,
+    the next use of a table repeats the remaining work; see complete().
 
     Args:
-        tables: Tables with the same layout().
+        tables: Tables with the same device, fields and stored dtypes; see JointTable.layout().
     """
 
     def __init__(self, tables: Sequence[JointTable]) -> None:

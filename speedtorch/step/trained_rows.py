@@ -215,7 +215,10 @@ class TrainedRows(WholeWeight):
         """Called instead of a lookup whose ids are invalid; does nothing on a single rank."""
 
     def end_by_error(self) -> None:
-        """Called before a loop of batches raises an error; does nothing on a single rank."""
+        """Called by prefetch() before its loop raises an error of the loader or of the ids.
+
+        Does nothing without other ranks; ShardedRows makes the other ranks raise.
+        """
 
     def makes_sparse(self, *, requested: bool) -> bool:
         """Whether autograd makes a sparse gradient, by request or for the optimizer."""
@@ -355,7 +358,7 @@ def rows_of_optimizer(optimizer: torch.optim.Optimizer) -> list[TrainedRows]:
 
 
 def rows_of_parameter(parameter: Tensor) -> TrainedRows | None:
-    """The TrainedRows of a parameter, or None for an ordinary parameter."""
+    """The TrainedRows whose weight is this parameter; None for all other parameters."""
     if type(parameter) is not RowWeight or parameter._rows._weight() is not parameter:
         return None
     rows: TrainedRows = parameter._rows

@@ -334,8 +334,9 @@ class WholeWeight(ClaimedRows):
             if missing := ids[~torch.isin(ids, own)].shape[0]:
                 if not self.exchange.memory.takes_more:
                     raise NotImplementedError(
-                        f"{self.name}: {missing} rows with a gradient are not in the current step,"
-                        " and with capacity= none can join it. Look them up in this step."
+                        f"{self.name}: the assigned gradient has {missing} rows that are not in the"
+                        " current step, and with capacity= no row can join it. Look them up before"
+                        " the assignment."
                     )
                 self.exchange.rejoin(ids[~torch.isin(ids, own)])
                 own = self.step_ids()

@@ -28,7 +28,7 @@ class RowShard(Tensor):
     field: Tensor
     """This rank's rows `[n, ...]`, in the table's memory."""
     blocks: Sequence[tuple[range, range]]
-    """Pairs of row ranges: among all rows, and in `field`."""
+    """The blocks of this rank: each block's range among all rows, then its range in `field`."""
 
     def __new__(cls, rows: int, field: Tensor, blocks: Sequence[tuple[range, range]]) -> RowShard:
         """Creates a tensor of `rows` rows without memory."""
@@ -53,6 +53,7 @@ class RowShard(Tensor):
     ) -> RowShard:
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
             # torch.distributed.checkpoint.async_save copies this rank's rows into a new RowShard.
+            # `blocks` describe only a tensor of the same shape.
             given: RowShard = args[0]
             field = given.field.new_empty(given.field.shape, **(kwargs or {}))
             return RowShard(len(given), field, given.blocks)
@@ -64,8 +65,9 @@ class RowShard(Tensor):
         raise TypeError(f"torch.save would write only the rows of one rank. {_REMEDY}")
 
     # safetensors and accelerate compare storages when they save or load a state_dict(), and skip
-    # tensors that raise NotImplementedError. safetensors calls is_contiguous() before it writes a
-    # tensor. For a data_ptr() of 0, which torch's async_save needs, it would write no values.
+    # tensors that raise NotImplementedError. This tensor has a data_ptr() of 0, which torch's
+    # async_save needs. safetensors would write no values for it, so is_contiguous(), which
+    # safetensors calls before it writes a tensor, raises.
 
     def untyped_storage(self) -> NoReturn:
         """Raises NotImplementedError: the caller would save one rank's rows as all rows."""
@@ -113,6 +115,6 @@ class RowShard(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         for whole, local in self.blocks:
-            if whole.start == index.offset[0]:
+            if whole.start == index.offset[0]:  # of a chunk of __create_chunk_list__()
                 return self.field[local.start : local.stop]
         raise ValueError(f"{index.fqn}: no block of this rank begins at row {index.offset[0]}")
