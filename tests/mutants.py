@@ -209,6 +209,13 @@ MUTANTS = [
         found_by="tests/step/test_stream_order.py",
     ),
     Mutant(
+        "a lookup writes the padding row beside a transfer",
+        "step/trained_rows.py",
+        "                    self.exchange.held.transfer_stream.join()\n",
+        "",
+        found_by="tests/step/test_stream_order.py",
+    ),
+    Mutant(
         "ids of a plan that is discarded may be overwritten before it is made",
         "step/planned_steps.py",
         "        self._planning.uses(parts)",

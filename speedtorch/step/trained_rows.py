@@ -150,6 +150,8 @@ class TrainedRows(WholeWeight):
                 self.exchange.held.change()
                 torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
                 if self._padding is not None:
+                    # The transfer may read the padding row, and change slots of a cache.
+                    self.exchange.held.transfer_stream.join()
                     self._store.write(torch.tensor([self._padding]), rows[-1:])
                     self.exchange.memory.note_padding()
                 self.parameter_view.mark()

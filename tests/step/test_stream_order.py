@@ -110,6 +110,11 @@ def cached() -> list[speedtorch.Embedding]:
     return [module]
 
 
+def renormed() -> list[speedtorch.Embedding]:
+    """Lookups write the padding row to the table."""
+    return [speedtorch.Embedding(40, 4, padding_idx=0, max_norm=0.5)]
+
+
 def train(modules: list[speedtorch.Embedding], *, ahead: bool) -> None:
     """Steps of one and of two lookups, whose second brings rows or none; a loop is left early."""
     adam = torch.optim.Adam([each for module in modules for each in module.parameters()])
@@ -141,7 +146,7 @@ def train(modules: list[speedtorch.Embedding], *, ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["by turns", "prefetch"])
-@pytest.mark.parametrize("make", [one_table, tables_at_once, capacity, stored, cached])
+@pytest.mark.parametrize("make", [one_table, tables_at_once, capacity, stored, cached, renormed])
 def test_training_uses_memory_in_order(
     make: Callable[[], list[speedtorch.Embedding]], ahead: bool, order: StreamOrder
 ) -> None:
