@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 150  # for the tests of one fault
 HANG_SECONDS = 60  # for one test: the slowest needs a third of this on two cores
 WAITS = {"wait", "join", "synchronize", "settle", "follow", "record"}
-WRITES = {"write", "flush", "settle", "bring"}
+WRITES = {"write", "flush", "settle", "move"}
 # The tests of a folder of csrc; csrc/call and csrc/python belong to tests of several folders.
 CSRC = {"ops": "ops", "plan": "ops", "move": "ops", "memory": "memory", "core": "memory"}
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}

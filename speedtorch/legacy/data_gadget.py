@@ -303,7 +303,10 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
         """
         own, target = self.fileName, file_name(saveFileName)
         if own is not None and os.path.exists(target) and os.path.samefile(own, target):
-            raise ValueError(f"{target} is the file that this gadget maps, with every insert")
+            raise ValueError(
+                f"{target} is the file that this gadget maps. It has all inserts already. Choose"
+                " another name to save a copy."
+            )
         super().saveCupy(saveFileName)
 
     def _start(self, fileName: Source, *, field: str | None = None) -> None:

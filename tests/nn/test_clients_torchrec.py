@@ -161,7 +161,9 @@ def test_strides_that_vary_are_refused_by_name() -> None:
         lengths=torch.tensor([1, 1, 1, 1]),
         stride_per_key_per_rank=[[1], [2], [1]],
     )
-    with pytest.raises(ValueError, match="as many samples, got {'user': 1, 'seen': 2, 'word': 1}"):
+    with pytest.raises(
+        ValueError, match="equal numbers of samples, got {'user': 1, 'seen': 2, 'word': 1}"
+    ):
         pair(True)[1](features)
 
 

@@ -219,7 +219,7 @@ def test_a_cuda_graph_of_a_lookup_is_refused_by_name() -> None:
     ids = IDS.cuda()
     embedding(ids)
     graph = torch.cuda.CUDAGraph()
-    refused = pytest.raises(RuntimeError, match="Embedding: a CUDA graph cannot hold a lookup")
+    refused = pytest.raises(RuntimeError, match="Embedding: a CUDA graph cannot capture a lookup")
     with refused, torch.cuda.graph(graph):
         embedding(ids)
 

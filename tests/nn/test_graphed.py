@@ -388,7 +388,7 @@ def test_a_number_that_changes_is_refused() -> None:
     step, (batch, *_) = world.graphed(), batches(2)
     step(*batch)
     world.optimizer.param_groups[0]["lr"] = 0.2
-    with pytest.raises(RuntimeError, match=r"lr was 0.1, is 0.2; give the optimizer a tensor"):
+    with pytest.raises(RuntimeError, match=r"lr was 0.1, is 0.2. Pass the optimizer a tensor"):
         step(*batch)
     world.optimizer.param_groups[0]["lr"] = 0.1
     step(*batch)
