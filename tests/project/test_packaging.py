@@ -83,8 +83,7 @@ def wheel(
         command = [sys.executable, "-m", "pip", "wheel", *options, sdist]
         output_of(*command, cwd=folder, SPEEDTORCH_CUDA="0", CXXFLAGS="-O0")
     else:
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
+        shutil.unpack_archive(sdist, folder)
         (tree,) = folder.iterdir()
         output_of(sys.executable, "setup.py", "build_py", cwd=tree)
         (built,) = (tree / "build").glob("lib*")
