@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from speedtorch.layers import flat_buffer, host_buffer, offloaded_module, residency
 from speedtorch.memory import side_stream
-from speedtorch.memory.side_stream import SideStream
+from speedtorch.memory.side_stream import MemoryStream, SideStream
+from speedtorch.step.held_rows import HeldRows
 
 DEVICE = torch.device("cuda", 0)
 
@@ -129,6 +131,24 @@ class RecordedStreams:
         patch(SideStream, "after_current", lambda side, _: after_current(side, DEVICE))
         for module in (host_buffer, residency):
             self._patch.setattr(module, "end_of_current", lambda _: end_of_current(DEVICE))
+
+    def pretend_rows_follow(self) -> None:
+        """Rows on the CPU follow the current stream as on a GPU."""
+        follow, complete = MemoryStream.follow, HeldRows.complete
+
+        def follow_on_cpu(stream: MemoryStream, held: Callable[[], Iterable[Tensor]]) -> None:
+            stream._device = DEVICE
+            try:
+                follow(stream, held)
+            finally:
+                stream._device = None
+
+        def complete_on_cpu(held: HeldRows, **how: bool) -> None:
+            held.memory_stream.follow(held.memory.tensors)
+            complete(held, **how)
+
+        self._patch.setattr(MemoryStream, "follow", follow_on_cpu)
+        self._patch.setattr(HeldRows, "complete", complete_on_cpu)
 
     def stream(self, name: str) -> RecordedStream:
         """A stream of this name, the same one at each call."""

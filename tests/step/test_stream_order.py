@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,41 @@ def test_training_uses_memory_in_order(
 ) -> None:
     assert order.found(lambda: train(make(), ahead=ahead)) == ""
     assert order.side_uses > 0 or not (ahead or make is one_table)
+
+
+def train_on_changing_streams(
+    modules: list[speedtorch.Embedding], streams: RecordedStreams
+) -> None:
+    """Steps on one of two streams each, which never wait for each other."""
+    torch.manual_seed(0)
+    chosen, model = random.Random(0), nn.ModuleList(modules)
+    adam = torch.optim.Adam(model.parameters())
+    speedtorch.attach(adam, model)
+    for _ in range(4 * STEPS):
+        streams.use(streams.stream(chosen.choice(["main", "other"])))
+        batch = [torch.randint(40, (chosen.randint(1, 8),)) for _ in range(chosen.randint(1, 2))]
+        for module in modules:
+            if module.capacity is not None or chosen.random() < 0.3:
+                module.announce(*batch)
+        adam.zero_grad()
+        torch.stack([module(ids).sum() for module in modules for ids in batch]).sum().backward()
+        adam.step()
+        if chosen.random() < 0.3:
+            model.state_dict()
+
+
+@pytest.mark.parametrize("make", [one_table, tables_at_once, capacity, stored, cached, renormed])
+def test_rows_follow_the_current_stream(
+    make: Callable[[], list[speedtorch.Embedding]], order: StreamOrder, streams: RecordedStreams
+) -> None:
+    streams.pretend_rows_follow()
+    assert order.found(lambda: train_on_changing_streams(make(), streams)) == ""
+    assert order.side_uses > 100
+
+
+def test_rows_that_follow_no_stream_are_found(order: StreamOrder, streams: RecordedStreams) -> None:
+    text = order.found(lambda: train_on_changing_streams(one_table(), streams))
+    assert "reads it on other" in text or "writes it on other" in text
 
 
 @pytest.mark.filterwarnings("ignore")
