@@ -187,6 +187,7 @@ def trained(way: Way) -> Measured:
 
     Batches are made between chunks. The first chunk warms up.
     """
+    forget()  # of the way before, whose tables are freed by now
     dense = Dense()
     optimizers = [*way.optimizers, optim.Adam(dense.parameters(), lr=RATE, fused=True)]
     times, losses, chunk = [], [], SIZES.recommender_chunk
@@ -241,4 +242,3 @@ def measured() -> Measured:
         for way in made:
             yield from trained(way)
             del way
-            forget()

@@ -84,8 +84,10 @@ class StreamOrder(TorchDispatchMode):
 
         def copy(seen: SeenIds, *args: Any, **kwargs: Any) -> None:
             self._by_host = True
-            copied(seen, *args, **kwargs)
-            self._by_host = False
+            try:
+                copied(seen, *args, **kwargs)
+            finally:
+                self._by_host = False
 
         copied, self._by_host = SeenIds.__init__, False
         patch.setattr(SeenIds, "__init__", copy)

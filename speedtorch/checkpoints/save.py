@@ -67,8 +67,8 @@ def save(
     intact. Tables are written block by block from host memory, without a copy.
 
     If rows are sharded, every process of torch.distributed's default group calls save() with a
-    folder that all processes reach. Each rank writes its rows; all other values are the first
-    rank's. The checkpoint appears once all rows are on the disk. If a rank fails or is killed, the
+    folder that all processes reach. Each rank writes its own rows. The first rank writes all other
+    values. The checkpoint appears once all rows are on the disk. If a rank fails or is killed, the
     previous checkpoints remain and the other ranks raise.
 
     Args:

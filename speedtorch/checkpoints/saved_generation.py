@@ -101,7 +101,7 @@ class SavedGeneration:
             for entry in self.manifest["files"]:
                 name, numbers = entry["name"], [entry["bytes"], *entry[self._digests]]
                 if not all(type(number) is int and number >= 0 for number in numbers):
-                    raise ValueError("it has byte counts or digests that are not numbers")
+                    raise ValueError("its byte counts and digests must be integers from 0 on")
                 is_name = os.path.basename(name) == name and name.endswith(".safetensors")
                 if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
                     raise ValueError(f"it has the invalid file name {name[:300]!r}")
@@ -140,7 +140,7 @@ class SavedGeneration:
             entry = self.manifest["base"]
             number, digest = _base_in(entry)
             if number >= self.number:
-                raise ValueError(f"its base is generation {number}, which is not older")
+                raise ValueError(f"its base must be an older generation, got {number}")
             if not isinstance(entry["rows"], dict):
                 raise ValueError("the 'rows' of its base are not a dict")
             self.ids_of = {str(key): str(ids) for key, ids in entry["rows"].items()}
@@ -198,7 +198,7 @@ class SavedGeneration:
         ids, count = self._mapped(self.ids_of[key]), self.array(key).shape[0]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
             with self._damage(self.ids_of[key]):
-                raise ValueError(f"it has ids outside of its {count:,} rows")
+                raise ValueError(f"its ids of changed rows must be within the {count:,} rows")
         return ids, self._mapped(key)
 
     def verify(self, progress: bool | None) -> None:
@@ -292,4 +292,4 @@ def base_of(folder: str, number: int) -> int | None:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ELOOP):
             return None
-        raise  # None would let new_generation() remove a base that is still needed
+        raise  # after a None new_generation() could remove a base that is still needed

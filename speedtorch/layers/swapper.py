@@ -84,13 +84,13 @@ class Swapper:
         self._given = given_optimizers(optimizer)
         self.optimizer = self._given if len(self._given) > 1 else next(iter(self._given), None)
         stepped = optimizers_within(self._given)
-        for single in stepped:
-            check_can_be_split(single)
+        for stepped_optimizer in stepped:
+            check_can_be_split(stepped_optimizer)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = exact_device(device)
-        for single in stepped:
-            check_when_given(single, self.device)
+        for stepped_optimizer in stepped:
+            check_when_given(stepped_optimizer, self.device)
         self.budget = None if budget is None else bytes_of("budget", budget)
         self._traffic = TransferStats()
         self._offloaded: dict[nn.Module, OffloadedModule] = {}

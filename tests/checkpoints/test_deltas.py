@@ -498,7 +498,7 @@ def test_a_chain_with_a_damaged_link_falls_back_to_the_last_whole_run(
     [
         ({"rows": "changed rows.1"}, "the 'rows' of its base are not a dict"),
         ({"generation": 0}, "it has the invalid base {'generation': 0"),
-        ({"generation": 7}, "its base is generation 7, which is not older"),
+        ({"generation": 7}, "its base must be an older generation, got 7"),
     ],
 )
 def test_a_base_that_no_save_has_written_is_an_error(

@@ -23,8 +23,20 @@ FIRST = int(os.environ.get("SPEEDTORCH_FIRST", "0"))
 STEPS = 12
 
 
-def test_reading_what_another_stream_still_writes_is_a_fault(
-    order: StreamOrder, streams: RecordedStreams
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (Tensor.zero_, Tensor.sum, "zero_.default writes it on side, aten.sum.default reads"),
+        (Tensor.sum, Tensor.zero_, "sum.default reads it on side, aten.zero_.default writes"),
+    ],
+    ids=["read", "write"],
+)
+def test_use_without_a_wait_for_another_stream_is_a_fault(
+    before: Callable[[Tensor], Tensor],
+    after: Callable[[Tensor], Tensor],
+    text: str,
+    order: StreamOrder,
+    streams: RecordedStreams,
 ) -> None:
     main, side = streams.current, streams.stream("side")
 
@@ -32,36 +44,13 @@ def test_reading_what_another_stream_still_writes_is_a_fault(
         values = torch.zeros(3)
         side.wait_stream(main)
         streams.use(side)
-        values.zero_()
+        before(values)
         streams.use(main)
-        values.sum()
+        after(values)
         main.wait_stream(side)
-        values.sum()
+        after(values)
 
-    assert order.found(work) == (
-        "memory [3] of main: "
-        "aten.zero_.default writes it on side, aten.sum.default reads it on main"
-    )
-
-
-def test_writing_what_another_stream_still_reads_is_a_fault(
-    order: StreamOrder, streams: RecordedStreams
-) -> None:
-    main, side = streams.current, streams.stream("side")
-
-    def work() -> None:
-        values = torch.zeros(3)
-        side.wait_stream(main)
-        streams.use(side)
-        values.sum()
-        streams.use(main)
-        values.sum()
-        values.zero_()
-
-    assert order.found(work) == (
-        "memory [3] of main: "
-        "aten.sum.default reads it on side, aten.zero_.default writes it on main"
-    )
+    assert order.found(work) == f"memory [3] of main: aten.{text} it on main"
 
 
 @pytest.mark.parametrize("kept", ["by nothing", "by the allocator", "by a wait", "by a reference"])
