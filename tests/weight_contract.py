@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -143,13 +144,29 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+@contextmanager
+def repeated_in_order(func: Any, device: Any) -> Iterator[None]:
+    """On a GPU, of the elements that a call writes to one place the last one stays."""
+    name = getattr(func, "__name__", "")
+    writes = any(each in name for each in ("put", "scatter", "index_copy"))
+    if not writes or torch.device(device).type == "cpu":
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
     """A call with a weight in its place, which returns the result and the other arguments."""
 
     def call(weight: Any) -> Any:
         given = [replaced(each, weight) for each in args]
         options = {key: replaced(each, weight) for key, each in kwargs.items()}
-        result = func(*given, **options)
+        with repeated_in_order(func, device_of(weight)):
+            result = func(*given, **options)
         others = [each for each in (*given, *options.values()) if each is not weight]
         return [result, *(each for each in others if isinstance(each, Tensor | list))]
 

@@ -63,7 +63,8 @@ class CapturedState:
         optimizers: Sequence[Optimizer],
         tables: Sequence[TrainedRows],
     ) -> None:
-        self._modules, self._optimizers = nn.ModuleList(modules), optimizers
+        self._modules = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        self._optimizers = optimizers
         self._tables = {id(rows.weight): rows for rows in tables}
         self._own = [self._captured(optimizer) for optimizer in optimizers]
         self._moved = times_moved()

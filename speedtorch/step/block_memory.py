@@ -23,7 +23,7 @@ class BlockMemory(RowMemory):
 
     Args:
         held: The rows of the current step.
-        capacity: The most rows of a step. A table with fewer rows has its rows as the capacity.
+        capacity: The most rows of a step. In a table with fewer rows it is the number of rows.
     """
 
     capacity: int
@@ -31,7 +31,7 @@ class BlockMemory(RowMemory):
     def __init__(self, held: HeldRows, capacity: int) -> None:
         super().__init__(held)
         self.lock, self._most = held.lock, capacity
-        self.capacity = min(capacity, held.store.whole_rows)
+        self.capacity = self._rows_of_blocks()
         self._blocks = FixedBlocks(held.name, held.store, self.capacity, held.padding)
         raises_later(weakref.WeakMethod(self.raise_faults))
 
@@ -41,9 +41,13 @@ class BlockMemory(RowMemory):
 
     def nothing(self) -> tuple[Tensor, Rows]:
         """As RowMemory.nothing; limits the capacity to the table's present number of rows."""
-        self.capacity = min(self._most, self.held.store.whole_rows)
+        self.capacity = self._rows_of_blocks()
         self._blocks.forget(self.capacity)
         return torch.empty(0, dtype=torch.int64, device=self.held.device), self._no_rows()
+
+    def _rows_of_blocks(self) -> int:
+        """The capacity, at most the table's rows; 1 without rows, for positions of invalid ids."""
+        return min(self._most, max(1, self.held.store.whole_rows))
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
         """As RowMemory.ids_of; the host waits only when the returned function is called."""

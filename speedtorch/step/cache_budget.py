@@ -107,7 +107,8 @@ class CacheBudget:
     def copied(self, owner: object, memo: dict[int, Any]) -> CacheBudget:
         """The budget of deep copies of owners; adds the share of `owner` to its bytes."""
         made: CacheBudget = memo.setdefault(id(self), CacheBudget(0))
-        made.nbytes += self._shares({}).get(self._members[owner][0], 0)
+        rows = self._members[owner][0]
+        made.nbytes += self._shares({}).get(rows, rows.cache_bytes or 0)  # the latter in a graph
         return made
 
     def _open(self, changed: Mapping[CachedRows, Need]) -> tuple[dict[CachedRows, Need], int]:

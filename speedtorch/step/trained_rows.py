@@ -148,7 +148,7 @@ class TrainedRows(WholeWeight):
             rows = self.exchange.held.now.rows[0].detach()
             if max_norm is not None:
                 self.exchange.held.change()
-                torch.embedding_renorm_(rows, found.positions, max_norm, norm_type)
+                _renormalize(rows, found.positions, max_norm, norm_type)
                 if self._padding is not None:
                     # The transfer may read the padding row, and change slots of a cache.
                     self.exchange.held.transfer_stream.join()
@@ -159,11 +159,20 @@ class TrainedRows(WholeWeight):
             return found.positions, _rows_of_step(self.weight, [rows], [found.positions], self)
 
     def _check_max_norm(self, max_norm: float | None) -> None:
-        """Raises NotImplementedError if max_norm is given for rows stored in 16 bits."""
-        if max_norm is not None and self.rounding is not None:
+        """Raises NotImplementedError if these rows do not support max_norm here."""
+        if max_norm is None:
+            return
+        if self.rounding is not None:
             raise NotImplementedError(
                 f"{self.name}: rows stored in 16 bits are rounded after steps, but max_norm would"
                 " change them at lookups. Use only one of the two."
+            )
+        on_gpu = self._padding is not None and self.exchange.held.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                f"{self.name}: a CUDA graph cannot capture a lookup with max_norm and padding_idx,"
+                " because it also writes the padding row to the table. Use only one of the two, or"
+                " train without a graph."
             )
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
@@ -192,7 +201,7 @@ class TrainedRows(WholeWeight):
         rows = self.read(borrowed)
         if max_norm is not None:
             with torch.no_grad():
-                torch.embedding_renorm_(rows, local, max_norm, norm_type)
+                _renormalize(rows, local, max_norm, norm_type)
             # The step reads its own rows again after the write.
             self.exchange.held.write_back()
             self._store.write(borrowed, rows)
@@ -344,6 +353,12 @@ def rows_of_ids(gradient: Tensor, bags: Bags | None) -> tuple[Tensor, Tensor | N
     if gradient.stride(1) != 1:
         gradient = gradient.contiguous()
     return gradient, None if bags is None else bags.of_ids
+
+
+def _renormalize(rows: Tensor, positions: Tensor, max_norm: float, norm_type: float) -> None:
+    """torch.embedding_renorm_, which raises on a GPU if there are no positions."""
+    if positions.numel():
+        torch.embedding_renorm_(rows, positions, max_norm, norm_type)
 
 
 def check_once(gradient: Tensor) -> None:

@@ -372,6 +372,8 @@ def test_a_cache_that_a_cuda_graph_uses_keeps_its_bytes(monkeypatch: pytest.Monk
     slots_of(modules)
     captured = modules["a"].trained_rows.exchange.memory
     monkeypatch.setattr(type(captured), "is_captured", property(lambda self: self is captured))
+    copied = copy.deepcopy(nn.ModuleDict(modules))
+    assert slots_of(dict(copied.items())) == {"a": 71 // ROW, "b": 71 // ROW}
     modules["b"].zero_grad()
     modules["b"].resize(60)
     store = captured.held.store

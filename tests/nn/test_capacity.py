@@ -470,6 +470,15 @@ def test_no_row_of_the_table_has_moved(faulty: Faulty) -> None:
     assert_same_content(training.fields(), expected.fields())
 
 
+@pytest.mark.parametrize("number", [0, -1, 2**40])
+def test_a_table_without_rows_has_no_valid_id(device: str, number: int) -> None:
+    embedding = speedtorch.Embedding(0, WIDTH, capacity=4, device=device)
+    with pytest.raises(IndexError, match=f"id {number} at position 0 is out of range for a table"):
+        embedding(ids(number).to(device))
+        speedtorch.synchronize()
+    assert embedding(ids().to(device)).shape == (0, WIDTH)
+
+
 def test_its_gradient_is_zero(faulty: Faulty) -> None:
     training = faulty(step=False)
     gradient = training.emb.weight.grad

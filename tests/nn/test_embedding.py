@@ -86,6 +86,21 @@ def test_evaluation_shortens_long_rows_as_torch_does(device: str) -> None:
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("capacity", [None, 4])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_max_norm_needs_no_ids(
+    trains: bool, capacity: int | None, padding: int | None, device: str
+) -> None:
+    settings = {"max_norm": 0.5, "padding_idx": padding, "capacity": capacity, "device": device}
+    bag = speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", **settings)  # type: ignore[arg-type]
+    before = rows_of(bag).clone()
+    with torch.set_grad_enabled(trains):
+        found = bag(IDS[0, :0].to(device), torch.zeros(2, dtype=torch.int64, device=device))
+    assert found.tolist() == [[0.0] * WIDTH] * 2
+    assert_same_bytes(rows_of(bag), before)
+
+
 def test_a_step_holds_every_row_once(device: str) -> None:
     _, ours = pair(device)
     assert ours.weight.shape == (ROWS, WIDTH) and held(ours) == 0

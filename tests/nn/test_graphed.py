@@ -246,7 +246,7 @@ def test_after_a_fault_nothing_moves_until_it_is_raised() -> None:
         graph.replay()
         torch.cuda.synchronize()
         step._inputs[0].copy_(given[1][0])
-    with pytest.raises(IndexError, match="and 2 later batches"):
+    with pytest.raises(IndexError, match="and those of 2 later batches"):
         world.embedding.flush()
     after = world.everything()
     for name in world.embedding.table.fields:

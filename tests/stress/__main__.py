@@ -64,6 +64,8 @@ def run_for(seconds: float, progress: Progress, first: int) -> tuple[int, int]:
                 name = name or f"{kind}-{first + count}"
                 running.begin(name)
                 failed += not run_program(name, progress)
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()  # raises if a program has broken the GPU's context
                 count, name = count + 1, ""
                 if now > saved + SAVED_EVERY:
                     progress.save()

@@ -33,48 +33,43 @@ class Rule:
     Attributes:
         make: Makes the optimizer.
         state: The names of per-row state, and whether a row's state has the row's width.
-        step: Computes the fields of rows from those before and the gradient of the rows.
+        step: Computes the fields of rows from those before, the gradient of the rows, and a
+            function for square roots.
         is_graphed: Whether a CUDA graph can repeat the step.
         is_sparse: Whether the optimizer takes sparse gradients.
     """
 
     make: Callable[[Iterable[Any]], optim.Optimizer]
     state: Mapping[str, bool]
-    step: Callable[[Fields, Array], Fields]
+    step: Callable[[Fields, Array, Callable[[Array], Array]], Fields]
     is_graphed: bool = True
     is_sparse: bool = False
 
 
-def _root(values: Array) -> Array:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: Array = torch.from_numpy(values).to(device).sqrt().cpu().numpy()
-    return found
-
-
-def _sgd(fields: Fields, gradient: Array) -> Fields:
+def _sgd(fields: Fields, gradient: Array, _: object) -> Fields:
     return {"weight": fields["weight"] - QUARTER * gradient}
 
 
-def _momentum(fields: Fields, gradient: Array) -> Fields:
+def _momentum(fields: Fields, gradient: Array, _: object) -> Fields:
     buffer = HALF * fields["momentum_buffer"] + (gradient + EIGHTH * fields["weight"])
     return {"weight": fields["weight"] - QUARTER * buffer, "momentum_buffer": buffer}
 
 
-def _nesterov(fields: Fields, gradient: Array) -> Fields:
+def _nesterov(fields: Fields, gradient: Array, _: object) -> Fields:
     buffer = HALF * fields["momentum_buffer"] + gradient
     ahead = gradient + HALF * buffer
     return {"weight": fields["weight"] - QUARTER * ahead, "momentum_buffer": buffer}
 
 
-def _adagrad(fields: Fields, gradient: Array) -> Fields:
+def _adagrad(fields: Fields, gradient: Array, root: Callable[[Array], Array]) -> Fields:
     total = fields["sum"] + gradient * gradient
-    divisor = _root(total) + EPSILON
+    divisor = root(total) + EPSILON
     return {"weight": fields["weight"] + -QUARTER * gradient / divisor, "sum": total}
 
 
-def _row_wise(fields: Fields, gradient: Array) -> Fields:
+def _row_wise(fields: Fields, gradient: Array, root: Callable[[Array], Array]) -> Fields:
     total = fields["sum"] + (gradient * gradient).mean(1, keepdims=True)
-    divisor = _root(total) + EPSILON
+    divisor = root(total) + EPSILON
     return {"weight": fields["weight"] + -QUARTER * gradient / divisor, "sum": total}
 
 
@@ -138,6 +133,7 @@ class Mirror:
         stored: The 16-bit dtype of fields by name.
         padding: A row that is not trained.
         divisor: Of the gradients, which ranks average.
+        device: Where the optimizer's square roots are computed.
     """
 
     fields: Fields
@@ -145,6 +141,7 @@ class Mirror:
     stored: Mapping[str, str]
     padding: int | None = None
     divisor: int = 1
+    device: str = "cpu"
     named: list[npt.NDArray[np.int64]] = field(default_factory=list)
     gradient: Array | None = None
 
@@ -196,10 +193,15 @@ class Mirror:
             return after
         held = self.held()
         gradient = self.whole_gradient()[held]
-        made = self.rule.step({name: values[held] for name, values in after.items()}, gradient)
+        fields = {name: values[held] for name, values in after.items()}
+        made = self.rule.step(fields, gradient, self._root)
         for name, values in made.items():
             after[name][held] = rounded(values, self.stored.get(name, ""))
         return after
+
+    def _root(self, values: Array) -> Array:
+        found: Array = torch.from_numpy(values).to(self.device).sqrt().cpu().numpy()
+        return found
 
     def squares(self) -> float:
         """The sum of the squares of the gradients of the rows that are trained."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,10 @@ from stress.training import Interrupt, Program
 
 __all__ = ["DEVICE", "MODES", "FailedProgram", "Mode"]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# A process whose forks use no GPU must not initialize CUDA when it asks.
+with pytest.MonkeyPatch.context() as environment:
+    environment.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Run = Callable[[int, Path], set[str]]
 """Runs a program in a folder, and returns the features that it used."""
 
@@ -72,7 +76,9 @@ class OneProcess:
                 finally:
                     program.end()
             except (Exception, Interrupt) as error:
-                text = "\n  ".join([f"{type(error).__name__}: {error}", *log])
+                frames = traceback.extract_tb(error.__traceback__)[-4:]
+                lines = [f"at {frame.filename}:{frame.lineno}" for frame in frames]
+                text = "\n  ".join([f"{type(error).__name__}: {error}", *lines, *log])
                 raise FailedProgram(features, text) from error
         return features
 

@@ -36,6 +36,8 @@ class Part(NamedTuple):
     coefficients: Array
 
 
+CACHES = [200, 400, 1024, 8192]
+"""Sizes in bytes, which hold at least one row of each table of a module."""
 Lookup = list[list[Part]]
 """By rank, the parts of each table of a module."""
 
@@ -100,7 +102,7 @@ class Owner:
         rows = small_numbers(self.numbers, sum(self.counts), self.width)
         if self.padding is not None:
             rows[self.padding] = 0
-        more = {"padding": self.padding, "divisor": divisor}
+        more = {"padding": self.padding, "divisor": divisor, "device": device}
         self.mirror = Mirror.of(rows, rule, self.stored, **more)
         self.begin_step()
         self.module = self.built()
@@ -116,7 +118,7 @@ class Owner:
     def drawn_settings(self, rule: Rule) -> dict[str, Any]:
         draw, settings = self.draw, dict[str, Any]()
         if draw.random() < 0.4:
-            settings["cache"] = draw.choice([128, 400, 1024, 8192])
+            settings["cache"] = draw.choice(CACHES)
             self.features.add("cache")
         if draw.random() < 0.4:
             settings["capacity"] = 100 if self.is_sharded else draw.choice([3, 8, 100])
@@ -129,8 +131,10 @@ class Owner:
         return settings
 
     def drawn_memory(self) -> str:
-        choices = ["auto", "auto", "plain"] + ["shared"] * (not self.is_sharded)
-        choices += ["file", "file"] if self.of_records and not self.is_sharded else []
+        choices = ["auto", "auto"] + ["shared"] * (not self.is_sharded)
+        if self.device == "cpu" or not self.settings.keys() & {"cache", "capacity"}:
+            choices += ["plain"]  # which a GPU cannot read in place
+            choices += ["file", "file"] if self.of_records and not self.is_sharded else []
         memory = self.draw.choice(choices)
         if memory in ("file", "shared"):
             self.features.add(f"{memory} table")
@@ -190,6 +194,8 @@ class Owner:
     def shorten(self, parts: list[Part]) -> None:
         """Shortens the rows of a lookup in the mirror to `max_norm`, if there is one."""
         if (most := self.settings.get("max_norm")) is not None:
+            if not len(parts[0].ids):
+                return  # without ids torch raises on a GPU
             rows = torch.from_numpy(self.mirror.fields["weight"]).to(self.device)
             torch.embedding_renorm_(rows, torch.from_numpy(parts[0].ids).to(self.device), most, 2.0)
             self.mirror.fields["weight"] = rows.cpu().numpy()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import speedtorch
 from speedtorch.checkpoints.generations import generations_of
 from stress.mirror import RULES, Array, Fields, Mirror, differing
-from stress.tables import Input, Lookup, Owner, Part, drawn_owner
+from stress.tables import CACHES, Input, Lookup, Owner, Part, drawn_owner
 
 __all__ = ["Batch", "Difference", "Interrupt", "Program", "Training"]
 
@@ -79,7 +79,7 @@ class Training:
         kinds = [owner.kind for owner in owners if "collection" in owner.kind]
         if len(kinds) > 1:
             self.features.add("same names")
-        self.dense_mirror = Mirror.of(np.ones((1, 4), np.float32), self.rule, {})
+        self.dense_mirror = Mirror.of(np.ones((1, 4), np.float32), self.rule, {}, device=device)
         self.steps = 0
         self.connect()
         self.say(self.described())
@@ -299,7 +299,9 @@ class Program(Training):
     @property
     def can_graph(self) -> bool:
         return self.rule.is_graphed and all(
-            "capacity" in owner.settings and "sparse" not in owner.settings
+            "capacity" in owner.settings
+            and "sparse" not in owner.settings
+            and ("max_norm" not in owner.settings or owner.padding is None)
             for owner in self.owners.values()
         )
 
@@ -666,7 +668,9 @@ class Program(Training):
         if self.graph is not None and self.device == "cuda":
             return  # the graph uses the rows
         owner = self.draw.choice(list(self.owners.values()))
-        nbytes = self.draw.choice([None, 128, 4096])
+        nbytes = self.draw.choice([None, *CACHES])
+        if self.device == "cuda" and not owner.row_module.table.is_in_place:
+            return
         self.features.add("cache")
         self.say(f"cache of {nbytes}")
         self.drop()
