@@ -56,15 +56,31 @@ def test_initialisers_give_their_distribution_and_follow_the_seed(family: Any) -
     assert (switcher.getNumpyVersion() == 0).all()
 
 
-@pytest.mark.parametrize("name", ["rows", "rows.npy", "rows.safetensors"])
-@pytest.mark.parametrize("maker", [ModelFactory, ModelFactoryMM])
-def test_saved_rows_are_loaded_without_an_init(maker: Any, name: str, device: str) -> None:
+FILES = [
+    *(
+        (maker, "Cupy", f"rows{end}")
+        for maker in (ModelFactory, ModelFactoryMM)
+        for end in ("", ".npy", ".safetensors")
+    ),
+    *(
+        (maker, "Torch", "rows.pt")
+        for maker in (GPUPytorchModelFactory, CPUPytorchModelFactory, PytorchModelFactory)
+    ),
+]
+
+
+@pytest.mark.parametrize(("maker", "kind", "name"), FILES)
+def test_saved_rows_are_loaded_without_an_init(
+    maker: Any, kind: str, name: str, device: str
+) -> None:
     first = maker(layer(device), ROWS, WIDTH)
     values = filled(first)
-    first.saveCupy(name)
+    getattr(first, f"save{kind}")(name)
     assert os.path.exists(name if "." in name else "rows.npy")
+    if kind == "Torch":
+        assert_same_bytes(torch.load(name, weights_only=True), values)
     second = maker(layer(device), ROWS, WIDTH)
-    second.loadCupy(name)
+    getattr(second, f"load{kind}")(name)
     assert_same_bytes(table_rows(second), values)
 
 
@@ -75,19 +91,6 @@ def test_the_npy_file_is_numpys() -> None:
     np.save("numpys.npy", np.ones((ROWS, WIDTH), dtype=np.float32))
     switcher.loadCupy("numpys.npy")
     assert (switcher.getNumpyVersion() == 1).all()
-
-
-@pytest.mark.parametrize(
-    "maker", [GPUPytorchModelFactory, CPUPytorchModelFactory, PytorchModelFactory]
-)
-def test_torchs_files_hold_the_tensor_itself(maker: Any, device: str) -> None:
-    first = maker(layer(device), ROWS, WIDTH)
-    values = filled(first)
-    first.saveTorch("rows.pt")
-    assert_same_bytes(torch.load("rows.pt", weights_only=True), values)
-    second = maker(layer(device), ROWS, WIDTH)
-    second.loadTorch("rows.pt")
-    assert_same_bytes(table_rows(second), values)
 
 
 def test_a_field_of_a_shared_table_is_saved_alone() -> None:
@@ -101,49 +104,6 @@ def test_a_field_of_a_shared_table_is_saved_alone() -> None:
     assert np.load("rows.npy").shape == (ROWS, WIDTH)
 
 
-def test_a_file_that_does_not_fit_changes_nothing() -> None:
-    switcher = ModelFactory(layer(), ROWS, WIDTH)
-    np.save("narrow.npy", np.zeros((ROWS, WIDTH - 1), dtype=np.float32))
-    with pytest.raises(ValueError, match=r"contain weight \[12, 5\] .* got weight \[12, 4\]"):
-        switcher.loadCupy("narrow.npy")
-    with pytest.raises(RuntimeError, match="has no table yet"):
-        switcher.beforeForwardPass([0])
-    values = filled(switcher)
-    np.save("double.npy", np.zeros((ROWS, WIDTH)))
-    with pytest.raises(ValueError, match="contain weight .* float32, got .* float64"):
-        switcher.loadCupy("double.npy")
-    assert_same_bytes(table_rows(switcher), values)
-
-
-def test_torch_files_with_other_content_are_refused() -> None:
-    switcher = GPUPytorchModelFactory(layer(), ROWS, WIDTH)
-    torch.save([torch.zeros(ROWS, WIDTH)], "list.pt")
-    with pytest.raises(ValueError, match=r"list\.pt must contain a dense tensor .*, got a list"):
-        switcher.loadTorch("list.pt")
-    torch.save(torch.zeros(ROWS, 1), "narrow.pt")
-    with pytest.raises(ValueError, match=r"got weight \[12, 1\] float32"):
-        switcher.loadTorch("narrow.pt")
-
-
-def test_a_torch_file_that_is_not_there_raises_as_open_does() -> None:
-    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
-        GPUPytorchModelFactory(layer(), ROWS, WIDTH).loadTorch("none.pt")
-
-
-class Trap:
-    """Would run code when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("trap",)
-
-
-def test_a_pickle_with_code_is_not_run() -> None:
-    torch.save(Trap(), "trap.pt")
-    with pytest.raises(Exception, match="[Ww]eights"):
-        GPUPytorchModelFactory(layer(), ROWS, WIDTH).loadTorch("trap.pt")
-    assert not os.path.exists("trap")
-
-
 def test_bfloat16_goes_to_safetensors_and_not_to_npy() -> None:
     switcher = ModelFactory(layer(dtype=torch.bfloat16), ROWS, WIDTH, datatype="bfloat16")
     values = filled(switcher)
@@ -155,43 +115,28 @@ def test_bfloat16_goes_to_safetensors_and_not_to_npy() -> None:
     assert_same_bytes(table_rows(switcher), values)
 
 
-@pytest.mark.parametrize("maker", [ModelFactory, ModelFactoryMM, CPUPytorchModelFactory])
-def test_the_numpy_version_is_a_copy(maker: Any) -> None:
-    switcher = maker(layer(), ROWS, WIDTH)
-    switcher.zerosInit()
-    snapshot = switcher.getNumpyVersion()
-    switcher.table["weight"][3] = 7
-    assert (snapshot[3] == 0).all()
-    snapshot[5] = 9
-    assert (switcher.table["weight"][5] == 0).all()
-
-
-def test_each_family_returns_its_variable_under_its_own_name() -> None:
-    for maker, name in (
-        (ModelFactory, "getCupyVar"),
-        (ModelFactoryMM, "getCupyMM"),
-        (GPUPytorchModelFactory, "getTorchVar"),
-    ):
-        switcher = maker(layer(), ROWS, WIDTH)
-        switcher.zerosInit()
-        assert getattr(switcher, name)().data_ptr() == switcher.table["weight"].data_ptr()
-
-
 @pytest.mark.parametrize(
-    ("maker", "name"),
+    ("maker", "method", "name"),
     [
-        (ModelFactory, "CUPYcorpus"),
-        (ModelFactoryMM, "CUPYmemmap"),
-        (GPUPytorchModelFactory, "pytorchGPUVar"),
-        (PytorchModelFactory, "pytorchGPUVar"),
-        (CPUPytorchModelFactory, "pytorchCPUVar"),
+        (ModelFactory, "getCupyVar", "CUPYcorpus"),
+        (ModelFactoryMM, "getCupyMM", "CUPYmemmap"),
+        (GPUPytorchModelFactory, "getTorchVar", "pytorchGPUVar"),
+        (PytorchModelFactory, "getTorchVar", "pytorchGPUVar"),
+        (CPUPytorchModelFactory, "getTorchVar", "pytorchCPUVar"),
     ],
 )
-def test_the_rows_have_the_attribute_of_2019(maker: Any, name: str) -> None:
+def test_each_family_returns_its_rows_by_the_names_of_2019(
+    maker: Any, method: str, name: str
+) -> None:
     switcher = maker(layer(), ROWS, WIDTH)
     switcher.zerosInit()
+    assert getattr(switcher, method)().data_ptr() == switcher.table["weight"].data_ptr()
+    snapshot = switcher.getNumpyVersion()
     getattr(switcher, name)[3] = 7
     assert (switcher.getNumpyVersion()[3] == 7).all()
+    assert (snapshot[3] == 0).all()  # a copy
+    snapshot[5] = 9
+    assert (switcher.table["weight"][5] == 0).all()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -228,24 +173,16 @@ def test_memory_mapped_tables_take_the_first_free_name() -> None:
     assert os.path.exists("mine0.memmap")
 
 
-def test_a_memory_mapped_table_says_that_it_cannot_be_pinned() -> None:
-    with pytest.warns(UserWarning, match="CPUPinn=True has no effect on a memory-mapped file"):
-        ModelFactoryMM(layer(), ROWS, WIDTH, CPUPinn=True)
-
-
-def test_a_second_init_keeps_the_table() -> None:
+def test_a_table_is_kept_by_a_second_init_and_used_as_it_is_given() -> None:
     switcher = ModelFactory(layer(), ROWS, WIDTH)
     switcher.zerosInit()
     table = switcher.table
     switcher.uniformDistributionInit(1, 2)
     assert switcher.table is table
-
-
-def test_a_given_table_is_used_as_it_is() -> None:
-    table = HostTable(ROWS, WIDTH, state=("exp_avg",), memory="plain").fill_(2.0)
+    given = HostTable(ROWS, WIDTH, state=("exp_avg",), memory="plain").fill_(2.0)
     embedding = layer()
-    switcher = ModelFactory(embedding, ROWS, WIDTH, table=table)
+    switcher = ModelFactory(embedding, ROWS, WIDTH, table=given)
     switcher.beforeForwardPass([1])
     assert (embedding.weight == 2).all()
     switcher.zerosInit()
-    assert (table["weight"] == 0).all()
+    assert (given["weight"] == 0).all()

@@ -123,13 +123,9 @@ def test_a_file_of_another_optimizer_changes_nothing() -> None:
     assert_same_content(state_rows(switcher), before)
 
 
-def test_an_optimizer_without_state_cannot_be_saved_or_loaded() -> None:
-    *_, switcher = started(OptimizerFactory, lambda p: optim.SGD(p, lr=0.1))
-    message = "SGD with these settings keeps no state, so there is nothing to save or load"
-    with pytest.raises(ValueError, match=message):
-        switcher.saveCupy("state.npy")
-    with pytest.raises(ValueError, match=message):
-        switcher.loadCupy("state.npy")
+def test_memory_mapped_state_is_named_after_variable_and_optimizer() -> None:
+    started(OptimizerFactoryMM)
+    assert os.listdir() == ["usersAdamax0.memmap"]
 
 
 def test_state_that_is_no_number_cannot_be_saved() -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from plan_memos import planning
 from reference import assert_same_bytes
 from torch import nn
 
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
+
+__all__ = ["planning"]
 
 ROWS, WIDTH = 50, 7
 
@@ -68,7 +71,10 @@ def test_a_new_shared_table_still_needs_optinit() -> None:
         training.state.beforeForwardPass([1])
 
 
-def test_a_closed_table_is_not_trained_on() -> None:
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_closed_table_is_not_trained_on(request: pytest.FixtureRequest, planned: bool) -> None:
+    if planned:
+        request.getfixturevalue("planning")
     training = Training(new_table())
     training.state.optInit()
     training.steps(0, 1)
