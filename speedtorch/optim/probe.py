@@ -152,7 +152,8 @@ def forgotten_by(
 @contextmanager
 def kept_random(device: torch.device) -> Iterator[None]:
     """Restores the random generators afterwards; replaces a default device of "meta" with CPU."""
-    devices = [device] if device.type == "cuda" else []
+    on_gpu = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    devices = [device] if on_gpu else []  # no generator of a GPU can be read in a capture
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_meta = torch.get_default_device().type == "meta"
     with torch.random.fork_rng(devices=devices), torch.device("cpu") if on_meta else nullcontext():

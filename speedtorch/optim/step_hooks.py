@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from speedtorch.optim.attached_state import AttachedState, state_of
 from speedtorch.optim.optimizer_copy import OptimizerCopy, own_steps, settings_of
-from speedtorch.optim.probe import probe_optimizer
+from speedtorch.optim.probe import kept_random, probe_optimizer
 from speedtorch.optim.wrappers import is_wrapper
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.row_lock import RowLocks
@@ -355,11 +355,13 @@ def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:
         return
     own = [replace_step(owner, _entered) for owner in step_functions(kind)]
     if len(own) > 1:  # a test run finds the innermost by super().step()
-        values = torch.zeros((19, *rows.parameter.shape[1:]), dtype=rows.parameter.dtype)
+        # On the rows' device: Adam's capturable=True and a tensor as the lr exclude the CPU.
+        values = rows.parameter.new_zeros((19, *rows.parameter.shape[1:]))
         tried = _steps.tried = []
         try:
             copied = OptimizerCopy(optimizer, rows.weight, values, {}, construct=False)
-            copied.step(torch.zeros_like(values), sparse=False)
+            with kept_random(values.device):
+                copied.step(torch.zeros_like(values), sparse=False)
         except Exception as error:
             if len(tried) < 2:
                 raise NotImplementedError(

@@ -379,6 +379,39 @@ class OfEvenRows(Projected):
         return super().step(closure)
 
 
+@NEEDS_GPU
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_the_first_optimizer_of_a_class_may_support_only_gpus(lr: Any) -> None:
+    class First(optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    rate = lr.cuda() if isinstance(lr, Tensor) else lr
+    embedding = speedtorch.Embedding(20, 4, device="cuda")
+    first = First(embedding.parameters(), lr=rate, capturable=True)
+    speedtorch.attach(first, embedding)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    first.step()
+
+
+class Noisy(optim.Adam):
+    """Calls super().step(), and draws noise."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(3)
+        return super().step(closure)
+
+
+def test_a_trial_of_step_functions_draws_no_random_numbers() -> None:
+    embedding = speedtorch.Embedding(20, 4)
+    noisy = Noisy(embedding.parameters())
+    torch.manual_seed(5)
+    speedtorch.attach(noisy, embedding)
+    first = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.rand(3))
+
+
 def test_step_functions_that_cannot_be_distinguished_raise() -> None:
     emb = speedtorch.Embedding(20, 4)
     optimizer = OfEvenRows(emb.parameters(), lr=0.1)

@@ -21,7 +21,7 @@ import paces
 import torch
 
 from stress.jobs import job_path, run_jobs
-from stress.modes import DEVICE, MODES, FailedProgram
+from stress.modes import MODES, FailedProgram, device
 from stress.progress import Progress
 from stress.running import Running
 
@@ -64,7 +64,7 @@ def run_for(seconds: float, progress: Progress, first: int) -> tuple[int, int]:
                 name = name or f"{kind}-{first + count}"
                 running.begin(name)
                 failed += not run_program(name, progress)
-                if DEVICE == "cuda":
+                if device() == "cuda":
                     torch.cuda.synchronize()  # raises if a program has broken the GPU's context
                 count, name = count + 1, ""
                 if now > saved + SAVED_EVERY:
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
         "--add", type=Path, nargs="+", default=[], metavar="FILE", help="of progress, instead"
     )
     given = parser.parse_args(arguments)
-    machine = "gpu" if DEVICE == "cuda" else "cpu"
+    machine = "gpu" if device() == "cuda" else "cpu"
     if given.add:
         Progress(given.progress, machine).take(given.add)
         return 0

@@ -21,14 +21,19 @@ from stress.kills import run_killed_training
 from stress.ranks import RANKS, run_ranks
 from stress.training import Interrupt, Program
 
-__all__ = ["DEVICE", "MODES", "FailedProgram", "Mode"]
+__all__ = ["MODES", "FailedProgram", "Mode", "device"]
 
-# A process whose forks use no GPU must not initialize CUDA when it asks.
-with pytest.MonkeyPatch.context() as environment:
-    environment.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Run = Callable[[int, Path], set[str]]
 """Runs a program in a folder, and returns the features that it used."""
+
+
+def device() -> str:
+    """Where programs of one process train.
+
+    A process whose forks train never asks: torch would initialize CUDA, and a backward in a fork
+    would then end it.
+    """
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class FailedProgram(Exception):
@@ -69,7 +74,7 @@ class OneProcess:
             if draw.random() < 0.5:
                 make_restless(patches)
             try:
-                program = Program(seed, folder, DEVICE)
+                program = Program(seed, folder, device())
                 log, features = program.log, program.features
                 try:
                     program.run()
