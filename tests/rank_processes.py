@@ -40,7 +40,7 @@ def own_device() -> torch.device:
 
 
 @cache
-def _context() -> Any:
+def warm_context() -> Any:
     """Starts processes as forks of one that has imported torch, which takes seconds."""
     context = mp.get_context("forkserver")
     # Dynamo, too, as the first optimizer of a process imports it. It has not our sys.path.
@@ -80,7 +80,7 @@ class Ranks:
     """Processes of a group, which call one function after another."""
 
     def __init__(self, size: int, backend: str, timeout: float) -> None:
-        context = _context()
+        context = warm_context()
         self._folder = tempfile.TemporaryDirectory()
         self._calls = [context.SimpleQueue() for _ in range(size)]
         self._results: Any = context.Queue()
@@ -175,7 +175,7 @@ def exit_codes(
     backend: str = "gloo",
 ) -> list[int | None]:
     """The exit code of each rank; None if a rank does not end."""
-    context = _context()
+    context = warm_context()
     with tempfile.TemporaryDirectory() as folder:
         how = (function, arguments, size, folder, timeout, backend)
         ranks = [context.Process(target=_once, args=(rank, *how)) for rank in range(size)]

@@ -1,8 +1,7 @@
-"""Processes that share a table with a test: what each runs, started anew by multiprocessing."""
+"""Processes that share a table with a test: what each runs."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_processes import warm_context
 from torch import Tensor
 
 import speedtorch
@@ -26,7 +26,7 @@ WAITS = 120.0  # seconds, for a process that imports torch on a busy machine
 @contextmanager
 def spawned(run: Callable[..., None], *arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
     """A new process that runs `run(connection, *arguments)`, and the other end."""
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     here, there = context.Pipe()
     process = context.Process(target=run, args=(there, *arguments), daemon=True)
     process.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,55 +62,49 @@ def test_a_shape_is_a_number_or_several() -> None:
     assert row_shape(torch.Size([2])) == (2,)
 
 
-@pytest.mark.parametrize("dim", [2.0, "3", True, None, (2, "a"), [1.5]], ids=str)
-def test_a_shape_of_anything_else_is_refused(dim: Any) -> None:
-    with pytest.raises(TypeError, match="dim: expected an int or a tuple of ints, got"):
-        row_shape(dim)
-
-
-def test_a_negative_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"dim: expected sizes of 0 or more, got \(2, -1\)"):
-        row_shape((2, -1))
-
-
 def test_state_is_like_the_weight_or_as_it_says() -> None:
     assert weight_and_state(2, torch.float16, ("a",))["a"] == ((2,), torch.float16)
     given = weight_and_state((2, 3), torch.float16, {"a": (1, torch.int64)})
     assert given == {"weight": ((2, 3), torch.float16), "a": ((1,), torch.int64)}
 
 
-@pytest.mark.parametrize("state", [("a", "a"), ("weight",), {"weight": (1, torch.int8)}], ids=str)
-def test_a_name_twice_is_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match=r"the name '\w+' occurs twice"):
-        weight_and_state(2, torch.float32, state)
+def of_state(state: Any) -> object:
+    return weight_and_state(2, torch.float32, state)
 
 
-def test_one_string_is_no_list_of_names() -> None:
-    with pytest.raises(TypeError, match=r"got one string. Write \('exp_avg',\)"):
-        weight_and_state(2, torch.float32, "exp_avg")
+def of_name(name: Any) -> object:
+    return lay_out({name: (1, torch.int8)})
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "a\\b", "a\n", "a\0", "__metadata__"])
-def test_a_name_that_no_file_can_hold_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="is not a valid name. A name must have printable char"):
-        lay_out({name: (1, torch.int8)})
+def of_dtype(dtype: Any) -> object:
+    return lay_out({"a": (1, dtype)})
 
 
-def test_a_name_that_is_no_string_is_refused() -> None:
-    with pytest.raises(TypeError, match="names must be strings, got 3"):
-        lay_out({3: (1, torch.int8)})  # type: ignore[dict-item]
+BAD: list[tuple[Callable[[Any], object], Any, type[Exception], str]] = [
+    *(
+        (row_shape, dim, TypeError, "dim: expected an int or a tuple of ints, got")
+        for dim in (2.0, "3", True, None, (2, "a"), [1.5])
+    ),
+    (row_shape, (2, -1), ValueError, r"dim: expected sizes of 0 or more, got \(2, -1\)"),
+    *(
+        (of_state, state, ValueError, r"the name '\w+' occurs twice")
+        for state in (("a", "a"), ("weight",), {"weight": (1, torch.int8)})
+    ),
+    (of_state, "exp_avg", TypeError, r"got one string. Write \('exp_avg',\)"),
+    *(
+        (of_name, name, ValueError, "is not a valid name. A name must have printable char")
+        for name in ("", "a/b", "a\\b", "a\n", "a\0", "__metadata__")
+    ),
+    (of_name, 3, TypeError, "names must be strings, got 3"),
+    (lay_out, {}, ValueError, "a table needs at least one field"),
+    (of_dtype, "float32", TypeError, "field 'a': expected a torch.dtype, got 'float32'"),
+    (of_dtype, torch.quint8, ValueError, "field 'a': quantized dtypes .* got torch.quint8"),
+]
 
 
-def test_no_field_is_refused() -> None:
-    with pytest.raises(ValueError, match="a table needs at least one field"):
-        lay_out({})
-
-
-def test_a_dtype_that_is_none_is_refused() -> None:
-    with pytest.raises(TypeError, match="field 'a': expected a torch.dtype, got 'float32'"):
-        lay_out({"a": (1, "float32")})  # type: ignore[dict-item]
-
-
-def test_a_quantized_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="field 'a': quantized dtypes .* got torch.quint8"):
-        lay_out({"a": (1, torch.quint8)})
+@pytest.mark.parametrize(("call", "given", "error", "message"), BAD, ids=repr)
+def test_what_cannot_be_a_field_is_refused(
+    call: Callable[[Any], object], given: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(given)

@@ -25,6 +25,7 @@ from cuda_calls import PretendedDriver
 from file_faults import fail
 from interrupts import every_interrupt, source_files
 from ordinary_run import soaked
+from rank_processes import warm_context
 from table_processes import (
     Rows,
     counts_bytes,
@@ -531,10 +532,11 @@ def test_two_processes_take_the_memory_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize("start", ["forkserver", "fork"])
 def test_workers_of_a_data_loader_read_a_shared_table(start: str) -> None:
     table = HostTable(20, 3, memory="shared").uniform_(seed=1)
-    how: dict[str, object] = {"num_workers": 2, "multiprocessing_context": start}
+    context = warm_context() if start == "forkserver" else start
+    how: dict[str, object] = {"num_workers": 2, "multiprocessing_context": context}
     loader = torch.utils.data.DataLoader(Rows(table.share()), 5, **how)  # type: ignore[arg-type]
     assert torch.equal(torch.cat(list(loader)), table["weight"])
 
