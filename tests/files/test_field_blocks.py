@@ -114,15 +114,6 @@ def test_nothing_is_written_of_nothing() -> None:
     assert written == []
 
 
-def test_rows_that_are_not_contiguous_are_refused(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match=r"rows of shape \(2, 3\) must be contiguous"),
-        replace_files([tmp_path / "a"]) as (file,),
-    ):
-        write_blocks(file.write, b"head", [torch.zeros(4, 3, 2).transpose(1, 2)])
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("at", [(0, 0), (4_999, 199), (5_000, 0), (8_999, 199)])
 def test_one_different_element_makes_the_bytes_differ(at: tuple[int, int], device: str) -> None:
     rows, records = numbers(9_000, 200), numbers(9_000, 300, device=device)

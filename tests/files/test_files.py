@@ -33,15 +33,6 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert part == b"12345678"
 
 
-def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"0123")
-    with (
-        system_calls.open_to_read(tmp_path / "a") as file,
-        pytest.raises(ValueError, match="a: the file ends at byte 4. It was cut off"),
-    ):
-        file.read(memoryview(bytearray(8)), 0)
-
-
 def test_a_failing_read_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"0123")
     fail(monkeypatch, "read")
@@ -50,16 +41,6 @@ def test_a_failing_read_names_the_file(tmp_path: Path, monkeypatch: pytest.Monke
         pytest.raises(OSError, match=r"Input/output error: '.*/a'"),
     ):
         file.read(memoryview(bytearray(2)), 0)
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "named pipe"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: object) -> None:
-    make(tmp_path / "a")  # type: ignore[operator]
-    with (
-        pytest.raises(ValueError, match="is not a regular file"),
-        system_calls.open_to_read(tmp_path / "a"),
-    ):
-        pass
 
 
 def test_a_mapped_file_takes_its_space_and_holds_what_is_written(tmp_path: Path) -> None:
@@ -105,8 +86,3 @@ def test_a_disk_that_is_too_small_is_left_alone(
     with pytest.raises(OSError, match="No space left on device: 8,193 bytes are needed and 8,192"):
         system_calls.map_new_file(tmp_path / "a", 8193)
     assert snapshot(tmp_path) == {}
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="the folder does not exist"):
-        system_calls.map_new_file(tmp_path / "missing" / "a", 4)

@@ -235,14 +235,6 @@ def test_another_dtype_changes_nothing(tmp_path: Path, suffix: str) -> None:
     assert_same_storage(table.record, table_of(10, seed=1).record)
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
-def test_a_missing_file_changes_nothing(tmp_path: Path, suffix: str) -> None:
-    table = table_of(10, seed=1)
-    with pytest.raises(FileNotFoundError, match=r"t\..*"):
-        table.load(tmp_path / f"t.{suffix}", rows=slice(2), stored=slice(2))
-    assert_same_storage(table.record, table_of(10, seed=1).record)
-
-
 @pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize("suffix", ["safetensors", "npy"])
 def test_a_read_that_fails_half_way_leaves_the_other_rows_and_can_be_repeated(

@@ -175,28 +175,6 @@ def test_a_field_that_is_no_weight_keeps_its_name(tmp_path: Path) -> None:
         assert list(stored) == ["sum"]
 
 
-def test_a_dot_in_a_field_name_is_refused_for_npy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"field 'a.b': field names .* dots. Save as .safetensors"):
-        save_fields(tmp_path / "t.npy", {"a.b": torch.zeros(2)})
-    assert snapshot(tmp_path) == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2], ids=dtype_name)
-def test_one_field_that_npy_cannot_hold_stops_all(tmp_path: Path, dtype: torch.dtype) -> None:
-    fields = {"weight": torch.zeros(2), "exp_avg": torch.zeros(2, dtype=dtype)}
-    with pytest.raises(ValueError, match=r"Save as .safetensors instead"):
-        save_fields(tmp_path / "t.npy", fields)
-    assert snapshot(tmp_path) == {}
-
-
-@pytest.mark.parametrize("name", ["t.pt", "t", "t.NPY", "t.npz"])
-def test_other_endings_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"ends in .safetensors or .npy"):
-        save_fields(tmp_path / name, {"weight": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"ends in .safetensors or .npy"), open_fields(name):
-        pass
-
-
 # ------------------------------------------------------------------------------------------------
 # Memory
 # ------------------------------------------------------------------------------------------------

@@ -5,16 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from file_faults import Journal, fail, interrupt, of_one_save, snapshot
-from safetensors.torch import save_file
 
-from speedtorch import DataGadget, Embedding, HostTable
 from speedtorch.files import new_files, system_calls, table_files
-from speedtorch.files.npy_format import npy_header
-from speedtorch.files.safetensors_format import safetensors_header
 from speedtorch.files.table_files import open_fields, save_fields
 
 
@@ -98,110 +93,3 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=str(path)), open_fields(path):
             pass
-
-
-HEADERS = {
-    "beyond the file": (9).to_bytes(8, "little") + b"{}      ",
-    "beyond the limit": (1 << 40).to_bytes(8, "little") + b"{}",
-    "without a field": (2).to_bytes(8, "little") + b"{}",
-    "a number without rows": b"@\0\0\0\0\0\0\0"
-    + b'{"weight":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}'.ljust(64)
-    + b"x",
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("beyond the file", "header length is 9 bytes. The file has 16 bytes"),
-        ("beyond the limit", "header length is 1,099,511,627,776 bytes"),
-        ("without a field", "has no field"),
-        ("a number without rows", "need the same number of rows"),
-    ],
-)
-def test_hostile_safetensors_files_are_refused(tmp_path: Path, case: str, message: str) -> None:
-    (tmp_path / "t.safetensors").write_bytes(HEADERS[case])
-    with (
-        pytest.raises(ValueError, match=rf"t.safetensors: .*{message}"),
-        open_fields(tmp_path / "t.safetensors"),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "npy"])
-def test_a_shape_beyond_all_strides_is_refused_though_it_holds_nothing(
-    tmp_path: Path, suffix: str
-) -> None:
-    shape = (0, 1 << 40, 1 << 40)
-    header = {
-        "safetensors": safetensors_header({"weight": (shape, torch.float32)}),
-        "npy": npy_header(shape, torch.float32),
-    }[suffix]
-    (tmp_path / f"t.{suffix}").write_bytes(header)
-    message = rf"t.{suffix}: 'weight': rows of \[0, 10995.*\] span more than 2\^63 - 1 bytes"
-    with pytest.raises(ValueError, match=message):
-        HostTable.open(tmp_path / f"t.{suffix}", "plain")
-
-
-def test_fields_of_different_row_counts_are_no_table(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "t.safetensors")
-    with (
-        pytest.raises(ValueError, match="need the same number of rows"),
-        open_fields(tmp_path / "t.safetensors"),
-    ):
-        pass
-
-
-def test_an_error_lists_some_of_many_fields(tmp_path: Path) -> None:
-    fields = {f"f{number}": torch.zeros(1) for number in range(50)}
-    save_fields(tmp_path / "t.safetensors", fields)
-    with pytest.raises(ValueError, match=r"Its fields are f0, f1, .*, and 30 more. Pass the rows"):
-        Embedding.from_pretrained(tmp_path / "t.safetensors")
-    with pytest.raises(ValueError, match=r"must be one of the file's f0, f1, .*, and 30 more"):
-        DataGadget(tmp_path / "t.safetensors")
-
-
-def test_a_save_in_a_folder_that_is_gone_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(FileNotFoundError, match=r"t\.npy"):
-        save_fields("t.npy", {"weight": torch.zeros(2)})
-
-
-def test_other_names_than_those_of_the_table_are_refused(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2)}, tmp_path / "t.safetensors")
-    message = r"t.safetensors: the file has the fields \['a'\], but the table has \['weight'\]"
-    with pytest.raises(ValueError, match=message):
-        HostTable(2, 1, memory="plain").load(tmp_path / "t.safetensors")
-
-
-def test_missing_npy_files_are_named(tmp_path: Path) -> None:
-    with (
-        pytest.raises(FileNotFoundError, match=r"neither this file nor .*t.<field>.npy exists"),
-        open_fields(tmp_path / "t.npy"),
-    ):
-        pass
-    save_fields(tmp_path / "t.npy", {"a": torch.zeros(2)})
-    with (
-        pytest.raises(FileNotFoundError, match="t.b.npy"),
-        open_fields(tmp_path / "t.npy", ("a", "b")),
-    ):
-        pass
-
-
-def test_an_npy_number_without_rows_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "t.npy", np.float32(3))
-    with (
-        pytest.raises(ValueError, match="need the same number of rows"),
-        open_fields(tmp_path / "t.npy"),
-    ):
-        pass
-
-
-def test_rows_that_are_not_contiguous_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rows of shape \(2,\) must be contiguous"):
-        save_fields(tmp_path / "t.npy", {"weight": torch.zeros(2, 3).t()})
-    assert snapshot(tmp_path) == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import torch
 from conftest import NEEDS_GPU
 from file_faults import fail, snapshot
 from reference import DTYPES, as_bytes, assert_same_bytes, assert_same_storage, dtype_name
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import speedtorch
 from speedtorch import HostTable
@@ -119,79 +118,6 @@ def test_saving_flushes_what_the_gpu_still_does(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def other_rows(path: Path) -> None:
-    """One row too many."""
-    small(rows=5).save(path)
-
-
-def other_dtype(path: Path) -> None:
-    """Elements of another size."""
-    small(dtype=torch.float64).save(path)
-
-
-def other_shape(path: Path) -> None:
-    """The right number of bytes in another shape."""
-    small(dim=(2, 1)).save(path)
-
-
-def other_names(path: Path) -> None:
-    """A field too many."""
-    small(state=("exp_avg", "step")).save(path)
-
-
-def cut_off(path: Path) -> None:
-    """The last byte is missing."""
-    small().save(path)
-    for file in path.parent.glob("t*"):
-        os.truncate(file, file.stat().st_size - 1)
-
-
-@pytest.mark.parametrize("name", ["t.safetensors", "t.npy"])
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            other_rows,
-            r"'weight' is torch.float32 \[5, 2\], but the table needs torch.float32 \[4, 2\]",
-        ),
-        (other_dtype, r"'weight' is torch.float64 \[4, 2\], but the table needs torch.float32"),
-        (other_shape, r"'weight' is torch.float32 \[4, 2, 1\], but the table needs"),
-        (cut_off, "describes"),
-    ],
-)
-def test_a_file_that_does_not_fit_changes_nothing(
-    tmp_path: Path, name: str, spoil: Callable[[Path], None], message: str
-) -> None:
-    spoil(tmp_path / name)
-    table = filled(small(), seed=5)
-    with pytest.raises(ValueError, match=message):
-        table.load(tmp_path / name)
-    assert_same_storage(table.record, filled(small(), seed=5).record)
-
-
-def test_other_names_change_nothing(tmp_path: Path) -> None:
-    other_names(tmp_path / "t.safetensors")
-    table = filled(small(), seed=5)
-    with pytest.raises(ValueError, match=r"has the fields .*'step'.*, but the table has \['exp_"):
-        table.load(tmp_path / "t.safetensors")
-    assert_same_storage(table.record, filled(small(), seed=5).record)
-
-
-def test_the_last_field_of_npy_is_checked_before_the_first_is_read(tmp_path: Path) -> None:
-    small().save(tmp_path / "t.npy")
-    np.save(tmp_path / "t.exp_avg.npy", np.zeros((4, 3), np.float32))
-    table = filled(small(), seed=5)
-    with pytest.raises(ValueError, match=r"t.exp_avg.npy: 'exp_avg' is torch.float32 \[4, 3\]"):
-        table.load(tmp_path / "t.npy")
-    assert_same_storage(table.record, filled(small(), seed=5).record)
-
-
-@pytest.mark.parametrize("call", ["save", "load"])
-def test_other_endings_are_refused(tmp_path: Path, call: str) -> None:
-    with pytest.raises(ValueError, match=r"t.pt: expected a name that ends in .safetensors or .n"):
-        getattr(small(), call)(tmp_path / "t.pt")
-
-
 def test_a_hostile_file_takes_no_memory(tmp_path: Path) -> None:
     header = b'{"weight":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}'
     path = tmp_path / "t.safetensors"
@@ -201,23 +127,6 @@ def test_a_hostile_file_takes_no_memory(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"describes 4,398,046,511,104 bytes of data, but the"),
     ):
         HostTable.open(path, "plain")
-
-
-def test_files_without_a_common_row_count_are_no_table(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "t.safetensors")
-    with pytest.raises(ValueError, match="need the same number of rows"):
-        HostTable.open(tmp_path / "t.safetensors", "plain")
-
-
-def test_a_save_that_fails_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small().save(tmp_path / "t.safetensors")
-    before = snapshot(tmp_path)
-    fail(monkeypatch, "rename")
-    with pytest.raises(OSError, match="Input/output error"):
-        filled(small(), seed=5).save(tmp_path / "t.safetensors")
-    assert snapshot(tmp_path) == before
 
 
 # ------------------------------------------------------------------------------------------------
@@ -259,27 +168,6 @@ def test_a_table_is_opened_into_a_mapped_file(tmp_path: Path) -> None:
     assert_same_storage(table.record, small().record)
 
 
-def test_an_existing_file_is_not_laid_under_a_table(tmp_path: Path) -> None:
-    (tmp_path / "rows.bin").write_bytes(b"rows")
-    with pytest.raises(FileExistsError, match="exists already; delete it or choose another path"):
-        small(memory="file", path=tmp_path / "rows.bin")
-    assert snapshot(tmp_path) == {"rows.bin": b"rows"}
-
-
-def test_a_table_is_not_saved_over_its_own_rows(tmp_path: Path) -> None:
-    table = small(memory="file", path=tmp_path / "rows.npy")
-    with pytest.raises(ValueError, match="the rows of the table are in this file. Choose another"):
-        table.save(tmp_path / "rows.npy")
-
-
-def test_a_table_is_not_saved_over_its_own_rows_as_one_field_of_it(tmp_path: Path) -> None:
-    table = small(memory="file", path=tmp_path / "rows.weight.npy", state=("m",))
-    table.fill_(3, "m")
-    with pytest.raises(ValueError, match="rows.weight.npy: the rows of the table are in this file"):
-        table.save(tmp_path / "rows.npy")
-    assert list(snapshot(tmp_path)) == ["rows.weight.npy"]
-
-
 def test_an_error_of_a_file_is_pickled_with_its_text(tmp_path: Path) -> None:
     with (
         pytest.raises(OSError) as raised,
@@ -288,13 +176,6 @@ def test_an_error_of_a_file_is_pickled_with_its_text(tmp_path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
     assert "load it again" in str(raised.value)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"{}\n"])
-def test_a_safetensors_file_of_a_few_bytes_raises(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "t.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=f"has at least 8 bytes, got {len(content)}"):
-        HostTable.open(tmp_path / "t.safetensors")
 
 
 def test_opening_that_fails_leaves_no_mapped_file(
@@ -334,12 +215,3 @@ def test_every_file_call_goes_through_the_table_of_calls(
         file.write(bytes(16 << 20))
         raise RuntimeError
     assert used == set(vars(system_calls.calls))
-
-
-@pytest.mark.parametrize("beside", ["t.npy", "t.gone.npy"])
-def test_npy_files_that_open_would_mix_in_are_refused(tmp_path: Path, beside: str) -> None:
-    np.save(tmp_path / beside, np.zeros((3, 2)))
-    table = HostTable(3, 2, state=["m"], memory="plain")
-    with pytest.raises(ValueError, match=f"{beside} would be read as part of this table. Remove"):
-        table.save(tmp_path / "t.npy")
-    assert sorted(os.listdir(tmp_path)) == [beside]
