@@ -195,5 +195,31 @@ def finished(
     return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
+def run_warm(
+    *arguments: str | Path,
+    status: int | None = 0,
+    seconds: float = 200.0,
+    cwd: Path | None = None,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program that finds the package and the tests, and checks its status.
+
+    Args:
+        arguments: of a warm Python.
+        status: that the program must end with; None: any.
+        seconds: that it may take.
+        cwd: its folder.
+        environment: what it has besides the variables of this process.
+    """
+    import speedtorch
+
+    folders = [Path(speedtorch.__file__).parents[1], Path(__file__).parent]
+    path = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment}
+    done = finished([warm_python(), *arguments], seconds=seconds, env=known, cwd=cwd)
+    assert status in (None, done.returncode), done.stderr
+    return done
+
+
 # They end when their standard input does, with this process.
 _sources: list[subprocess.Popen[str]] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -21,7 +19,7 @@ import torch
 from file_faults import fail
 from reference import as_bytes
 from test_deltas import SETTINGS, Run, size
-from warm_python import warm_python
+from warm_python import run_warm
 
 import speedtorch
 from speedtorch.checkpoints import background_saves, generation_writer
@@ -289,9 +287,7 @@ if not os.fork():
 assert os.wait()[1] == 0
 goes_on.set()
 """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    subprocess.run(command, check=True, timeout=120, env=environment)
+    run_warm("-c", program, tmp_path, CUDA_VISIBLE_DEVICES="")
     assert speedtorch.load(tmp_path)["rows"].tolist() == [1, 1, 1]
 
 
@@ -309,7 +305,7 @@ table = speedtorch.HostTable(1000, 8, memory="plain").fill_(3)
 speedtorch.async_save(sys.argv[1], rows=table["weight"], step=5)
 """
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
+    run_warm("-c", program, tmp_path)
     assert time.perf_counter() - begin > 0.6
     found = speedtorch.load(tmp_path)
     assert found["step"] == 5 and bool((found["rows"] == 3).all())
@@ -317,15 +313,9 @@ speedtorch.async_save(sys.argv[1], rows=table["weight"], step=5)
 
 @pytest.mark.slow
 def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    root = Path(system_calls.__file__).parents[2]
-    path = f"{root}{os.pathsep}{root / 'tests'}"
     # Managed memory is none for the forks that it trains in.
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [warm_python(), "-m", "killed_training", str(tmp_path / "runs"), "20", "1"]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    command = ("-m", "killed_training", tmp_path / "runs", "20", "1")
+    done = run_warm(*command, CUDA_VISIBLE_DEVICES="")
     killed, resumed = map(int, done.stdout.split())
     assert killed >= 10 and resumed >= 10
 

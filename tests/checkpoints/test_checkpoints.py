@@ -10,7 +10,6 @@ import json
 import os
 import random
 import stat
-import subprocess
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from warm_python import warm_python
+from warm_python import run_warm
 
 import speedtorch
 from speedtorch.checkpoints import generation_writer
@@ -536,13 +535,7 @@ def test_too_small_a_disk_raises_before_anything_is_written(
 def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(
     kind: str, turn: int, tmp_path: Path
 ) -> None:
-    root = Path(system_calls.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
-    command = [warm_python(), "-m", "killed_saves", kind, str(tmp_path / "runs"), str(turn)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_warm("-m", "killed_saves", kind, tmp_path / "runs", str(turn))
     kills, switched = map(int, done.stdout.split())
     assert kills > 40 and 0 < switched < kills
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from file_faults import NEW, count_calls, fail, interrupt, replace, snapshot
-from warm_python import warm_python
+from warm_python import run_warm
 
 from speedtorch.files import new_files, system_calls
 from speedtorch.files.new_files import replace_files
@@ -351,11 +350,7 @@ def test_a_killed_process_leaves_the_old_file_and_the_next_one_cleans_up(folder:
         "with replace_files([sys.argv[1]]) as (file,):\n"
         "    file.write(b'new')\n"
     )
-    root = Path(system_calls.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [warm_python(), "-c", script, str(folder / "a")]
-    result = subprocess.run(command, env=environment, timeout=120, check=False)
-    assert result.returncode == -signal.SIGKILL
+    run_warm("-c", script, folder / "a", status=-signal.SIGKILL)
     left = snapshot(folder)
     assert left.pop("a") == b"old a"
     assert b"new" in left.values()

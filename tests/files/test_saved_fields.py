@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +20,8 @@ from reference import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from warm_python import warm_python
+from warm_python import run_warm
 
-from speedtorch.files import table_files
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.files.table_files import open_fields, save_fields, write_safetensors
@@ -196,15 +193,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
 
 @pytest.mark.slow
 def test_saving_and_loading_take_a_few_mb_whatever_the_size(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(table_files.__file__).parents[2])}
-    paths = [str(tmp_path / "t.safetensors"), str(tmp_path / "warm.safetensors")]
-    result = subprocess.run(
-        [warm_python(), "-c", PEAK, *paths],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_warm("-c", PEAK, tmp_path / "t.safetensors", tmp_path / "warm.safetensors")
     # KiB, for fields of 64 MiB: the blocks of 32 MiB, and what threads and allocator have.
-    assert int(result.stdout) < 48 * 1024
+    assert int(done.stdout) < 48 * 1024

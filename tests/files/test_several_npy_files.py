@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -12,26 +11,10 @@ import pytest
 import torch
 from file_faults import fail
 from killed_saves import FIELDS, TURNS, Table
-from warm_python import warm_python
+from warm_python import run_warm
 
 from speedtorch.files import system_calls, table_files
 from speedtorch.files.table_files import open_fields, save_fields
-
-
-def output_of(*command: str) -> str:
-    """What a module of the tests prints."""
-    root = Path(system_calls.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
-    done = subprocess.run(
-        [warm_python(), "-m", *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.soak
@@ -41,14 +24,14 @@ def output_of(*command: str) -> str:
 def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_table(
     tmp_path: Path, kind: str, turn: int
 ) -> None:
-    command = "killed_saves", kind, str(tmp_path / "t"), str(turn)
-    kills, switched = map(int, output_of(*command).split())
+    done = run_warm("-m", "killed_saves", kind, tmp_path / "t", str(turn))
+    kills, switched = map(int, done.stdout.split())
     assert kills > 30 and 10 < switched < kills - 10
 
 
 @pytest.mark.slow
 def test_processes_that_load_beside_others_that_save_see_one_save(tmp_path: Path) -> None:
-    for line in output_of("saves_beside_loads", str(tmp_path / "t")).splitlines():
+    for line in run_warm("-m", "saves_beside_loads", tmp_path / "t").stdout.splitlines():
         opened, steps = map(int, line.split())
         assert opened > steps > 1
 

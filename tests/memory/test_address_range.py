@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_calls import INVALID_VALUE, PretendedDriver, library_path
-from warm_python import warm_python
+from warm_python import run_warm
 
 from speedtorch.memory import address_range
 from speedtorch.memory.address_range import AddressRange
@@ -224,11 +222,4 @@ with PretendedDriver(True, True) as driver:
     print([call for call in driver.calls if call[0] in CALLS], flush=True)
     os._exit(0)
 """
-    folders = Path(__file__).parent, Path(__file__).parents[1], library_path().parents[1]
-    done = subprocess.run(
-        [warm_python(), "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+    assert run_warm("-c", program, cwd=Path(__file__).parent).stdout == "[]\n"

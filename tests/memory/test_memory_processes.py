@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_calls import library_path
-from warm_python import warm_python
+from warm_python import run_warm
 
 pytestmark = pytest.mark.slow
 
@@ -55,14 +54,7 @@ def forked(child):
 
 def run_python(*parts: str) -> subprocess.CompletedProcess[str]:
     """Runs a program of these parts in a new process that finds the package and the tests."""
-    folders = [str(TESTS), str(library_path().parent.parent), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [warm_python(), "-c", "\n".join([PRELUDE, *parts])],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    return run_warm("-c", "\n".join([PRELUDE, *parts]), status=None)
 
 
 def lines_of(*parts: str) -> list[Any]:

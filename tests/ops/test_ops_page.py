@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from warm_python import warm_python
+from warm_python import run_warm
 
 import speedtorch
 from speedtorch.ops import functions
@@ -25,14 +23,8 @@ def test_an_example_runs(number: int, tmp_path: Path) -> None:
         pytest.skip("torch refuses TorchScript on Python 3.14")
     file = tmp_path / "example.py"  # torch.jit.script reads its source
     file.write_text(PROGRAMS[number])
-    done = subprocess.run(
-        [warm_python(), "-c", f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(PAGE.parents[1])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    program = f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')"
+    run_warm("-c", program, cwd=tmp_path)
 
 
 def test_the_page_has_examples() -> None:

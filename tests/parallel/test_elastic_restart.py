@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from warm_python import finished, warm_python
+from warm_python import run_warm
 
 import speedtorch
 
@@ -98,23 +98,17 @@ def test_training_is_bitwise_identical_after_a_rank_is_killed(how: str, tmp_path
         folder = tmp_path / str(killed_at)
         folder.mkdir()
         (folder / "train.py").write_text(PROGRAM)
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = finished(
-            [warm_python(), *run, "--max-restarts", "2", "-m", "train"],
+        done = run_warm(
+            *(*run, "--max-restarts", "2", "-m", "train"),
             cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "OMP_NUM_THREADS": "1",
-                # Restarted ranks may read addresses of ended ranks (pytorch issue 135712).
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "KILLED_AT": str(killed_at),
-                "HOW": how,
-            },
+            OMP_NUM_THREADS="1",
+            # Restarted ranks may read addresses of ended ranks (pytorch issue 135712).
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            CUDA_VISIBLE_DEVICES="",
+            KILLED_AT=str(killed_at),
+            HOW=how,
         )
-        assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
         saved = sorted(os.listdir(folder / "saved"))
         assert len(saved) == 6 and not any(name.startswith(".") for name in saved), saved

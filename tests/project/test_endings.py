@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import endings
 import pytest
 from ordinary_run import soaked
-from warm_python import finished, warm_python
+from warm_python import finished, run_warm, warm_python
 
 import speedtorch
 
@@ -35,13 +34,10 @@ def status_after_ctrl_c() -> int:
 def test_a_process_ends_with_its_own_status_and_says_nothing(
     device: str, way: str, seed: int, tmp_path: Path
 ) -> None:
-    folders = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    environment["PYTHON_OF_CHILDREN"] = sys.executable
     program = (
         f"import endings\nkept = endings.begin({way!r}, {seed}, {device!r}, {str(tmp_path)!r})"
     )
-    done = finished([warm_python(), "-c", program], env=environment)
+    done = run_warm("-c", program, status=None, PYTHON_OF_CHILDREN=sys.executable)
     if way == "daemon_thread" and done.returncode == -signal.SIGABRT:
         # Python ends the thread within an op of torch's, which aborts: a plain Embedding does, too.
         assert (done.stdout, done.stderr) == ("", "terminate called without an active exception\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import runpy
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from warm_python import finished, warm_python
+from warm_python import run_warm
 
 import speedtorch
 from speedtorch.__main__ import main
@@ -53,11 +52,9 @@ print(sorted({name[:-3] for name in names} & {name.rpartition(".")[2] for name i
 
 def run(value: str, program: str, folder: Path) -> CompletedProcess[str]:
     """A program in a fresh process with a value of the variable; it must succeed."""
-    environment = os.environ | {"SPEEDTORCH_LOG": value, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-    what = ("-m", program) if program.isidentifier() else ("-c", program)
-    done = finished([warm_python(), *what], env=environment, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done
+    return run_warm(
+        "-m" if program.isidentifier() else "-c", program, cwd=folder, SPEEDTORCH_LOG=value
+    )
 
 
 def dump_of(program: str, folder: Path, value: str = "dump:100") -> Path:

@@ -21,6 +21,7 @@ from stress.jobs import run_jobs
 from stress.kills import run_killed_training
 from stress.modes import MODES
 from stress.progress import Progress
+from warm_python import warm_python
 
 from speedtorch import HostTable
 from speedtorch.step.row_store import RowStore
@@ -249,11 +250,11 @@ def test_processes_run_in_parallel(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program, own = tmp_path / "job.py", tmp_path / "of a run"
-    program.write_text(JOB.replace("END", repr(killed)))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    own = tmp_path / "of a run"
+    (tmp_path / "job.py").write_text(JOB.replace("END", repr(killed)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     progress = Progress(own / "progress.json", "cpu")
-    code = run_jobs(2, progress, [sys.executable, str(program), "--hours", "0.0001"])
+    code = run_jobs(2, progress, [warm_python(), "-m", "job", "--hours", "0.0001"])
     assert code == (9 if killed else 0)
     found = progress.read()["cpu"]
     assert sorted(found) == (["job 1"] if killed else ["job 1", "job 2"])
@@ -268,19 +269,19 @@ def test_processes_run_in_parallel(
 
 @pytest.mark.slow
 def test_an_interrupted_run_adds_what_its_processes_have_done(tmp_path: Path) -> None:
-    program, path = tmp_path / "job.py", tmp_path / "progress.json"
-    program.write_text(JOB.replace("END", "''"))
+    path = tmp_path / "progress.json"
+    (tmp_path / "job.py").write_text(JOB.replace("END", "''"))
     parent = f"""
 import signal, sys
 from pathlib import Path
 from stress.jobs import run_jobs
 from stress.progress import Progress
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-command = [sys.executable, {str(program)!r}, "--hours", "1"]
+command = [sys.executable, "-m", "job", "--hours", "1"]
 run_jobs(2, Progress(Path({str(path)!r}), "cpu"), command)
 """
-    known = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", parent], env=known)
+    known = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    process = subprocess.Popen([warm_python(), "-c", parent], env=known)
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("*.later"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
