@@ -82,11 +82,3 @@ def test_on_a_terminal_a_bar_goes_through_all_words(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     count_cooccurrence(corpus, label="counting")
     assert "counting: 100%" in capsys.readouterr().err
-
-
-def test_wrong_arguments_raise() -> None:
-    alone = Corpus.from_passages(["a", "b"], min_count=1)
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
-        count_cooccurrence(alone, window=0)
-    with pytest.raises(ValueError, match="the text must contain two words in one passage"):
-        count_cooccurrence(alone)

@@ -86,15 +86,6 @@ def test_the_error_of_a_broken_line_has_its_number_and_a_remedy(
     assert message in str(error.value)
 
 
-def test_a_file_without_lines_or_of_damaged_gzip_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the file has no lines"):
-        read_clicks(written(tmp_path, "\n"))
-    path = tmp_path / "half.gz"
-    path.write_bytes(gzip.compress((LINE + "\n").encode() * 100)[:-9])
-    with pytest.raises(ValueError, match=r"half.gz is a damaged gzip file"):
-        read_clicks(path)
-
-
 def test_what_is_made_up_depends_on_the_seed_alone(tmp_path: Path) -> None:
     for name, seed in (("same", 0), ("other", 1)):
         write_clicks(tmp_path / name, lines=3000, seed=seed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -157,26 +156,3 @@ def test_a_batch_moves_to_a_device_as_it_is(device: str) -> None:
     moved = batch.to(torch.device(device))
     assert moved.negative.device.type == device and len(moved) == 64
     assert same(moved.to(torch.device("cpu")), batch)
-
-
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ({"window": 0}, "window must be at least 1, got 0"),
-        ({"negatives": -1}, "negatives must be at least 1, got -1"),
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"sample": -0.5}, "sample must be 0 or more, got -0.5"),
-        ({"held_out": 1.0}, "held_out must be at least 0 and below 1, got 1.0"),
-        ({"seed": -1}, "seed must be 0 or more, got -1"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_number_out_of_its_range_is_refused(option: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        PairStream(random_corpus(), **option)
-
-
-def test_a_text_without_pairs_raises() -> None:
-    lonely = Corpus.from_passages(["red", "green", "red", "green"], min_count=1)
-    with pytest.raises(ValueError, match=r"no pairs to train on \(4 words of 4 in training\)"):
-        next(PairStream(lonely, sample=0, held_out=0).batches(epochs=1))

@@ -92,20 +92,6 @@ def test_a_user_who_rated_everything_does_not_stop_the_drawing() -> None:
     assert [len(batch) for batch in BatchStream(split, 4).batches(2)] == [5, 5]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"negatives": 0}, "negatives must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be 0 or more, got -1"),
-    ],
-    ids=str,
-)
-def test_a_number_out_of_range_raises(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BatchStream(SPLIT, ITEMS, **options)
-
-
 def test_candidates_are_a_held_out_item_and_99_that_the_user_did_not_rate() -> None:
     # Users with 41 unrated items at least; those with fewer than 99 are left out.
     found = Candidates.draw(RATINGS, SPLIT, seed=2)
@@ -122,9 +108,3 @@ def test_candidates_can_be_all_the_items_that_there_are() -> None:
     ratings = Ratings.from_columns([0, 0, *[1] * 99], [0, 1, *range(2, 101)], range(101))
     found = Candidates.draw(ratings, leave_one_out(ratings))
     assert found.user.tolist() == [0] and sorted(found.item[0].tolist()) == list(range(1, 101))
-
-
-def test_without_enough_items_nobody_can_be_scored() -> None:
-    ratings = Ratings.from_columns([0, 0, 1], [0, 1, 2], range(3))
-    with pytest.raises(ValueError, match="requires a user.* 1 users with 2.* and 3 items"):
-        Candidates.draw(ratings, leave_one_out(ratings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import numpy as np
@@ -113,16 +112,3 @@ def test_generated_ratings_depend_on_the_seed_alone() -> None:
     assert len(counts) == 200 and counts.min() >= 10 and counts.max() <= 50
     assert 20 < counts.mean() < 35
     assert len(np.unique(one.user * 100 + one.item)) == len(one)
-
-
-@pytest.mark.parametrize("sizes", [{"users": 0}, {"items": 50}, {"per_user": 9}], ids=str)
-def test_generated_ratings_have_limits(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="users must be at least 1 and per_user from 10 to"):
-        generated_ratings(**sizes)
-
-
-def test_a_compressed_file_raises(tmp_path: Path) -> None:
-    file = tmp_path / "ratings.csv.gz"
-    file.write_bytes(gzip.compress(b"userId,movieId,rating,timestamp\n1,2,3,4\n"))
-    with pytest.raises(ValueError, match=r"ratings.csv.gz: the file is compressed. Decompress it"):
-        read_ratings(file)
