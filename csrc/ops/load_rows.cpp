@@ -2,7 +2,6 @@
 // and counts the unique ones. load_batch: does both. A step begins with one of these ops.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <optional>
 #include <string>
@@ -22,8 +21,13 @@ namespace {
 // Indices into the result of count_batch.
 constexpr size_t kStatus = 4, kLoaded = 6;
 
+// Returns the first entries of a contiguous list, without the dispatcher that narrow() uses.
 Tensor first(const Tensor& list, int64_t count) {
-  return torch::stable::narrow(const_cast<Tensor&>(list), 0, 0, count);
+  constexpr int64_t kStride = 1;
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(list.get(), 1, &count, &kStride, 0, &made));
+  return Tensor(made);
 }
 
 // Returns the rows of the ids `load`, field by field, in the form of `leaving`. The first rows of

@@ -608,20 +608,21 @@ void put_rows_at(const Tensor& side, const PlacedList& list, const Tensor& stage
 // With counts, rows in both lists are also written to the host, so that the caller may discard the
 // loaded rows. On a GPU with `all_or_none`, a bad entry stops all moves; otherwise only this entry
 // is skipped. `cache`: the fields of the slots, for one table. `hot`: slot and uses of each row. If
-// `evicts` is false, no row is written to the host.
+// `evicts` is false, no row is written to the host. A new `arriving` is not marked as written.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const std::optional<Tensor>& evict_places,
                     const std::optional<Tensor>& evict_count, const Tensors& arriving,
                     const Tensor& load, const std::optional<Tensor>& load_places,
                     const std::optional<Tensor>& load_count, bool all_or_none,
                     const Tensors& cache = {}, const std::optional<Tensor>& hot = std::nullopt,
-                    bool evicts = true) {
+                    bool evicts = true, bool is_new = false) {
   const Arguments all(
-      kOp, {written("host", host, evicts && evict.numel() > 0),
-            written("cache", cache, evict.numel() > 0), written("hot", hot, load.numel() > 0),
-            read("leaving", leaving), read("evict", evict), read("evict_places", evict_places),
-            read("evict_count", evict_count), written("arriving", arriving, load.numel() > 0),
-            read("load", load), read("load_places", load_places), read("load_count", load_count)});
+      kOp,
+      {written("host", host, evicts && evict.numel() > 0),
+       written("cache", cache, evict.numel() > 0), written("hot", hot, load.numel() > 0),
+       read("leaving", leaving), read("evict", evict), read("evict_places", evict_places),
+       read("evict_count", evict_count), written("arriving", arriving, !is_new && load.numel() > 0),
+       read("load", load), read("load_places", load_places), read("load_count", load_count)});
   std::vector<SwapTable> tables = check_tables(host, count, leaving, arriving), slots;
   if (hot) {
     slots = check_tables(cache, 1, leaving, arriving, 0, 0, "cache");
@@ -732,7 +733,7 @@ void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, c
 void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
               const Tensors& arriving, const Tensor& load, bool evicts) {
   swap_at_places(host, 1, leaving, evict, std::nullopt, std::nullopt, arriving, load, std::nullopt,
-                 std::nullopt, false, {}, std::nullopt, evicts);
+                 std::nullopt, false, {}, std::nullopt, evicts, /*is_new=*/true);
 }
 
 namespace {
