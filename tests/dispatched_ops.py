@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Ops(TorchDispatchMode):
     """Notes all ops but those that make a view of a tensor, or memory without values."""
 
-    FREE = frozenset({"detach", "view", "slice", "select", "empty", "new_empty", "lift_fresh"})
+    FREE = frozenset({"detach", "view", "as_strided", "slice", "select", "empty", "new_empty"})
+    FREE |= {"lift_fresh"}
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import _ops
+from speedtorch.ops.functions import _ops, plan_batch
 from speedtorch.plan.planned_batch import BatchIds
 
 __all__ = ["BAD_IDS", "TOO_MANY", "Changes", "FixedSizeBatch", "raises_at_once", "too_many"]
@@ -74,7 +74,7 @@ class FixedSizeBatch:
         self.capacity = capacity
         self.parts = BatchIds(parts, rows, device, name)
         self._has_padding = padding is not None
-        self.parts.plan_by_itself(-1 if padding is None else padding, capacity)
+        self.parts.plan_by(plan_batch, -1 if padding is None else padding, capacity)
         self.following: Callable[[], FixedSizeBatch | None] = lambda: None
         self._is_counted = False
         if after is not None:

@@ -83,7 +83,7 @@ class SeenIds:
     def of_copy(cls, copied: Tensor, shape: torch.Size) -> SeenIds:
         """Ids of this shape on the CPU, with a copy that no code writes to."""
         seen = cls.__new__(cls)
-        seen.shape, seen.values = shape, copied if len(shape) == 1 else copied.view(shape)
+        seen.shape, seen.values = shape, copied if len(shape) == 1 else _view(copied, shape)
         seen._is_copy, seen._unread = True, None
         return seen
 
@@ -114,6 +114,20 @@ class SeenIds:
         if self._unread is None:
             return other._is_copy and self.matches(other.values)
         return self._unread is other._unread and self._state == other._state
+
+
+def _view(tensor: Tensor, shape: Sequence[int], begin: int = 0) -> Tensor:
+    """A view of contiguous elements from `begin` on; slices, narrow() and reshape() are slower."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return tensor.as_strided(shape, strides[: len(shape)], tensor.storage_offset() + begin)
+
+
+def _flat(ids: Tensor) -> Tensor:
+    if ids.dim() == 1:
+        return ids
+    return _view(ids, (ids.numel(),)) if ids.is_contiguous() else ids.reshape(-1)
 
 
 def _value_key(ids: Tensor) -> Hashable:
@@ -158,7 +172,7 @@ def _state_of(ids: Tensor) -> tuple[Hashable, ...]:
 class BatchIds:
     """The ids of a batch, of any shape, on the CPU or a GPU, with one part per lookup.
 
-    `ids` `[count]` concatenates all parts until they are planned, either with `plan_by_itself()` or
+    `ids` `[count]` concatenates all parts until they are planned, either with `plan_by()` or
     together with the ids of other tables. `plan` is the result of `plan_batch` on the device of the
     rows. With `are_uploaded` the op that plans a single part also accepts CPU ids for GPU rows.
     """
@@ -184,13 +198,12 @@ class BatchIds:
         if len(parts) == 1 and parts[0].is_cpu and (device.type == "cpu" or are_uploaded):
             self._uncopied = parts[0].shape
             self._begins.append(parts[0].numel())
-            ids = parts[0].detach()
-            self.ids: Tensor | None = ids if ids.dim() == 1 else ids.reshape(-1)
+            self.ids: Tensor | None = _flat(parts[0].detach())
             return
         flat = []
         for part in parts or [torch.empty(0, dtype=torch.int64)]:
             seen = SeenIds(part, device, unread=part.is_cuda)
-            ids = seen.values if len(seen.shape) == 1 else seen.values.reshape(-1)
+            ids = _flat(seen.values)
             if ids.device != device:  # a copy to a GPU does not wait
                 ids = ids.to(device, non_blocking=device.type == "cuda")
             self._seen.append(seen)
@@ -198,18 +211,14 @@ class BatchIds:
             flat.append(ids)
         self.ids = flat[0] if len(flat) == 1 else torch.cat(flat)
 
-    def plan_by_itself(self, *args: object) -> list[Tensor]:
-        """Plans the ids and returns the results of plan_batch, which also receives `args`.
+    def plan_by(self, plan: Callable[..., list[Tensor]], *args: object) -> list[Tensor]:
+        """Plans the ids with plan_batch, or an op that returns more, and returns the results.
 
-        The plan comes first in the results. The number of unique ids is still on the device, so
-        their list has as many entries as the batch has ids, padded with -1.
+        The plan comes first, and for CPU ids their copy last. The number of unique ids is still on
+        the device, so their list has as many entries as the batch has ids, padded with -1.
 
         Raises IndexError if the rows are on the CPU and an id is out of range.
         """
-        return self.plan_by(plan_batch, *args)
-
-    def plan_by(self, plan: Callable[..., list[Tensor]], *args: object) -> list[Tensor]:
-        """Plans with an op that returns more than a plan, for CPU ids with their copy as last."""
         try:
             made = plan(self.ids, self.rows, *args)
         except IndexError as error:  # "<op>: id 5 at position 1 of <argument> is ..."
@@ -271,12 +280,10 @@ class BatchIds:
 
         `places` are the positions of the unique rows, by default 0, 1, 2 and so on.
         """
-        entries = self.plan[1]
-        if len(self._seen) > 1:
-            begin = self._begins[part]
-            entries = entries.narrow(0, begin, self._begins[part + 1] - begin)
-        local, shape = entries if places is None else places[entries], self._seen[part].shape
-        return local if local.shape == shape else local.view(shape)
+        entries, shape = self.plan[1], self._seen[part].shape
+        if entries.shape != shape:
+            entries = _view(entries, shape, self._begins[part])
+        return entries if places is None else places[entries]
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors of the plan and the recorded ids."""
@@ -299,16 +306,6 @@ class BatchIds:
             f"{self.name}: id {bad_id} at position {position} is out of range for a table of"
             f" {self.rows} rows ({bad} of {self.count} ids are out of range); no row was moved"
         )
-
-
-def _held_before(after: Planned | Tensor) -> tuple[Tensor, Tensor]:
-    """The ascending ids of the batch or Tensor `after`, and the status of the batch's plan.
-
-    The status contains the number of valid ids. An empty status means that all ids are valid.
-    """
-    if isinstance(after, Tensor):
-        return after, after[:0]
-    return after.parts.plan[0], after.parts.plan[4]
 
 
 class Planned(Protocol):
@@ -367,8 +364,12 @@ class PlannedBatch:
         self.joint, self._number = joint, number
         self._is_counted = False
         if joint is None:
-            before = () if after is None else _held_before(after)
-            made = self.parts.plan_by_itself(-1 if padding is None else padding, -1, *before)
+            held: tuple[Tensor, ...] = ()  # the ids before, and the status with their number
+            if isinstance(after, Tensor):
+                held = after, _view(after, (0,))  # without a status all are valid
+            elif after is not None:
+                held = after.parts.plan[0], after.parts.plan[4]
+            made = self.parts.plan_by(plan_batch, -1 if padding is None else padding, -1, *held)
             self._uncounted, self._changes = HostCopy(made[4]), made[5:11]
         if isinstance(after, PlannedBatch):
             after.following = weakref.ref(self)
@@ -394,9 +395,9 @@ class PlannedBatch:
             if len(counts) > _STATUS_FIELDS:
                 self._incoming, self._outgoing = counts[_INCOMING], counts[_OUTGOING]
         unique = self.parts.plan[0]
-        self.ids = self.loaded = unique[: self.held]
+        self.ids = self.loaded = _view(unique, (self.held,))
         if self._padding is not None:
-            self.loaded = unique[: self.held + 1]
+            self.loaded = _view(unique, (self.held + 1,))
         self._is_counted = True
 
     @property
@@ -424,7 +425,7 @@ class PlannedBatch:
         self.count()
         count = (self._incoming, self.held - self.new_row_count, self._outgoing)[change]
         ids, places = self._changes[2 * change : 2 * change + 2]
-        return ids[:count], places[:count]
+        return _view(ids, (count,)), _view(places, (count,))
 
     def places_among(self, ids: Tensor) -> Tensor:
         """The positions of this batch's unique rows in `ids`, an ascending superset."""
@@ -444,7 +445,7 @@ class PlannedBatch:
         if self._padding is None:
             return sum_rows(rows, plan, parts.rows, begin=begin, distinct=self.held, source=source)
         summed: Tensor = _ops.sum_rows(
-            rows, list(plan), parts.rows, begin, self.held + 1, source, plan[4][3:4]
+            rows, list(plan), parts.rows, begin, self.held + 1, source, _view(plan[4], (1,), 3)
         )
         return summed
 

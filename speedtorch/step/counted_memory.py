@@ -25,11 +25,7 @@ class CountedMemory(RowMemory):
     _has_new_padding = False
     """Whether a lookup wrote the padding row to the table and prefetched rows may be older."""
 
-    def plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> PlannedBatch:
-        """As RowMemory.plan."""
-        held = self.held  # planned() is not called: this runs in every step
-        rows, device, padding = held.named_rows, held.device, held.padding
-        return PlannedBatch(parts, rows, device, padding, after=after, name=held.name)
+    plan = RowMemory.planned
 
     def nothing(self) -> tuple[Tensor, Rows]:
         """As RowMemory.nothing."""
@@ -37,10 +33,8 @@ class CountedMemory(RowMemory):
 
     def _memory(self, count: int) -> Rows:
         """Allocates memory for `count` rows of every field."""
-        rows: Rows = []
-        for shape, dtype in self.held.fields.values():
-            rows.append(torch.empty((count, *shape), dtype=dtype, device=self.held.device))
-        return rows
+        fields, device = self.held.fields.values(), self.held.device
+        return [torch.empty((count, *shape), dtype=kind, device=device) for shape, kind in fields]
 
     def reloaded(self, step: Step) -> tuple[Tensor, Rows]:
         """As RowMemory.reloaded."""
@@ -73,7 +67,7 @@ class CountedMemory(RowMemory):
             outgoing = self._carry_common(batch, rows)
         else:
             copy, left = self._all_outgoing()
-            rows = held.store.load(held.fields, left, batch.loaded)
+            rows = held.store.load(held.view.attached.fields, left, batch.loaded)
         return held.now.after(
             batch,
             batch.ids,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory.side_stream import MemoryStream, SideStream
-from speedtorch.ops.functions import carry_rows, exchange_rows
+from speedtorch.ops.functions import carry_rows, exchange_rows, plan_batch
 from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.plan.planned_batch import BatchIds
 from speedtorch.step.exchange import Exchange
@@ -88,7 +88,9 @@ class JointExchange:
                 batch = JointBatch(apart, self._device, after)
             except IndexError:
                 for table_ids in apart:
-                    table_ids.plan_by_itself(-1, -1)  # raises an error that names ids and table
+                    table_ids.plan_by(
+                        plan_batch, -1, -1
+                    )  # raises an error that names ids and table
                 raise
         batch.planned_until(self._planning.end)
         return batch

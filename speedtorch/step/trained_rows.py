@@ -311,11 +311,10 @@ class _SummedLookup(torch.autograd.Function):
         ctx.owner, ctx.batch, ctx.part, ctx.bags = owner, found.batch, found.part, bags
         ctx.number = number = owner.exchange.held.now.number
         ctx.pending = owner.exchange.held.backwards.made(number)
-        held = owner.parameter.detach()
         if bags is None:
-            return rows_at(held, found.positions)
+            return rows_at(owner.parameter, found.positions)
         with without_autograd():
-            return bags.pool(held, found.positions)
+            return bags.pool(owner.parameter, found.positions)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
