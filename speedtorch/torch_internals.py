@@ -73,6 +73,7 @@ __all__ = [
     "gradient_hooks",
     "group_like",
     "ignored_by_data_parallel",
+    "increment_versions",
     "is_batched",
     "is_forward_mode",
     "is_pointwise",
@@ -136,6 +137,9 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """The number of writes to a tensor or to a tensor that shares its memory."""
+
+increment_versions: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
+"""Counts a write to each tensor, as torch.autograd.graph.increment_version() does."""
 
 VERSION_GETTER: Any = cast(Any, Tensor._version).__get__
 """The function that `__torch_function__` receives when code reads a tensor's version."""

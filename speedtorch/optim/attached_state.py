@@ -97,10 +97,10 @@ class AttachedState(StepState):
                 if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
                     optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    def after_step(self) -> None:
+    def after_step(self, entries: dict[str, Any]) -> None:
         """Raises RuntimeError if a step made per-row state that attach() did not find."""
         known = len(self.names) + len(self.probe.scalar_state)
-        if self._has_stepped and len(entries := self.entries()) > known:
+        if self._has_stepped and len(entries) > known:
             self._refuse_unknown(entries, len(self.table_rows.parameter), RuntimeError)
 
     def _refuse_unknown(self, entries: dict[str, Any], rows: int, error: type[Exception]) -> None:

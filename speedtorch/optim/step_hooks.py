@@ -64,36 +64,30 @@ class _OptimizerCache:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         self.running: OptimizerStep | None = None
         self.stateless: dict[int, dict[str, Any]] = {}
         self.weights: list[RowWeight] = []
         self.places: list[tuple[list[Any], int]] = []
         self.groups: list[int] = []
         self._lists: list[tuple[list[Any], int]] = []
+        self._references: list[object] = []  # of the rows to their weights
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Becomes None in copies and pickles of an optimizer, which then need no speedtorch."""
         return type(None), ()
 
-    def of(self, optimizer: Optimizer) -> _OptimizerCache:
-        """Returns this object, or a new one for an optimizer that has a copy of the attributes."""
-        if (own := self._optimizer()) is optimizer:
-            return self
-        made = _OptimizerCache(optimizer)
-        if type(own) is type(optimizer):
-            made.stateless = dict(self.stateless)
-        return made
-
     def find_weights(self, optimizer: Optimizer) -> bool:
         """Finds the weights again if the parameter lists changed. Returns whether any exist."""
         if not self._is_as_before(optimizer):
+            self.forget()  # until all attributes are set
             found = [(at, at[0][at[1]]) for at in places_of_weights(optimizer)]
             # A step in another thread may have replaced some weights.
             known = zip(self.places, self.weights, strict=True)
             found += [(at, weight) for at, weight in known if _is_replaced(at, weight)]
             self.places = [at for at, _ in found]
             self.weights[:] = [weight for _, weight in found]
+            self._references = [weight._rows._weight for weight in self.weights]
             lists = [group["params"] for group in optimizer.param_groups]
             self._lists = [(params, len(params)) for params in lists]
             numbers = {id(params): number for number, params in enumerate(lists)}
@@ -107,9 +101,9 @@ class _OptimizerCache:
         for group, (held, count) in zip(groups, lists, strict=True):
             if group["params"] is not held or len(held) != count:
                 return False
-        for at, weight in zip(self.places, self.weights, strict=True):
+        for at, weight, known in zip(self.places, self.weights, self._references, strict=True):
             is_there = at[0][at[1]] is weight or _is_replaced(at, weight)
-            if not is_there or weight._rows._weight() is not weight:
+            if not is_there or weight._rows._weight is not known:
                 return False
         return True
 
@@ -130,9 +124,12 @@ release the optimizer, because an OptimizerStep that an exception left refers to
 
 
 def _cache_of(optimizer: Optimizer) -> _OptimizerCache:
-    attributes = vars(optimizer)
-    before: _OptimizerCache = attributes.get(_CACHE) or _OptimizerCache(optimizer)
-    cache = attributes[_CACHE] = before.of(optimizer)
+    cache: _OptimizerCache = vars(optimizer).get(_CACHE) or _OptimizerCache(optimizer)
+    if (other := cache.optimizer()) is not optimizer:  # copied with the other's attributes
+        stateless = cache.stateless if type(other) is type(optimizer) else {}
+        cache = _OptimizerCache(optimizer)
+        cache.stateless = dict(stateless)
+    vars(optimizer)[_CACHE] = cache
     return cache
 
 
@@ -143,16 +140,10 @@ class OptimizerStep:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        cache: _OptimizerCache,
-        frame: FrameType,
-        *,
-        is_traced: bool = False,
+        self, optimizer: Optimizer, cache: _OptimizerCache, frame: FrameType, *, is_traced: bool
     ) -> None:
         self.done = False  # one flag for all tables, so that one assignment sets it
         self.paused = False
-        self.is_idle = False
         self.optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame
         self._weights, self._places, self._groups = [*cache.weights], cache.places, cache.groups
@@ -178,19 +169,27 @@ class OptimizerStep:
                 self._check(looks_up=looks_up)
             self._lent()
             self._lent = _let_skip(optimizer, self._rows)
-            self.is_idle = _is_idle(optimizer)
             for rows in self._rows:
                 rows.exchange.before_optimizer(self)
             self.paused = False
             states = optimizer.state
             for rows, weight, (held, place) in self._tables():
-                if isinstance(state := rows.state, AttachedState):
+                if isinstance(state := rows.parameter_view.attached.state, AttachedState):
                     state.begin_step(rows, weight)
                 if weight in states:  # remains there, so that the order of the state is kept
                     states[rows.parameter] = states[weight]
                     if self._is_traced:  # torch's compiler reads the whole state
                         del states[weight]
                 held[place] = rows.parameter
+
+    @property
+    def is_idle(self) -> bool:
+        """See OptimizerCall. A rate on a GPU counts as not 0, because reading it would wait."""
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr", 1)
+            if (isinstance(rate, torch.Tensor) and not rate.is_cpu) or rate != 0:
+                return False
+        return True
 
     def _check(self, *, looks_up: bool) -> None:
         """Raises an error if the optimizer cannot step the rows. The caller has their locks."""
@@ -241,14 +240,14 @@ class OptimizerStep:
     def finish(self) -> None:
         """Marks all rows as stepped, after the own step function has returned."""
         self.done = True
-        stepped = self._rows
+        stepped = [*zip(self._rows, self._weights, strict=True)]
         self.stop()
         with as_plain():
-            for rows in stepped:
+            for rows, weight in stepped:
                 with rows.lock:
                     rows.exchange.stepping.after()
-                if isinstance(state := rows.state, AttachedState):
-                    state.after_step()
+                if isinstance(state := rows.parameter_view.attached.state, AttachedState):
+                    state.after_step(self.optimizer.state.get(weight, {}))
 
     def stop(self) -> None:
         """Restores the weights after the own step function, also after an exception."""
@@ -297,7 +296,7 @@ class OptimizerStep:
         """Restores the weights in groups and state; can be repeated."""
         states = self.optimizer.state
         for rows, weight, (held, place) in self._tables():
-            if isinstance(state := rows.state, AttachedState):
+            if isinstance(state := rows.parameter_view.attached.state, AttachedState):
                 state.end_step(rows, weight)
             if place < len(held) and held[place] is rows.parameter:
                 held[place] = weight
@@ -310,7 +309,7 @@ class _Steps(threading.local):
     """The running steps of this thread, and steps that an exception ended before stop()."""
 
     def __init__(self) -> None:
-        self.calls: weakref.WeakSet[OptimizerStep] = weakref.WeakSet()
+        self.calls: list[weakref.ref[OptimizerStep]] = []
         self.tried: list[Callable[..., Any]] | None = None
         """The step functions that a test run in find_own_step() has called; None outside of it."""
 
@@ -326,15 +325,15 @@ def _end(call: OptimizerStep) -> None:
 
 def _forget(call: OptimizerStep) -> None:
     """Forgets an ended call, so that the optimizer's next step does not wait for it."""
-    _steps.calls.discard(call)
+    _steps.calls[:] = [known for known in _steps.calls if known() not in (None, call)]
     if (cache := _cache_of(call.optimizer)).running is call:
         cache.running = None
 
 
 @not_compiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for call in [*_steps.calls]:
-        if call.clean_up():
+    for reference in [*_steps.calls]:
+        if (call := reference()) is not None and call.clean_up():
             _forget(call)
     cache = _cache_of(optimizer)
     has_weights = cache.find_weights(optimizer)  # hooks may read gradients of the weights
@@ -398,11 +397,7 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             _end(call)
 
     def begin(
-        optimizer: Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_traced: bool = False,
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], is_traced: bool = False
     ) -> tuple[OptimizerStep | None, tuple[Any, ...], dict[str, Any]]:
         """Enters a call; returns it, or None for another function, and the step's arguments."""
         if _steps.tried is not None:
@@ -417,7 +412,7 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
             assert frame.f_back is not None  # torch's compiler adds frames
             frame = frame.f_back
         call = cache.running = OptimizerStep(optimizer, cache, frame, is_traced=is_traced)
-        _steps.calls.add(call)
+        _steps.calls.append(weakref.ref(call))
         closures = [arg for arg in (*args[:1], kwargs.get("closure")) if callable(arg)]
         try:
             call.enter(looks_up=bool(closures))
@@ -453,15 +448,6 @@ def _check_capture(optimizer: Optimizer, rows: list[TrainedRows]) -> None:
             " capturable=True (Adam, AdamW, NAdam, RAdam, Adamax, Rprop, RMSprop, ASGD, Adadelta,"
             " speedtorch.optim.RowWiseAdagrad), or use SGD."
         )
-
-
-def _is_idle(optimizer: Optimizer) -> bool:
-    """Whether every learning rate is 0. A rate on a GPU counts as not 0: reading it would wait."""
-    for group in optimizer.param_groups:
-        rate = group.get("lr", 1)
-        if (isinstance(rate, torch.Tensor) and not rate.is_cpu) or rate != 0:
-            return False
-    return True
 
 
 def _let_skip(optimizer: Optimizer, rows: list[TrainedRows]) -> Callable[[], object]:
@@ -500,8 +486,7 @@ def _check(
     `group` has the parameter. `stateless` maps id() of a weight to the settings with which the
     optimizer keeps no per-row state.
     """
-    state = state_of(rows)
-    if state is not None:
+    if (state := state_of(rows)) is not None:
         if state.optimizer() is not optimizer:
             raise ValueError(
                 f"{rows.name} is attached to another optimizer than this"

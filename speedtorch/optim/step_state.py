@@ -61,11 +61,12 @@ class StepState:
 
     def rows(self) -> list[Tensor]:
         """See OptimizerState."""
-        optimizer, rows = self.optimizer(), self._rows_reference()
-        if optimizer is not None and rows is not None and self.names:
-            entries = optimizer.state.get(rows.parameter)
-            if entries is not None:
-                self._take_step(entries)
+        if self._is_replaced:  # within the own step function, or interrupted there
+            optimizer, rows = self.optimizer(), self._rows_reference()
+            if optimizer is not None and rows is not None:
+                entries = optimizer.state.get(rows.parameter)
+                if entries is not None:
+                    self._take_step(entries)
         return list(self._held)
 
     def hold(self, rows: Sequence[Tensor]) -> None:
@@ -177,10 +178,11 @@ class StepState:
         if optimizer is None or not (self._has_stepped or rows.parameter.grad is not None):
             return
         if self.names:
-            entries = optimizer.state.get(weight)
-            entries = {} if entries is None else entries
-            of_step = self._missing(entries) | dict(zip(self.names, self._held, strict=True))
-            self._entries_before = {name: entries.get(name) for name in self.names}
+            entries = optimizer.state.get(weight, {})
+            of_step = dict(zip(self.names, self._held, strict=True))
+            if not entries.keys() >= self.probe.scalar_state.keys():
+                of_step = self._missing(entries) | of_step
+            self._entries_before = dict(entries)
             optimizer.state.setdefault(weight, {}).update(of_step)
             self._is_replaced = True
         self._has_stepped = True

@@ -77,7 +77,7 @@ class Announcements:
     def note_end(self) -> None:
         """Called when a batch may have been given up."""
         self.batches_over += 1
-        self.end_batch()
+        self._is_over = self.latest is not None
 
     def give_up(self) -> None:
         """Gives up all waiting ids and counts a batch as ended."""

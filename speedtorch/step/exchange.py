@@ -17,7 +17,7 @@ from speedtorch.plan.planned_batch import PlannedBatch
 from speedtorch.step.announcements import Announced
 from speedtorch.step.counted_memory import CountedMemory
 from speedtorch.step.fixed_memory import FixedMemory
-from speedtorch.step.held_rows import HeldRows, Joint
+from speedtorch.step.held_rows import HeldRows
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.planned_steps import PlannedSteps
 from speedtorch.step.row_lock import serialized
@@ -199,7 +199,8 @@ class Exchange:
         batch = None
         if self.steps.expected is not None and (planned := self.steps.take_expected()) is not None:
             batch = self._taken(planned, [ids])
-        if held.joint is not None and self._begin_jointly(held.joint, batch):
+        joint = batch.joint if isinstance(batch, PlannedBatch) else None
+        if isinstance(joint, JointBatch) and held.joint and held.joint.begin(joint, held):
             return batch, announced
         is_part = True
         if batch is None and announced is None and not memory.takes_more:
@@ -221,11 +222,6 @@ class Exchange:
         """
         self.held.take(self.memory.extended(parts, is_planned=is_planned))
         self.held.complete()
-
-    def _begin_jointly(self, joint: Joint, batch: Batch | None) -> bool:
-        """Begins a step in all tables of a joint batch; returns whether it has begun."""
-        planned = batch.joint if isinstance(batch, PlannedBatch) else None
-        return isinstance(planned, JointBatch) and joint.begin(planned, self.held)
 
     def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
         """Returns the batch if `parts` are parts of it or name exactly its rows, else None."""

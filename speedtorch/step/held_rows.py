@@ -288,7 +288,8 @@ class HeldRows:
         `ahead`: Also prefetches the rows of the batch after it, if planned. `looks_up`: see due().
         """
         view = self.view
-        view.collect()
+        if view.shown is not None:
+            view.collect()
         if (state := view.attached.state) is not None and state.loading is not None:
             state.complete()
         if self.joint is not None:

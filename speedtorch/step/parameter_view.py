@@ -14,6 +14,7 @@ from speedtorch.step.step import Rows, Step
 from speedtorch.torch_internals import (
     as_plain,
     empty_of_other_dtype,
+    increment_versions,
     sparse_values,
     version_of,
 )
@@ -82,7 +83,7 @@ class ParameterView:
         zero_grad(set_to_none=False), independent of later lookups."""
         self.only_shows_zeros = False
         """Whether `zeros` were made for a reader and are not a gradient of the rows."""
-        self._shown: tuple[Tensor, Tensor, Tensor] | None = None
+        self.shown: tuple[Tensor, Tensor, Tensor] | None = None
         """The weight's gradient that was returned last, the rows' gradient at that time, and the
         values whose memory both share."""
         self._set_gradient = set_gradient
@@ -117,12 +118,12 @@ class ParameterView:
         if state is not None:
             rows += state.rows()
         for number, (field, memory) in enumerate(zip(rows, step.rows, strict=True)):
-            if field.shape != memory.shape:
+            if field is not memory and field.shape != memory.shape:
                 raise RuntimeError(
                     f"{self._name}: the step's rows have shape {list(field.shape)}, expected"
                     f" {list(memory.shape)}. An optimizer must not resize them."
                 )
-            rows[number] = field.contiguous()
+            rows[number] = field if field is memory else field.contiguous()
         return rows
 
     def change(self, step: Step, change: Callable[[Rows], None]) -> None:
@@ -170,7 +171,7 @@ class ParameterView:
 
     def note_none(self) -> None:
         """Records that the gradient of the weight was set to None."""
-        self._shown, self.shows_zeros = None, False
+        self.shown, self.shows_zeros = None, False
 
     def drop_zeros(self) -> None:
         """Drops a gradient that zero_grad() has filled with zeros."""
@@ -184,13 +185,13 @@ class ParameterView:
 
     def note_shown(self, shown: Tensor, gradient: Tensor, values: Tensor) -> None:
         """Records a weight's gradient that shares the memory `values` of the rows' gradient."""
-        self._shown = shown, gradient, values
+        self.shown = shown, gradient, values
 
     def shown_of(self, gradient: Tensor) -> Tensor | None:
         """The weight's gradient that was already returned for this rows' gradient, or None."""
-        if self._shown is None or self._shown[1] is not gradient:
+        if self.shown is None or self.shown[1] is not gradient:
             return None
-        return self._shown[0]
+        return self.shown[0]
 
     def set_was_read(self) -> None:
         """Records that the caller has the weight's gradient and may write to it."""
@@ -199,11 +200,11 @@ class ParameterView:
 
     def collect(self) -> None:
         """Copies writes to the returned gradient of the weight to the rows' gradient."""
-        if self._shown is None:
+        if self.shown is None:
             return
-        shown, gradient, values = self._shown
+        shown, gradient, values = self.shown
         if gradient is not self.parameter.grad:
-            self._shown = None
+            self.shown = None
             return
         if isinstance(shown, SparseRows):
             content = shown.content
@@ -211,7 +212,7 @@ class ParameterView:
         else:
             is_same = sparse_values(shown).data_ptr() == values.data_ptr()
         if not is_same and (set_gradient := self._set_gradient()) is not None:
-            self._shown = None
+            self.shown = None
             set_gradient(shown)
             if shown.is_sparse and not sparse_values(shown).shape[0]:  # the result of zero_()
                 self.note_zeros(self.parameter.grad)
@@ -273,4 +274,4 @@ def replace_rows(parameter: Tensor, rows: Tensor) -> None:
         parameter.data = empty_of_other_dtype(parameter.dtype, parameter.device)
     parameter.data = rows
     # A backward through a graph of an earlier batch would compute with these rows; now it raises.
-    torch.autograd.graph.increment_version(parameter)
+    increment_versions((parameter,))

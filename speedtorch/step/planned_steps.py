@@ -65,7 +65,7 @@ class PlannedSteps:
         self._planning = SideStream("planning")
         self._loop: Callable[[], object] = lambda: None
         self._checks_lookups = True
-        self._agree: Callable[[], AgreeOnStep | None] = lambda: None
+        self._agree: Callable[[], AgreeOnStep | None] | None = None
 
     # ---- announced ids
 
@@ -140,7 +140,7 @@ class PlannedSteps:
     @property
     def agree_on_step(self) -> AgreeOnStep | None:
         """The call by which ranks that share the rows agree before an optimizer's step, or None."""
-        return self._agree()
+        return None if self._agree is None else self._agree()
 
     def check_lookups(self) -> None:
         """Raises RuntimeError if an optimizer would change announced rows without a lookup.

@@ -18,6 +18,7 @@ from torch import Tensor
 from speedtorch.torch_internals import (
     FOREACH_TYPES,
     forbid_data_pointer,
+    increment_versions,
     is_pointwise,
     is_view,
     no_torch_function,
@@ -283,8 +284,8 @@ def _name_of(func: Any) -> str:
 
 def _note_written(name: str, contents: Sequence[RowContent]) -> None:
     """Increments the version, which torch does not do below autograd."""
+    increment_versions([content.values for content in contents])
     for content in contents:
-        torch.autograd.graph.increment_version(content.values)
         if name in ("zero_", "_foreach_zero_") and (zeroed := content.zeroed()) is not None:
             zeroed()
 

@@ -10,6 +10,7 @@ import torch
 from speedtorch.step.gradient_sums import sparse_of_all
 from speedtorch.step.held_rows import HeldRows
 from speedtorch.step.step import Copy, Rows
+from speedtorch.torch_internals import increment_versions
 
 __all__ = ["OptimizerCall", "SteppedRows"]
 
@@ -24,8 +25,10 @@ class OptimizerCall(Protocol):
     """Whether all rows have been stepped."""
     paused: bool
     """Whether the user's closure is running within the call."""
-    is_idle: bool
-    """Whether every learning rate is 0, so that the step may change no row."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every learning rate is 0, so that the step may change no row."""
 
     def runs_elsewhere(self) -> bool:
         """Whether another thread runs the call, and not the user's closure."""
@@ -80,14 +83,15 @@ class SteppedRows:
         """Called after an optimizer's step. The caller holds `lock`."""
         if self.settle():
             # A backward through an earlier use of the rows would compute with changed rows.
-            torch.autograd.graph.increment_version(self._held.now.rows[0])
+            increment_versions((self._held.now.rows[0],))
 
     def settle(self) -> bool:
         """Records changes of the rows by an optimizer or other code.
 
         Returns whether an optimizer has stepped the rows.
         """
-        self.await_step()
+        if self.call is not None and not self.call[0].done:
+            self.await_step()
         held, stepped, left = self._held, False, False
         now, view = held.now, held.view
         written = is_changed = view.was_written()
@@ -101,7 +105,7 @@ class SteppedRows:
                 stepped = number == now.number and (has_gradient or written)
                 left = True
                 if stepped:
-                    is_changed = self._has_changed()
+                    is_changed = not self._as_in_table or self._differs_from(self._as_in_table)
                     held.memory.after_step()
                     self._round()
                     copy = Copy.DIRTY if is_changed else Copy.STALE
@@ -131,14 +135,13 @@ class SteppedRows:
         if store.stored:
             held.view.change(now, lambda rows: store.round(held.fields, now.ids, rows))
 
-    def _has_changed(self) -> bool:
-        """Whether the step changed rows; always true unless every learning rate was 0.
+    def _differs_from(self, before: Rows) -> bool:
+        """Whether a step changed the rows `before` it; called if every learning rate was 0.
 
         torch.distributed.checkpoint creates optimizer state by a step of rate 0, and then loads
         into the table's memory. Writing unchanged rows back would overwrite the loaded rows.
         """
-        before = self._as_in_table
-        return before is None or not all(
+        return not all(
             torch.equal(old.view(torch.uint8), new.view(torch.uint8))
             for old, new in zip(before, self._held.view.rows_of(self._held.now), strict=True)
         )

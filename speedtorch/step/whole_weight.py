@@ -186,7 +186,8 @@ class WholeWeight(ClaimedRows):
                 self.exchange.rejoin(ids)
             step = self.exchange.held.now
             self.parameter_view.show(step)
-            self.parameter_view.collect()
+            if self.parameter_view.shown is not None:
+                self.parameter_view.collect()
             added, held = gradient, step.rows[0].shape[0]
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
@@ -214,9 +215,11 @@ class WholeWeight(ClaimedRows):
 
     def own_gradient(self) -> Tensor | None:
         """The gradient of the step's rows for the optimizer. The caller holds `lock`."""
-        self.exchange.stepping.await_step()
+        if self.exchange.stepping.call is not None:
+            self.exchange.stepping.await_step()
         self.parameter_view.show(self.exchange.held.now)
-        self.parameter_view.collect()
+        if self.parameter_view.shown is not None:
+            self.parameter_view.collect()
         self.parameter_view.divide()
         return self.parameter.grad
 
@@ -232,7 +235,8 @@ class WholeWeight(ClaimedRows):
             if gradient is None and (gradient := view.make_zeros()) is None:
                 self.exchange.note_zero_grad()
                 return None
-            view.set_was_read()
+            if view.zeros is not None:
+                view.set_was_read()
             if (shown := view.shown_of(gradient)) is not None:
                 return shown
             if gradient.is_sparse and self.table.shard_spec is None:
@@ -292,7 +296,8 @@ class WholeWeight(ClaimedRows):
         another shape or dtype, and NotImplementedError if rows cannot join because of a capacity.
         """
         with self.lock:
-            self.exchange.stepping.await_step()
+            if self.exchange.stepping.call is not None:
+                self.exchange.stepping.await_step()
             view = self.parameter_view
             view.show(self.exchange.held.now)
             if value is None:

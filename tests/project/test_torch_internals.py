@@ -96,7 +96,7 @@ def test_version_of() -> None:
     tensor = torch.zeros(3)
     view, before = tensor[1:], torch_internals.version_of(tensor)
     view.add_(1)
-    torch.autograd.graph.increment_version(tensor)
+    torch_internals.increment_versions((tensor,))
     assert torch_internals.version_of(tensor) == torch_internals.version_of(view) == before + 2
 
 
