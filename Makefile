@@ -110,7 +110,8 @@ lint: setup ## format, lint and types
 	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(SOURCES)
 
 # tests/sanitized.py builds a package of its own with the CPU kernels alone, and runs these with it.
-TESTS_OF_BOUNDS := tests/memory/test_memory.py $(addprefix tests/ops/test_,chunk_digests.py argument_overlaps.py \
+TESTS_OF_BOUNDS := $(addprefix tests/memory/test_memory,.py _errors.py) \
+    $(addprefix tests/ops/test_,chunk_digests.py argument_overlaps.py \
     argument_faults.py argument_errors.py swap_argument_errors.py index_errors.py pinned_gather.py \
     pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py counted.py plan.py \
     sum_rows.py cpu_threads.py pool_rows.py round_rows.py shard_ids.py table_ids.py)

@@ -193,16 +193,6 @@ def test_memory_moves_while_another_thread_captures_a_graph(driver: PretendedDri
     assert not driver.reserved and not driver.mapped
 
 
-def test_what_is_no_range_is_refused(driver: PretendedDriver) -> None:
-    for call in (_ops.open_range, _ops.map_range, _ops.unmap_range, _ops.range_bytes):
-        with pytest.raises(ValueError, match="address range: no range begins at address 4096"):
-            call(4096)
-    for count in (0, -1, 2**63 - 1):
-        with pytest.raises(ValueError, match=f"address range: bytes must be .*, got {count}"):
-            _ops.reserve_range(count, 0)
-    assert driver.named(*CALLS) == []
-
-
 @pytest.mark.parametrize("last", ["_ops.stop()", "os.fork() == 0 or os._exit(os.wait()[1])"])
 def test_no_cuda_call_is_made_by_a_fork_or_once_the_process_exits(last: str) -> None:
     program = f"""

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import torch
 from cuda_calls import PretendedDriver
 
 import speedtorch
-from speedtorch import empty, memory_kind, memory_stats, pin_memory_
+from speedtorch import empty, memory_kind, memory_stats
 from speedtorch.memory.host_memory import check_owner, release
 
 KINDS = ["plain", "registered", "managed"]
@@ -113,71 +112,9 @@ def test_the_process_that_made_memory_may_use_it(driver: PretendedDriver, kind: 
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [-1, (3, -1), (-2, -2)], ids=str)
-def test_negative_sizes_are_refused(size: int | tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"size: expected sizes of 0 or more, got .*-"):
-        empty(size)
-
-
-@pytest.mark.parametrize("size", [None, 1.5, "ab", True, (2, 1.0)], ids=repr)
-def test_sizes_that_are_no_integers_are_refused(size: Any) -> None:
-    with pytest.raises(TypeError, match="size: expected an int or a tuple of ints, got"):
-        empty(size)
-
-
 def test_sizes_may_be_numpys_integers() -> None:
     assert empty(np.int64(3)).shape == (3,)
     assert empty((np.int64(3), 2)).shape == (3, 2)
-
-
-def test_a_shape_beyond_all_strides_is_refused_though_it_holds_nothing() -> None:
-    with pytest.raises(ValueError, match=r"size: rows of \[0, 10995.*\] span more than 2\^63 - 1"):
-        empty((0, 1 << 40, 1 << 40))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "error"), [(None, TypeError), ("float32", TypeError), (torch.qint8, ValueError)]
-)
-def test_what_is_no_dtype_of_rows_is_refused(dtype: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="dtype: (expected a torch.dtype|quantized dtypes)"):
-        empty(3, dtype=dtype)
-
-
-@pytest.mark.parametrize("call", [pin_memory_, memory_kind])
-@pytest.mark.parametrize(
-    ("tensor", "error", "message"),
-    [
-        (None, TypeError, "expected a tensor, got NoneType"),
-        ([1.0], TypeError, "expected a tensor, got list"),
-        (torch.eye(2).to_sparse(), ValueError, r"must be dense \(strided\), got torch.sparse_coo"),
-    ],
-    ids=["None", "a list", "sparse"],
-)
-def test_what_has_no_memory_of_its_own_is_refused(
-    call: Any, tensor: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=f"{call.__name__}: .*{message}"):
-        call(tensor)
-
-
-def test_unknown_kinds_are_refused() -> None:
-    message = "'auto', 'managed', 'registered' or 'plain', got 'pinned'"
-    with pytest.raises(ValueError, match=message):
-        empty(3, memory="pinned")
-
-
-def test_sizes_beyond_all_memory_are_refused_in_numbers() -> None:
-    with pytest.raises((MemoryError, ValueError), match=str(2**64 * 4)):
-        empty((2**32, 2**32), memory="plain")
-
-
-def test_the_library_itself_refuses_bad_sizes_and_kinds() -> None:
-    host_empty = torch.ops.speedtorch.host_empty
-    with pytest.raises(ValueError, match="host memory: size must not be negative, got -5"):
-        host_empty(-5, 0, True)
-    for kind in (-1, 3, 4):
-        with pytest.raises(ValueError, match=f"kind must be 0 .* got {kind}"):
-            host_empty(5, kind, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -169,11 +169,6 @@ def test_foreign_pinned_memory_is_not_pinned_again(driver: PretendedDriver) -> N
     assert driver.named("host_register") == []
 
 
-def test_only_cpu_tensors_are_pinned() -> None:
-    with pytest.raises(ValueError, match="pin_memory_: the tensor must be on the CPU"):
-        pin_memory_(torch.zeros(3, device="meta"))
-
-
 def test_a_tensor_without_elements_is_pinned_without_cuda(driver: PretendedDriver) -> None:
     tensor = torch.zeros(0, 3)
     unpin_memory_(pin_memory_(tensor))
