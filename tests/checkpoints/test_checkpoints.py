@@ -13,6 +13,7 @@ import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,23 +351,31 @@ def test_errors_of_use_and_of_the_disk_pass_over_no_generation(
         speedtorch.load(tmp_path, layer=nn.Linear(3, 3))
 
 
-def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Writes a manifest with a change, and its digest."""
+def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Writes a manifest with a change, and its digest; returns its text."""
     content = json.loads(path.read_text())
     change(content)
     text = json.dumps(content).encode()
     path.write_bytes(text)
     path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
+    return text
 
 
-@pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "../tensors.safetensors", "tensors"])
-def test_a_manifest_that_names_no_file_is_an_error(name: str, tmp_path: Path) -> None:
-    path = Path(speedtorch.save(tmp_path, a=torch.ones(3)).path) / "manifest.json"
-    rewrite_manifest(path, lambda content: content["files"][0].update(name=name))
-    with pytest.raises(
-        ValueError, match=r"manifest.json: is damaged.*: it has the invalid file name '"
-    ):
-        speedtorch.load(tmp_path)
+def of_version(version: int, digests: str) -> Callable[[dict[str, Any]], None]:
+    """Gives a manifest a version and the name of digests."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["version"] = version
+        content["files"][0][digests] = content["files"][0].pop("crc32c")
+
+    return change
+
+
+def named(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["files"][0].update(name=name)
+
+
+NO_NAME = "it has the invalid file name '"
 
 
 @pytest.mark.parametrize(
@@ -659,35 +668,24 @@ def test_two_threads_save_generations_of_their_own(tmp_path: Path) -> None:
     check(tmp_path, (1,))
 
 
-def test_a_generation_that_is_removed_while_it_is_opened_gives_way_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "name"), [(safetensors_format, "read_arrays"), (os.path, "isdir")]
+)
+def test_a_generation_that_is_removed_while_it_is_looked_for_gives_way_to_the_next(
+    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speedtorch.save(tmp_path, **values(0))
-    read = safetensors_format.read_arrays
+    real = getattr(module, name)
 
-    def read_then_save(*arguments: Any) -> Any:
+    def save_between(*arguments: Any) -> Any:
+        found = real(*arguments)
+        if name == "isdir" and "generation-" not in str(arguments[0]):
+            return found
         monkeypatch.undo()
-        found = read(*arguments)
         speedtorch.save(tmp_path, keep=1, **values(1))
-        return found
+        return real(*arguments) if name == "isdir" else found
 
-    monkeypatch.setattr(safetensors_format, "read_arrays", read_then_save)
-    check(tmp_path, (1,))
-
-
-def test_a_generation_that_is_removed_while_the_folder_is_listed_gives_way_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speedtorch.save(tmp_path, **values(0))
-    is_folder = os.path.isdir
-
-    def save_first(path: str) -> bool:
-        if "generation-" in str(path):
-            monkeypatch.undo()
-            speedtorch.save(tmp_path, keep=1, **values(1))
-        return is_folder(path)
-
-    monkeypatch.setattr(os.path, "isdir", save_first)
+    monkeypatch.setattr(module, name, save_between)
     check(tmp_path, (1,))
 
 
@@ -710,48 +708,46 @@ def test_a_reader_beside_a_writer_sees_whole_runs(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_raise(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="save: expected parts to save"):
-        speedtorch.save(tmp_path)
-    with pytest.raises(ValueError, match="keep: expected an int of 1 or more, got 0"):
-        speedtorch.save(tmp_path, keep=0, step=1)
-    with pytest.raises(TypeError, match=r"a\['b'\]: .* cannot hold a builtins.set"):
-        speedtorch.save(tmp_path, a={"b": {1}})
-    with pytest.raises(ValueError, match="a: .*, got the layout torch.sparse_coo"):
-        speedtorch.save(tmp_path, a=torch.eye(3).to_sparse())
-    with pytest.raises(ValueError, match="a: .*, got one on the meta device"):
-        speedtorch.save(tmp_path, a=torch.empty(2, device="meta"))
-    with pytest.raises(ValueError, match="a: .*, got a nested tensor"):
-        nested = [torch.ones(2), torch.ones(3)]
-        speedtorch.save(tmp_path, a=torch.nested.nested_tensor(nested, layout=torch.jagged))
-    with pytest.raises(ValueError, match=r"a\['weight'\]: .* got an uninitialized"):
-        speedtorch.save(tmp_path, a=nn.LazyLinear(3))
-    with pytest.raises(ValueError, match="safetensors files cannot hold torch.complex128"):
-        speedtorch.save(tmp_path, a=torch.ones(2, dtype=torch.complex128))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    values: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({}, TypeError, "save: expected parts to save"),
+        ({"keep": 0, "step": 1}, ValueError, "keep: expected an int of 1 or more, got 0"),
+        ({"a": {"b": {1}}}, TypeError, r"a\['b'\]: .* cannot hold a builtins.set"),
+        ({"a": torch.eye(3).to_sparse()}, ValueError, "a: .*, got the layout torch.sparse_coo"),
+        ({"a": torch.empty(2, device="meta")}, ValueError, "a: .*, got one on the meta device"),
+        ({"a": nested}, ValueError, "a: .*, got a nested tensor"),
+        ({"a": nn.LazyLinear(3)}, ValueError, r"a\['weight'\]: .* got an uninitialized"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, ValueError, "cannot hold torch.complex128"),
+    ]
+    for parts, error, message in values:
+        with pytest.raises(error, match=message):
+            speedtorch.save(tmp_path, **parts)
     assert os.listdir(tmp_path) == []
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint in this"):
-        speedtorch.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint in this"):
-        speedtorch.load(tmp_path / "nowhere")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint in this"):
+            speedtorch.load(folder)
     (tmp_path / "file").write_text("x")
-    for call in (
-        lambda: speedtorch.save(tmp_path / "file", a=1),
-        lambda: speedtorch.load(tmp_path / "file"),
-    ):
+    for call in (partial(speedtorch.save, a=1), speedtorch.load):
         with pytest.raises(NotADirectoryError, match="is a file; pass the folder"):
-            call()
-    folder: Any = os.fsencode(tmp_path / "bytes")
-    speedtorch.save(folder, step=1)
-    assert speedtorch.load(folder) == {"step": 1}
-    layer = nn.Linear(2, 2)
-    speedtorch.save(tmp_path, layers=[layer, layer], step=1)
-    with pytest.raises(KeyError, match=r"has no part 'model'. Parts: \['layers', 'step'\]"):
-        speedtorch.load(tmp_path, model=layer)
-    with pytest.raises(TypeError, match="step: expected an object with load_state_dict"):
-        speedtorch.load(tmp_path, step=3)
-    with pytest.raises(ValueError, match="layers: a list of 2 was saved, got a list of 1"):
-        speedtorch.load(tmp_path, layers=[layer])
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        speedtorch.load(tmp_path, layers=[layer, nn.Linear(3, 3)])
+            call(tmp_path / "file")
+    in_bytes: Any = os.fsencode(tmp_path / "bytes")
+    speedtorch.save(in_bytes, step=1)
+    assert speedtorch.load(in_bytes) == {"step": 1}
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    speedtorch.save(tmp_path, layers=[layer, layer], layer=layer, step=1)
+    before = other.weight.detach().clone()
+    loads: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"model": other}, KeyError, r"has no part 'model'. Parts: \['layers', 'layer', 'step'\]"),
+        ({"step": 3}, TypeError, "step: expected an object with load_state_dict"),
+        ({"layers": [other]}, ValueError, "layers: a list of 2 was saved, got a list of 1"),
+        ({"layers": [other] * 3}, ValueError, "layers: a list of 2 was saved, got a list of 3"),
+        ({"layers": [other, nn.Linear(3, 3)]}, RuntimeError, "size mismatch for weight"),
+        ({"layers": [other] * 2, "layer": [other]}, ValueError, "layer: no list was saved, got a "),
+    ]
+    for parts, error, message in loads:
+        with pytest.raises(error, match=message):
+            speedtorch.load(tmp_path, **{"layer": other, **parts})
+        assert torch.equal(other.weight, before)
 
 
 class Quantized(Tensor):
@@ -771,31 +767,25 @@ class Quantized(Tensor):
         return cls(args[0].values)
 
 
-def test_a_tensor_whose_values_are_in_others_is_named_with_a_remedy(tmp_path: Path) -> None:
-    state = {"exp_avg": Quantized(torch.ones(3, dtype=torch.uint8))}
-    message = r"a\['exp_avg'\]: expected a plain tensor, got .*Quantized. Save its plain values"
-    with pytest.raises(TypeError, match=message):
-        speedtorch.save(tmp_path, a=state)
-    assert os.listdir(tmp_path) == []
+NEARLY: list[tuple[dict[str, Any], str]] = [
+    ({"background": True}, "background.*async_save"),
+    ({"background": False}, "background.*async_save"),
+    ({"back_ground": True}, "back_ground.*async_save"),
+    ({"keeps": 10}, "Write keep= for the option, or choose another name"),
+    ({"Base": 1}, "Write base="),
+    ({"max_memory": 1}, "max_memory= is an option of async_save"),
+    ({"generation": 1}, "generation= is an option of load. Choose another name"),
+    ({"a": {"b": Quantized(torch.ones(3))}}, r"a\['b'\]: expected a plain tensor, got .*Quantized"),
+    ({"a": {"b": Quantized(torch.ones(3))}}, "Quantized. Save its plain values"),
+]
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"background": True}, "background.*async_save"),
-        ({"background": False}, "background.*async_save"),
-        ({"back_ground": True}, "back_ground.*async_save"),
-        ({"keeps": 10}, "Write keep= for the option, or choose another name"),
-        ({"Base": 1}, "Write base="),
-        ({"max_memory": 1}, "max_memory= is an option of async_save"),
-        ({"generation": 1}, "generation= is an option of load. Choose another name"),
-    ],
-)
-def test_a_part_called_nearly_as_an_option_raises(
-    option: dict[str, Any], message: str, tmp_path: Path
+@pytest.mark.parametrize(("parts", "message"), NEARLY)
+def test_parts_that_cannot_be_saved_raise(
+    parts: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TypeError, match=message):
-        speedtorch.save(tmp_path, step=1, **option)
+        speedtorch.save(tmp_path, step=1, **parts)
     assert os.listdir(tmp_path) == []
 
 
@@ -868,6 +858,7 @@ UNFIT: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.dealt("turned", "since")
 @pytest.mark.parametrize("since", [None, 1])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("what", UNFIT)
@@ -940,22 +931,6 @@ def test_dtensors_whose_rows_ranks_do_not_share_are_named_and_load_nothing(
         dist.destroy_process_group()
 
 
-def test_a_list_of_another_length_raises_before_anything_is_loaded(tmp_path: Path) -> None:
-    layer = nn.Linear(2, 2)
-    speedtorch.save(tmp_path, layer=layer, layers=[layer, layer])
-    other = nn.Linear(2, 2)
-    before = other.weight.detach().clone()
-    for given, message in (
-        ([other], "a list of 2 was saved, got a list of 1"),
-        ([other] * 3, "got a list of 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            speedtorch.load(tmp_path, layer=other, layers=given)
-    with pytest.raises(ValueError, match="layer: no list was saved, got a list of 1"):
-        speedtorch.load(tmp_path, layers=[other, other], layer=[other])
-    assert torch.equal(other.weight, before)
-
-
 def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     saved = speedtorch.save(tmp_path, step=3, a=torch.ones(2))
     content = json.loads((Path(saved.path) / "manifest.json").read_text())
@@ -972,19 +947,18 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
 def as_of_crc32(saved: speedtorch.types.Saved, base: str | None = None) -> str:
     """Gives a generation the manifest of the first versions; returns the manifest's digest."""
     path = Path(saved.path) / "manifest.json"
-    content = json.loads(path.read_text())
-    content["version"] = 1 if base is None else 2
-    for file in content["files"]:
-        data = (path.parent / file["name"]).read_bytes()
-        chunks = (data[at : at + (1 << 20)] for at in range(0, len(data), 1 << 20))
-        del file["crc32c"]
-        file["crc32"] = [zlib.crc32(each) for each in chunks]
-    if base is not None:
-        content["base"]["sha256"] = base
-    text = json.dumps(content).encode()
-    path.write_bytes(text)
-    path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
-    return hashlib.sha256(text).hexdigest()
+
+    def change(content: dict[str, Any]) -> None:
+        content["version"] = 1 if base is None else 2
+        for file in content["files"]:
+            data = (path.parent / file["name"]).read_bytes()
+            chunks = (data[at : at + (1 << 20)] for at in range(0, len(data), 1 << 20))
+            del file["crc32c"]
+            file["crc32"] = [zlib.crc32(each) for each in chunks]
+        if base is not None:
+            content["base"]["sha256"] = base
+
+    return hashlib.sha256(rewrite_manifest(path, change)).hexdigest()
 
 
 def test_checkpoints_of_the_first_versions_are_read(tmp_path: Path) -> None:
@@ -1003,18 +977,3 @@ def test_checkpoints_of_the_first_versions_are_read(tmp_path: Path) -> None:
     for generation in (1, 2):
         with pytest.raises(ValueError, match="its bytes from 1,048,576 on do not match"):
             speedtorch.load(tmp_path, generation=generation)
-
-
-@pytest.mark.parametrize(("version", "digests"), [(1, "crc32c"), (3, "crc32"), (2, "crc32")])
-def test_a_version_with_other_digests_is_damaged(
-    version: int, digests: str, tmp_path: Path
-) -> None:
-    path = Path(speedtorch.save(tmp_path, a=torch.ones(3)).path) / "manifest.json"
-    content = json.loads(path.read_text())
-    content["version"] = version
-    content["files"][0][digests] = content["files"][0].pop("crc32c")
-    text = json.dumps(content).encode()
-    path.write_bytes(text)
-    path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
-    with pytest.raises(ValueError, match="manifest.json: is damaged, or not of"):
-        speedtorch.load(tmp_path)

@@ -296,10 +296,17 @@ def test_wrong_bases_raise(tmp_path: Path) -> None:
     run = Run("cpu")
     with pytest.raises(FileNotFoundError, match="no checkpoint in this"):
         speedtorch.save(tmp_path, base=1, **run.parts)
-    speedtorch.save(tmp_path, **run.parts)
+    saved: Any = speedtorch.save(tmp_path, **run.parts)
     for wrong in (2, 0, -1):
         with pytest.raises(FileNotFoundError, match=rf"no generation {wrong}, only \[1\]"):
             speedtorch.save(tmp_path, base=wrong, **run.parts)
+    for call in (
+        lambda: speedtorch.save(tmp_path, base=saved, step=2),
+        lambda: speedtorch.load(tmp_path, since=saved),
+        lambda: speedtorch.load(tmp_path, generation=True),
+    ):
+        with pytest.raises(TypeError, match="expected a number such as Saved.generation, got"):
+            call()
     assert os.listdir(tmp_path) == ["generation-00000001"]
 
 
@@ -516,17 +523,6 @@ def test_a_base_that_no_save_has_written_is_an_error(
     path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
     with pytest.raises(ValueError, match=f"manifest.json: is damaged.*{message}"):
         speedtorch.load(tmp_path, generation=2)
-
-
-def test_generations_must_be_numbers(tmp_path: Path) -> None:
-    saved: Any = speedtorch.save(tmp_path, step=1)
-    for call in (
-        lambda: speedtorch.save(tmp_path, base=saved, step=2),
-        lambda: speedtorch.load(tmp_path, since=saved),
-        lambda: speedtorch.load(tmp_path, generation=True),
-    ):
-        with pytest.raises(TypeError, match="expected a number such as Saved.generation, got"):
-            call()
 
 
 def test_a_table_that_cannot_be_used_is_no_matter(tmp_path: Path) -> None:

@@ -12,11 +12,16 @@ import pytest
 from speedtorch.files.threads import threads
 
 
-def test_work_is_done_and_what_it_raises_is_raised() -> None:
+@pytest.mark.parametrize("ends", [False, True], ids=["", "threads end before they take any"])
+def test_work_is_done_and_what_it_raises_is_raised(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ends:
+        monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
     with threads(4) as pool:
         numbers = [pool.begin(divmod, 17, each) for each in (5, 3)]
         wrong = pool.begin(divmod, 1, 0)
-    assert [each.result() for each in numbers] == [(3, 2), (5, 2)]
+        assert [pool.result(each) for each in numbers] == [(3, 2), (5, 2)]
     with pytest.raises(ZeroDivisionError):
         wrong.result()
 
@@ -55,12 +60,3 @@ def test_work_is_done_where_no_thread_can_be_started(
         numbers = [pool.begin(divmod, each, 5) for each in range(50)]
         assert [pool.result(each) for each in numbers] == [divmod(each, 5) for each in range(50)]
     assert left[0] == 0
-
-
-def test_work_is_done_where_threads_end_before_they_take_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
-    with threads(4) as pool:
-        numbers = [pool.begin(divmod, 17, each) for each in (5, 3)]
-        assert [pool.result(each) for each in numbers] == [(3, 2), (5, 2)]

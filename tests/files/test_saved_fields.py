@@ -45,34 +45,24 @@ def read_into(path: Path, fields: dict[str, Tensor]) -> None:
 @pytest.mark.usefixtures("small_file_blocks")
 @pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (40,)], ids=str)
-@pytest.mark.parametrize("dtype", SAFE, ids=dtype_name)
-def test_rows_from_safetensors_are_bitwise_identical(
-    tmp_path: Path, dtype: torch.dtype, shape: Sequence[int], gap: int
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("t.safetensors", dtype) for dtype in SAFE] + [("t.npy", dtype) for dtype in NPY],
+    ids=lambda value: value if isinstance(value, str) else dtype_name(value),
+)
+def test_rows_of_files_are_bitwise_identical(
+    tmp_path: Path, name: str, dtype: torch.dtype, shape: Sequence[int], gap: int
 ) -> None:
-    rows = random_rows(7, shape, dtype, gap=gap, offset=gap)
-    save_fields(tmp_path / "t.safetensors", {"weight": rows})
-    assert_same_bytes(load_file(tmp_path / "t.safetensors")["weight"], rows)
+    path, rows = tmp_path / name, random_rows(7, shape, dtype, gap=gap, offset=gap)
+    save_fields(path, {"weight": rows})
+    if name == "t.npy":
+        assert np.load(path).tobytes() == as_bytes(rows).numpy().tobytes()
+    else:
+        assert_same_bytes(load_file(path)["weight"], rows)
     back = random_rows(7, shape, dtype, gap=gap, offset=gap, seed=1)
     expected = layout_copy(back)
     expected.copy_(rows)
-    read_into(tmp_path / "t.safetensors", {"weight": back})
-    assert_same_storage(back, expected)
-
-
-@pytest.mark.usefixtures("small_file_blocks")
-@pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
-@pytest.mark.parametrize("dtype", NPY, ids=dtype_name)
-def test_rows_from_npy_are_bitwise_identical(
-    tmp_path: Path, dtype: torch.dtype, shape: Sequence[int], gap: int
-) -> None:
-    rows = random_rows(7, shape, dtype, gap=gap, offset=gap)
-    save_fields(tmp_path / "t.npy", {"weight": rows})
-    assert np.load(tmp_path / "t.npy").tobytes() == as_bytes(rows).numpy().tobytes()
-    back = random_rows(7, shape, dtype, gap=gap, offset=gap, seed=1)
-    expected = layout_copy(back)
-    expected.copy_(rows)
-    read_into(tmp_path / "t.npy", {"weight": back})
+    read_into(path, {"weight": back})
     assert_same_storage(back, expected)
 
 
@@ -148,11 +138,12 @@ def test_a_parameter_is_read_and_written_without_autograd(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_weight_alone_is_the_npy_file_itself(tmp_path: Path) -> None:
-    save_fields(tmp_path / "t.npy", {"weight": torch.zeros(2)})
-    assert list(snapshot(tmp_path)) == ["t.npy"]
+@pytest.mark.parametrize(("name", "file"), [("weight", "t.npy"), ("sum", "t.sum.npy")])
+def test_a_weight_alone_is_the_npy_file_itself(tmp_path: Path, name: str, file: str) -> None:
+    save_fields(tmp_path / "t.npy", {name: torch.zeros(2)})
+    assert list(snapshot(tmp_path)) == [file]
     with open_fields(tmp_path / "t.npy") as stored:
-        assert list(stored) == ["weight"]
+        assert list(stored) == [name]
 
 
 def test_several_fields_are_one_npy_file_each(tmp_path: Path) -> None:
@@ -164,12 +155,6 @@ def test_several_fields_are_one_npy_file_each(tmp_path: Path) -> None:
     (tmp_path / "t.a.b.npy").write_bytes(b"of another table, named t.a")
     with open_fields(tmp_path / "t.npy") as stored:
         assert list(stored) == ["weight", "exp_avg"]
-
-
-def test_a_field_that_is_no_weight_keeps_its_name(tmp_path: Path) -> None:
-    save_fields(tmp_path / "t.npy", {"sum": torch.zeros(2)})
-    with open_fields(tmp_path / "t.npy") as stored:
-        assert list(stored) == ["sum"]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_a_graph_keeps_the_memory_of_its_table(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["managed", "registered"])
-def test_memory_of_dead_tables_goes_when_no_graph_will_use_it(kind: str) -> None:
+def test_memory_of_dead_tables_is_captured_and_goes_when_no_graph_will_use_it(kind: str) -> None:
     gc.collect()
     release()  # what earlier tests left
     before = speedtorch.memory_stats()
@@ -56,6 +56,8 @@ def test_memory_of_dead_tables_goes_when_no_graph_will_use_it(kind: str) -> None
     gc.collect()
     after = speedtorch.memory_stats()
     assert after["captured"] == before["captured"] + ROWS * WIDTH * 4
+    assert after[kind] == before[kind]
+    assert len(kept) == 3
     del kept
     release()
     assert speedtorch.memory_stats() == before
@@ -73,19 +75,6 @@ def test_released_memory_goes_with_its_table(kind: str) -> None:
     del table
     gc.collect()
     assert speedtorch.memory_stats() == before
-    assert len(kept) == 3
-
-
-@pytest.mark.parametrize("kind", ["managed", "registered"])
-def test_the_memory_of_a_dead_table_counts_as_captured(kind: str) -> None:
-    gc.collect()
-    release()  # what earlier tests left
-    before = speedtorch.memory_stats()
-    kept = capture_gather(Place("cuda", kind).table(random_rows(ROWS, (WIDTH,))))
-    gc.collect()
-    after = speedtorch.memory_stats()
-    assert after["captured"] == before["captured"] + ROWS * WIDTH * 4
-    assert after[kind] == before[kind]
     assert len(kept) == 3
 
 

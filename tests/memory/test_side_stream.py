@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from recorded_streams import DEVICE, RecordedStreams, RecordedTensor
@@ -43,31 +45,24 @@ def test_work_after_events_waits_for_these_alone(
 
 
 @KINDS
-def test_what_follows_a_join_is_behind_the_side_stream(
-    kind: type[SideStream], streams: RecordedStreams
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_follows_a_join_is_behind_the_objects_own_work_only(
+    kind: type[SideStream], fails: bool, streams: RecordedStreams
 ) -> None:
     side = kind("copies")
     side.join()  # nothing to wait for
-    with side.after_current(DEVICE):
+    error = pytest.raises(KeyboardInterrupt) if fails else nullcontext()
+    with error, side.after_current(DEVICE):
         streams.work("copy")
-    side.join()
-    streams.work("use")
-    assert streams.before("use") == {"copy"}
-    assert side.end is None
-
-
-@KINDS
-def test_a_join_is_behind_the_objects_own_work_only(
-    kind: type[SideStream], streams: RecordedStreams
-) -> None:
-    side = kind("copies")
-    with side.after_current(DEVICE):
-        streams.work("copy")
+        if fails:
+            raise KeyboardInterrupt
+    assert streams.current is streams.stream("main")
     with kind("copies").after_current(DEVICE):  # on the same stream
         streams.work("another's copy")
     side.join()
     streams.work("use")
     assert streams.before("use") == {"copy"}
+    assert side.end is None
 
 
 @KINDS
@@ -109,20 +104,6 @@ def test_memory_that_a_side_stream_uses_is_kept_for_it(streams: RecordedStreams)
     tensor = RecordedTensor()
     SideStream("copies").uses([tensor, torch.zeros(1)])  # type: ignore[list-item]
     assert tensor.streams == ["copies of main"]
-
-
-@KINDS
-def test_an_error_inside_restores_the_current_stream_and_records_the_end(
-    kind: type[SideStream], streams: RecordedStreams
-) -> None:
-    side = kind("copies")
-    with pytest.raises(KeyboardInterrupt), side.after_current(DEVICE):
-        streams.work("copy")
-        raise KeyboardInterrupt
-    assert streams.current is streams.stream("main")
-    side.join()
-    streams.work("use")
-    assert streams.before("use") == {"copy"}
 
 
 @pytest.mark.parametrize("captures", [False, True])

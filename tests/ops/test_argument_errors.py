@@ -104,14 +104,14 @@ def test_a_result_that_does_not_fit(place: Place, fault: str) -> None:
     assert out.eq(-1).all()
 
 
-def test_a_result_inside_the_table(device: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "names"), [("pinned_gather", "out and table"), ("pinned_scatter", "table and src")]
+)
+def test_rows_inside_the_table(device: str, op: str, names: str) -> None:
     values = random_rows(8, (6,))
-    table = Place(device, device).work(values)
-    index = torch.tensor(IDS, device=device)
-    refused(
-        lambda: speedtorch.pinned_gather(table, index, out=table[2:5]),
-        "pinned_gather: out and table overlap",
-    )
+    table, index = Place(device, device).work(values), torch.tensor(IDS, device=device)
+    given = {"out" if op == "pinned_gather" else "src": table[2:5]}
+    refused(lambda: getattr(speedtorch, op)(table, index, **given), f"{op}: {names} overlap")
     assert_same_storage(table, values)
 
 
@@ -142,17 +142,6 @@ def test_rows_to_write_that_do_not_fit(place: Place, fault: str, accumulate: boo
             ),
             f"pinned_scatter: {message}",
         )
-    assert_same_storage(table, values)
-
-
-def test_rows_to_write_inside_the_table(device: str) -> None:
-    values = random_rows(8, (6,))
-    table = Place(device, device).work(values)
-    index = torch.tensor(IDS, device=device)
-    refused(
-        lambda: speedtorch.pinned_scatter(table, index, table[2:5]),
-        "pinned_scatter: table and src overlap",
-    )
     assert_same_storage(table, values)
 
 

@@ -51,12 +51,14 @@ def test_an_error_of_one_rank_loads_no_rows_of_other_tables(on_machine: bool) ->
     in_processes(2, check_an_error_of_one_rank, on_machine, timeout=2.0)
 
 
+@pytest.mark.dealt("on_machine")
 @CAPACITY
 @MACHINES
 def test_bad_ids_of_one_table_raise_on_all_ranks(capacity: int | None, on_machine: bool) -> None:
     in_processes(2, check_bad_ids, capacity, on_machine)
 
 
+@pytest.mark.dealt("on_machine")
 @CAPACITY
 @MACHINES
 def test_a_batch_that_cannot_be_read_raises_on_all_ranks(
@@ -70,6 +72,7 @@ def test_bad_ids_raise_on_all_ranks_if_errors_are_raised_late(on_machine: bool) 
     in_processes(2, check_no_ids_late, on_machine)
 
 
+@pytest.mark.dealt("ranks")
 @CAPACITY
 @pytest.mark.parametrize("ranks", ["machine", "machines", "GPUs of machines"])
 def test_other_tables_on_one_rank_raise_on_all_ranks(capacity: int | None, ranks: str) -> None:
