@@ -10,6 +10,7 @@ facts that do not depend on the kind of memory: the CPU has them all.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -19,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import paces
 import pytest
@@ -35,6 +37,7 @@ from torch import Tensor
 import speedtorch
 from speedtorch import memory_stats
 from speedtorch.files import field_blocks, table_files
+from speedtorch.optim import probe
 
 # Large tables of tests are no reason to measure the machine.
 os.environ["SPEEDTORCH_CALIBRATE"] = "0"
@@ -245,6 +248,32 @@ def no_error_left_behind() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         speedtorch.synchronize()
+
+
+_PROBED: dict[Hashable, probe.OptimizerProbe] = {}
+_tries_anew = [False]
+_real_probe = probe._probed
+
+
+def _known_probe(optimizer: torch.optim.Optimizer, parameter: Tensor, *how: Any) -> Any:
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    if _tries_anew[0] or optimizer.state or not is_torchs:
+        return _real_probe(optimizer, parameter, *how)
+    settings = {**probe.group_of(optimizer, parameter), "params": 0}
+    rows = parameter.dtype, parameter.device, parameter.shape[1:]
+    key = (type(optimizer), str(settings), *rows, *how)
+    if key not in _PROBED:
+        _PROBED[key] = _real_probe(optimizer, parameter, *how)
+    return copy.deepcopy(_PROBED[key])
+
+
+probe._probed = _known_probe
+
+
+@pytest.fixture(autouse=True)
+def optimizers_are_tried_once(request: pytest.FixtureRequest) -> None:
+    """Each with its settings, and not at each attach, which takes as long as most tests."""
+    _tries_anew[0] = request.path.parent.name in ("optim", "legacy")
 
 
 @pytest.fixture(autouse=True)
