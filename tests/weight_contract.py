@@ -29,6 +29,11 @@ TRIES, KEPT = 48, 2
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
     """Distinct numbers that are exact in 16 bits, positive and negative."""
+    return drawn(shape, seed).clone()
+
+
+@cache
+def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     count = torch.Size(shape).numel()
     order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(seed))
     return ((order[:count].float() - count + 0.5) / 16).view(shape)
@@ -105,12 +110,15 @@ class Operation:
         call: Returns the result and the other arguments, which the function may write.
         writes: Whether a plain tensor is another one afterwards.
         is_random: Whether the results of a plain tensor differ by the seed.
+        supported: False if NotImplementedError is wrong while no gradients are recorded, True if
+            while they are.
     """
 
     name: str
     call: Callable[[Any], Any]
     writes: bool = False
     is_random: bool = False
+    supported: tuple[bool, ...] = ()
 
     @property
     def is_linalg(self) -> bool:
