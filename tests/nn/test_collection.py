@@ -153,13 +153,6 @@ def test_values_are_the_features_side_by_side_in_table_order(
         assert found.values().data_ptr() == found["user"].data_ptr()
 
 
-def test_to_dict_has_all_features() -> None:
-    found = made()(KeyedIds.of(BAGS))
-    features = found.to_dict()
-    assert list(features) == found.keys()
-    assert_same_content(features, dict(found.items()))
-
-
 def test_rows_are_a_dict_in_table_order() -> None:
     found = made(False)(KeyedIds.of(dict(reversed(BAGS.items()))))
     assert isinstance(found, dict)
@@ -197,14 +190,6 @@ def test_features_of_no_table_are_ignored(pooled: bool) -> None:
     assert [*ours(KeyedIds.of(more)).keys()] == list(BAGS)
 
 
-def test_a_dict_with_a_feature_of_no_table_is_refused() -> None:
-    ours, ids = one(name="film"), torch.tensor([1])
-    for use in (ours, ours.announce):
-        with pytest.raises(KeyError, match=r"no table has the features \['flim'\]"):
-            use({"film": ids, "flim": ids})
-    ours({"film": ids})
-
-
 def test_features_in_any_order_are_their_tables() -> None:
     ours = made()
     expected = ours(KeyedIds.of(BAGS))
@@ -212,10 +197,6 @@ def test_features_in_any_order_are_their_tables() -> None:
         found = ours(KeyedIds.of({key: BAGS.get(key, [[98], [], [99]]) for key in order}))
         for key in BAGS:
             assert_same_bytes(found[key], expected[key])
-
-
-def test_a_table_without_feature_names_has_the_feature_of_its_name() -> None:
-    assert one(name="film")({"film": torch.tensor([1])}).keys() == ["film"]
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["tuple", "list"])
@@ -279,14 +260,9 @@ def test_no_samples_give_bags_of_none(features: Any, mode: str, trains: bool, de
     assert found["bought"].shape == (0, 4)
     if trains:
         sgd_step(ours, found.values().sum())
-
-
-@pytest.mark.parametrize("features", NO_SAMPLES.values(), ids=NO_SAMPLES)
-def test_no_samples_give_rows_of_none(features: Any, device: str) -> None:
-    found = made(False, device)(features)
-    for key in BAGS:
-        assert found[key].values().shape == (0, COLUMNS[TABLE_OF[key]])
-        assert found[key].lengths().shape == (0,)
+    for key, rows in made(False, device)(features).items():
+        assert rows.values().shape == (0, COLUMNS[TABLE_OF[key]])
+        assert rows.lengths().shape == (0,)
 
 
 def test_bags_of_two_dimensions_without_columns_are_empty() -> None:
@@ -502,13 +478,9 @@ def test_equal_tensors_of_other_keys_are_other_ids(device: str) -> None:
         found = ours(KeyedIds(keys, ids, offsets))
         for at, key in enumerate(keys):
             assert_same_bytes(found[key].detach().cpu(), ours.table_weight(key)[[at + 1]])
-
-
-def test_equal_tensors_of_more_keys_are_other_ids() -> None:
-    ours = one()
-    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
-    assert ours(KeyedIds(["a"], ids, offsets))["a"].shape == (2, 2)
-    assert ours(KeyedIds(["a", "x"], ids, offsets))["a"].shape == (1, 2)
+    alone = one(device=device)
+    for keys, samples in ((["a"], 2), (["a", "x"], 1)):
+        assert alone(KeyedIds(keys, ids, offsets))["a"].shape == (samples, 2)
 
 
 def test_equal_tensors_that_are_offsets_of_another_feature_are_other_ids() -> None:
@@ -552,16 +524,6 @@ def test_first_values_are_uniform_in_torchrecs_bounds() -> None:
     assert abs(float(rows.mean())) < bound / 20
 
 
-def test_first_values_are_in_the_configs_bounds() -> None:
-    rows = one(400, 50, weight_init_min=2.0, weight_init_max=3.0).table_weight("a")
-    assert 2.0 <= rows.min() < 2.01
-    assert 2.99 < rows.max() <= 3.0
-
-
-def test_an_init_fn_sets_first_values() -> None:
-    assert bool((one(init_fn=lambda rows: rows.fill_(7.0)).table_weight("a") == 7.0).all())
-
-
 def test_an_init_fn_sees_the_shape_of_its_table_alone() -> None:
     tables = [
         EmbeddingConfig(30, 6, "a", init_fn=nn.init.xavier_uniform_),
@@ -574,15 +536,15 @@ def test_an_init_fn_sees_the_shape_of_its_table_alone() -> None:
     assert not ours.table_weight("b").any()
 
 
-def test_tables_of_one_group_have_first_values_of_their_own() -> None:
+def test_first_values_are_in_the_bounds_of_each_config() -> None:
+    lows = {"a": 0.0, "b": 5.0, "c": 10.0}
     tables = [
-        EmbeddingConfig(9, 2, name, weight_init_min=low, weight_init_max=low + 1)
-        for name, low in (("a", 0.0), ("b", 5.0), ("c", 10.0))
+        EmbeddingConfig(400, 50, name, weight_init_min=low, weight_init_max=low + 1)
+        for name, low in lows.items()
     ]
-    ours = EmbeddingCollection(tables)
-    for name, low in (("a", 0.0), ("b", 5.0), ("c", 10.0)):
-        rows = ours.table_weight(name)
-        assert bool(((rows >= low) & (rows <= low + 1)).all())
+    for name, rows in weights_of(EmbeddingCollection(tables)).items():
+        low = lows[name]
+        assert low <= rows.min() < low + 0.01 and low + 0.99 < rows.max() <= low + 1
 
 
 def test_torchs_seed_makes_first_values_repeatable() -> None:
@@ -623,33 +585,17 @@ def test_the_configs_have_the_names_of_their_features() -> None:
 # Groups
 
 
-def test_tables_of_one_layout_are_one_parameter_and_one_table() -> None:
+def test_tables_of_one_layout_and_group_are_one_parameter_and_one_table() -> None:
     ours = made()
     assert len(list(ours.parameters())) == 2
     assert ours.group_of("user") is ours.group_of("item")
     assert ours.group_of("user") is not ours.group_of("word")
     assert ours.group_of("user").table.rows == 50
-
-
-def test_tables_of_another_dtype_are_another_parameter() -> None:
-    tables = [EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 2, "b", data_type=torch.float16)]
-    assert len(list(EmbeddingCollection(tables).parameters())) == 2
-
-
-def test_a_group_of_its_own_is_another_parameter() -> None:
-    tables = [
-        EmbeddingConfig(9, 2, "a"),
-        EmbeddingConfig(9, 2, "b", group="slowly"),
-        EmbeddingConfig(9, 2, "c", group="slowly"),
-    ]
-    ours = EmbeddingCollection(tables)
-    assert len(list(ours.parameters())) == 2
-    assert ours.group_of("b") is ours.group_of("c")
-
-
-def test_a_group_with_a_dot_is_refused() -> None:
-    with pytest.raises(ValueError, match="a: group must be a name without dots, got 'x.y'"):
-        EmbeddingCollection([EmbeddingConfig(9, 2, "a", group="x.y")])
+    others = [EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 2, "b", data_type=torch.float16)]
+    others += [EmbeddingConfig(9, 2, name, group="slowly") for name in "cd"]
+    ours = EmbeddingCollection(others)
+    assert len(list(ours.parameters())) == 3
+    assert ours.group_of("c") is ours.group_of("d")
 
 
 @NEEDS_GPU
@@ -711,10 +657,11 @@ def test_several_lookups_of_a_step_are_prefetched_as_a_list() -> None:
 
 
 def test_the_result_can_be_gone_through_by_name() -> None:
-    found = EmbeddingBagCollection([EmbeddingBagConfig(9, 2, "a")])({"a": torch.tensor([1, 2])})
-    assert "a" in found and "b" not in found and list(found) == ["a"] and len(found) == 1
-    ((name, pooled),) = found.items()
-    assert name == "a" and torch.equal(pooled, found["a"])
+    found = made()(KeyedIds.of(BAGS))
+    assert "seen" in found and "b" not in found and len(found) == 4
+    assert list(found) == found.keys() == list(found.to_dict()) == list(BAGS)
+    assert_same_content(found.to_dict(), dict(found.items()))
+    assert all(torch.equal(value, found[name]) for name, value in found.items())
 
 
 def groups(device: str) -> tuple[Any, dict[str, Tensor]]:
@@ -733,29 +680,22 @@ def test_a_group_is_frozen_alone(device: str) -> None:
     assert not torch.equal(after["b"], before["b"])
 
 
-def test_a_group_has_a_learning_rate_of_its_own(device: str) -> None:
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_group_has_a_learning_rate_or_an_optimizer_of_its_own(
+    optimizers: int, device: str
+) -> None:
     ours, features = groups(device)
-    before = weights_of(ours)
-    settings = [
-        {"params": [ours.group_of("a").weight], "lr": 1.0},
-        {"params": [ours.group_of("b").weight], "lr": 0.25},
-    ]
-    ours(features).values().sum().backward()
-    optim.SGD(settings).step()
-    after = weights_of(ours)
-    torch.testing.assert_close(after["a"][1:3], before["a"][1:3] - 1.0)
-    torch.testing.assert_close(after["b"][1:3], before["b"][1:3] - 0.25)
-
-
-def test_a_group_has_an_optimizer_of_its_own(device: str) -> None:
-    ours, features = groups(device)
-    adam = optim.Adam([ours.group_of("a").weight], lr=1.0)
-    speedtorch.attach(adam, ours.group_of("a"))
-    sgd = optim.SGD([ours.group_of("b").weight], lr=0.25)
+    a, b = (ours.group_of(name) for name in "ab")
+    if optimizers == 1:
+        settings = [{"params": [a.weight], "lr": 1.0}, {"params": [b.weight], "lr": 0.25}]
+        steps: list[optim.Optimizer] = [optim.SGD(settings)]
+    else:
+        steps = [optim.Adam([a.weight], lr=1.0), optim.SGD([b.weight], lr=0.25)]
+        speedtorch.attach(steps[0], a)
     before = weights_of(ours)
     ours(features).values().sum().backward()
-    adam.step()
-    sgd.step()
+    for each in steps:
+        each.step()
     after = weights_of(ours)
     torch.testing.assert_close(after["a"][1:3], before["a"][1:3] - 1.0)
     torch.testing.assert_close(after["b"][1:3], before["b"][1:3] - 0.25)
@@ -810,22 +750,15 @@ def test_a_state_dict_is_loaded_by_another_collection(pooled: bool, device: str)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_rows_of_torchs_modules_are_loaded(kind: Any) -> None:
-    theirs = nn.Module()
-    theirs.embedding_bags = nn.ModuleDict({name: kind(ROWS[name], COLUMNS[name]) for name in ROWS})
-    ours = made()
-    ours.load_state_dict(theirs.state_dict())
-    for name in ROWS:
-        assert_same_bytes(ours.table_weight(name), theirs.embedding_bags[name].weight.detach())
-
-
-def test_torchs_modules_load_our_rows() -> None:
+def test_rows_of_torchs_modules_are_loaded_and_load_ours(kind: Any) -> None:
     theirs, ours = nn.Module(), made()
-    bags = {name: nn.EmbeddingBag(ROWS[name], COLUMNS[name]) for name in ROWS}
-    theirs.embedding_bags = nn.ModuleDict(bags)
+    theirs.embedding_bags = nn.ModuleDict({name: kind(ROWS[name], COLUMNS[name]) for name in ROWS})
+    given = copy.deepcopy(theirs.state_dict())
+    own = {f"embedding_bags.{name}.weight": rows for name, rows in weights_of(ours).items()}
     theirs.load_state_dict(ours.state_dict())
-    for name, module in bags.items():
-        assert_same_bytes(module.weight.detach(), ours.table_weight(name))
+    assert_same_content(theirs.state_dict(), own)
+    ours.load_state_dict(given)
+    assert_same_content(ours.state_dict(), given)
 
 
 def test_a_state_dict_of_other_tables_is_refused_by_name() -> None:
@@ -839,14 +772,6 @@ def test_a_state_dict_of_other_tables_is_refused_by_name() -> None:
     found = ours.load_state_dict(state, strict=False)
     assert found.missing_keys == ["embedding_bags.item.weight"]
     assert found.unexpected_keys == ["embedding_bags.film.weight"]
-
-
-def test_rows_of_another_shape_are_refused_by_name() -> None:
-    ours = made()
-    state = {**ours.state_dict(), "embedding_bags.item.weight": torch.zeros(31, 4)}
-    message = r"size mismatch for embedding_bags.item.weight: .* \(31, 4\) .* \(30, 4\)"
-    with pytest.raises(RuntimeError, match=message):
-        ours.load_state_dict(state)
 
 
 @COLLECTIONS
@@ -1213,21 +1138,6 @@ def test_configs_may_be_an_iterator() -> None:
     assert names_of(EmbeddingBagCollection(given)) == list(ROWS)
 
 
-def test_no_tables_are_an_error() -> None:
-    with pytest.raises(ValueError, match="EmbeddingCollection: tables: expected one or more"):
-        EmbeddingCollection([])
-
-
-def test_two_tables_of_one_name_are_an_error() -> None:
-    with pytest.raises(ValueError, match="EmbeddingCollection: two tables have the name 'a'"):
-        EmbeddingCollection([EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 3, "a")])
-
-
-def test_weights_go_with_sums_alone() -> None:
-    with pytest.raises(ValueError, match="a: is_weighted needs pooling='sum'"):
-        EmbeddingBagCollection([EmbeddingBagConfig(9, 2, "a", pooling="mean")], is_weighted=True)
-
-
 class VariedIds(KeyedIds):
     """Of another number of samples for each feature."""
 
@@ -1330,6 +1240,93 @@ BAD_FEATURES: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+def two(rows: Any) -> Any:
+    return EmbeddingCollection.from_pretrained([EmbeddingConfig(9, 2, k) for k in "ab"], rows)
+
+
+def prefetch_a_group(ours: Any) -> None:
+    next(iter(speedtorch.prefetch([ZERO], ours, ids=lambda ids: {ours.group_of("a"): ids})))
+
+
+def load_another_shape(ours: Any) -> None:
+    ours.load_state_dict({"embedding_bags.a.weight": torch.zeros(11, 2)})
+
+
+NINE = torch.zeros(9, 2)
+OTHER_ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a group with a dot": (
+        lambda: EmbeddingCollection([EmbeddingConfig(9, 2, "a", group="x.y")]),
+        ValueError,
+        "a: group must be a name without dots, got 'x.y'",
+    ),
+    "no tables": (
+        lambda: EmbeddingCollection([]),
+        ValueError,
+        "EmbeddingCollection: tables: expected one or more",
+    ),
+    "two tables of a name": (
+        lambda: EmbeddingCollection([EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 3, "a")]),
+        ValueError,
+        "EmbeddingCollection: two tables have the name 'a'",
+    ),
+    "weights with means": (
+        lambda: EmbeddingBagCollection([EmbeddingBagConfig(9, 2, "a", pooling="mean")], True),
+        ValueError,
+        "a: is_weighted needs pooling='sum'",
+    ),
+    "no feature": (lambda: one()({"a": ZERO})["b"], KeyError, r"'b' is not one of the features \["),
+    "no table": (
+        lambda: one().table_weight("b"),
+        KeyError,
+        r"'b' is not one of the tables \['a'\]",
+    ),
+    "no group": (lambda: one().group_of("b"), KeyError, r"'b' is not one of the tables \['a'\]"),
+    "columns that differ": (
+        lambda: made(False)(KeyedIds.of(BAGS)).rows(),
+        ValueError,
+        "the tables differ in columns. Read features by name",
+    ),
+    "unknown rows": (
+        lambda: two({"a": NINE, "c": NINE}),
+        ValueError,
+        r"embeddings: expected \['a', 'b'\]; missing or unknown: \['b', 'c'\]",
+    ),
+    "few rows": (lambda: two({"a": NINE, "b": NINE[1:]}), ValueError, "size mismatch for b"),
+    "a list": (lambda: two({"a": NINE, "b": [1]}), TypeError, "b: expected a tensor, got list"),
+    "pickled": (
+        lambda: pickle.dumps(one()),
+        TypeError,
+        "EmbeddingBagCollection cannot be pickled.*state_dict",
+    ),
+    "a group in prefetch": (
+        lambda: prefetch_a_group(one()),
+        ValueError,
+        "Embeddings of the model, got a TableGroup",
+    ),
+    "another shape": (
+        lambda: load_another_shape(one()),
+        RuntimeError,
+        r"size mismatch for embedding_bags.a.weight: .* \(11, 2\) .* \(10, 2\)",
+    ),
+    "a feature of no table": (
+        lambda: one()({"a": ZERO, "flim": ZERO}),
+        KeyError,
+        r"no table has the features \['flim'\]",
+    ),
+    "an announced feature of no table": (
+        lambda: one().announce({"a": ZERO, "flim": ZERO}),
+        KeyError,
+        r"no table has the features \['flim'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), OTHER_ERRORS.values(), ids=OTHER_ERRORS)
+def test_other_errors_name_what_is_wrong(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
 @COLLECTIONS
 @pytest.mark.parametrize(("features", "error", "message"), BAD_FEATURES.values(), ids=BAD_FEATURES)
 def test_bad_features_are_an_error_and_no_row_moves(
@@ -1364,48 +1361,6 @@ def test_weights_that_do_not_fit_are_an_error(features: Any, message: str) -> No
     ours = EmbeddingBagCollection([EmbeddingBagConfig(9, 2, "a")], is_weighted=True)
     with pytest.raises(ValueError, match=message):
         ours(features)
-
-
-def test_a_result_names_the_features_that_it_has() -> None:
-    found = one()({"a": ZERO})
-    with pytest.raises(KeyError, match=r"'b' is not one of the features \['a'\]"):
-        found["b"]
-
-
-def test_a_collection_names_the_tables_that_it_has() -> None:
-    for ask in (one().table_weight, one().group_of):
-        with pytest.raises(KeyError, match=r"'b' is not one of the tables \['a'\]"):
-            ask("b")
-
-
-def test_rows_of_tables_that_differ_in_columns_are_none_of_one_tensor() -> None:
-    found = made(False)(KeyedIds.of(BAGS))
-    with pytest.raises(ValueError, match="the tables differ in columns. Read features by name"):
-        found.rows()
-
-
-def test_from_pretrained_needs_the_rows_of_every_table() -> None:
-    config = [EmbeddingConfig(9, 2, "a"), EmbeddingConfig(9, 2, "b")]
-    rows = torch.zeros(9, 2)
-    message = r"embeddings: expected \['a', 'b'\]; missing or unknown: \['b', 'c'\]"
-    with pytest.raises(ValueError, match=message):
-        EmbeddingCollection.from_pretrained(config, {"a": rows, "c": rows})
-    with pytest.raises(ValueError, match="size mismatch for b"):
-        EmbeddingCollection.from_pretrained(config, {"a": rows, "b": rows[1:]})
-    with pytest.raises(TypeError, match="b: expected a tensor, got list"):
-        EmbeddingCollection.from_pretrained(config, {"a": rows, "b": [1]})
-
-
-def test_a_collection_is_not_pickled() -> None:
-    with pytest.raises(TypeError, match="EmbeddingBagCollection cannot be pickled.*state_dict"):
-        pickle.dumps(one())
-
-
-def test_a_group_is_nothing_to_name_in_prefetch() -> None:
-    ours = one()
-    batches = speedtorch.prefetch([ZERO], ours, ids=lambda ids: {ours.group_of("a"): ids})
-    with pytest.raises(ValueError, match="Embeddings of the model, got a TableGroup"):
-        next(iter(batches))
 
 
 def test_a_capacity_that_is_too_small_is_reported_with_the_tables(device: str) -> None:

@@ -130,19 +130,6 @@ def test_rows_announced_within_a_step_join_it(device: str) -> None:
     assert_same_bytes(ours(IDS), theirs(IDS.to(device)))
 
 
-def test_rows_trained_by_hand_are_written_back() -> None:
-    theirs, ours = pair()
-    for module in (theirs, ours):
-        module(IDS[0]).sum().backward()
-        with torch.no_grad():
-            module.weight.sub_(module.weight.grad)
-        module.weight.grad = None
-        module(IDS[1]).sum().backward()
-        module.weight.data -= module.weight.grad
-        module.weight.grad = None
-    assert_same_bytes(rows_of(ours), theirs.weight.detach())
-
-
 def test_a_penalty_on_looked_up_rows_is_torchs_and_one_on_all_rows_is_refused() -> None:
     theirs, ours = pair()
     for ids in (IDS[0], IDS[1, :2]):

@@ -364,49 +364,6 @@ def test_all_rows_are_read_searched_and_exported(tmp_path: Path) -> None:
     assert torch.equal(torch.tensor([*map(float, first[1:])]).to(F16), rows[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"stored": torch.float32}, "expected torch.bfloat16 or torch.float16 for 'weight', got"),
-        ({"stored": {"weight": torch.int16}}, "for 'weight', got torch.int16"),
-        ({"stored": BF16, "dtype": torch.float64}, "rows are torch.float64 in a step"),
-        (
-            {"rounding": "nearest"},
-            "rounding: 'nearest' is for rows stored in 16 bits. Pass stored=",
-        ),
-        ({"stored": BF16, "rounding": "up"}, "expected 'stochastic' or 'nearest', got 'up'"),
-    ],
-)
-def test_what_cannot_be_stored_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        speedtorch.Embedding(5, 2, **arguments)
-
-
-def test_max_norm_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="max_norm and stored= cannot be combined"):
-        speedtorch.Embedding(5, 2, max_norm=1.0, stored=BF16)
-    embedding = speedtorch.Embedding(5, 2, stored=BF16)
-    embedding.max_norm = 1.0
-    with pytest.raises(NotImplementedError, match="max_norm would change them at lookups"):
-        embedding(torch.tensor([1]))
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="max_norm would change them"):
-        embedding(torch.tensor([1]))
-
-
-def test_a_field_that_the_optimizer_does_not_keep_is_refused() -> None:
-    embedding = speedtorch.Embedding(5, 2, stored={"weight": BF16, "sum": BF16})
-    optimizer = optim.Adam(embedding.parameters())
-    with pytest.raises(ValueError, match="no field 'sum'. The optimizer has exp_avg, exp_avg_sq"):
-        speedtorch.attach(optimizer, embedding)
-    embedding(torch.tensor([1])).sum().backward()  # goes on as before
-
-
-def test_a_number_of_all_rows_is_no_field() -> None:
-    embedding = speedtorch.Embedding(5, 2, stored={"step": BF16})
-    with pytest.raises(ValueError, match="no field 'step'"):
-        speedtorch.attach(optim.Adam(embedding.parameters()), embedding)
-
-
 class Doubles(Own):
     """Sums gradients in float64."""
 
@@ -417,11 +374,58 @@ class Doubles(Own):
         parameter.sub_(state["sum"].add_(gradient), alpha=group["lr"])
 
 
-def test_state_of_other_dtypes_is_refused() -> None:
-    embedding = speedtorch.Embedding(5, 2, stored={"sum": BF16})
-    message = "stored: 'sum' is torch.float64 in a step, but only float32 can be stored as"
-    with pytest.raises(ValueError, match=message):
-        speedtorch.attach(Doubles(embedding.parameters()), embedding)
+def with_max_norm(grad: bool = True) -> object:
+    embedding = speedtorch.Embedding(5, 2, stored=BF16)
+    embedding.max_norm = 1.0
+    with torch.set_grad_enabled(grad):
+        return embedding(torch.tensor([1]))
+
+
+def attached(make: Any, stored: Any) -> object:
+    embedding = speedtorch.Embedding(5, 2, stored=stored)
+    try:
+        return speedtorch.attach(make(embedding.parameters()), embedding)
+    finally:
+        embedding(torch.tensor([1])).sum().backward()  # goes on as before
+
+
+def bags_of_16_bits() -> object:
+    config = speedtorch.EmbeddingBagConfig(10, 4, "user", data_type=F16)
+    return speedtorch.EmbeddingBagCollection([config], stored=BF16)
+
+
+def made(**settings: Any) -> Any:
+    return lambda: speedtorch.Embedding(5, 2, **settings)
+
+
+NOT_NOW, NOT_BOTH = "max_norm would change them", "max_norm and stored= cannot be combined"
+NEAREST = "rounding: 'nearest' is for rows stored in 16 bits. Pass stored="
+DOUBLE = "stored: 'sum' is torch.float64 in a step, but only float32 can be stored as"
+REFUSED: list[tuple[Any, str]] = [
+    (made(stored=torch.float32), "expected torch.bfloat16 or torch.float16 for 'weight', got"),
+    (made(stored={"weight": torch.int16}), "for 'weight', got torch.int16"),
+    (made(stored=BF16, dtype=torch.float64), "rows are torch.float64 in a step"),
+    (made(rounding="nearest"), NEAREST),
+    (made(stored=BF16, rounding="up"), "expected 'stochastic' or 'nearest', got 'up'"),
+    (made(max_norm=1.0, stored=BF16), NOT_BOTH),
+    (with_max_norm, f"{NOT_NOW} at lookups"),
+    (lambda: with_max_norm(False), NOT_NOW),
+    (
+        lambda: attached(optim.Adam, {"weight": BF16, "sum": BF16}),
+        "no field 'sum'. The optimizer has exp_avg, exp_avg_sq",
+    ),
+    (lambda: attached(optim.Adam, {"step": BF16}), "no field 'step'"),
+    (lambda: attached(Doubles, {"sum": BF16}), DOUBLE),
+    (bags_of_16_bits, "stored: rows are torch.float16 in a step"),
+    (lambda: collection(rounding="nearest"), NEAREST),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_cannot_be_stored_is_refused(call: Any, message: str) -> None:
+    error = NotImplementedError if "max_norm" in message else ValueError
+    with pytest.raises(error, match=message):
+        call()
 
 
 @NEEDS_GPU
@@ -548,11 +552,3 @@ def test_a_collection_loads_rows_of_float32_and_returns_them() -> None:
     state = {**made.state_dict(), "embedding_bags.wide.rounding_state": torch.zeros(3)}
     with pytest.raises(RuntimeError, match=r"size mismatch for embedding_bags.wide.rounding_state"):
         made.load_state_dict(state)
-
-
-def test_a_table_of_16_bits_in_a_step_is_refused() -> None:
-    config = speedtorch.EmbeddingBagConfig(10, 4, "user", data_type=torch.float16)
-    with pytest.raises(ValueError, match="stored: rows are torch.float16 in a step"):
-        speedtorch.EmbeddingBagCollection([config], stored=BF16)
-    with pytest.raises(ValueError, match="rounding: 'nearest' is for rows stored in 16 bits"):
-        collection(rounding="nearest")
