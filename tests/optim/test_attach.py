@@ -18,6 +18,7 @@ from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.optim import RowWiseAdagrad
 
 ROWS, WIDTH = 20, 4
 IDS = torch.tensor([3, 1, 3, 19])
@@ -434,10 +435,11 @@ class KnowsParameters(optim.Adam):
     [
         (lambda tables: optim.Adam([*tables.parameters()]), 2),
         (lambda tables: optim.Adagrad([*tables.parameters()]), 2),
+        (lambda tables: RowWiseAdagrad([*tables.parameters()]), 2),
         (lambda tables: optim.Adam([{"params": [table.weight]} for table in tables]), 4),
         (lambda tables: KnowsParameters([*tables.parameters()]), 4),
     ],
-    ids=["one group", "state from the constructor", "a group each", "another library's"],
+    ids=["one group", "state from the constructor", "ours", "a group each", "another library's"],
 )
 def test_an_optimizer_is_tried_once_for_equal_tables(
     make: Callable[[nn.ModuleList], optim.Optimizer], times: int, monkeypatch: pytest.MonkeyPatch
