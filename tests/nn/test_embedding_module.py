@@ -169,16 +169,6 @@ def test_a_deep_copy_has_the_other_parameters_of_a_subclass() -> None:
     assert copied.bias is not made.bias and torch.equal(copied.bias, made.bias)
 
 
-def test_pickling_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"Embedding cannot be pickled.*state_dict\(\)"):
-        torch.save(Model(), io.BytesIO())
-
-
-def test_data_parallel_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="Embedding: DataParallel"):
-        Model().words._replicate_for_data_parallel()
-
-
 @pytest.mark.usefixtures("process_group")
 def test_distributed_data_parallel_is_refused_by_name_unless_the_weight_is_left_out() -> None:
     wrapped = nn.parallel.DistributedDataParallel(Model())
@@ -224,13 +214,6 @@ def test_a_cuda_graph_of_a_lookup_is_refused_by_name() -> None:
         embedding(ids)
 
 
-def test_a_replaced_weight_is_an_error() -> None:
-    embedding = speedtorch.Embedding(ROWS, WIDTH)
-    embedding.weight = nn.Parameter(torch.zeros(ROWS, WIDTH))
-    with pytest.raises(RuntimeError, match="Embedding: its weight was replaced"):
-        embedding(IDS)
-
-
 def test_parametrised_modules_and_freezing_behave() -> None:
     theirs, ours = pair()
     for model in (theirs, ours):
@@ -269,6 +252,13 @@ def test_other_modules_and_things_are_reported_by_name() -> None:
         nn.Sequential(own).share_memory()
     with pytest.raises(RuntimeError, match=r"weight: expected a tensor, got int"):
         own.load_state_dict({"weight": 3})
+    with pytest.raises(TypeError, match=r"Embedding cannot be pickled.*state_dict\(\)"):
+        torch.save(Model(), io.BytesIO())
+    with pytest.raises(NotImplementedError, match="Embedding: DataParallel"):
+        own._replicate_for_data_parallel()
+    own.weight = nn.Parameter(torch.zeros(5, 3))
+    with pytest.raises(RuntimeError, match="Embedding: its weight was replaced"):
+        own(torch.tensor([1]))
 
 
 def test_one_table_is_trained_by_one_module() -> None:

@@ -242,24 +242,6 @@ def test_blocks_of_a_group_of_a_collection_have_the_rows_of_its_tables() -> None
     assert joined(collection.group_of("user"))[:, 0].tolist() == [0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("rows", "error", "message"),
-    [
-        (0, ValueError, "rows: expected 1 or more, the maximum of rows in a block, got 0"),
-        (-3, ValueError, "rows: expected 1 or more, .*got -3"),
-        (True, TypeError, "rows: expected an int, .*got True"),
-        (2.0, TypeError, "rows: expected an int, .*got 2.0"),
-        (None, TypeError, "rows: expected an int, .*got None"),
-    ],
-    ids=str,
-)
-def test_a_bad_number_of_rows_is_refused_at_once(
-    rows: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        made(values()).blocks(rows)
-
-
 READS: dict[str, Callable[[Any], object]] = {
     "blocks": lambda module: module.blocks(),
     "numpy": lambda module: module.numpy(),
@@ -301,23 +283,14 @@ def test_numpy_is_a_view_of_the_table() -> None:
     assert np.shares_memory(emb.numpy(), emb.table.numpy())
 
 
-def test_numpy_has_what_steps_have_changed(device: str) -> None:
+def test_numpy_has_earlier_steps_and_later_ones_after_a_flush(device: str) -> None:
     pair = Pair(device)
     pair.step(BATCHES[0].to(device))
-    assert np.array_equal(pair.ours.numpy(), pair.expected.numpy())
-
-
-def test_a_view_of_numpy_has_later_steps_after_a_flush(device: str) -> None:
-    pair = Pair(device)
     view = pair.ours.numpy()
-    pair.step(BATCHES[0].to(device))
+    assert np.array_equal(view, pair.expected.numpy())
+    pair.step(BATCHES[1].to(device))
     pair.ours.flush()
     assert np.array_equal(view, pair.expected.numpy())
-
-
-def test_numpy_has_no_bfloat16() -> None:
-    with pytest.raises(ValueError, match="NumPy has no torch.bfloat16"):
-        made(values().bfloat16()).numpy()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -340,11 +313,6 @@ def test_rows_of_float64_that_float32_cannot_hold_have_a_direction() -> None:
     scores, ids = speedtorch.nearest_neighbors(emb, rows, 1)
     assert ids.tolist() == [[0], [1]]
     torch.testing.assert_close(scores, torch.ones(2, 1))
-
-
-def test_a_table_without_rows_raises() -> None:
-    with pytest.raises(ValueError, match="emb: expected a table with rows, got an empty one"):
-        speedtorch.nearest_neighbors(speedtorch.Embedding(0, WIDTH), QUERY)
 
 
 def test_a_table_of_a_collection_is_read_as_one_of_its_own(tmp_path: Path) -> None:
@@ -495,59 +463,51 @@ def test_neighbors_of_an_embedding_bag() -> None:
 QUERY = torch.ones(1, WIDTH)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((QUERY, 21), ValueError, "k: expected 1 to 20, of the table's 20 rows, got 21"),
-        ((QUERY, 0), ValueError, "k: expected 1 to 20, .*got 0"),
-        ((QUERY, 1.0), TypeError, "k: expected an int, .*got 1.0"),
-        ((QUERY[0],), ValueError, r"queries: expected dense \[q, 4\], got \[4\]"),
-        ((QUERY[:, :3],), ValueError, r"queries: expected dense \[q, 4\], got \[1, 3\]"),
-        ((QUERY.to_sparse(),), ValueError, r"queries: expected dense .* of torch.sparse_coo"),
-        (
-            (QUERY.long(),),
-            TypeError,
-            r"queries: .*floating-point vectors, got torch.int64.*emb\(ids\)",
-        ),
-        (([[1.0] * 4],), TypeError, "queries: expected a tensor, got list"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-def test_a_wrong_query_is_refused(
-    arguments: tuple[Any, ...], error: type[Exception], message: str
+EMPTY, COMPLEX = torch.zeros(0, WIDTH), torch.zeros(1, WIDTH, dtype=torch.complex64)
+NOT_OURS = "emb: expected a speedtorch Embedding or EmbeddingBag, or a table .* got Embedding"
+nearest_to = speedtorch.nearest_neighbors
+WRONG: list[tuple[Callable[[Any], object], Tensor | None, type[Exception], str]] = [
+    (lambda e: e.blocks(0), None, ValueError, "rows: expected 1 or more, the maximum .*, got 0"),
+    (lambda e: e.blocks(-3), None, ValueError, "rows: expected 1 or more, .*got -3"),
+    (lambda e: e.blocks(True), None, TypeError, "rows: expected an int, .*got True"),
+    (lambda e: e.blocks(2.0), None, TypeError, "rows: expected an int, .*got 2.0"),
+    (lambda e: e.blocks(None), None, TypeError, "rows: expected an int, .*got None"),
+    (lambda e: e.numpy(), values().bfloat16(), ValueError, "NumPy has no torch.bfloat16"),
+    (lambda e: nearest_to(e, QUERY), EMPTY, ValueError, "a table with rows, got an empty one"),
+    (lambda e: nearest_to(e, QUERY, 21), None, ValueError, "k: .* of the table's 20 rows, got 21"),
+    (lambda e: nearest_to(e, QUERY, 0), None, ValueError, "k: expected 1 to 20, .*got 0"),
+    (lambda e: nearest_to(e, QUERY, 1.0), None, TypeError, "k: expected an int, .*got 1.0"),
+    (lambda e: nearest_to(e, QUERY[0]), None, ValueError, r"queries: .* \[q, 4\], got \[4\]"),
+    (lambda e: nearest_to(e, QUERY[:, :3]), None, ValueError, r"queries: .*, got \[1, 3\]"),
+    (lambda e: nearest_to(e, QUERY.to_sparse()), None, ValueError, "dense .* of torch.sparse_coo"),
+    (
+        lambda e: nearest_to(e, QUERY.long()),
+        None,
+        TypeError,
+        r"queries: .*floating-point vectors, got torch.int64.*emb\(ids\)",
+    ),
+    (lambda e: nearest_to(e, [[1.0] * 4]), None, TypeError, "queries: expected a tensor, got list"),
+    (lambda e: nearest_to(e, QUERY, metric="l2"), None, ValueError, "'cosine' or 'dot', got 'l2'"),
+    (lambda e: nearest_to(e, QUERY, rows=0), None, ValueError, "rows: expected 1 or more"),
+    (lambda e: nearest_to(e, QUERY, 1), COMPLEX, TypeError, "emb: .*torch.complex64"),
+    (lambda e: exported(e), COMPLEX, TypeError, "emb: .*torch.complex64"),
+    (lambda _: nearest_to(nn.Embedding(1, WIDTH), QUERY), None, TypeError, NOT_OURS),
+    (lambda _: exported(nn.Embedding(1, WIDTH)), None, TypeError, NOT_OURS),
+]
+
+
+def exported(emb: Any) -> object:
+    return speedtorch.save_word2vec_format(emb, "file", ["a"])
+
+
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize(("call", "rows", "error", "message"), WRONG)
+def test_wrong_arguments_raise(
+    call: Callable[[Any], object], rows: Tensor | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        speedtorch.nearest_neighbors(made(values()), *arguments)
-
-
-def test_another_metric_is_refused() -> None:
-    with pytest.raises(ValueError, match="metric: expected 'cosine' or 'dot', got 'l2'"):
-        speedtorch.nearest_neighbors(made(values()), QUERY, metric="l2")
-
-
-def test_neighbors_of_a_bad_number_of_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows: expected 1 or more"):
-        speedtorch.nearest_neighbors(made(values()), QUERY, rows=0)
-
-
-@pytest.mark.parametrize("of", ["neighbors", "file"])
-def test_complex_rows_are_refused(of: str, tmp_path: Path) -> None:
-    emb = made(torch.zeros(1, WIDTH, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"emb: .*torch.complex64"):
-        if of == "file":
-            speedtorch.save_word2vec_format(emb, tmp_path / "file", ["a"])
-        else:
-            speedtorch.nearest_neighbors(emb, QUERY, 1)
-
-
-@pytest.mark.parametrize("of", ["neighbors", "file"])
-def test_torchs_own_embedding_is_refused(of: str, tmp_path: Path) -> None:
-    message = "emb: expected a speedtorch Embedding or EmbeddingBag, or a table .* got Embedding"
-    with pytest.raises(TypeError, match=message):
-        if of == "file":
-            speedtorch.save_word2vec_format(nn.Embedding(1, WIDTH), tmp_path / "file", ["a"])
-        else:
-            speedtorch.nearest_neighbors(nn.Embedding(1, WIDTH), QUERY)
+        call(made(values() if rows is None else rows))
+    assert not Path("file").exists()
 
 
 # ------------------------------------------------------------------------------------------------
