@@ -34,6 +34,25 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 }
 
 
+class OwnOptimizer(optim.Optimizer):
+    """One of a user."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+
+class Noisy(OwnOptimizer):
+    """Adds random numbers of the CPU."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                noise = torch.randn(param.shape).to(param.device)
+                self.state[param].setdefault("sums", torch.zeros_like(param)).add_(noise)
+                param.sub_(self.state[param]["sums"], alpha=0.1)
+
+
 class Shampoo(optim.Optimizer):
     """Keeps lists of tensors of each parameter, and one tensor of all."""
 
@@ -57,6 +76,19 @@ class Shampoo(optim.Optimizer):
                 state["sums"][0] += param.grad * state["map"][2]
                 state["sums"][1] *= 0.9
                 param -= group["lr"] * state["sums"][0] * state["sums"][1]
+
+
+OPTIMIZERS["Shampoo"] = Shampoo
+SWAPPERS = pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+
+
+def swapper_of(kind: str, layers: nn.Module, optimizer: Any, device: str) -> Any:
+    """A swapper of either kind."""
+    if kind == "StateSwapper":
+        return StateSwapper(optimizer, budget=200)
+    swapper = Swapper(layers, optimizer, budget=3000, device=device)
+    swapper.auto()
+    return swapper
 
 
 class Training:
@@ -100,12 +132,12 @@ class Training:
     [(1, 1 << 28), (700, 1 << 28), (8000, 200), (1 << 20, 1 << 28)],
     ids=["nothing-stays", "a-third-at-once", "some-stay", "all-stay"],
 )
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "Shampoo"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_with_all_state_on_the_device(
     name: str, budget: int, bucket_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_swapper, "_BUCKET_BYTES", bucket_bytes)
-    make = OPTIMIZERS.get(name, Shampoo)
+    make = OPTIMIZERS[name]
     ours, theirs = (Training(device, make, limit).step(5) for limit in (budget, None))
     assert_equal(ours.tensors(), theirs.tensors())
     assert ours.swapper is not None
@@ -358,37 +390,26 @@ class OfAdam(optim.Adam):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+@SWAPPERS
 def test_an_optimizer_whose_step_calls_its_base_class(kind: str, device: str) -> None:
     def train(is_swapped: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
         optim.Adam(layers.parameters())
         optimizer = OfAdam(layers.parameters())
-        if is_swapped and kind == "Swapper":
-            swapper = Swapper(layers, optimizer, budget=3000, device=device)
-            swapper.auto()
-        elif is_swapped:
-            swapper = StateSwapper(optimizer, budget=200)
+        swapper = swapper_of(kind, layers, optimizer, device) if is_swapped else None
         calls: list[object] = []
         optimizer.register_step_pre_hook(lambda *given: calls.append(given))
         for _ in range(3):
             optimizer.zero_grad()
             layers(torch.ones(2, 4, device=device)).square().sum().backward()
             optimizer.step()
-        if is_swapped:
+        if swapper:
             assert len(calls) == 3
             swapper.close()
         return copies(layers.state_dict())
 
     assert_equal(train(True), train(False))
-
-
-class OwnOptimizer(optim.Optimizer):
-    """One of a user."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
 
 class Counting(OwnOptimizer):
@@ -403,9 +424,9 @@ class Counting(OwnOptimizer):
                 param.sub_(param.grad, alpha=0.1 / group["count"])
 
 
-@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+@SWAPPERS
 def test_post_hooks_of_a_step_find_the_optimizers_counts(kind: str, device: str) -> None:
-    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
     optimizer = Counting(layers.parameters())
     seen: list[int] = []
 
@@ -414,17 +435,12 @@ def test_post_hooks_of_a_step_find_the_optimizers_counts(kind: str, device: str)
         raise ZeroDivisionError
 
     optimizer.register_step_post_hook(fails)
-    if kind == "Swapper":
-        swapper = Swapper(layers, optimizer, budget=3000, device=device)
-        swapper.auto()
-    else:
-        layers.to(device)
-        StateSwapper(optimizer, budget=200)
+    kept = swapper_of(kind, layers, optimizer, device)
     for _ in range(3):
         layers(torch.ones(2, 4, device=device)).sum().backward()
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
-    assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3
+    assert seen == [1, 2, 3] and optimizer.param_groups[0]["count"] == 3 and kept is not None
 
 
 def test_a_step_after_a_backward_that_stepped_modules_counts_once(device: str) -> None:
@@ -445,23 +461,8 @@ def test_a_step_after_a_backward_that_stepped_modules_counts_once(device: str) -
     assert_equal(train(True), train(False))
 
 
-class Noisy(OwnOptimizer):
-    """Adds random numbers of the CPU."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                noise = torch.randn(param.shape).to(param.device)
-                self.state[param].setdefault("sums", torch.zeros_like(param)).add_(noise)
-                param.sub_(self.state[param]["sums"], alpha=0.1)
-
-
 def test_random_numbers_are_those_without_a_swapper(device: str) -> None:
-    assert_equal(
-        Training(device, Noisy, 700).step(3).tensors(),
-        Training(device, Noisy, None).step(3).tensors(),
-    )
+    assert_equal(*(Training(device, Noisy, limit).step(3).tensors() for limit in (700, None)))
 
 
 class Lookahead(optim.Optimizer):
@@ -475,37 +476,11 @@ class Lookahead(optim.Optimizer):
         self.inner.step()
 
 
-def test_an_optimizer_that_steps_another_raises(device: str) -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
-    optimizer = Lookahead(optim.SGD(layers.parameters()))
-    for make in (
-        lambda: StateSwapper(optimizer, budget=100),
-        lambda: Swapper(layers, optimizer, device=device),
-    ):
-        with pytest.raises(
-            TypeError, match="Lookahead wraps a SGD, and would step all its parameters"
-        ):
-            make()
-    Swapper(layers, optimizer.inner, device=device).close()
-    StateSwapper(optimizer.inner, budget=100).close()
-
-
 class Unable(OwnOptimizer):
     """Has no step for the parameters that it is given."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise NotImplementedError("no kernel")
-
-
-def test_an_optimizer_that_cannot_step_small_copies_raises(device: str) -> None:
-    layers = nn.Sequential(nn.Linear(4, 4)).to(device)
-    optimizer = Unable(layers.parameters())
-    for make in (
-        lambda: StateSwapper(optimizer, budget=100),
-        lambda: Swapper(layers, optimizer, device=device),
-    ):
-        with pytest.raises(ValueError, match=r"Unable must step .* cannot be .* \(no kernel\)"):
-            make()
 
 
 class Clipped(OwnOptimizer):
@@ -568,35 +543,43 @@ class WithFactor(Clipped):
         super().step()
 
 
-@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
-@pytest.mark.parametrize("of", [Clipped, CountsForAll, Paired, NeedsOne, DrawsOnce, WithFactor])
+SEPARATELY = "does not step each parameter sep"
+REFUSED: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    *((of, ValueError, SEPARATELY) for of in (Clipped, CountsForAll, Paired, NeedsOne, DrawsOnce)),
+    (WithFactor, ValueError, SEPARATELY),
+    (Unable, ValueError, r"must step .* cannot be .* \(no kernel\)"),
+    (
+        lambda parameters: Lookahead(optim.SGD(parameters)),
+        TypeError,
+        "wraps a SGD, and would step all its parameters",
+    ),
+]
+
+
+@SWAPPERS
+@pytest.mark.parametrize(("of", "error", "message"), REFUSED)
 def test_an_optimizer_that_does_not_step_parameters_separately_raises(
-    of: Callable[..., Any], kind: str, device: str
+    of: Callable[..., Any], error: type[Exception], message: str, kind: str, device: str
 ) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     optimizer = of(layers.parameters())
     layers(torch.ones(2, 4, device=device)).sum().backward()
     before, drawn = copies(layers.state_dict()), (random.getstate(), torch.get_rng_state())
     addresses = [param.data_ptr() for param in layers.parameters()]
-
-    def give() -> Any:
-        if kind == "Swapper":
-            return Swapper(layers, optimizer, device=device)
-        return StateSwapper(optimizer, budget=200)
-
-    refused = pytest.raises(ValueError, match=f"{of.__name__} does not step each parameter sep")  # type: ignore[attr-defined]
+    refused = pytest.raises(error, match=f"{type(optimizer).__name__} {message}")
     if of is WithFactor:  # what it is given is known in its first step
-        swapper = give()
+        swapper = swapper_of(kind, layers, optimizer, device)
         with refused:
             optimizer.step(0.5)
         swapper.close()
     else:
         with refused:
-            give()
+            swapper_of(kind, layers, optimizer, device)
         assert [param.data_ptr() for param in layers.parameters()] == addresses
     assert_equal(copies(layers.state_dict()), before)
     assert not optimizer.state
     assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+    swapper_of(kind, layers, optim.SGD(layers.parameters()), device).close()  # nothing was taken
 
 
 def test_a_group_added_later_is_tried_out(device: str) -> None:
@@ -634,17 +617,13 @@ class Scaled(OwnOptimizer):
 
 
 @pytest.mark.parametrize("first", ["by place", "by name"])
-@pytest.mark.parametrize("kind", ["StateSwapper", "Swapper"])
+@SWAPPERS
 def test_arguments_of_a_step_are_passed_to_all_parts(kind: str, first: str, device: str) -> None:
     def train(is_swapped: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(device)
         optimizer: Any = Scaled(layers.parameters())
-        if is_swapped and kind == "Swapper":
-            swapper = Swapper(layers, optimizer, budget=3000, device=device)
-            swapper.auto()
-        elif is_swapped:
-            swapper = StateSwapper(optimizer, budget=200)
+        swapper = swapper_of(kind, layers, optimizer, device) if is_swapped else None
 
         @torch.enable_grad()
         def closure() -> Tensor:
@@ -659,7 +638,7 @@ def test_arguments_of_a_step_are_passed_to_all_parts(kind: str, first: str, devi
         losses = [optimizer.step(*args, **named) for args, named in calls]
         assert losses[0] != losses[1]
         optimizer.step(None, 2.0, more=0.1)
-        if is_swapped:
+        if swapper:
             swapper.close()
         return copies(layers.state_dict())
 
@@ -962,11 +941,11 @@ class OnHost:
 
 @pytest.mark.dealt("budget")
 @pytest.mark.parametrize("budget", [1, 2000, 1 << 20], ids=["nothing", "some", "all"])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "Shampoo"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_in_host_memory_are_stepped_on_the_device(
     name: str, budget: int, device: str
 ) -> None:
-    make = OPTIMIZERS.get(name, Shampoo)
+    make = OPTIMIZERS[name]
     ours, theirs = (OnHost(device, make, limit) for limit in (budget, None))
     addresses = [param.data_ptr() for param in ours.model.parameters()]
     assert_equal(ours.step(5).tensors(), theirs.step(5).tensors())
@@ -1058,11 +1037,11 @@ def test_gradients_that_a_fused_step_scales_back_are_so_on_the_host(device: str)
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW-fused", "Shampoo"])
+@pytest.mark.parametrize("name", ["Adam-foreach", "AdamW-fused", "Shampoo"])
 def test_an_optimizer_steps_parameters_in_host_memory_there_after_close(
     name: str, device: str
 ) -> None:
-    ours = OnHost(device, OPTIMIZERS.get(name, Shampoo), 2000).step(2)
+    ours = OnHost(device, OPTIMIZERS[name], 2000).step(2)
     ours.swapper.close()
     assert {tensor.device.type for tensor in ours.tensors().values()} == {"cpu"}
     for kept in ours.optimizer.state.values():
