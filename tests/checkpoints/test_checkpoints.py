@@ -79,11 +79,7 @@ class Run:
         return self
 
     def parts(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "optimizers": self.optimizers,
-            "scheduler": self.scheduler,
-        }
+        return {"model": self.model, "optimizers": self.optimizers, "scheduler": self.scheduler}
 
     def all_of(self) -> dict[str, Any]:
         states = [each.state_dict() for each in (self.model, *self.optimizers, self.scheduler)]

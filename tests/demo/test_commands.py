@@ -34,13 +34,7 @@ GIVEN |= {"device": "cpu", "memory": "plain"}
 OF_CORPUS = {"corpus": Path("a.gz"), "optimizer": "SGD", "steps": 6, "window": 8, "min_count": 9}
 STORED = {"stored": "float16", "rounding": "nearest"}
 OWN: dict[str, dict[str, Any]] = {
-    "word2vec": {
-        **OF_CORPUS,
-        "negatives": 11,
-        "sample": 0.25,
-        "held_out": 0.125,
-        **STORED,
-    },
+    "word2vec": {**OF_CORPUS, "negatives": 11, "sample": 0.25, "held_out": 0.125, **STORED},
     "glove": {**OF_CORPUS, "x_max": 6.5, "alpha": 0.25},
     "ncf": {"ratings": Path("a.csv"), "negatives": 6},
     "dlrm": {
@@ -170,10 +164,7 @@ def interrupt(
 
 @EACH
 def test_ctrl_c_ends_training_after_a_whole_step_and_saves_what_there_is(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
     interrupt(monkeypatch, name)
@@ -188,10 +179,7 @@ def test_ctrl_c_ends_training_after_a_whole_step_and_saves_what_there_is(
 
 @EACH
 def test_a_second_ctrl_c_ends_at_once(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupt(monkeypatch, name, times=2)
     assert run_demo(name, tmp_path) == 130
@@ -200,10 +188,7 @@ def test_a_second_ctrl_c_ends_at_once(
 
 @pytest.mark.parametrize("name", sorted(COMPARES))
 def test_ctrl_c_in_the_comparison_keeps_the_trained_vectors(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupt(monkeypatch, name, label="plain torch")
     assert run_demo(name, tmp_path, "--compare") == 130

@@ -52,20 +52,11 @@ def test_each_format_gives_the_same_ratings(tmp_path: Path, content: str) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            TABS + "1\t2\t3\n",
-            f"line 4: {EXPECTED} by '\\t', got '1\\t2\\t3'",
-        ),
+        (TABS + "1\t2\t3\n", f"line 4: {EXPECTED} by '\\t', got '1\\t2\\t3'"),
         (TABS + "1\t2\t3\t4\t5\n", "line 4: "),
-        (
-            COLONS + "1::x::3::4\n",
-            f"line 4: {EXPECTED} by '::', got '1::x::3::4'",
-        ),
+        (COLONS + "1::x::3::4\n", f"line 4: {EXPECTED} by '::', got '1::x::3::4'"),
         (COLONS + "1\t2\t3\t4\n", "line 4: "),
-        (
-            COMMAS + "1,2,nan,4\n",
-            f"line 5: {EXPECTED} by ',', got '1,2,nan,4'",
-        ),
+        (COMMAS + "1,2,nan,4\n", f"line 5: {EXPECTED} by ',', got '1,2,nan,4'"),
         (COMMAS + "-1,2,3,4\n", "line 5: "),
         (COMMAS + "1,2,3,4.5\n", "line 5: "),
         (COMMAS + "1,2,3,٤\n", "line 5: "),

@@ -65,9 +65,7 @@ def test_compare_agrees_on_a_gpu(tmp_path: Path, memory: str) -> None:
 
 
 def test_compare_notices_a_difference(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = word2vec.SkipGram.rows
 
@@ -101,9 +99,7 @@ def test_a_gzip_corpus_gives_the_same_vectors_as_a_plain_one(tmp_path: Path) -> 
 
 
 def test_a_missing_gpu_is_reported(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_demo("word2vec", tmp_path, device="cuda") == 2

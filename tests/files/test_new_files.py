@@ -335,9 +335,7 @@ def test_a_file_that_was_not_there_gets_the_usual_mode(tmp_path: Path, usual_uma
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
 
 
-# ------------------------------------------------------------------------------------------------
 # What killed processes leave behind
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

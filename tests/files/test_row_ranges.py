@@ -42,9 +42,7 @@ def table_of(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ho
     return filled(HostTable(rows, 3, dtype, ("exp_avg",), "plain"), seed)
 
 
-# ------------------------------------------------------------------------------------------------
 # Round trips
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small_file_blocks")
@@ -156,9 +154,7 @@ def test_nothing_else_of_a_huge_file_is_read(
     assert sum(counts[:-1]) <= 16_384
 
 
-# ------------------------------------------------------------------------------------------------
 # What is refused
-# ------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (3, TypeError, "{}: expected a slice, got 3"),

@@ -37,9 +37,7 @@ def read_into(path: Path, fields: dict[str, Tensor]) -> None:
             stored[name].read_into(field)
 
 
-# ------------------------------------------------------------------------------------------------
 # Round trips
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small_file_blocks")
@@ -133,9 +131,7 @@ def test_a_parameter_is_read_and_written_without_autograd(tmp_path: Path) -> Non
     assert other.is_leaf
 
 
-# ------------------------------------------------------------------------------------------------
 # Names of .npy files
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "file"), [("weight", "t.npy"), ("sum", "t.sum.npy")])
@@ -157,9 +153,7 @@ def test_several_fields_are_one_npy_file_each(tmp_path: Path) -> None:
         assert list(stored) == ["weight", "exp_avg"]
 
 
-# ------------------------------------------------------------------------------------------------
 # Memory
-# ------------------------------------------------------------------------------------------------
 
 PEAK = """
 import resource, sys, torch

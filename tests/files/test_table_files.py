@@ -113,9 +113,7 @@ def test_saving_flushes_what_the_gpu_still_does(tmp_path: Path) -> None:
     assert checked.called
 
 
-# ------------------------------------------------------------------------------------------------
 # What does not fit
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_hostile_file_takes_no_memory(tmp_path: Path) -> None:
@@ -129,9 +127,7 @@ def test_a_hostile_file_takes_no_memory(tmp_path: Path) -> None:
         HostTable.open(path, "plain")
 
 
-# ------------------------------------------------------------------------------------------------
 # memory="file"
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_mapped_file_holds_the_records(tmp_path: Path) -> None:

@@ -183,15 +183,7 @@ class Checkpointed(Model):
         return y
 
 
-MODELS: list[type[Model]] = [
-    Tied,
-    Methods,
-    Penalty,
-    Borrowed,
-    Nested,
-    Parts,
-    Checkpointed,
-]
+MODELS: list[type[Model]] = [Tied, Methods, Penalty, Borrowed, Nested, Parts, Checkpointed]
 
 
 @pytest.mark.dealt("narrow", "step")

@@ -53,9 +53,7 @@ def all_bytes(gadget: Any) -> Tensor:
     return as_bytes(gadget.table["weight"].cpu())
 
 
-# ------------------------------------------------------------------------------------------------
 # Sources
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -128,9 +126,7 @@ def test_one_tensor_of_several_is_chosen_by_name() -> None:
         DataGadget("data.safetensors", field="third")
 
 
-# ------------------------------------------------------------------------------------------------
 # Rows out and in
-# ------------------------------------------------------------------------------------------------
 
 
 def test_rows_arrive_where_they_are_trained_on_as_a_variables_data(family: Any) -> None:
@@ -387,9 +383,7 @@ def test_rows_are_inserted_from_a_variable_an_array_and_a_cpu_tensor(family: Any
     assert all_rows(gadget)[:, 0].tolist() == [1, 2, 3, 0]
 
 
-# ------------------------------------------------------------------------------------------------
 # Files
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["saved", "saved.npy", "saved.safetensors"])
@@ -424,9 +418,7 @@ def test_each_family_returns_its_rows_under_its_own_name() -> None:
     assert_same_bytes(DataGadgetMM("data.npy").getCupyMM(), data)
 
 
-# ------------------------------------------------------------------------------------------------
 # Mapped files
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -462,9 +454,7 @@ def test_a_mapped_gadget_takes_another_file_and_saves_a_copy() -> None:
         _ = gadget.table
 
 
-# ------------------------------------------------------------------------------------------------
 # Refusals
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [-8, 7, 2**40, -(2**63)])

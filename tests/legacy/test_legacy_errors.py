@@ -161,7 +161,7 @@ OF_ROWS: dict[Callable[[], Any], list[tuple[str, Any, type[Exception], str]]] = 
         ("loadCupy", "double.npy", ValueError, "contain weight .* float32, got .* float64"),
     ],
     converted: [
-        ("afterOptimizerStep", [1, 2, 3], ValueError, r"has rows \[5\] of torch.float64 on cpu"),
+        ("afterOptimizerStep", [1, 2, 3], ValueError, r"has rows \[5\] of torch.float64 on cpu")
     ],
     torch_model: [
         ("loadTorch", "list.pt", ValueError, r"list\.pt must contain a dense tensor .*, got a li"),
@@ -170,10 +170,10 @@ OF_ROWS: dict[Callable[[], Any], list[tuple[str, Any, type[Exception], str]]] = 
         ("loadTorch", "trap.pt", Exception, "[Ww]eights"),
     ],
     state_with_batch: [
-        ("afterOptimizerStep", [1, 2], ValueError, "2 ids, but the optimizer's 'exp_avg' has 3"),
+        ("afterOptimizerStep", [1, 2], ValueError, "2 ids, but the optimizer's 'exp_avg' has 3")
     ],
     state_without_batch: [
-        ("afterOptimizerStep", [0], RuntimeError, "no state 'exp_avg' of 'users'. Call befo"),
+        ("afterOptimizerStep", [0], RuntimeError, "no state 'exp_avg' of 'users'. Call befo")
     ],
 }
 

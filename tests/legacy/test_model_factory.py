@@ -12,9 +12,7 @@ from reference import assert_same_bytes, random_rows
 from torch import nn
 
 import speedtorch
-from speedtorch import (
-    ModelFactory,
-)
+from speedtorch import ModelFactory
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -25,9 +23,7 @@ def family(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-# ------------------------------------------------------------------------------------------------
 # Exchange
-# ------------------------------------------------------------------------------------------------
 
 
 def test_the_variable_holds_the_rows_of_the_batch_in_order(family: Any, device: str) -> None:
@@ -133,9 +129,7 @@ def test_every_family_takes_numpys_and_torchs_dtypes(
     assert switcher.table["weight"].dtype == dtype
 
 
-# ------------------------------------------------------------------------------------------------
 # Duplicates
-# ------------------------------------------------------------------------------------------------
 
 
 def test_the_last_occurrence_of_an_id_wins(device: str) -> None:
@@ -178,9 +172,7 @@ def test_sum_duplicates_needs_a_forward_pass_before_each_step() -> None:
     assert_same_bytes(table_rows(switcher), values)
 
 
-# ------------------------------------------------------------------------------------------------
 # variableTransformer
-# ------------------------------------------------------------------------------------------------
 
 
 def test_the_transformer_numbers_the_rows_of_the_batch(family: Any) -> None:

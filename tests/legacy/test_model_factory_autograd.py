@@ -7,9 +7,7 @@ import torch
 from model_families import ROWS, WIDTH, layer
 from torch import nn
 
-from speedtorch import (
-    ModelFactory,
-)
+from speedtorch import ModelFactory
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -31,9 +31,7 @@ def family(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-# ------------------------------------------------------------------------------------------------
 # First values, files, views
-# ------------------------------------------------------------------------------------------------
 
 
 def test_initialisers_give_their_distribution_and_follow_the_seed(family: Any) -> None:
@@ -139,9 +137,7 @@ def test_each_family_returns_its_rows_by_the_names_of_2019(
     assert (switcher.table["weight"][5] == 0).all()
 
 
-# ------------------------------------------------------------------------------------------------
 # Where the table is
-# ------------------------------------------------------------------------------------------------
 
 
 def kind(switcher: Any) -> str:

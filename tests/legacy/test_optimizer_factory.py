@@ -12,11 +12,7 @@ from reference import assert_same_bytes, assert_same_content, random_rows
 from torch import optim
 
 import speedtorch
-from speedtorch import (
-    HostTable,
-    ModelFactory,
-    OptimizerFactory,
-)
+from speedtorch import HostTable, ModelFactory, OptimizerFactory
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -24,9 +24,7 @@ from speedtorch.legacy.plan_memo import PlanMemo, plans_of, plans_pay
 __all__ = ["made", "memo"]
 
 
-# ------------------------------------------------------------------------------------------------
 # Ids from the CPU
-# ------------------------------------------------------------------------------------------------
 
 
 FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
@@ -115,9 +113,7 @@ def test_ids_that_have_no_plan(memo: PlanMemo, made: Made) -> None:
     assert len(memo) == 0
 
 
-# ------------------------------------------------------------------------------------------------
 # Memory
-# ------------------------------------------------------------------------------------------------
 
 
 def test_two_batches_are_remembered_and_no_more(memo: PlanMemo, made: Made) -> None:
@@ -154,9 +150,7 @@ def test_a_table_goes_without_the_garbage_collector() -> None:
     assert gone() is None
 
 
-# ------------------------------------------------------------------------------------------------
 # When plans pay
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("captures", [False, True])

@@ -12,12 +12,7 @@ import torch
 from model_families import ROWS, WIDTH, filled, layer, table_rows
 from plan_memos import Made, always, exchange, made, planning, plans, shared
 from reference import assert_same_bytes, assert_same_content, random_rows
-from test_training_exact import (
-    CASES,
-    STEPS,
-    in_place,
-    train_through_factories,
-)
+from test_training_exact import CASES, STEPS, in_place, train_through_factories
 
 from speedtorch import DataGadget, ModelFactory
 from speedtorch.legacy.plan_memo import plans_of
@@ -25,9 +20,7 @@ from speedtorch.legacy.plan_memo import plans_of
 __all__ = ["made", "planning", "plans"]
 
 
-# ------------------------------------------------------------------------------------------------
 # Training
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("planning")
@@ -84,9 +77,7 @@ def test_repeated_ids_go_back_as_without_a_plan(sum_duplicates: bool) -> None:
     assert_same_bytes(*results)
 
 
-# ------------------------------------------------------------------------------------------------
 # Errors
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("planned", [True, False])
@@ -120,9 +111,7 @@ def test_bad_ids_are_refused_in_the_words_of_the_op_and_the_next_call_works(
     assert_same_bytes(table.record, before)
 
 
-# ------------------------------------------------------------------------------------------------
 # DataGadget
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("planning")

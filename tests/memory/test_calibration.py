@@ -303,6 +303,6 @@ def test_a_table_is_made_although_its_machine_cannot_be_measured(
     monkeypatch.setattr(calibration, "_steps", lambda: iter([fail]))
     calibration.calibrate_once(calibration.WORTH_BYTES)
     assert caplog.messages == [
-        "calibration failed (pretended). Call speedtorch.calibrate() to try again.",
+        "calibration failed (pretended). Call speedtorch.calibrate() to try again."
     ]
     assert not cache_file().exists()

@@ -123,8 +123,7 @@ INVALIDATES = pytest.mark.xfail(run=False, reason="a table that torch pinned end
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["managed", "registered", "in_place", pytest.param("torch_pinned", marks=INVALIDATES)],
+    "kind", ["managed", "registered", "in_place", pytest.param("torch_pinned", marks=INVALIDATES)]
 )
 def test_another_thread_may_make_and_drop_tables_while_a_graph_is_captured(kind: str) -> None:
     values = random_rows(ROWS, (WIDTH,))

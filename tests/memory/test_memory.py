@@ -24,9 +24,7 @@ def resident_bytes() -> int:
     return int(re.findall(r"VmRSS:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
 
-# ------------------------------------------------------------------------------------------------
 # Kinds and sizes
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,9 +105,7 @@ def test_the_process_that_made_memory_may_use_it(driver: PretendedDriver, kind: 
     assert speedtorch.pinned_gather(tensor, torch.tensor([3, 0])).tolist() == [[1, 1], [0, 0]]
 
 
-# ------------------------------------------------------------------------------------------------
 # What is refused
-# ------------------------------------------------------------------------------------------------
 
 
 def test_sizes_may_be_numpys_integers() -> None:
@@ -133,9 +129,7 @@ def test_more_than_is_available_is_refused_in_numbers(
     assert resident_bytes() - before < 2 << 20
 
 
-def test_the_check_of_available_memory_can_be_switched_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_check_of_available_memory_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEEDTORCH_MEMORY_CHECK", "0")
     with pytest.raises(MemoryError, match=f"mapping {1 << 50} bytes failed: Cannot allocate"):
         empty(1 << 50, dtype=torch.uint8, memory="plain")

@@ -21,9 +21,7 @@ def without_managed(monkeypatch: pytest.MonkeyPatch) -> PretendedDriver:
     return PretendedDriver(False)
 
 
-# ------------------------------------------------------------------------------------------------
 # What is asked of CUDA, in which order
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
@@ -77,9 +75,7 @@ def test_auto_falls_back_to_registered_memory_silently(monkeypatch: pytest.Monke
         assert memory_kind(empty(10)) == "registered"
 
 
-def test_auto_falls_back_to_plain_memory_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_falls_back_to_plain_memory_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_managed(monkeypatch) as driver:
         driver.fail("host_register")
         with pytest.warns(UserWarning) as caught:
@@ -100,9 +96,7 @@ def test_auto_is_plain_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert driver.nothing_left()
 
 
-# ------------------------------------------------------------------------------------------------
 # Every call may fail
-# ------------------------------------------------------------------------------------------------
 
 PINNING = (
     r"pinning 4000 bytes .*pretended reason 2 \(CUDA error 2\).*available.*Load the data into "

@@ -39,9 +39,7 @@ def all_rows() -> Tensor:
     return index
 
 
-# ------------------------------------------------------------------------------------------------
 # Each kind at work
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [*OWN, "plain", "in_place"])
@@ -111,9 +109,7 @@ print(json.dumps(resident() - before))
     assert left <= 8 * slack  # the driver keeps some of its own books
 
 
-# ------------------------------------------------------------------------------------------------
 # Pinned in place
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_pinned_in_place_is_pinned_for_torch_too() -> None:

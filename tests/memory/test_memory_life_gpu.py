@@ -27,9 +27,7 @@ def newer_memory(kind: str) -> list[Tensor]:
     return [table_of(kind, torch.full((ROWS, WIDTH), float("nan"))) for _ in range(4)]
 
 
-# ------------------------------------------------------------------------------------------------
 # Nothing goes before the GPU is done
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [*OWN, "in_place"])
@@ -108,9 +106,7 @@ def test_memory_is_given_back_after_waiting_for_every_stream_that_used_it(kind: 
     assert last[-1] == (give_back, address)
 
 
-# ------------------------------------------------------------------------------------------------
 # Captured graphs
-# ------------------------------------------------------------------------------------------------
 
 
 def capture_gather(table: Tensor, out: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -186,9 +182,7 @@ def test_closing_a_table_releases_what_was_captured(kind: str) -> None:
     assert len(kept) == 2
 
 
-# ------------------------------------------------------------------------------------------------
 # Processes
-# ------------------------------------------------------------------------------------------------
 
 # A parent that uses torch's CUDA, forks, and goes on; the child waits for the parent's writes.
 FORKED = """

@@ -41,9 +41,7 @@ def use(table: Tensor, gpu: int = 0, stream: int = STREAM) -> int:
     return int(_ops.use_on(table, gpu, stream))
 
 
-# ------------------------------------------------------------------------------------------------
 # Several GPUs
-# ------------------------------------------------------------------------------------------------
 
 
 def test_another_gpu_maps_a_managed_table_when_it_first_uses_it() -> None:
@@ -84,9 +82,7 @@ def test_explaining_maps_nothing() -> None:
         del table
 
 
-# ------------------------------------------------------------------------------------------------
 # WSL2: registered memory lies elsewhere for kernels
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,9 +131,7 @@ def test_foreign_memory_with_another_gpu_address_is_staged(wsl: PretendedDriver)
     wsl.registered.clear()
 
 
-# ------------------------------------------------------------------------------------------------
 # Grace: kernels reach pageable memory
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["torchs", "own"])
@@ -178,9 +172,7 @@ def test_a_driver_that_does_not_answer_stages_pageable_memory(
     assert driver.pending == 0
 
 
-# ------------------------------------------------------------------------------------------------
 # A driver that is too old
-# ------------------------------------------------------------------------------------------------
 
 TOO_OLD = (
     r"NVIDIA's driver is too old: it supports CUDA 12\.4 at most. This speedtorch was built with "
@@ -216,9 +208,7 @@ WITH_KERNELS = pytest.mark.skipif(
 
 
 @WITH_KERNELS
-def test_info_names_the_driver_that_is_needed(
-    old: PretendedDriver,
-) -> None:
+def test_info_names_the_driver_that_is_needed(old: PretendedDriver) -> None:
     with pytest.raises(RuntimeError, match=TOO_OLD):
         torch.ops.speedtorch.check_driver()
     assert info().kernels.startswith(
@@ -238,9 +228,7 @@ def test_a_driver_of_the_same_major_version_is_new_enough(
         empty(3, memory="managed")
 
 
-# ------------------------------------------------------------------------------------------------
 # Seams of registrations
-# ------------------------------------------------------------------------------------------------
 
 
 class CopiesWithinRegistrations(TorchDispatchMode):
@@ -306,9 +294,7 @@ def test_copies_of_units_end_at_registration_boundaries(
     unpin_memory_(host)
 
 
-# ------------------------------------------------------------------------------------------------
 # Another thread captures a CUDA graph
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["managed", "registered", "elsewhere", "in_place", "foreign"])
@@ -351,9 +337,7 @@ def test_the_pretended_driver_refuses_unsafe_calls_of_threads_that_do_not_relax(
     assert "malloc_managed" in UNSAFE_IN_CAPTURE
 
 
-# ------------------------------------------------------------------------------------------------
 # Captured CUDA graphs keep memory until it is released
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gpu", [0, 1])
@@ -402,9 +386,7 @@ def test_memory_of_a_graph_is_pinned_until_it_is_released(
     assert not driver.registered
 
 
-# ------------------------------------------------------------------------------------------------
 # Streams, and threads that the driver lets wait
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_that_has_the_handle_of_a_destroyed_one_is_another(

@@ -64,9 +64,7 @@ def lines_of(*parts: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-# ------------------------------------------------------------------------------------------------
 # Import
-# ------------------------------------------------------------------------------------------------
 
 
 def test_import_makes_no_cuda_call() -> None:
@@ -81,9 +79,7 @@ def test_import_makes_no_cuda_call() -> None:
     assert not initialised
 
 
-# ------------------------------------------------------------------------------------------------
 # Fork
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_forked_child_maps_nothing_else_at_managed_addresses() -> None:
@@ -219,9 +215,7 @@ print(json.dumps(error))
 """
 
 
-# ------------------------------------------------------------------------------------------------
 # Exit
-# ------------------------------------------------------------------------------------------------
 
 # Kept by a global, by a cycle that is garbage, by one that is not, and by another module.
 HOLDERS = """
@@ -272,9 +266,7 @@ def test_the_trap_for_cuda_calls_works() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
 
 
-# ------------------------------------------------------------------------------------------------
 # Limits
-# ------------------------------------------------------------------------------------------------
 
 # Leaves `room` bytes of address space.
 LIMIT = """

@@ -21,9 +21,7 @@ NORESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Python names MAP_N
 SEEN_BY_TORCH = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
 
-# ------------------------------------------------------------------------------------------------
 # Pinning in place
-# ------------------------------------------------------------------------------------------------
 
 
 def reserved(count: int) -> Tensor:

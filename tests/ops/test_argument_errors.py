@@ -24,10 +24,7 @@ def table_faults(values: Tensor) -> dict[str, tuple[Tensor, str]]:
         "columns_apart": (values[:, ::2], r"contiguous, but .*stride 2, expected 1"),
         "transposed": (values.t()[:, :6], r"contiguous, but .*stride 6, expected 1"),
         "columns_repeated": (values[:, :1].expand(8, 6), r"contiguous, but .*stride 0"),
-        "inner_gap": (
-            values.reshape(8, 2, 3)[:, :, :2],
-            r"contiguous, but .*stride 3, expected 2",
-        ),
+        "inner_gap": (values.reshape(8, 2, 3)[:, :, :2], r"contiguous, but .*stride 3, expected 2"),
         "sparse": (values.to_sparse(), r"dense|strided"),
     }
 
@@ -76,9 +73,7 @@ def test_ids_of_another_dtype(place: Place, dtype: torch.dtype) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------
 # pinned_gather
-# ------------------------------------------------------------------------------------------------
 
 OUT_FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "too_few": (lambda out: out[:2], r"out has shape \[2, 6\], expected \[3, 6\]"),
@@ -115,9 +110,7 @@ def test_rows_inside_the_table(device: str, op: str, names: str) -> None:
     assert_same_storage(table, values)
 
 
-# ------------------------------------------------------------------------------------------------
 # pinned_scatter
-# ------------------------------------------------------------------------------------------------
 
 SRC_FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "too_few": (lambda src: src[:2], r"src has shape \[2, 6\], expected \[3, 6\]"),
@@ -154,9 +147,7 @@ def test_a_table_whose_rows_are_one_is_not_written() -> None:
     assert not table.any()
 
 
-# ------------------------------------------------------------------------------------------------
 # Devices
-# ------------------------------------------------------------------------------------------------
 
 
 @NEEDS_GPU

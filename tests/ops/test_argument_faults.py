@@ -15,15 +15,7 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from cuda_calls import PretendedDriver
-from op_arguments import (
-    COUNT,
-    ROWS,
-    numbers,
-    op_arguments,
-    ops,
-    tensors_of,
-    with_tensors,
-)
+from op_arguments import COUNT, ROWS, numbers, op_arguments, ops, tensors_of, with_tensors
 from reference import assert_same_bytes
 from test_argument_errors import refused
 from test_argument_overlaps import NAMES, assert_same
@@ -32,9 +24,7 @@ from torch import Tensor
 import speedtorch
 from speedtorch.ops import functions
 
-# ------------------------------------------------------------------------------------------------
 # Memory
-# ------------------------------------------------------------------------------------------------
 
 
 def apart(name: str) -> tuple[Any, tuple[Any, ...], list[Tensor]]:
@@ -120,9 +110,7 @@ def test_memory_that_a_pinned_tensor_left_is_known_as_plain(driver: PretendedDri
         pytest.skip("the allocator gave the place to nobody")
 
 
-# ------------------------------------------------------------------------------------------------
 # What is written
-# ------------------------------------------------------------------------------------------------
 
 BAD_IDS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "scatter": lambda table, rows: speedtorch.pinned_scatter(table, torch.tensor([ROWS]), rows),
@@ -165,9 +153,7 @@ def test_a_view_that_conjugates_or_negates_is_not_written_to(kind: str) -> None:
     assert torch.equal(ones, torch.ones_like(ones))
 
 
-# ------------------------------------------------------------------------------------------------
 # Kinds
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [np.zeros((ROWS, 3), np.float32), None, 3])
@@ -244,9 +230,7 @@ def test_what_is_read_as_numbers_begins_at_one() -> None:
     refused(lambda: ops.plan_batch(index, ROWS, -1, -1, odd[0], plan[4]), message)
 
 
-# ------------------------------------------------------------------------------------------------
 # Plans and numbers
-# ------------------------------------------------------------------------------------------------
 
 
 def planned_swap(plan: list[Tensor], index: Tensor) -> list[Tensor]:
@@ -376,9 +360,7 @@ def test_the_package_calls_an_op_in_one_way() -> None:
     assert calling == set()
 
 
-# ------------------------------------------------------------------------------------------------
 # On a GPU
-# ------------------------------------------------------------------------------------------------
 
 
 @NEEDS_GPU

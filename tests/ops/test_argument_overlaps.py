@@ -137,9 +137,7 @@ def test_every_op_is_listed() -> None:
     assert taking - ONE_TENSOR == {name.split(",")[0] for name in NAMES}
 
 
-# ------------------------------------------------------------------------------------------------
 # Fields of one record
-# ------------------------------------------------------------------------------------------------
 
 
 def test_ids_table_and_rows_may_be_fields_of_one_record(device: str) -> None:
@@ -202,9 +200,7 @@ def test_rows_that_share_no_byte_are_copied_and_overlaps_raise(data: st.DataObje
         assert np.array_equal(values.numpy(), expected)
 
 
-# ------------------------------------------------------------------------------------------------
 # Nothing is shared
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_side_without_rows_may_lie_anywhere(device: str) -> None:

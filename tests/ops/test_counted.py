@@ -59,8 +59,7 @@ class Block:
 
     def compared(self, plan: list[Tensor], *, table_rows: int = ROWS) -> list[Tensor]:
         lists: tuple[Tensor, ...] = ops.diff_ids(
-            *(plan[0], plan[4], self.ids, self.status),
-            *(table_rows, self.halt, self.fault),
+            *(plan[0], plan[4], self.ids, self.status), *(table_rows, self.halt, self.fault)
         )
         assert [len(tensor) for tensor in lists] == [*[self.capacity] * 6, 4]
         return list(lists)
@@ -78,9 +77,7 @@ def listed(lists: list[Tensor]) -> list[list[int]]:
     return [tensor[:size].tolist() for tensor, size in zip(lists, sizes, strict=False)]
 
 
-# ------------------------------------------------------------------------------------------------
 # diff_ids
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,9 +195,7 @@ def test_the_host_sees_a_fault_without_waiting(memory: str) -> None:
     assert block.fault.tolist() == [TOO_MANY, 3, 2, 0, 3, 0, 3, ROWS]
 
 
-# ------------------------------------------------------------------------------------------------
 # exchange_rows, of counts on the device
-# ------------------------------------------------------------------------------------------------
 
 
 def fields_of(rows: int, seed: int, device: str = "cpu") -> list[Tensor]:
@@ -318,10 +313,7 @@ def test_a_count_that_is_none_is_an_error_on_the_cpu_and_zero_on_a_gpu(
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_ids_and_places_that_count_are_checked(
-    device: str,
-    changes: dict[str, list[int]],
-    message: str,
-    moved: tuple[list[float], list[float]],
+    device: str, changes: dict[str, list[int]], message: str, moved: tuple[list[float], list[float]]
 ) -> None:
     lists = {name: torch.tensor(values) for name, values in changes.items()}
     with pytest.raises(IndexError, match=message):
@@ -347,9 +339,7 @@ def test_long_lists_are_checked_as_short_ones_are() -> None:
         speedtorch.synchronize()
 
 
-# ------------------------------------------------------------------------------------------------
 # hold_rows and clear_rows
-# ------------------------------------------------------------------------------------------------
 
 
 def held_after(
@@ -452,9 +442,7 @@ def test_rows_beyond_the_count_are_cleared(device: str, count: int) -> None:
     assert_same_fields(fields, expected)
 
 
-# ------------------------------------------------------------------------------------------------
 # A step of all four
-# ------------------------------------------------------------------------------------------------
 
 
 class Training:
@@ -545,9 +533,7 @@ def test_nothing_is_waited_for() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# ------------------------------------------------------------------------------------------------
 # Errors
-# ------------------------------------------------------------------------------------------------
 
 
 def numbers(*values: int) -> Tensor:
@@ -634,11 +620,7 @@ def test_rows_that_cannot_be_held_are_errors() -> None:
         ("ids", numbers(4), r"counts\[0\] must be 0 to 1, got 2"),
         ("stay_places", numbers(0, 2), "stay_places has 2 at position 1, .* for 2 rows"),
         ("stay_from", numbers(-1, 0), "stay_from has -1 at position 0, .* for 2 rows"),
-        (
-            "leaving_places",
-            numbers(0, 9),
-            "leaving_places has 9 at position 1, .* for 2 rows",
-        ),
+        ("leaving_places", numbers(0, 9), "leaving_places has 9 at position 1, .* for 2 rows"),
     ):
         with pytest.raises(ValueError, match=f"hold_rows: .*{message}"):
             ops.hold_rows(*(given | {name: value}).values())

@@ -140,9 +140,7 @@ def test_a_graph_of_several_ops(gpu_place: Place) -> None:
     release(table)
 
 
-# ------------------------------------------------------------------------------------------------
 # What cannot be captured
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

@@ -103,9 +103,7 @@ def test_a_graph_breaks_where_the_memory_is_queried() -> None:
     assert (kind, more.tolist()) == ("plain", [1.0, 1.0, 1.0])
 
 
-# ------------------------------------------------------------------------------------------------
 # Every op compiled, exported, and compiled ahead of time
-# ------------------------------------------------------------------------------------------------
 
 
 class Calls(nn.Module):

@@ -14,13 +14,7 @@ import pytest
 import torch
 from conftest import Place
 from ordinary_run import soaked
-from reference import (
-    assert_same_bytes,
-    assert_same_storage,
-    dtype_name,
-    random_rows,
-    small_numbers,
-)
+from reference import assert_same_bytes, assert_same_storage, dtype_name, random_rows, small_numbers
 from torch import Tensor
 
 import speedtorch
@@ -240,9 +234,7 @@ def test_ids_on_the_cpu_are_refused_at_once(place: Place, call: str) -> None:
     attempt.assert_nothing_moved()
 
 
-# ------------------------------------------------------------------------------------------------
 # A swap's lists must not repeat an id
-# ------------------------------------------------------------------------------------------------
 
 SWAPS = pytest.mark.parametrize("call", ["swap_evict", "swap_load"])
 
@@ -274,9 +266,7 @@ def test_an_id_twice_among_many_is_found(place: Place, call: str) -> None:
     attempt.assert_nothing_moved()
 
 
-# ------------------------------------------------------------------------------------------------
 # On the GPU
-# ------------------------------------------------------------------------------------------------
 
 
 FAULTS = [(call, 1234) for call in CALLS] + [("swap_evict", 36), ("swap_load", 36)]

@@ -146,9 +146,7 @@ def test_the_same_row_under_every_id(place: Place) -> None:
     assert_same_bytes(result, row.cpu().expand(3, 9))
 
 
-# ------------------------------------------------------------------------------------------------
 # out= and plan=
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ids_on", ["cpu", "work"])
@@ -185,9 +183,7 @@ def test_a_plan_serves_tables_of_other_widths(place: Place) -> None:
         assert_same_bytes(result, reference.pinned_gather(values, index.cpu()))
 
 
-# ------------------------------------------------------------------------------------------------
 # Tables that torch or the system made
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["shared", "mapped privately", "mapped and shared"])

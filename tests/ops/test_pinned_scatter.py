@@ -111,9 +111,7 @@ def test_nan_payloads_and_the_sign_of_zero_survive(place: Place) -> None:
     assert torch.equal(table.cpu().view(torch.int32), bits.flip(0))
 
 
-# ------------------------------------------------------------------------------------------------
 # Equal ids
-# ------------------------------------------------------------------------------------------------
 
 
 def test_the_last_of_equal_ids_wins(place: Place) -> None:
@@ -189,9 +187,7 @@ def test_dtypes_without_addition_are_refused(place: Place, dtype: torch.dtype) -
     assert_same_storage(table, values)
 
 
-# ------------------------------------------------------------------------------------------------
 # plan=
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["write", "add"])

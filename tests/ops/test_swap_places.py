@@ -159,9 +159,7 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
         swap_placed(fields, [side, longer], ids, places, [side.clone(), side.clone()], ids, places)
 
 
-# ------------------------------------------------------------------------------------------------
 # Several tables in one call
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", ["auto", "registered", "cuda"])

@@ -206,9 +206,7 @@ def test_no_call_keeps_a_tensor(
     assert [sys.getrefcount(array) for array in memory] == held
 
 
-# ------------------------------------------------------------------------------------------------
 # torch.jit.trace
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -240,9 +238,7 @@ def test_a_traced_exchange_keeps_its_lists() -> None:
                 assert_same_bytes(one, other)
 
 
-# ------------------------------------------------------------------------------------------------
 # The library without the package
-# ------------------------------------------------------------------------------------------------
 
 ALONE = """
 import sys, torch

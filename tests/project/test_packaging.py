@@ -70,8 +70,7 @@ def sdist(checkout: Path) -> Path:
 
 
 @pytest.fixture(
-    scope="module",
-    params=["built here", pytest.param("built anew", marks=pytest.mark.nightly)],
+    scope="module", params=["built here", pytest.param("built anew", marks=pytest.mark.nightly)]
 )
 def wheel(
     request: pytest.FixtureRequest, sdist: Path, tmp_path_factory: pytest.TempPathFactory

@@ -245,10 +245,7 @@ sys.exit(command.main(sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["", "2"])
 def test_processes_run_in_parallel(
-    killed: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    killed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "of a run"
     (tmp_path / "job.py").write_text(JOB.replace("END", repr(killed)))

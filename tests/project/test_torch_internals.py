@@ -654,9 +654,7 @@ def test_replace_truncated_normal() -> None:
     assert -0.1 <= found.min() < found.max() <= 0.2
 
 
-def test_foreach_types_are_those_that_are_clipped_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_foreach_types_are_those_that_are_clipped_together(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(Tensor):
         """A class that torch does not know."""
 
