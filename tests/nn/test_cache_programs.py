@@ -11,14 +11,12 @@ what the program did; tests/nn/test_embedding_machine.py has longer ones, which 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from reference import as_bytes
 from torch import Tensor, optim
 
 import speedtorch
-from speedtorch.optim.probe import OptimizerProbe, probe_optimizer
 
 ROWS, WIDTH, MOST = 24, 2, 6
 """Rows of the table, their columns, and the ids of a batch."""
@@ -37,7 +34,6 @@ CALLS = (1, 3)
 """Fewest and most of a program."""
 SIZES = [1, 2, 3, 5, 8, 2 * ROWS]
 """Rows of a cache."""
-PROBE = "speedtorch.optim.attach.probe_optimizer"
 ALL = torch.arange(ROWS)
 KINDS: dict[str, dict[str, Any]] = {
     "rows": {},
@@ -50,14 +46,6 @@ PROGRAMS_OF_EACH = 60
 """How many programs two embeddings run: what one leaves the next one finds."""
 MOVING = source_files("step/hot_rows.py")
 """What moves rows to slots and back."""
-_PROBES: dict[tuple[str, ...], OptimizerProbe] = {}
-
-
-def _probed(of: tuple[str, ...], given: tuple[Any, ...]) -> OptimizerProbe:
-    """What attach finds of an optimizer, which takes longer than a program does."""
-    if of not in _PROBES:
-        _PROBES[of] = probe_optimizer(*given)
-    return copy.deepcopy(_PROBES[of])
 
 
 class Side:
@@ -83,9 +71,7 @@ class Side:
             if "capturable" in known:
                 settings |= {name: True for name in ("capturable", "fused") if name in known}
         self.optimizer = case.make(self.embedding.parameters(), **settings)
-        probed = (optimizer, device, str(settings))
-        with patch(PROBE, lambda *given: _probed(probed, given)):
-            speedtorch.attach(self.optimizer, self.embedding)
+        speedtorch.attach(self.optimizer, self.embedding)
         self.saved = self.state()
         self.run: Callable[[Tensor], Tensor] | None = None
         self.results: list[Tensor] = []

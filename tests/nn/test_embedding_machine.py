@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -39,10 +38,8 @@ from optimizer_cases import CASES
 from plain_training import PlainTable, PlainTraining, differences, make_optimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import speedtorch
-from speedtorch.optim.probe import OptimizerProbe, probe_optimizer
 
 ROWS, WIDTH = 6, 2
 PROGRAMS = int(os.environ.get("SPEEDTORCH_PROGRAMS", "120"))
@@ -63,7 +60,6 @@ IDS = [
 ]
 """No id of these is the padding's alone, 0."""
 ALL = torch.arange(ROWS)
-PROBE = "speedtorch.optim.attach.probe_optimizer"
 PROGRAMS_OF_EACH = 40
 """How many programs one set of modules runs, as attaching takes longer than a program does."""
 
@@ -184,26 +180,13 @@ class Ours:
                 made.append(speedtorch.Embedding(ROWS, WIDTH, **arguments))
         self.model = nn.ModuleList(made)
         self.optimizer = make_optimizer(self.case, self.model.parameters())
-        self.probes: dict[int, OptimizerProbe] = {}
         if kind.attached:
-            with patch(PROBE, self.probe):
-                speedtorch.attach(self.optimizer, self.model)
-        self.programs = self.attached_anew = 0
-
-    def probe(self, optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
-        """As attach's own, which takes longer than a program does, and keeps what it found."""
-        found = self.probes[id(parameter)] = probe_optimizer(optimizer, parameter)
-        return copy.deepcopy(found)
-
-    def known_probe(self, optimizer: Optimizer, parameter: Tensor) -> OptimizerProbe:
-        """What the last probe found: the settings are those of then."""
-        return copy.deepcopy(self.probes[id(parameter)])
+            speedtorch.attach(self.optimizer, self.model)
+        self.programs = 0
 
     def attach_anew(self) -> None:
-        self.attached_anew += 1
         speedtorch.detach(self.optimizer)
-        with patch(PROBE, self.known_probe if self.attached_anew % 4 else self.probe):
-            speedtorch.attach(self.optimizer, self.model)
+        speedtorch.attach(self.optimizer, self.model)
 
     def begin_anew(self) -> PlainTraining:
         """As if it had just been made; the reference of it."""
