@@ -332,16 +332,6 @@ def test_too_many_announced_rows_are_an_error_at_once_and_forgotten() -> None:
     training.learn(OTHER)
 
 
-def test_a_bad_id_is_an_error_at_once_on_the_cpu_and_changes_nothing() -> None:
-    def train(training: Training) -> None:
-        training.learn(GOOD)
-        with pytest.raises(IndexError, match="Embedding: id 30 at position 1 is out"):
-            training.emb(ids(1, ROWS))
-        training.learn(OTHER)
-
-    assert_as_without(train)
-
-
 def test_a_prefetched_batch_of_too_many_rows_is_an_error_when_it_is_looked_up() -> None:
     def train(training: Training) -> None:
         batches = [GOOD, OTHER, MANY, GOOD]
