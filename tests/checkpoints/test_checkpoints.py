@@ -377,8 +377,14 @@ NO_NAME = "it has the invalid file name '"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (named("a" * 244 + ".safetensors"), NO_NAME),
+        (named("../tensors.safetensors"), NO_NAME),
+        (named("tensors"), NO_NAME),
         (lambda content: content.update(parts=["a"]), "its 'parts' are not a dict"),
         (lambda content: content["files"][0]["crc32c"].append(0), "it has 1 chunks, but 2 digests"),
+        (of_version(1, "crc32c"), ""),
+        (of_version(3, "crc32"), ""),
+        (of_version(2, "crc32"), ""),
     ],
 )
 def test_a_manifest_of_other_contents_is_an_error(
@@ -386,8 +392,10 @@ def test_a_manifest_of_other_contents_is_an_error(
 ) -> None:
     path = Path(speedtorch.save(tmp_path, a=torch.ones(3)).path) / "manifest.json"
     rewrite_manifest(path, change)
-    with pytest.raises(ValueError, match=f"or not of a speedtorch checkpoint: {message}"):
+    expected = f"is damaged, or not of a speedtorch checkpoint: {message}"
+    with pytest.raises(ValueError, match=expected) as raised:
         speedtorch.load(tmp_path)
+    assert "manifest.json: is" in str(raised.value) or "chunks" in message
 
 
 def test_any_manifest_is_one_or_an_error(tmp_path: Path) -> None:

@@ -148,6 +148,8 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: opened("number.npy"), ValueError, "need the same number of rows"),
     (lambda: opened("lengths.safetensors"), ValueError, "need the same number of rows"),
     (lambda: opened("no.npy"), FileNotFoundError, r"neither this file nor .*no.<field>.npy exists"),
+    (lambda: loaded("no.npy"), FileNotFoundError, r"no\..*npy"),
+    (lambda: loaded("no.safetensors"), FileNotFoundError, "no.safetensors"),
     (lambda: opened("parts.npy", ("a", "b")), FileNotFoundError, "parts.b.npy"),
     *(
         (call, ValueError, ENDING)
