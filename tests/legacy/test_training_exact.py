@@ -63,21 +63,14 @@ def train_through_factories(
 
 
 @pytest.mark.dealt("variant", "width")
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "shared"), [*((width, False) for width in WIDTHS), (47, True)])
 @pytest.mark.parametrize(("case", "variant"), VARIANTS)
-def test_training_equals_training_in_place_bit_for_bit(
-    case: Case, variant: str, width: int
+def test_training_equals_training_in_place_bitwise(
+    case: Case, variant: str, width: int, shared: bool
 ) -> None:
     expected = in_place(case, variant, width, "cpu")
-    assert_same_content(train_through_factories(case, variant, width, "cpu"), expected)
-
-
-@pytest.mark.dealt("variant")
-@pytest.mark.parametrize(("case", "variant"), VARIANTS)
-def test_training_with_one_shared_table_is_the_same_bit_for_bit(case: Case, variant: str) -> None:
-    expected = in_place(case, variant, 47, "cpu")
-    actual = train_through_factories(case, variant, 47, "cpu", shared=True)
-    assert_same_content(actual, expected)
+    found = train_through_factories(case, variant, width, "cpu", shared=shared)
+    assert_same_content(found, expected)
 
 
 @NEEDS_GPU

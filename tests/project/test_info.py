@@ -215,30 +215,29 @@ def test_a_value_that_the_system_does_not_report_is_none(
     assert str(found).count(UNKNOWN) == 1
 
 
-@pytest.mark.parametrize("width", ["0", "255"])
-def test_a_width_that_linux_does_not_know_is_none(
-    machine: Callable[[int], Path], width: str
-) -> None:
-    folder = machine(1) / "bus/pci/devices" / ADDRESSES[0]
-    (folder / "current_link_width").write_text(width)
-    (folder / "max_link_width").write_text(width)
-    link = info().gpus[0].link
-    assert (link.width, link.max_width) == (None, None)
-
-
 @pytest.mark.parametrize(
-    ("speed", "generation"),
+    ("name", "text", "expected"),
     [
-        *(("2.5 GT/s PCIe", 1), ("5 GT/s", 2), ("5.0 GT/s PCIe", 2), ("8.0 GT/s PCIe", 3)),
-        *(("16.0 GT/s PCIe", 4), ("32.0 GT/s PCIe", 5), ("64.0 GT/s PCIe", 6)),
-        *(("128.0 GT/s PCIe", 7), ("3.5 GT/s PCIe", None)),
+        *(("link_width", width, None) for width in ("0", "255")),
+        *(("link_speed", "2.5 GT/s PCIe", 1), ("link_speed", "5 GT/s", 2)),
+        *(
+            ("link_speed", f"{rate}.0 GT/s PCIe", n)
+            for n, rate in enumerate((5, 8, 16, 32, 64, 128), 2)
+        ),
+        ("link_speed", "3.5 GT/s PCIe", None),
     ],
 )
-def test_the_generation_follows_the_speed_of_a_lane(
-    machine: Callable[[int], Path], speed: str, generation: int | None
+def test_a_link_has_the_width_and_the_generation_that_linux_reports(
+    machine: Callable[[int], Path], name: str, text: str, expected: int | None
 ) -> None:
-    (machine(1) / "bus/pci/devices" / ADDRESSES[0] / "current_link_speed").write_text(speed)
-    assert info().gpus[0].link.generation == generation
+    folder = machine(1) / "bus/pci/devices" / ADDRESSES[0]
+    for kind in ("current", "max"):
+        (folder / f"{kind}_{name}").write_text(text)
+    link = info().gpus[0].link
+    found = (
+        (link.width, link.max_width) if "width" in name else (link.generation, link.max_generation)
+    )
+    assert found == (expected, expected)
 
 
 def test_without_sysfs_the_other_facts_are_reported(
@@ -295,23 +294,14 @@ def test_bytes_are_formatted_with_units(
     assert re.search(rf"^  managed +{words}$", str(info()), re.MULTILINE)
 
 
-def test_versions_are_those_of_this_process() -> None:
+def test_versions_library_and_memory_are_those_of_this_process() -> None:
     found = info()
     assert (found.python, found.torch) == (platform.python_version(), torch.__version__)
     assert found.speedtorch == speedtorch.__version__
-
-
-def test_the_library_is_the_one_that_holds_the_ops() -> None:
-    assert Path(info().library).samefile(library_path())
-
-
-def test_kernels_are_what_was_built() -> None:
+    assert Path(found.library).samefile(library_path())
     with_cuda = torch.ops.speedtorch.built_with_cuda()
-    assert info().kernels.startswith("CPU and CUDA" if with_cuda else "CPU (")
-
-
-def test_the_default_memory_is_that_of_auto() -> None:
-    assert info().default_memory == memory_kind(speedtorch.empty(1))
+    assert found.kernels.startswith("CPU and CUDA" if with_cuda else "CPU (")
+    assert found.default_memory == memory_kind(speedtorch.empty(1))
 
 
 @pytest.mark.parametrize(
