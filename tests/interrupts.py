@@ -205,9 +205,7 @@ def every_interrupt(
 
 
 EVERY = pytest.mark.parametrize(
-    "every",
-    [47, pytest.param(1, marks=pytest.mark.nightly)],
-    ids=["every-47th-line", "every-line"],
+    "every", [47, pytest.param(1, marks=pytest.mark.nightly)], ids=["every-47th-line", "every-line"]
 )
 """For every_interrupt: the ordinary run takes a share of the lines, `make nightly` all of them."""
 

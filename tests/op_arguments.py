@@ -96,10 +96,7 @@ def op_arguments(
             (index, ROWS, -1, -1, load, load_plan[4]),
         ),
         "load_rows": (ops.load_rows.default, (host, leaving, up, load)),
-        "load_batch": (
-            ops.load_batch.default,
-            (host, leaving, up, index, ROWS, 2),
-        ),
+        "load_batch": (ops.load_batch.default, (host, leaving, up, index, ROWS, 2)),
         "count_batch": (ops.count_batch.default, (index, up, ROWS, 2)),
         "merge_rows": (ops.merge_rows.default, ([block, rows(COUNT, 1)], up, ids(0, 5))),
         "diff_ids": (

@@ -18,13 +18,7 @@ from optimizer_cases import Case
 from reference import as_bytes
 from torch import Tensor, nn, optim
 
-__all__ = [
-    "PlainTable",
-    "PlainTraining",
-    "assert_same_numbers",
-    "differences",
-    "make_optimizer",
-]
+__all__ = ["PlainTable", "PlainTraining", "assert_same_numbers", "differences", "make_optimizer"]
 
 
 def make_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as checkpoint
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 __all__ = ["Training", "WithCheckpoint"]
 

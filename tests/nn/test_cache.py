@@ -279,9 +279,7 @@ ROW, STATE_ROW = 4 * 4 + 8, 3 * 4 * 4 + 8
 """Bytes of a slot, without state and with that of Adam."""
 
 
-def large_and_small(
-    nbytes: int,
-) -> tuple[speedtorch.EmbeddingBagCollection, optim.Optimizer]:
+def large_and_small(nbytes: int) -> tuple[speedtorch.EmbeddingBagCollection, optim.Optimizer]:
     """Two groups: a table of many rows, and one of a single row of another width."""
     configs = [
         speedtorch.EmbeddingBagConfig(LARGE, 4, "large"),
@@ -312,10 +310,7 @@ def test_a_small_group_beside_a_large_one_holds_its_state(
         assert train_both(tables, sgd)["small"] == SMALL
     speedtorch.attach(optimizer, tables)
     small = 3 * 8 * 4 + 8
-    assert train_both(tables, optimizer) == {
-        "large": (nbytes - small) // STATE_ROW,
-        "small": SMALL,
-    }
+    assert train_both(tables, optimizer) == {"large": (nbytes - small) // STATE_ROW, "small": SMALL}
 
 
 def test_state_that_does_not_fit_is_refused_when_it_is_attached() -> None:
@@ -456,9 +451,7 @@ def test_a_cache_has_no_report_before_the_first_step() -> None:
 
 
 @pytest.mark.usefixtures("restless")
-def test_too_little_memory_for_a_refresh_changes_no_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_too_little_memory_for_a_refresh_changes_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("none left")
 

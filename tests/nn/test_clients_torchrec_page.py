@@ -51,10 +51,7 @@ def ours() -> Ranker:
     kind = speedtorch.EmbeddingBagConfig
     return Ranker(
         speedtorch.EmbeddingBagCollection(
-            [
-                kind(100_000, 16, "user"),
-                kind(50_000, 16, "item", feature_names=["seen", "bought"]),
-            ]
+            [kind(100_000, 16, "user"), kind(50_000, 16, "item", feature_names=["seen", "bought"])]
         )
     )
 
@@ -88,9 +85,7 @@ def saved(process_group: object, tmp_path: Path) -> tuple[Path, dict[str, torch.
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one process", "sharded"])
 def test_a_checkpoint_of_torchrec_loads(
-    saved: tuple[Path, dict[str, torch.Tensor]],
-    sharded: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    saved: tuple[Path, dict[str, torch.Tensor]], sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, rows = saved
     monkeypatch.chdir(folder)

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from embedding_reference import (
-    Squares,
-    Trained,
-    first_weight,
-    random_ids,
-    train_in_place,
-    trained,
-)
+from embedding_reference import Squares, Trained, first_weight, random_ids, train_in_place, trained
 from optimizer_cases import CASES, GPU_VARIANTS, Case, make_optimizer
 from reference import assert_same_content
 from torch import Tensor, nn, optim

@@ -7,14 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from embedding_reference import (
-    Squares,
-    Trained,
-    first_weight,
-    random_ids,
-    train_in_place,
-    trained,
-)
+from embedding_reference import Squares, Trained, first_weight, random_ids, train_in_place, trained
 from optimizer_cases import CASES, GPU_VARIANTS, VARIANTS, Case, make_optimizer
 from reference import assert_same_content
 from torch import Tensor, optim

@@ -510,14 +510,7 @@ class Programs(RuleBasedStateMachine):
             self.clear_gradients(to_none=to_none)
 
     def train(
-        self,
-        number: int,
-        ids: int,
-        more: int | None,
-        both: bool,
-        factor: int,
-        write: str,
-        end: str,
+        self, number: int, ids: int, more: int | None, both: bool, factor: int, write: str, end: str
     ) -> None:
         """A whole step of a usual loop, or a part of one.
 

@@ -420,11 +420,7 @@ def test_optimizers_that_a_graph_cannot_repeat_are_refused_by_name(ahead: bool) 
         ids = batches(1)[0][0]
         with pytest.raises((RuntimeError, AssertionError), match="capturable"):
             speedtorch.graphed(
-                step,
-                ids,
-                modules=embedding,
-                optimizers=optimizer,
-                next_ids=ids if ahead else None,
+                step, ids, modules=embedding, optimizers=optimizer, next_ids=ids if ahead else None
             )
         torch.cuda.synchronize()
         before = embedding.table["weight"].clone()

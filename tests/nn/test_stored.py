@@ -509,10 +509,7 @@ def test_a_group_rounds_what_an_embedding_with_its_seed_does(device: str) -> Non
         20, 6, mode="sum", _weight=rows, device=device, dtype=torch.float32, stored=BF16
     )
     bag.rounding_state.copy_(made.group_of("wide").rounding_state)
-    lookups: list[tuple[Any, Any]] = [
-        (made, lambda ids: made({"wide": ids}).values()),
-        (bag, bag),
-    ]
+    lookups: list[tuple[Any, Any]] = [(made, lambda ids: made({"wide": ids}).values()), (bag, bag)]
     for module, look_up in lookups:
         optimizer = optim.SGD(module.parameters(), lr=0.1)
         for number in range(5):

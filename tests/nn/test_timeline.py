@@ -22,12 +22,7 @@ def test_a_timeline_names_what_a_step_does(device: str) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step()
     spans = {event.name.partition("::")[2]: event.time_range for event in profiled.events()}
-    inside = {
-        "lookup": ["load_batch"],
-        "before_step": [],
-        "after_step": [],
-        "sum_rows": [],
-    }
+    inside = {"lookup": ["load_batch"], "before_step": [], "after_step": [], "sum_rows": []}
     for outer, inner in inside.items():
         for each in inner:
             assert spans[outer].start <= spans[each].start <= spans[each].end <= spans[outer].end

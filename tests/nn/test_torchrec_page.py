@@ -99,16 +99,8 @@ MESSAGES: list[Raises] = [
         RuntimeError,
         stepped_without_attach,
     ),
-    (
-        "view_as() of its weight would need all … rows",
-        NotImplementedError,
-        stepped_in_backward,
-    ),
-    (
-        "object has no attribute 'fused_optimizer'",
-        AttributeError,
-        lambda: Ranker().fused_optimizer,
-    ),
+    ("view_as() of its weight would need all … rows", NotImplementedError, stepped_in_backward),
+    ("object has no attribute 'fused_optimizer'", AttributeError, lambda: Ranker().fused_optimizer),
     (
         "has no 'is_leaf' … set group='user' in the table's config",
         RuntimeError,

@@ -127,8 +127,5 @@ def test_rows_on_both_devices_are_refused() -> None:
     other = speedtorch.Embedding(ROWS, WIDTH, capacity=16, device="cuda")
     with pytest.raises(ValueError, match="are on the CPU and other rows are on a GPU"):
         speedtorch.graphed(
-            world.step,
-            *batches()[0],
-            modules=[world.embedding, other],
-            optimizers=world.optimizer,
+            world.step, *batches()[0], modules=[world.embedding, other], optimizers=world.optimizer
         )

@@ -20,7 +20,6 @@ import speedtorch
 
 # ------------------------------------------------------------------------------------------------
 # Wrappers, as those of other libraries are made
-# ------------------------------------------------------------------------------------------------
 
 
 class AcceleratedOptimizer(optim.Optimizer):
@@ -210,7 +209,6 @@ def test_other_wrappers_are_refused_by_name_and_nothing_changes() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # state_dict and load_state_dict of their own
-# ------------------------------------------------------------------------------------------------
 
 
 class Boxed(optim.Adam):

@@ -70,9 +70,7 @@ class Training:
     ("make", "error"), [(optim.Adam, KeyboardInterrupt), (Boxed, out_of_memory)]
 )
 @pytest.mark.parametrize(
-    "every",
-    [5, pytest.param(1, marks=pytest.mark.nightly)],
-    ids=["every-5th-line", "every-line"],
+    "every", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["every-5th-line", "every-line"]
 )
 def test_an_interrupted_load_is_all_of_it_or_nothing(make: Any, error: Any, every: int) -> None:
     training, files, seen = Training(make), PACKAGE | OPTIMIZERS, set()

@@ -15,8 +15,7 @@ from speedtorch.optim.probe import probe_optimizer
 
 
 @pytest.mark.parametrize(
-    ("make", "rows", "scalars", "by_rows"),
-    [pytest.param(*each[1:], id=each[0]) for each in LEARNT],
+    ("make", "rows", "scalars", "by_rows"), [pytest.param(*each[1:], id=each[0]) for each in LEARNT]
 )
 def test_the_state_is_that_before_the_first_update(
     make: Make, rows: Mapping[str, float], scalars: dict[str, float], by_rows: bool
@@ -58,7 +57,6 @@ def test_only_the_parameters_own_group_counts() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Optimizers that torch does not have
-# ------------------------------------------------------------------------------------------------
 
 
 class Signs(Own):

@@ -152,9 +152,7 @@ def test_the_own_step_function_sees_plain_tensors_of_the_steps_rows(
     assert optimizer.state[module.weight]["exp_avg"].shape == (ROWS, WIDTH)
 
 
-def test_groups_and_state_are_restored_after_an_exception(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_and_state_are_restored_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     (_, (module, optimizer)) = pair(optim.Adagrad, lr=0.1)
     train(module, optimizer)
     before = module.state_dict()["weight"].clone()

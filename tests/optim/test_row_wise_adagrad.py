@@ -146,7 +146,6 @@ def test_a_tensor_learning_rate_is_read_in_every_step() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Rows by themselves
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [1, 5, 100, 384, 1000, 40000])
@@ -239,7 +238,6 @@ def test_a_sum_goes_on_where_one_of_16_bits_would_stop() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Sparse gradients
-# ------------------------------------------------------------------------------------------------
 
 
 def stepped(
@@ -288,7 +286,6 @@ def test_weight_decay_with_a_sparse_gradient_changes_the_named_rows() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # State dicts
-# ------------------------------------------------------------------------------------------------
 
 
 def through_a_file(state: Any) -> Any:
@@ -359,7 +356,6 @@ def test_a_state_dict_of_other_groups_changes_nothing() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Arguments
-# ------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
@@ -444,7 +440,6 @@ def test_a_closure_computes_the_loss_again() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Rows in host memory
-# ------------------------------------------------------------------------------------------------
 
 ROWS, WIDTH = 23, 6
 # Without weight decay plain training, too, leaves the rows alone that a step does not look up.
@@ -464,10 +459,7 @@ def factors(rows: Tensor, seed: int) -> Tensor:
 
 
 def train(
-    model: nn.Module,
-    look: Callable[[Any], Iterable[Tensor]],
-    loader: Iterable[Any],
-    **options: Any,
+    model: nn.Module, look: Callable[[Any], Iterable[Tensor]], loader: Iterable[Any], **options: Any
 ) -> RowWiseAdagrad:
     """Trains on batches; an Embedding's rows are attached."""
     optimizer = RowWiseAdagrad(model.parameters(), **KEPT, **options)

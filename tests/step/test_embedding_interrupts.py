@@ -40,12 +40,7 @@ from interrupts import (
 )
 from interrupts import OPTIMIZERS as OPTIMIZER_FILES
 from optimizer_cases import CASES
-from plain_training import (
-    PlainTraining,
-    assert_same_numbers,
-    differences,
-    make_optimizer,
-)
+from plain_training import PlainTraining, assert_same_numbers, differences, make_optimizer
 from torch import Tensor, nn
 
 import speedtorch

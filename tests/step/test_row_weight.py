@@ -600,9 +600,7 @@ def init_weights(module: nn.Module) -> None:
 @pytest.mark.parametrize("write", [init_weights, whole_copy], ids=lambda write: write.__name__)
 @over_the_states
 def test_rows_that_are_initialised_in_place_are_trained(
-    module: speedtorch.Embedding,
-    state: Callable[[Module], None],
-    write: Callable[[Module], None],
+    module: speedtorch.Embedding, state: Callable[[Module], None], write: Callable[[Module], None]
 ) -> None:
     state(module)
     write(module)

@@ -46,7 +46,6 @@ def rows_in(path: Path) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------
 # Reading
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "npy"])
@@ -130,7 +129,6 @@ def test_processes_share_one_page_cache(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Writing
-# ------------------------------------------------------------------------------------------------
 
 WRITES: dict[str, Callable[[HostTable], Any]] = {
     "scatter": lambda table: table.scatter(torch.tensor([1]), torch.ones(1, 4), "weight"),
@@ -225,7 +223,6 @@ def test_sparse_and_nested_tensors_of_mapped_rows_have_values_of_their_own(saved
 
 # ------------------------------------------------------------------------------------------------
 # Files that change, and files that cannot be mapped
-# ------------------------------------------------------------------------------------------------
 
 READS: dict[str, Callable[[HostTable], Any]] = {
     "gather": lambda table: table.gather(torch.tensor([1]), "weight"),
@@ -362,7 +359,6 @@ def test_a_closed_mapped_table_lets_its_file_go(saved: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------
 # On a GPU, pretended or not
-# ------------------------------------------------------------------------------------------------
 
 
 def test_the_file_is_registered_read_only_and_in_place(
@@ -389,7 +385,6 @@ def test_a_file_that_cuda_does_not_register_says_so(saved: Path, driver: Pretend
 
 # ------------------------------------------------------------------------------------------------
 # Modules
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("freeze", [True, False])

@@ -27,7 +27,6 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------
 # Fields and records
-# ------------------------------------------------------------------------------------------------
 
 
 def test_fields_share_the_memory_of_the_records(kind: dict[str, Any]) -> None:
@@ -122,7 +121,6 @@ def test_a_table_on_the_gpu_names_its_device() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Rows by their ids
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -210,7 +208,6 @@ def test_a_bad_id_on_the_gpu_is_raised_by_flush() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Errors
-# ------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "memory": ({"memory": "disk"}, ValueError, "memory: expected one of auto, .*, got 'disk'"),
