@@ -81,96 +81,52 @@ def trained(device: str) -> tuple[speedtorch.Embedding, Tensor]:
 # A table's own methods see the last step
 
 
-def gathered(table: speedtorch.HostTable, folder: Path) -> Tensor:
-    return table.gather(ALL, "weight")
-
-
-def gathered_record(table: speedtorch.HostTable, folder: Path) -> Tensor:
-    return table.gather(ALL)[:, :WIDTH]
-
-
-def as_numpy(table: speedtorch.HostTable, folder: Path) -> Tensor:
-    return torch.from_numpy(table.numpy("weight")).clone()
-
-
-def saved(table: speedtorch.HostTable, folder: Path) -> Tensor:
-    table.save(folder / "rows.safetensors")
-    return speedtorch.HostTable.open(folder / "rows.safetensors", "plain")["weight"]
-
-
-def saved_as_npy(table: speedtorch.HostTable, folder: Path) -> Tensor:
-    table.save(folder / "rows.npy")
-    return speedtorch.HostTable.open(folder / "rows.npy", "plain")["weight"]
+def reopened(table: speedtorch.HostTable, path: Path, **how: Any) -> Tensor:
+    table.save(path, **how)
+    return speedtorch.HostTable.open(path, "plain")["weight"]
 
 
 def saved_in_parts(table: speedtorch.HostTable, folder: Path) -> Tensor:
-    parts = []
-    for rows in (slice(2), slice(2, None)):
-        table.save(folder / "rows.npy", rows=rows)
-        parts.append(speedtorch.HostTable.open(folder / "rows.npy", "plain")["weight"])
-    return torch.cat(parts)
+    parts = (slice(2), slice(2, None))
+    return torch.cat([reopened(table, folder / "rows.npy", rows=rows) for rows in parts])
 
 
-READERS = [gathered, gathered_record, as_numpy, saved, saved_as_npy, saved_in_parts]
-WRITERS: dict[str, Callable[[speedtorch.Embedding, Path], Tensor]] = {}
-Writer = Callable[[speedtorch.Embedding, Path], Tensor]
+def sevens(folder: Path) -> Path:
+    path = folder / "seven.safetensors"
+    speedtorch.HostTable(ROWS, WIDTH, memory="plain").fill_(7.0).save(path)
+    return path
 
 
-def writer(function: Writer) -> Writer:
-    WRITERS[function.__name__] = function
-    return function
+READERS: dict[str, Callable[[speedtorch.HostTable, Path], Tensor]] = {
+    "gathered": lambda table, folder: table.gather(ALL, "weight"),
+    "gathered record": lambda table, folder: table.gather(ALL)[:, :WIDTH],
+    "as numpy": lambda table, folder: torch.from_numpy(table.numpy("weight")).clone(),
+    "saved": lambda table, folder: reopened(table, folder / "rows.safetensors"),
+    "saved as npy": lambda table, folder: reopened(table, folder / "rows.npy"),
+    "saved in parts": saved_in_parts,
+}
+# Each writes so much to these rows.
+SOME = slice(2, 5)
+WRITERS: dict[str, tuple[Callable[[Any, Path], object], float, slice]] = {
+    "fill": (lambda emb, folder: emb.table.fill_(3.0), 3.0, slice(None)),
+    "zeros": (lambda emb, folder: emb.table.zeros_(), 0.0, slice(None)),
+    "table init": (lambda emb, folder: emb.table.init_(nn.init.constant_, 5.0), 5.0, slice(None)),
+    "module init": (lambda emb, folder: emb.init_(nn.init.constant_, 5.0), 5.0, slice(None)),
+    "load": (lambda emb, folder: emb.table.load(sevens(folder)), 7.0, slice(None)),
+    "load of some rows": (
+        lambda emb, folder: emb.table.load(sevens(folder), rows=SOME, stored=slice(3)),
+        7.0,
+        SOME,
+    ),
+    "scatter": (
+        lambda emb, folder: emb.table.scatter(ALL, torch.full((ROWS, WIDTH), 4.0), "weight"),
+        4.0,
+        slice(None),
+    ),
+}
 
 
-@writer
-def fill(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
-    embedding.table.fill_(3.0)
-    return torch.full((ROWS, WIDTH), 3.0)
-
-
-@writer
-def zeros(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
-    embedding.table.zeros_()
-    return torch.zeros(ROWS, WIDTH)
-
-
-@writer
-def init_of_the_table(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
-    embedding.table.init_(nn.init.constant_, 5.0)
-    return torch.full((ROWS, WIDTH), 5.0)
-
-
-@writer
-def init_of_the_module(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
-    embedding.init_(nn.init.constant_, 5.0)
-    return torch.full((ROWS, WIDTH), 5.0)
-
-
-@writer
-def load(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
-    other = speedtorch.HostTable(ROWS, WIDTH, memory="plain").fill_(7.0)
-    other.save(folder / "seven.safetensors")
-    embedding.table.load(folder / "seven.safetensors")
-    return torch.full((ROWS, WIDTH), 7.0)
-
-
-@writer
-def load_of_some_rows(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
-    other = speedtorch.HostTable(ROWS, WIDTH, memory="plain").fill_(7.0)
-    other.save(folder / "seven.safetensors")
-    embedding.table.load(folder / "seven.safetensors", rows=slice(2, 5), stored=slice(3))
-    expected = first_rows()
-    expected[FIRST] -= 1
-    expected[2:5] = 7.0
-    return expected
-
-
-@writer
-def scatter(embedding: speedtorch.Embedding, folder: Path) -> Tensor:
-    embedding.table.scatter(ALL, torch.full((ROWS, WIDTH), 4.0), "weight")
-    return torch.full((ROWS, WIDTH), 4.0)
-
-
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_a_tables_reader_sees_the_last_step_or_is_refused(
     device: str, reader: Callable[..., Tensor], tmp_path: Path
 ) -> None:
@@ -183,16 +139,17 @@ def test_a_tables_reader_sees_the_last_step_or_is_refused(
     assert_same_bytes(rows.cpu(), expected)
 
 
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize(("write", "value", "rows"), WRITERS.values(), ids=WRITERS)
 def test_a_write_to_the_table_is_not_undone_by_a_later_flush(
-    device: str, write: Writer, tmp_path: Path
+    device: str, write: Callable[[Any, Path], object], value: float, rows: slice, tmp_path: Path
 ) -> None:
-    embedding, before = trained(device)
+    embedding, expected = trained(device)
     try:
-        expected = write(embedding, tmp_path)
+        write(embedding, tmp_path)
     except RuntimeError as error:
         assert "Embedding" in str(error)
-        expected = before
+    else:
+        expected[rows] = value
     with torch.no_grad():
         assert_same_bytes(embedding(ALL.to(device)).cpu(), expected)
     embedding(SECOND.to(device))
@@ -260,19 +217,14 @@ def test_a_closed_table_answers_no_lookup(
 # Gradients that were looked up stay in the step
 
 
-def multiply_by_one(weight: Tensor) -> None:
-    weight.mul_(1.0)
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "multiply by one": lambda weight: weight.mul_(1.0),
+    "add zero": lambda weight: weight.add_(0.0),
+    "clamp wide": lambda weight: weight.clamp_(-1e9, 1e9),
+}
 
 
-def add_zero(weight: Tensor) -> None:
-    weight.add_(0.0)
-
-
-def clamp_wide(weight: Tensor) -> None:
-    weight.clamp_(-1e9, 1e9)
-
-
-@pytest.mark.parametrize("write", [multiply_by_one, add_zero, clamp_wide])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("optimizer", ["SGD-momentum", "Adam"])
 def test_a_write_to_the_weight_within_a_step_drops_no_gradient(
     device: str, optimizer: str, write: Callable[[Tensor], object]
@@ -320,30 +272,28 @@ def test_zeros_that_are_clipped_after_the_step_are_stepped_again_as_in_torch(dev
     pair.check()
 
 
-def load_again(pair: Pair) -> None:
-    pair.embedding.load_state_dict(copy.deepcopy(pair.embedding.state_dict()))
-
-
-def load_the_optimizer_again(pair: Pair) -> None:
-    pair.optimizer.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
-
-
 def attach_again(pair: Pair) -> None:
     speedtorch.detach(pair.optimizer)
     speedtorch.attach(pair.optimizer, pair.embedding)
     pair.plain.forget_state(0)
 
 
-def do_nothing(pair: Pair) -> None:
-    pass
+BETWEEN: dict[str, Callable[[Pair], object]] = {
+    "nothing": lambda pair: None,
+    "load": lambda pair: pair.embedding.load_state_dict(copied(pair.embedding)),
+    "load the optimizer": lambda pair: pair.optimizer.load_state_dict(copied(pair.optimizer)),
+    "attach": attach_again,
+}
 
 
-@pytest.mark.parametrize(
-    "between", [do_nothing, load_again, load_the_optimizer_again, attach_again]
-)
+def copied(of: Any) -> Any:
+    return copy.deepcopy(of.state_dict())
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 @pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
 def test_rows_of_a_step_that_was_skipped_do_not_count(
-    device: str, to_none: bool, between: Callable[[Pair], None]
+    device: str, to_none: bool, between: Callable[[Pair], object]
 ) -> None:
     pair = Pair("SGD-momentum", device)
     pair.learn(torch.arange(6, device=device))
