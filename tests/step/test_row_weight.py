@@ -237,7 +237,9 @@ def collection_of_bags(rows: Tensor, device: str, **settings: Any) -> Any:
     return kind.from_pretrained([config], {"rows": rows}, False, device=device, **settings)
 
 
-@pytest.mark.dealt("make", "sparse", "attached")
+@pytest.mark.dealt("make", "sparse", "attached", "capacity", "prefetched")
+@pytest.mark.parametrize("prefetched", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("capacity", [None, 4], ids=["counted", "capacity"])
 @pytest.mark.parametrize("attached", [False, True], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("make", MODULES)
@@ -256,21 +258,23 @@ def test_a_grad_scaler_steps_where_lookups_name_no_row(
     make: Any,
     sparse: bool,
     attached: bool,
+    capacity: int | None,
+    prefetched: bool,
 ) -> None:
     """It makes the rows that the optimizer alone makes: its scale is a power of two."""
-    ids = IDS[None].to(device)
-    nothing = of_no_rows(without, device)
-    batches = [nothing, ids, nothing, nothing, ids]
+    ids, nothing = IDS[None].to(device), of_no_rows(without, device)
+    given = {"padding_idx": 0, "sparse": sparse, "device": device, "capacity": capacity}
     made = []
     for scales in (False, True):
-        module = make(
-            ROWS, WIDTH, _weight=first_rows(), padding_idx=0, sparse=sparse, device=device
-        )
+        module = make(ROWS, WIDTH, _weight=first_rows(), **given)
         optimizer: optim.Optimizer = optim.SGD(module.parameters(), lr=1.0)
         if attached:
             kind: Any = optim.SparseAdam if sparse else optim.Adam
             optimizer = kind(list(module.parameters()), lr=0.1)
             speedtorch.attach(optimizer, module)
+        batches: Any = [nothing, ids, nothing, nothing, ids]
+        if prefetched:
+            batches = speedtorch.prefetch(batches, module, ids=lambda batch: batch)
         used = scaler(device, init_scale=4.0) if scales else None
         every = zeroed(optimizer, batches, to_none=to_none)
         scaled_steps(module, optimizer, every, used, lambda module: None)
@@ -301,31 +305,6 @@ def test_a_gradient_of_no_rows_is_clipped_between_unscale_and_step(
     scaled_steps(model, sgd, [of_no_rows(without, device)], scaler, between)
     assert norms[0] == len(without)  # the gradient of the bias alone
     assert_same_bytes(rows_of(embedding), rows)
-
-
-@pytest.mark.parametrize("prefetched", [False, True], ids=["plain", "prefetch"])
-@pytest.mark.parametrize("capacity", [None, 4], ids=["counted", "capacity"])
-@pytest.mark.parametrize("without", WITHOUT_ROWS.values(), ids=WITHOUT_ROWS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_grad_scaler_steps_where_prefetched_batches_name_no_row(
-    device: str, without: list[int], capacity: int | None, prefetched: bool
-) -> None:
-    ids, nothing = IDS[None].to(device), of_no_rows(without, device)
-    made = []
-    for scales in (False, True):
-        module = speedtorch.Embedding(
-            ROWS, WIDTH, 0, _weight=first_rows(), device=device, capacity=capacity
-        )
-        sgd = optim.SGD(module.parameters(), lr=1.0)
-        scaler = torch.amp.GradScaler(device, init_scale=4.0) if scales else None
-        batches: Any = [nothing, ids, nothing, nothing, ids]
-        if prefetched:
-            batches = speedtorch.prefetch(batches, module, ids=lambda batch: batch)
-        every = zeroed(sgd, batches, to_none=True)
-        scaled_steps(module, sgd, every, scaler, lambda module: None)
-        made.append(rows_of(module))
-    assert not torch.equal(made[0], first_rows())
-    assert_same_bytes(made[1], made[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
