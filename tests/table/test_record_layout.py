@@ -102,7 +102,7 @@ BAD: list[tuple[Callable[[Any], object], Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "given", "error", "message"), BAD, ids=repr)
+@pytest.mark.parametrize(("call", "given", "error", "message"), BAD)
 def test_what_cannot_be_a_field_is_refused(
     call: Callable[[Any], object], given: Any, error: type[Exception], message: str
 ) -> None:
