@@ -103,15 +103,15 @@ def as_modules(
 ) -> Iterator[Figure]:
     """As speedtorch moves them."""
     first, second = (OffloadedModule(layers(width), device=DEVICE, name="layers") for _ in range(2))
-    nbytes = first.nbytes
+    nbytes = first.groups.nbytes
 
     def leave() -> None:
-        first.touch()
+        first.changes.touch()
         first.evict()
 
     def change_places() -> None:
-        first.touch()
-        first.write_back()
+        first.changes.touch()
+        first.groups.write_back()
         second.prefetch()
         first.evict()
 
@@ -233,8 +233,8 @@ def host_time() -> Iterator[Figure]:
             loads.append((time.perf_counter() - begin) * 1e3)
             synchronize()
             optimizer.step()  # changes none, and may have changed all
-            offloaded.write_back()
-            offloaded.wait()
+            offloaded.groups.write_back()
+            offloaded.groups.wait()
             begin = time.perf_counter()
             offloaded.evict()
             leaves.append((time.perf_counter() - begin) * 1e3)

@@ -183,7 +183,7 @@ class _TwoDevices(TorchDispatchMode):
         self._modules = swapper._offloaded.values()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        buffers = [module._own.buffer for module in self._modules]
+        buffers = [module.groups.own.buffer for module in self._modules]
         on_host = {each._cdata for buffer in buffers for each in buffer._host_storages}
         are_there = {
             each.untyped_storage()._cdata in on_host

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speedtorch.layers import flat_buffer, host_buffer, offloaded_module, residency
+from speedtorch.layers import flat_buffer, host_buffer, module_changes, residency
 from speedtorch.memory import side_stream
 from speedtorch.memory.side_stream import MemoryStream, SideStream
 from speedtorch.step.held_rows import HeldRows
@@ -106,7 +106,7 @@ class RecordedStreams:
         self.host_clock = Clock()
         self.on: dict[str, str] = {}
         self._of_thread = threading.local()
-        for module in (side_stream, flat_buffer, residency, offloaded_module):
+        for module in (side_stream, flat_buffer, residency, module_changes):
             patch.setattr(module, "current_stream", lambda _: self.current)
         patch.setattr(side_stream, "_stream", self._side)
         patch.setattr(torch.cuda, "Event", lambda **_: RecordedEvent(self))

@@ -15,8 +15,8 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from speedtorch.torch_internals import (
     tree_map,
 )
 
-__all__ = ["AccessTracker", "TrackedOwner", "is_plain_tensor", "on_device"]
+__all__ = ["AccessTracker", "TrackedOwner", "is_plain_tensor", "on_device", "untracked"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class TrackedOwner(Protocol):
@@ -268,3 +270,15 @@ def _untrack(tensor: Any) -> None:
 def is_plain_tensor(tensor: object) -> bool:
     """Whether an object is exactly a `Tensor` or `nn.Parameter`, tracked or not."""
     return type(tensor) in _TRACKED or type(tensor) in _PLAIN
+
+
+def untracked(function: _Method) -> _Method:
+    """Runs a function without tracking its accesses to tensors as uses by the program."""
+
+    @wraps(function)
+    def untracked_function(*args: Any, **kwargs: Any) -> Any:
+        """Calls the function while the tensors behave as plain tensors."""
+        with as_plain():
+            return function(*args, **kwargs)
+
+    return untracked_function  # type: ignore[return-value]

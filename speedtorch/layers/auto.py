@@ -194,7 +194,8 @@ class AutoOffload:
             self._partial_steps.clear()
             while self._backward:
                 offloaded, use = self._backward.popitem()
-                offloaded.touch()  # the failed backward has not checked the module for changes
+                # The failed backward has not checked the module for changes.
+                offloaded.changes.touch()
                 self._residency.end_use(use)
             self._graphs.clear()
             for offloaded in self._modules:
@@ -239,7 +240,7 @@ class AutoOffload:
             steps.note_ended_backward(changes)
 
     def _step(self, offloaded: OffloadedModule) -> None:
-        if not self._steps or not offloaded.has_gradients:
+        if not self._steps or not offloaded.tensors.has_gradients:
             return
         if not self._partial_steps:
             self._partial_steps = [PartialStep(steps.optimizer) for steps in self._steps]

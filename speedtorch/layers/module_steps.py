@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from speedtorch.layers.offloaded_module import OffloadedModule, host_copy, is_offloaded
+from speedtorch.layers.module_groups import host_copy
+from speedtorch.layers.module_tensors import is_offloaded
+from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.layers.optimizer_trials import check_steps_apart, needs_arguments
 from speedtorch.layers.partial_step import ChangedSetting, PartialStep
 from speedtorch.layers.residency import Residency
@@ -154,13 +156,13 @@ class ModuleSteps:
         try:
             step.step(params)
         finally:
-            module.note_step()
+            module.changes.note_step()
 
     def _after_state_dict(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Puts host copies into state_dict(), which remain readable when modules are evicted."""
         on_host: dict[int, Tensor] = {}
         for offloaded in self._residency.resident:
-            on_host |= offloaded.on_host(state=True)
+            on_host |= offloaded.groups.on_host(state=True)
 
         def host_clone(value: Any) -> Any:
             """A copy of a device tensor in host memory; other values are returned unchanged."""

@@ -159,8 +159,10 @@ class Residency:
         last = self._last_needs.get(module)
         if last is None or self._auto_loader is not None:  # an AutoLoader knows the needs
             return 0
-        count = module.missing_gradients() if last.gradients and not need.gradients else 0
-        return count + (module.missing_bytes(state=True) if last.state and not need.state else 0)
+        count = module.tensors.missing_gradients() if last.gradients and not need.gradients else 0
+        return count + (
+            module.groups.missing_bytes(state=True) if last.state and not need.state else 0
+        )
 
     def expect_gradients(self, module: OffloadedModule) -> None:
         """Frees budget for the gradients that a backward is about to create for a module.
@@ -206,7 +208,7 @@ class Residency:
 
         A module is in use until the next one is requested, or the generator is closed.
         """
-        order = sorted(modules, key=lambda module: not module.device_bytes)
+        order = sorted(modules, key=lambda module: not module.groups.device_bytes)
         try:
             self._positions = {module: position for position, module in enumerate(order)}
             for position, module in enumerate(order):
@@ -239,7 +241,7 @@ class Residency:
         needs = self._needs()
         for module in modules:
             used = [other for other in self._resident if other in needs and other is not module]
-            needed = module.needed_bytes + self._first_state_bytes(module)
+            needed = module.groups.needed_bytes + self._first_state_bytes(module)
             needed += sum(self.bytes_of(other) for other in used)
             if needed > self._budget:
                 raise RuntimeError(
@@ -257,10 +259,10 @@ class Residency:
             # The last use, and the copy to the device before it, were on another stream.
             current_stream(self._device).wait_event(end)
         module.begin_use()
-        if module.has_new_tensors and sum(module in use.modules for use in self._uses) == 1:
+        if module.groups.has_new_tensors and sum(module in use.modules for use in self._uses) == 1:
             self.evict(Evictable(module))
         self._keep(module, state=state)
-        is_there = not module.missing_bytes(state=state)
+        is_there = not module.groups.missing_bytes(state=state)
         self.hits += is_there
         self.misses += not is_there
         if self._budget is not None:
@@ -272,11 +274,11 @@ class Residency:
     def _end_module_use(self, module: OffloadedModule) -> None:
         if self.is_used(module):
             return
-        self._extra_bytes[module] = module.other_bytes()
+        self._extra_bytes[module] = module.groups.other_bytes()
         self._resident[module] = None
         self._resident.move_to_end(module)
         module.end_use()
-        self._last_uses[module] = end_of_current(self._device), self._stream(), module.changes
+        self._last_uses[module] = end_of_current(self._device), self._stream(), module.changes.count
 
     def _stream(self) -> torch.cuda.Stream | None:
         return current_stream(self._device) if self._device.type == "cuda" else None
@@ -285,7 +287,7 @@ class Residency:
         """Prefetches requested modules as far as they fit without waiting."""
         missing = {}
         for module, state in list(self._requested.items()):
-            if count := module.missing_bytes(state=state):
+            if count := module.groups.missing_bytes(state=state):
                 missing[module] = count
             else:
                 self._keep(module, state=state)
@@ -324,7 +326,9 @@ class Residency:
         `spare` bytes of the budget remain free.
         """
         self._resident.setdefault(module)
-        while self._make_room(module, module.missing_bytes(state=state) + spare, waits=waits):
+        while self._make_room(
+            module, module.groups.missing_bytes(state=state) + spare, waits=waits
+        ):
             try:
                 (module.load if waits else module.prefetch)(state=state)
             except torch.OutOfMemoryError:  # other programs may use the GPU too
@@ -347,7 +351,9 @@ class Residency:
         evicted = set()
         while (over := self.used_bytes() + missing - self._budget) > 0:
             self._write_back(over, self._evictable(self._candidates(), module, by_force=waits))
-            done = (v for v in self._writing if v.module.is_written_back(only_state=v.only_state))
+            done = (
+                v for v in self._writing if v.module.groups.is_written_back(only_state=v.only_state)
+            )
             victim = next(done, self._writing[0] if waits and self._writing else None)
             if victim is None:
                 if not waits:
@@ -376,7 +382,7 @@ class Residency:
                 return
             if victim not in self._writing:
                 end = self.end_of_use(victim.module)
-                victim.module.write_back(end, only_state=victim.only_state)
+                victim.module.groups.write_back(end, only_state=victim.only_state)
                 self._writing.append(victim)
                 over -= nbytes
 
@@ -390,7 +396,9 @@ class Residency:
             use = self._next_use(module, state=False)
             use_of_state = self._next_use(module, state=True)
             # State that a step created is not copied yet. An idle module is evicted with its state.
-            state_bytes = module.state_bytes + (module.created_state_bytes if is_used else 0)
+            state_bytes = module.groups.state.buffer.device_bytes + (
+                module.groups.created_state_bytes if is_used else 0
+            )
             may_split = state_bytes and not (is_used and needs[module].state)
             if may_split and (is_used or use_of_state > use):
                 is_first = module in self._positions
@@ -436,7 +444,7 @@ class Residency:
         search: whether to search for views of the module. False: only if there may be some.
         """
         begin, module, end = time.perf_counter(), victim.module, self.end_of_use(victim.module)
-        was_written_back = module.is_written_back(only_state=victim.only_state)
+        was_written_back = module.groups.is_written_back(only_state=victim.only_state)
         before = self._traffic.copied[Memory.HOST]
         try:
             if victim.only_state:
@@ -465,7 +473,7 @@ class Residency:
     def end_of_use(self, module: OffloadedModule) -> torch.cuda.Event | None:
         """End event of a module's last use; None: in use, or used since then outside any use."""
         end, _, changes = self._last_uses.get(module, (None, None, 0))
-        return end if end is not None and changes == module.changes else None
+        return end if end is not None and changes == module.changes.count else None
 
     def _end_failed(self) -> None:
         if self._auto_loader is not None:
@@ -491,28 +499,28 @@ class Residency:
         """Updates the bytes allocated for modules on the device, and frees dropped gradients."""
         needs = self._needs()
         for module in self._resident:
-            module.free_gradients(self.end_of_use(module))
+            module.groups.free_gradients(self.end_of_use(module))
             self._extra_bytes[module] = self._count_extra_bytes(module, needs.get(module))
 
     def _count_extra_bytes(self, module: OffloadedModule, need: Need | None) -> int:
         """Bytes allocated in a module on the device, and bytes that its current uses may add."""
-        count = module.other_bytes()
+        count = module.groups.other_bytes()
         if need is None or self._budget is None:
             return count
         if need.gradients:
-            count += module.missing_gradients()
+            count += module.tensors.missing_gradients()
         if need.state:
             count += self._first_state_bytes(module)
         return count
 
     def _first_state_bytes(self, module: OffloadedModule) -> int:
         """Bytes of state that a first step of a module creates."""
-        pairs = module.without_state()
+        pairs = module.tensors.without_state()
         return sum(self._first_state[optimizer](param) for optimizer, param in pairs)
 
     def bytes_of(self, module: OffloadedModule) -> int:
         """Bytes of a module's device memory, with the tensors that were assigned to it there."""
-        return module.device_bytes + self._extra_bytes.get(module, 0)
+        return module.groups.device_bytes + self._extra_bytes.get(module, 0)
 
     def used_bytes(self) -> int:
         """Bytes of device memory of all modules."""

@@ -19,7 +19,8 @@ from speedtorch.layers.module_steps import (
     replace_method,
     replace_step,
 )
-from speedtorch.layers.offloaded_module import exact_device, is_offloaded
+from speedtorch.layers.module_tensors import is_offloaded
+from speedtorch.layers.offloaded_module import exact_device
 from speedtorch.layers.offloaded_parameters import (
     OffloadedParameters,
     check_offloaded,

@@ -7,12 +7,9 @@ itself, if it has memory, and the tensors in its attributes (bitsandbytes, Maske
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import is_
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +18,12 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.step.row_weight import RowWeight
-from speedtorch.torch_internals import buffers_of, fully_sharded, members_of, unsaved_buffers_of
+from speedtorch.torch_internals import buffers_of, fully_sharded, unsaved_buffers_of
 
 __all__ = [
     "PARTS",
     "StatePart",
     "StateTensors",
-    "TensorIndex",
     "is_cpu_step",
     "plain_tensors",
     "state_tensors",
@@ -166,122 +162,6 @@ def within_frozen(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         is_wrapper = not tensor.requires_grad and wrappers_in(tensor)
         found.update(plain_tensors(name, tensor) if is_wrapper else [(name, tensor)])
     return found
-
-
-class TensorIndex:
-    """A snapshot of the tensors of a module and its optimizer state.
-
-    Iterating a module's names is the slowest part of a move. The index is therefore reused while
-    is_current() finds each object where the constructor found it.
-
-    `is_of_state(optimizer, name, parameter, key, value)` returns whether a value of a parameter's
-    state moves with the module. The name is different for each optimizer.
-
-    Attributes:
-        own: parameters and buffers, frozen parameters first. Frozen wrappers, such as quantized
-            weights, are replaced by their inner tensors.
-        wrappers: frozen wrappers, which `own` contains only as inner tensors.
-        state: optimizer state of each parameter.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        is_of_state: Callable[[Optimizer, str, Tensor, str, Any], bool],
-    ) -> None:
-        self.parameters = dict(module.named_parameters())
-        named = dict(module.named_buffers())
-        self.buffers = within_frozen(named)
-        named_parameters = self.parameters.items()
-        frozen = {name: param for name, param in named_parameters if not param.requires_grad}
-        trained = {name: param for name, param in named_parameters if param.requires_grad}
-        self.own: dict[str, Tensor] = {**within_frozen(frozen), **trained, **self.buffers}
-        self.wrappers = [
-            wrapper
-            for tensor in (*frozen.values(), *named.values())
-            if not tensor.requires_grad
-            for wrapper in wrappers_in(tensor)
-        ]
-        self._gradients: dict[str, Tensor] = {}
-        """Parameters with a gradient, by the gradient's name."""
-        self.state: dict[str, Tensor] = {}
-        # Weak references to gradients: the index must not keep a dropped gradient alive.
-        self._gradient_refs: list[weakref.ref[Tensor]] = []
-        self._without_gradient: list[Tensor] = []
-        self._of_state: list[tuple[Optimizer, Mapping[Tensor, Any], list[Any]]] = []
-        """Each optimizer with its state, and its entry for each parameter; None: no entry."""
-        self._empty: list[dict[str, Any]] = []
-        self._filled: list[dict[str, Any]] = []
-        for wrapper in self.wrappers:
-            self._keep(vars(wrapper))
-        for child in module.modules():
-            for entries in (*members_of(child), buffers_of(child)):
-                self._keep(entries)
-        for name, param in named_parameters:
-            if param.is_leaf and param.grad is not None:
-                if param.grad.is_conj() or param.grad.is_neg():  # torch creates such gradients
-                    param.grad = param.grad.resolve_conj().resolve_neg()
-                self._gradients[f"the gradient of {name}"] = param
-                self._gradient_refs.append(weakref.ref(param.grad))
-            elif param.is_leaf:
-                self._without_gradient.append(param)
-        for number, optimizer in enumerate(optimizers):
-            suffix = f" ({number})" if number else ""
-            states = [optimizer.state.get(param) for param in self.parameters.values()]
-            self._of_state.append((optimizer, optimizer.state, states))
-            for (name, param), kept in zip(named_parameters, states, strict=True):
-                if kept is None:
-                    continue
-                self._keep(kept)
-                for key, value in kept.items():
-                    if is_of_state(optimizer, name + suffix, param, key, value):
-                        self.state[f"{key} of {name}{suffix}"] = value
-        self._lengths = list(map(len, self._filled))
-        self._values = list(self._values_now())
-        self._flags = self._flags_now()
-
-    def _keep(self, entries: dict[str, Any]) -> None:
-        (self._filled if entries else self._empty).append(entries)
-
-    def _values_now(self) -> Iterator[Any]:
-        return chain.from_iterable([entries.values() for entries in self._filled])
-
-    def _flags_now(self) -> list[bool]:
-        """requires_grad of all parameters, followed by is_leaf of all parameters."""
-        params = self.parameters.values()
-        return [param.requires_grad for param in params] + [param.is_leaf for param in params]
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients by name; valid only while is_current()."""
-        found = {name: param.grad for name, param in self._gradients.items()}
-        return cast(dict[str, Tensor], found)
-
-    def all_tensors(self) -> list[Tensor]:
-        """Parameters, buffers, gradients and state; valid only while is_current()."""
-        return [*self.own.values(), *self.gradients.values(), *self.state.values()]
-
-    def is_current(self) -> bool:
-        """Whether exactly the found objects are where the constructor found them.
-
-        Checking one property of all objects at a time is faster than checking object by object.
-        """
-        if any(self._empty) or [*map(len, self._filled)] != self._lengths:
-            return False
-        if not all(map(is_, self._values_now(), self._values)) or self._flags_now() != self._flags:
-            return False
-        if [True for param in self._without_gradient if param.grad is not None]:
-            return False
-        for param, known in zip(self._gradients.values(), self._gradient_refs, strict=True):
-            if param.grad is None or param.grad is not known():
-                return False
-        for optimizer, state, states in self._of_state:
-            if optimizer.state is not state:
-                return False
-            if not all(map(is_, map(state.get, self.parameters.values()), states)):
-                return False
-        return True
 
 
 def _has_memory(tensor: Tensor) -> bool:

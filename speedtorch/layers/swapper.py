@@ -157,7 +157,9 @@ class Swapper:
                 last time it was on the device.
         """
         for module in self._find_offloaded(modules):
-            self._residency.request(module, state=module.was_stepped if state is None else state)
+            self._residency.request(
+                module, state=module.changes.was_stepped if state is None else state
+            )
         self._residency.advance()
 
     def evict(self, *modules: nn.Module) -> Freed:
@@ -182,7 +184,7 @@ class Swapper:
         freed, held = 0, []
         for module in [module for module in selected if module not in in_use]:
             freed += self._residency.evict(Evictable(module), search=True)
-            held += [f"{module.name}: {view}" for view in module.held_by()]
+            held += [f"{module.name}: {view}" for view in module.groups.held_by()]
         return Freed(freed, held)
 
     def flush(self) -> None:
@@ -191,9 +193,9 @@ class Swapper:
         Gradients are written back only by an eviction of their module.
         """
         for offloaded in self._residency.resident:
-            offloaded.write_back(self._residency.end_of_use(offloaded))
+            offloaded.groups.write_back(self._residency.end_of_use(offloaded))
         for offloaded in self._residency.resident:
-            offloaded.wait()
+            offloaded.groups.wait()
 
     def touch(self, *modules: nn.Module) -> None:
         """Marks tensors of modules as changed, after changes that torch's versions do not count.
@@ -205,7 +207,7 @@ class Swapper:
             *modules: modules as in `use`.
         """
         for offloaded in self._find_offloaded(modules):
-            offloaded.touch()
+            offloaded.changes.touch()
 
     def close(self) -> None:
         """Evicts all modules and removes all hooks; modules and state remain on the CPU."""
@@ -308,13 +310,13 @@ class Swapper:
             in_use=tuple(module.name for module in resident if residency.is_used(module)),
             resident_bytes=residency.used_bytes(),
             budget_bytes=self.budget,
-            host_bytes=sum(module.nbytes for module in modules),
-            new_bytes=sum(module.new_bytes() for module in resident),
+            host_bytes=sum(module.groups.nbytes for module in modules),
+            new_bytes=sum(module.groups.new_bytes() for module in resident),
             hits=residency.hits,
             misses=residency.misses,
             seconds_waited=residency.seconds_waited,
             **self._traffic.figures(),
-            held_by=tuple(f"{m.name}: {view}" for m in modules for view in m.held_by()),
+            held_by=tuple(f"{m.name}: {view}" for m in modules for view in m.groups.held_by()),
         )
 
 

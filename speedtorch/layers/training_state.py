@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.layers.discarded import Discarded
-from speedtorch.layers.offloaded_module import exact_device, is_offloaded
+from speedtorch.layers.module_tensors import is_offloaded
+from speedtorch.layers.offloaded_module import exact_device
 from speedtorch.layers.offloaded_storage import OffloadedStorage
 from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, state_tensors
 from speedtorch.layers.storage_offloader import StorageOffloader

@@ -46,7 +46,12 @@ def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     modules = list(swapper._offloaded.values())
 
     def look(_: object = None) -> None:
-        found.append(sum(offloaded.device_bytes + offloaded.other_bytes() for offloaded in modules))
+        found.append(
+            sum(
+                offloaded.groups.device_bytes + offloaded.groups.other_bytes()
+                for offloaded in modules
+            )
+        )
 
     step = PartialStep.step
 
@@ -143,17 +148,17 @@ def test_weights_that_were_replaced_in_a_use_count() -> None:
     for each in (1, 2):
         with swapper.use(model[each]):
             model[each](x)
-    there = [each for each in modules if each.device_bytes]
+    there = [each for each in modules if each.groups.device_bytes]
     other_bytes = [
         tensor.nbytes
         for each in there
         for weight in each.module.parameters()
         for tensor in (weight, weight.grad)
         if tensor is not None
-        and not each._own.buffer.has(tensor)
-        and not each._gradients.buffer.has(tensor)
+        and not each.groups.own.buffer.has(tensor)
+        and not each.groups.gradients.buffer.has(tensor)
     ]
-    assert sum(each.device_bytes for each in there) + sum(other_bytes) <= 4.5 * MODULE_BYTES
+    assert sum(each.groups.device_bytes for each in there) + sum(other_bytes) <= 4.5 * MODULE_BYTES
 
 
 def test_an_evicted_module_is_loaded_only_by_a_use_or_a_prefetch() -> None:
@@ -226,11 +231,11 @@ def test_a_module_whose_eviction_failed_waits_for_all_queued_work(
     assert offloaded in swapper._residency._last_uses
     with monkeypatch.context() as patch:
         patch.setattr(
-            type(offloaded._own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError)
+            type(offloaded.groups.own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError)
         )
         with pytest.raises(MemoryError):
             swapper.evict(model[0])
-    assert offloaded.device_bytes and offloaded not in swapper._residency._last_uses
+    assert offloaded.groups.device_bytes and offloaded not in swapper._residency._last_uses
 
 
 @pytest.mark.parametrize(("optimizer", "kept"), zip(OPTIMIZERS, range(4), strict=True))

@@ -269,7 +269,7 @@ def test_the_end_of_a_use_is_after_all_streams_that_used_the_module(
     streams.use(other)
     streams.work("use")
     streams.use(main)
-    module._streams.add(other)  # type: ignore[arg-type]
+    module.changes._streams.add(other)  # type: ignore[arg-type]
     module.end_use()
     streams.work("next")
     assert "use" in streams.before("next")

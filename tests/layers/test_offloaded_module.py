@@ -65,7 +65,7 @@ def test_all_is_where_the_module_is(device: str) -> None:
     for memory in (Memory.DEVICE, Memory.HOST, Memory.DEVICE):
         offloaded.load() if memory is Memory.DEVICE else offloaded.evict()
         where = {each.device.type for each in tensors_of(layer, optimizer).values() if each.dim()}
-        assert offloaded.memory is memory
+        assert offloaded.groups.own.memory is memory
         assert where == {device if memory is Memory.DEVICE else "cpu"}
         train(layer, optimizer, device if memory is Memory.DEVICE else "cpu")
 
@@ -108,13 +108,13 @@ def test_an_evicted_module_has_no_memory_on_the_device(device: str) -> None:
     layer, optimizer, offloaded = made(device)
     offloaded.load()
     train(layer, optimizer, device)
-    loaded = offloaded.nbytes
+    loaded = offloaded.groups.nbytes
     assert offloaded.evict() == loaded and offloaded.evict() == 0
     offloaded.load()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    assert offloaded.evict() == offloaded.nbytes > loaded
+    assert offloaded.evict() == offloaded.groups.nbytes > loaded
     if device == "cuda":
-        assert before - torch.cuda.memory_allocated() >= offloaded.nbytes
+        assert before - torch.cuda.memory_allocated() >= offloaded.groups.nbytes
 
 
 def calls_of_cuda(count: int) -> Counter[str]:
@@ -176,7 +176,7 @@ def test_what_has_not_changed_travels_one_way(device: str) -> None:
     offloaded.load()
     layer[1].weight.data.mul_(2)
     twice = copies({"weight": layer[1].weight})
-    offloaded.touch()
+    offloaded.changes.touch()
     assert len(written_back(offloaded)) == 1
     assert_equal({"weight": layer[1].weight}, twice)
 
@@ -198,8 +198,8 @@ def test_copies_begin_before_each_tensor_is_looked_at(
     offloaded = OffloadedModule(nn.Linear(4, 4), device=device)
     monkeypatch.setattr(flat_buffer, "copy_spans", copied)
     monkeypatch.setattr(flat_buffer.FlatBuffer, "where", looked)
-    for move in (offloaded.load, offloaded.write_back, offloaded.evict, offloaded.prefetch):
-        offloaded.touch()
+    for move in (offloaded.load, offloaded.groups.write_back, offloaded.evict, offloaded.prefetch):
+        offloaded.changes.touch()
         calls.clear()
         move()
         assert calls[0] == "copy" and calls.count("copy") == 1
@@ -213,7 +213,7 @@ def test_tensors_replaced_in_the_same_memory_are_moved(device: str) -> None:
             offloaded.load()
         layer.weight.data = layer.weight.data.t()
         expected = copies(dict(layer.named_parameters()))
-        offloaded.touch()
+        offloaded.changes.touch()
         for move in (
             (offloaded.evict, offloaded.load) if is_loaded else (offloaded.load, offloaded.evict)
         ):
@@ -229,7 +229,7 @@ def test_a_failed_load_frees_its_device_memory(device: str) -> None:
     for move in (offloaded.load, offloaded.prefetch):
         with pytest.raises(ValueError, match="conjugated"):
             move()
-        assert offloaded.device_bytes == 0 and offloaded.memory is Memory.HOST
+        assert offloaded.groups.device_bytes == 0 and offloaded.groups.own.memory is Memory.HOST
 
 
 def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
@@ -267,11 +267,11 @@ def test_gradients_that_came_count_once(device: str) -> None:
     _, _, offloaded = made(device)
     for _ in range(2):
         offloaded.load()
-        whole = offloaded.needed_bytes
+        whole = offloaded.groups.needed_bytes
         x = torch.randn(6, 4, device=device)
         offloaded.module(x).sum().backward()
-        assert offloaded.missing_bytes(state=True) == 0
-        assert offloaded.needed_bytes == whole + offloaded.other_bytes()
+        assert offloaded.groups.missing_bytes(state=True) == 0
+        assert offloaded.groups.needed_bytes == whole + offloaded.groups.other_bytes()
         offloaded.evict()
         offloaded.module.zero_grad()
 
@@ -280,7 +280,7 @@ def test_gradients_that_are_dropped_are_gone_at_once(device: str) -> None:
     _, _, offloaded = made(device)
     offloaded.load()
     offloaded.module(torch.randn(6, 4, device=device)).sum().backward()
-    assert offloaded.other_bytes()
+    assert offloaded.groups.other_bytes()
     kept = [
         weakref.ref(each.grad) for each in offloaded.module.parameters() if each.grad is not None
     ]
@@ -412,9 +412,9 @@ def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) 
     optimizer.param_groups[0]["fused"] = False  # a new step would stay on the CPU
     layer.zero_grad()  # the module looks for its tensors again
     offloaded.load()
-    assert offloaded._state.buffer.has(step)
+    assert offloaded.groups.state.buffer.has(step)
     offloaded.evict()
-    assert not offloaded._state.buffer.has(step) and step.item() == 1
+    assert not offloaded.groups.state.buffer.has(step) and step.item() == 1
 
 
 def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
@@ -427,10 +427,10 @@ def test_state_that_is_loaded_from_a_file_moves(device: str) -> None:
     offloaded.load()
     optimizer.load_state_dict(saved)
     kept = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
-    assert kept and all(offloaded._state.buffer.has(each) for each in kept) is False
+    assert kept and all(offloaded.groups.state.buffer.has(each) for each in kept) is False
     offloaded.evict()
     offloaded.load()
-    assert all(offloaded._state.buffer.has(each) for each in kept)
+    assert all(offloaded.groups.state.buffer.has(each) for each in kept)
 
 
 def test_tensors_tied_within_a_loaded_module_remain_tied(device: str) -> None:
@@ -551,6 +551,6 @@ def test_sparse_gradients_are_refused_by_name_and_nothing_moves(device: str) -> 
     layer(torch.tensor([1], device=device)).sum().backward()
     with pytest.raises(ValueError, match="the gradient of weight: expected a dense tensor"):
         offloaded.evict()
-    assert offloaded.memory is Memory.DEVICE and layer.weight.device.type == device
+    assert offloaded.groups.own.memory is Memory.DEVICE and layer.weight.device.type == device
     layer.weight.grad = None
-    assert offloaded.evict() == offloaded.nbytes
+    assert offloaded.evict() == offloaded.groups.nbytes

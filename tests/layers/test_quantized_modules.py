@@ -136,8 +136,8 @@ def test_inner_tensors_move_and_their_wrapper_is_the_same_object(device: str) ->
         assert {each.device.type for each in found} == {where}
         assert layer.weight is weight and weight.codes is within
         if memory is Memory.DEVICE:
-            assert all(map(offloaded.is_view, [within.codes, weight.scale, weight.detach()]))
-    assert offloaded.nbytes >= nbytes
+            assert all(map(offloaded.groups.is_view, [within.codes, weight.scale, weight.detach()]))
+    assert offloaded.groups.nbytes >= nbytes
 
 
 def test_what_is_saved_on_the_device_is_on_the_host(device: str) -> None:
@@ -148,11 +148,11 @@ def test_what_is_saved_on_the_device_is_on_the_host(device: str) -> None:
     saved, file = layer.state_dict(), io.BytesIO()
     torch.save(saved, file)
     copied = copy.deepcopy(layer)
-    assert not any(map(offloaded.is_view, saved.values()))
+    assert not any(map(offloaded.groups.is_view, saved.values()))
     assert saved["weight"].codes.device.type == "cpu"
     assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
     offloaded.evict()
-    assert not offloaded.held_by()
+    assert not offloaded.groups.held_by()
     assert_equal(plain_values(layer), expected)
     assert_equal(plain_values(copied), expected)
     file.seek(0)
