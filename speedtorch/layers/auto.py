@@ -26,11 +26,12 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtorch.layers.access_predictor import AccessPredictor
 from speedtorch.layers.access_tracker import on_device
+from speedtorch.layers.device_modules import Use
 from speedtorch.layers.module_hook import ModuleHook
 from speedtorch.layers.module_steps import ModuleSteps
 from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.residency import Residency, Use
+from speedtorch.layers.residency import Residency
 from speedtorch.torch_internals import (
     call_after_backward,
     current_backward,
@@ -127,7 +128,7 @@ class AutoOffload:
         self._check_call(offloaded)
         depth, thread = running_calls()[offloaded.module], threading.get_ident()
         self._end_calls(offloaded, thread, depth - 1)
-        use = self._residency.begin_use([offloaded])
+        use = self._residency.modules.begin_use([offloaded])
         self._forward.setdefault(offloaded, []).append(_RunningForward(use, thread, depth))
         self._residency.fill_use(use)
         self._record_call(_ModuleCall(offloaded, backward=False))
@@ -152,7 +153,7 @@ class AutoOffload:
         """Checks a call of a module, or an operation on its tensors, before it is loaded."""
         self.end_failed()
         # The backward within a transform runs no hook that could load an evicted module.
-        if is_transformed() and not self._residency.is_used(offloaded):
+        if is_transformed() and not self._residency.modules.uses_of(offloaded):
             raise NotImplementedError(
                 f"module {offloaded.name!r}: under auto() it may be evicted between the forward and"
                 " the backward of a torch.func transform. Call the transform within swapper.use()"
@@ -208,7 +209,7 @@ class AutoOffload:
             return
         if not nested:
             self._end_backward_uses()
-        use = self._residency.begin_use([offloaded], gradients=True)
+        use = self._residency.modules.begin_use([offloaded], gradients=True)
         self._backward[offloaded] = use
         self._residency.fill_use(use)
         self._record_call(_ModuleCall(offloaded, backward=True))

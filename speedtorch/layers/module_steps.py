@@ -109,8 +109,8 @@ class ModuleSteps:
         ]
         self._check_scaler(will_step=bool(waiting))
         self._check_outside_gradients(outside)
-        self._residency.check_budget_for_step(waiting)
-        with closing(self._residency.loaded_in_order(waiting, state=True, ahead=1)) as loaded:
+        self._residency.modules.check_budget_for_step(waiting)
+        with closing(self._residency.loaded_in_order(waiting)) as loaded:
             for offloaded in loaded:
                 self._step(offloaded, step, parts[offloaded])
         self._changes = ()
@@ -161,7 +161,7 @@ class ModuleSteps:
     def _after_state_dict(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Puts host copies into state_dict(), which remain readable when modules are evicted."""
         on_host: dict[int, Tensor] = {}
-        for offloaded in self._residency.resident:
+        for offloaded in self._residency.modules.loaded:
             on_host |= offloaded.groups.on_host(state=True)
 
         def host_clone(value: Any) -> Any:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
@@ -16,35 +13,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtorch.layers.device_modules import DeviceModules, Need, Use
 from speedtorch.layers.offloaded_module import AutoLoader, OffloadedModule
 from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import current_stream
 
-__all__ = ["Evictable", "Residency", "Use"]
+__all__ = ["Evictable", "Residency"]
 
 _LastUse: TypeAlias = tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]
 """End event, stream, and count of the module's changes at the end of a use."""
-
-
-@dataclass(eq=False)
-class Use:
-    """Modules that remain on the device while a caller holds this object; `state`: for a step."""
-
-    modules: tuple[OffloadedModule, ...]
-    state: bool
-    trained: set[OffloadedModule]
-    """Modules for which a backward is expected to create gradients."""
-    stepped: set[OffloadedModule]
-    """Modules that are stepped during this use."""
-
-
-class Need(NamedTuple):
-    """Whether uses of a module need optimizer state for a step, and gradients of a backward."""
-
-    state: bool
-    gradients: bool
 
 
 class Evictable(NamedTuple):
@@ -84,10 +63,8 @@ class Residency:
     The evicted module has the farthest next use in the recorded order. If the order is unknown, the
     module is the least recently used one. Modules in use are never evicted; their state may be.
 
-    `first_state` returns, per optimizer, the bytes of state that a first step creates for a
-    parameter.
-
     Attributes:
+        modules: the modules that may have device memory, and their uses.
         hits: uses that found their module on the device; `misses`: uses that did not.
         seconds_waited: seconds that the host has waited for evictions.
     """
@@ -100,11 +77,7 @@ class Residency:
         first_state: Mapping[Optimizer, Callable[[Tensor], int]],
     ) -> None:
         self._device, self._budget, self._traffic = device, budget, traffic
-        self._first_state = first_state
-        self._resident: OrderedDict[OffloadedModule, None] = OrderedDict()
-        """Modules that may have device memory, least recently used first."""
-        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
-        """Current uses; their callers hold the references."""
+        self.modules = DeviceModules(budget, first_state)
         self._requested: dict[OffloadedModule, bool] = {}
         """Modules to prefetch, and whether with their state."""
         self._prefetched: set[OffloadedModule] = set()
@@ -113,56 +86,26 @@ class Residency:
         """Modules and state in write-back before their eviction, oldest first."""
         self._last_uses: dict[OffloadedModule, _LastUse] = {}
         """Last uses of modules that are not in use."""
-        self._extra_bytes: dict[OffloadedModule, int] = {}
-        """Bytes allocated for a module on the device since its load, and expected in its uses."""
-        self._last_needs = weakref.WeakKeyDictionary[OffloadedModule, Need]()
-        """Needs of each module's last ended use, which the next use is expected to have."""
         self._auto_loader: AutoLoader | None = None
         self._positions: dict[OffloadedModule, int] = {}
         """Modules that loaded_in_order() uses next, with their positions."""
         self.hits = self.misses = 0
         self.seconds_waited = 0.0
 
-    @property
-    def resident(self) -> list[OffloadedModule]:
-        """Modules with device memory, least recently used first."""
-        return [module for module in self._resident if self.bytes_of(module)]
-
     @contextmanager
     def using(self, modules: Iterable[OffloadedModule], *, state: bool) -> Iterator[None]:
         """Context manager that loads modules and keeps them on the device."""
-        use = self.begin_use(modules, state=state)
+        use = self.modules.begin_use(modules, state=state)
         try:
             self.fill_use(use)
             yield
         finally:
             self.end_use(use)
 
-    def begin_use(
-        self, modules: Iterable[OffloadedModule], *, state: bool = False, gradients: bool = False
-    ) -> Use:
-        """Prevents eviction of modules until end_use(), or until the returned Use is dropped."""
-        modules = tuple(modules)
-        use = Use(modules, state, set(modules if gradients else ()), set(modules if state else ()))
-        for other in self._uses if state else ():
-            other.stepped.update(module for module in use.modules if module in other.modules)
-        self._uses.add(use)
-        return use
-
     def fill_use(self, use: Use) -> None:
         """Loads the modules of a use."""
         for module in use.modules:
             self._load_for_use(module, state=use.state)
-
-    def _expected_bytes(self, module: OffloadedModule, need: Need) -> int:
-        """Bytes that a module in use will need beyond the counted ones, as in its last use."""
-        last = self._last_needs.get(module)
-        if last is None or self._auto_loader is not None:  # an AutoLoader knows the needs
-            return 0
-        count = module.tensors.missing_gradients() if last.gradients and not need.gradients else 0
-        return count + (
-            module.groups.missing_bytes(state=True) if last.state and not need.state else 0
-        )
 
     def expect_gradients(self, module: OffloadedModule) -> None:
         """Frees budget for the gradients that a backward is about to create for a module.
@@ -171,20 +114,23 @@ class Residency:
         """
         if self._budget is None:
             return
-        uses = [use for use in self._uses if module in use.modules]
-        for use in uses:
+        for use in self.modules.uses_of(module):
             use.trained.add(module)
-        need = Need(any(use.state for use in uses), gradients=True)
-        self._extra_bytes[module] = self._count_extra_bytes(module, need)
+        need = self.modules.needs().get(module, Need(state=False, gradients=True))
+        self.modules.count_extra_bytes(module, need)
         self._make_room(module, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
         """Ends a use, so that its modules may be evicted."""
-        self._uses.discard(use)
+        self.modules.end_use(use)
         for module in use.modules:
-            if not use.state:
-                self._last_needs[module] = Need(module in use.stepped, module in use.trained)
-            self._end_module_use(module)
+            if not self.modules.uses_of(module):
+                self.modules.count_extra_bytes(module, None)
+                self.modules.by_last_use[module] = None
+                self.modules.by_last_use.move_to_end(module)
+                module.end_use()
+                end = end_of_current(self._device)
+                self._last_uses[module] = end, self._stream(), module.changes.count
         self._make_room(None, 0, waits=False)
         self.advance()
 
@@ -202,9 +148,9 @@ class Residency:
         self._requested[module] = state
 
     def loaded_in_order(
-        self, modules: Collection[OffloadedModule], *, state: bool, ahead: int
+        self, modules: Collection[OffloadedModule]
     ) -> Generator[OffloadedModule, None, None]:
-        """Yields loaded modules, starting with those on the device, and prefetches the next ones.
+        """Yields modules with state, those on the device first, and prefetches the next one.
 
         A module is in use until the next one is requested, or the generator is closed.
         """
@@ -212,73 +158,35 @@ class Residency:
         try:
             self._positions = {module: position for position, module in enumerate(order)}
             for position, module in enumerate(order):
-                with self.using([module], state=state):
-                    for later in order[position + 1 : position + 1 + ahead]:
-                        self.request(later, state=state)
+                with self.using([module], state=True):
+                    for following in order[position + 1 : position + 2]:
+                        self.request(following, state=True)
                     self.advance()
                     yield module
                     self._positions.pop(module, None)
         finally:
             self._positions = {}
 
-    def is_used(self, module: OffloadedModule) -> bool:
-        """Whether a module is in use."""
-        return any(module in use.modules for use in self._uses)
-
-    def _needs(self) -> dict[OffloadedModule, Need]:
-        """Needs of the modules in use."""
-        found: dict[OffloadedModule, Need] = {}
-        for use in self._uses:
-            for module in use.modules:
-                state, gradients = found.get(module, (False, False))
-                found[module] = Need(state or use.state, gradients or module in use.trained)
-        return found
-
-    def check_budget_for_step(self, modules: Iterable[OffloadedModule]) -> None:
-        """Raises RuntimeError if the budget is too small to step one of the modules."""
-        if self._budget is None:
-            return
-        needs = self._needs()
-        for module in modules:
-            used = [other for other in self._resident if other in needs and other is not module]
-            needed = module.groups.needed_bytes + self._first_state_bytes(module)
-            needed += sum(self.bytes_of(other) for other in used)
-            if needed > self._budget:
-                raise RuntimeError(
-                    f"budget: {text_of(self._budget)} is {text_of(needed - self._budget)} too small"
-                    f" to step module {module.name!r} with its gradients and optimizer state. Other"
-                    f" modules in use: {', '.join(other.name for other in used) or 'none'}. No"
-                    " module has been stepped. Increase the budget."
-                )
-
     def _load_for_use(self, module: OffloadedModule, *, state: bool) -> None:
-        self._end_failed()
+        if self._auto_loader is not None:
+            self._auto_loader.end_failed()
         # From here on the program may queue work on the module that is not tracked.
         end, stream, _ = self._last_uses.pop(module, (None, None, 0))
         if end is not None and stream is not self._stream():
             # The last use, and the copy to the device before it, were on another stream.
             current_stream(self._device).wait_event(end)
         module.begin_use()
-        if module.groups.has_new_tensors and sum(module in use.modules for use in self._uses) == 1:
+        if module.groups.has_new_tensors and len(self.modules.uses_of(module)) == 1:
             self.evict(Evictable(module))
         self._keep(module, state=state)
         is_there = not module.groups.missing_bytes(state=state)
         self.hits += is_there
         self.misses += not is_there
         if self._budget is not None:
-            self._resident.setdefault(module)
-            self._extra_bytes[module] = self._count_extra_bytes(module, self._needs().get(module))
+            self.modules.by_last_use.setdefault(module)
+            self.modules.count_extra_bytes(module, self.modules.needs().get(module))
         self._load(module, state=state, waits=True)
         self._prefetched.discard(module)
-
-    def _end_module_use(self, module: OffloadedModule) -> None:
-        if self.is_used(module):
-            return
-        self._extra_bytes[module] = module.groups.other_bytes()
-        self._resident[module] = None
-        self._resident.move_to_end(module)
-        module.end_use()
-        self._last_uses[module] = end_of_current(self._device), self._stream(), module.changes.count
 
     def _stream(self) -> torch.cuda.Stream | None:
         return current_stream(self._device) if self._device.type == "cuda" else None
@@ -297,8 +205,9 @@ class Residency:
         spare = 0
         if self._budget is not None:
             # Without `spare`, later needs of modules in use would evict prefetched modules unused.
-            spare = sum(self._expected_bytes(*needed) for needed in self._needs().items())
-            free, order = self._budget - self.used_bytes() - spare, self._candidates()
+            # An AutoLoader knows these needs.
+            spare = self.modules.expected_bytes() if self._auto_loader is None else 0
+            free, order = self._budget - self.modules.used_bytes() - spare, self._candidates()
             missing = {
                 module: count
                 for module, count in missing.items()
@@ -325,7 +234,7 @@ class Residency:
 
         `spare` bytes of the budget remain free.
         """
-        self._resident.setdefault(module)
+        self.modules.by_last_use.setdefault(module)
         while self._make_room(
             module, module.groups.missing_bytes(state=state) + spare, waits=waits
         ):
@@ -346,10 +255,10 @@ class Residency:
         """Evicts other modules until `missing` bytes fit; returns whether they fit."""
         if self._budget is None:
             return True
-        if self.used_bytes() + missing > self._budget:
+        if self.modules.used_bytes() + missing > self._budget:
             self._update_extra_bytes()
         evicted = set()
-        while (over := self.used_bytes() + missing - self._budget) > 0:
+        while (over := self.modules.used_bytes() + missing - self._budget) > 0:
             self._write_back(over, self._evictable(self._candidates(), module, by_force=waits))
             done = (
                 v for v in self._writing if v.module.groups.is_written_back(only_state=v.only_state)
@@ -358,8 +267,8 @@ class Residency:
             if victim is None:
                 if not waits:
                     return False
-                needs = self._needs()
-                used = [module.name for module in self._resident if module in needs]
+                needs = self.modules.needs()
+                used = [module.name for module in self.modules.by_last_use if module in needs]
                 raise RuntimeError(
                     f"budget: {text_of(self._budget)} is {text_of(over)} too small for the modules"
                     f" in use, {used}, with their gradients. Increase the budget, or use fewer"
@@ -388,9 +297,9 @@ class Residency:
 
     def _candidates(self) -> list[Candidate]:
         """Modules and state that may be evicted, in the order of eviction."""
-        found, needs, idle = [], self._needs(), EvictionPriority.IDLE
-        for place, module in enumerate(self._resident):
-            nbytes, is_used = self.bytes_of(module), module in needs
+        found, needs, idle = [], self.modules.needs(), EvictionPriority.IDLE
+        for place, module in enumerate(self.modules.by_last_use):
+            nbytes, is_used = self.modules.bytes_of(module), module in needs
             if not nbytes:
                 continue
             use = self._next_use(module, state=False)
@@ -448,9 +357,8 @@ class Residency:
         before = self._traffic.copied[Memory.HOST]
         try:
             if victim.only_state:
-                freed, need = module.evict_state(end), self._needs().get(module)
-                # Without the state that a step created.
-                self._extra_bytes[module] = self._count_extra_bytes(module, need)
+                freed, need = module.evict_state(end), self.modules.needs().get(module)
+                self.modules.count_extra_bytes(module, need)  # without state that a step created
                 if need is None:
                     module.track()
             else:
@@ -460,14 +368,14 @@ class Residency:
                 search = search or self._auto_loader is None or may_be_kept
                 freed = module.evict(end, search=search)
                 self._prefetched.discard(module)
-                freed += self._extra_bytes.pop(module, 0)
+                freed += self.modules.forget_extra_bytes(module)
         except BaseException:
             self._last_uses.pop(module, None)  # it may be on the device, and no longer tracked
             raise
         if not was_written_back or self._traffic.copied[Memory.HOST] > before:
             self.seconds_waited += time.perf_counter() - begin
-        if not self.bytes_of(module):
-            self._resident.pop(module, None)
+        if not self.modules.bytes_of(module):
+            self.modules.by_last_use.pop(module, None)
         return freed
 
     def end_of_use(self, module: OffloadedModule) -> torch.cuda.Event | None:
@@ -475,53 +383,25 @@ class Residency:
         end, _, changes = self._last_uses.get(module, (None, None, 0))
         return end if end is not None and changes == module.changes.count else None
 
-    def _end_failed(self) -> None:
-        if self._auto_loader is not None:
-            self._auto_loader.end_failed()
-
     def set_auto_loader(self, auto_loader: AutoLoader | None) -> None:
         """Sets the AutoLoader that loads modules and knows their order of use; None removes it."""
         self._auto_loader = auto_loader
 
     def refresh(self) -> None:
         """Ends failed backward uses, and updates the byte counts."""
-        self._end_failed()
+        if self._auto_loader is not None:
+            self._auto_loader.end_failed()
         self._update_extra_bytes()
 
     def clear(self) -> None:
         """Forgets all modules, after their eviction."""
-        queues: tuple[Any, ...] = self._resident, self._requested, self._prefetched, self._writing
-        by_module = self._last_uses, self._extra_bytes, self._last_needs, self._positions
-        for collection in (*queues, *by_module):
+        queues: tuple[Any, ...] = self.modules, self._requested, self._prefetched, self._writing
+        for collection in (*queues, self._last_uses, self._positions):
             collection.clear()
 
     def _update_extra_bytes(self) -> None:
         """Updates the bytes allocated for modules on the device, and frees dropped gradients."""
-        needs = self._needs()
-        for module in self._resident:
+        needs = self.modules.needs()
+        for module in self.modules.by_last_use:
             module.groups.free_gradients(self.end_of_use(module))
-            self._extra_bytes[module] = self._count_extra_bytes(module, needs.get(module))
-
-    def _count_extra_bytes(self, module: OffloadedModule, need: Need | None) -> int:
-        """Bytes allocated in a module on the device, and bytes that its current uses may add."""
-        count = module.groups.other_bytes()
-        if need is None or self._budget is None:
-            return count
-        if need.gradients:
-            count += module.tensors.missing_gradients()
-        if need.state:
-            count += self._first_state_bytes(module)
-        return count
-
-    def _first_state_bytes(self, module: OffloadedModule) -> int:
-        """Bytes of state that a first step of a module creates."""
-        pairs = module.tensors.without_state()
-        return sum(self._first_state[optimizer](param) for optimizer, param in pairs)
-
-    def bytes_of(self, module: OffloadedModule) -> int:
-        """Bytes of a module's device memory, with the tensors that were assigned to it there."""
-        return module.groups.device_bytes + self._extra_bytes.get(module, 0)
-
-    def used_bytes(self) -> int:
-        """Bytes of device memory of all modules."""
-        return sum(map(self.bytes_of, self._resident))
+            self.modules.count_extra_bytes(module, needs.get(module))

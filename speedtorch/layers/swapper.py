@@ -178,7 +178,7 @@ class Swapper:
         """
         self._residency.refresh()
         selected = self._find_offloaded(modules) if modules else list(self._offloaded.values())
-        in_use = [module for module in selected if self._residency.is_used(module)]
+        in_use = [module for module in selected if self._residency.modules.uses_of(module)]
         if modules and (names := [module.name for module in in_use]):
             raise RuntimeError(f"evict: modules {names} are in use. Call evict() after use() ends.")
         freed, held = 0, []
@@ -192,9 +192,9 @@ class Swapper:
 
         Gradients are written back only by an eviction of their module.
         """
-        for offloaded in self._residency.resident:
+        for offloaded in self._residency.modules.loaded:
             offloaded.groups.write_back(self._residency.end_of_use(offloaded))
-        for offloaded in self._residency.resident:
+        for offloaded in self._residency.modules.loaded:
             offloaded.groups.wait()
 
     def touch(self, *modules: nn.Module) -> None:
@@ -303,12 +303,12 @@ class Swapper:
         """Reports where modules are and what has been copied so far; waits for queued copies."""
         residency, modules = self._residency, self._offloaded.values()
         residency.refresh()
-        resident = residency.resident
+        resident = residency.modules.loaded
         return SwapReport(
             units=len(modules),
             resident=tuple(module.name for module in resident),
-            in_use=tuple(module.name for module in resident if residency.is_used(module)),
-            resident_bytes=residency.used_bytes(),
+            in_use=tuple(module.name for module in resident if residency.modules.uses_of(module)),
+            resident_bytes=residency.modules.used_bytes(),
             budget_bytes=self.budget,
             host_bytes=sum(module.groups.nbytes for module in modules),
             new_bytes=sum(module.groups.new_bytes() for module in resident),

@@ -318,7 +318,14 @@ def test_a_compiled_function_of_a_weight_is_an_access(marks: Marks) -> None:
 
 @EVERY
 def test_an_error_at_a_line_of_a_use_loses_no_module(every: int) -> None:
-    names = "residency", "offloaded_module", "module_changes", "module_groups", "module_tensors"
+    names = (
+        "residency",
+        "device_modules",
+        "offloaded_module",
+        "module_changes",
+        "module_groups",
+        "module_tensors",
+    )
     files = [each for each in PACKAGE if each.endswith(tuple(f"layers/{n}.py" for n in names))]
     with Lines(files) as lines:
         use(Training(), 0)
