@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable
 from math import inf
 from typing import Generic, TypeVar
 
@@ -29,7 +28,8 @@ class AccessPredictor(Generic[Call, Key]):
         self._before: Call | None = None
         self._last: Call | None = None
         self._calls = 0
-        self._expected: deque[Call] = deque()
+        self.expected: deque[Call] = deque()
+        """The next calls."""
         self._end: tuple[Call | None, Call] | None = None
         """The last two expected calls."""
         self._uses: dict[Key, deque[int]] = {}
@@ -41,26 +41,22 @@ class AccessPredictor(Generic[Call, Key]):
             self._next[self._before, self._last] = call
         self._before, self._last = self._last, call
         self._calls += 1
-        if self._expected and self._expected[0] == call:
-            self._expected.popleft()
+        if self.expected and self.expected[0] == call:
+            self.expected.popleft()
             for key in self._keys(call):
                 self._uses[key].popleft()
         else:
-            self._expected.clear()
+            self.expected.clear()
             self._uses.clear()
             self._end = self._before, call
-        while len(self._expected) < HORIZON and self._end is not None:
+        while len(self.expected) < HORIZON and self._end is not None:
             if (found := self._next.get(self._end)) is None:
                 return
             # Uses first: an error before the append then leaves extra uses, never missing ones.
             for key in self._keys(found):
-                self._uses.setdefault(key, deque()).append(self._calls + len(self._expected) + 1)
-            self._expected.append(found)
+                self._uses.setdefault(key, deque()).append(self._calls + len(self.expected) + 1)
+            self.expected.append(found)
             self._end = self._end[1], found
-
-    def ahead(self, count: int | None = None) -> Iterator[Call]:
-        """The next `count` expected calls; None: all expected calls."""
-        return islice(self._expected, count)
 
     def next_use(self, key: Key) -> float:
         """Number of calls until a key is used next; inf if no expected call uses the key."""

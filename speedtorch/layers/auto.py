@@ -257,7 +257,7 @@ class AutoOffload:
         """Records a call, and plans the modules of the calls predicted next."""
         self._predictor.note(call)
         requested: dict[OffloadedModule, bool] = {}
-        for expected in self._predictor.ahead():
+        for expected in self._predictor.expected:
             if len(requested) == self._ahead:
                 break
             if expected.offloaded is not call.offloaded:

@@ -107,7 +107,13 @@ class ModuleSteps:
             for offloaded, parameters in parts.items()
             if offloaded is not None and any(param.grad is not None for param in parameters)
         ]
-        self._check_scaler(will_step=bool(waiting))
+        if self._are_in_backward and stepping_grad_scaler() is not None:
+            raise RuntimeError(
+                "GradScaler: auto(step=True) has stepped modules in the backward pass with"
+                " gradients that were still scaled. Use auto() without step=True, or no GradScaler."
+            )
+        if waiting:
+            check_scaler_waits()
         self._check_outside_gradients(outside)
         self._residency.modules.check_budget_for_step(waiting)
         with closing(self._residency.loaded_in_order(waiting)) as loaded:
@@ -120,20 +126,6 @@ class ModuleSteps:
         """Steps one module, without the hooks of the optimizer's step."""
         with self._residency.using([offloaded], state=True):
             self._step(offloaded, step, list(offloaded.module.parameters()))
-
-    def _check_scaler(self, *, will_step: bool) -> None:
-        """Raises RuntimeError if a GradScaler cannot have unscaled gradients correctly.
-
-        `will_step`: whether modules are about to be stepped.
-        """
-        stepping = stepping_grad_scaler()
-        if stepping is not None and self._are_in_backward:
-            raise RuntimeError(
-                "GradScaler: auto(step=True) has stepped modules in the backward pass with"
-                " gradients that were still scaled. Use auto() without step=True, or no GradScaler."
-            )
-        if will_step:
-            check_scaler_waits()
 
     def _check_outside_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises RuntimeError if gradients have changed since a backward that stepped modules."""
