@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.memory.byte_count import text_of
 
@@ -132,10 +133,15 @@ class DeviceModules:
         """Returns the counted bytes of an evicted module, which no longer count."""
         return self._extra_bytes.pop(module, 0)
 
+    @untracked
     def _first_state_bytes(self, module: OffloadedModule) -> int:
         """Bytes of state that a first step of a module creates."""
-        pairs = module.tensors.without_state()
-        return sum(self._first_state[optimizer](param) for optimizer, param in pairs)
+        return sum(
+            self._first_state[optimizer](param)
+            for optimizer in module.tensors.optimizers
+            for param in module.tensors.parameters.values()
+            if param.requires_grad and param not in optimizer.state
+        )
 
     def bytes_of(self, module: OffloadedModule) -> int:
         """Bytes of a module's device memory, with the tensors that were assigned to it there."""

@@ -221,16 +221,6 @@ class ModuleTensors:
         without = [param for param in self.parameters.values() if param.grad is None]
         return sum(param.nbytes for param in without if param.requires_grad)
 
-    @untracked
-    def without_state(self) -> list[tuple[Optimizer, nn.Parameter]]:
-        """Pairs of an optimizer and a parameter for which its next step may create state."""
-        return [
-            (optimizer, param)
-            for optimizer in self.optimizers
-            for param in self.parameters.values()
-            if param.requires_grad and param not in optimizer.state
-        ]
-
     def _check_ownership(self) -> None:
         """Raises if a tensor cannot belong to this module.
 

@@ -151,3 +151,10 @@ def test_each_field_of_an_object_is_written_from_one_file() -> None:
     for name in written:
         fields = [field for own in writers(name).values() for field in own]
         assert len(fields) == len(set(fields)), name
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "layers").glob("*.py")), ids=lambda f: f.stem)
+def test_no_class_of_layers_has_more_than_25_methods(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            assert sum(isinstance(part, ast.FunctionDef) for part in node.body) <= 25, node.name
