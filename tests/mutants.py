@@ -422,8 +422,8 @@ MUTANTS = [
     Mutant(
         "an interrupt between two tables steps one of them",
         "optim/step_hooks.py",
-        "        self.done = True\n        stepped = self._rows\n        self.stop()\n",
-        "        stepped = self._rows\n        self.stop()\n",
+        "        self.done = True\n        stepped = [",
+        "        stepped = [",
     ),
     Mutant(
         "a loop does not end for the rows",
