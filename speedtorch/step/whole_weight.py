@@ -333,7 +333,8 @@ class WholeWeight(ClaimedRows):
             if self._padding is not None and bool((ids == self._padding).any()):
                 raise NotImplementedError(
                     f"{self.name}: the row of padding_idx={self._padding} is never trained, but the"
-                    " assigned gradient is not zero there. Set this row of the gradient to zero."
+                    " assigned gradient contains this row. Remove the row if the gradient is sparse,"
+                    " or set it to zero if the gradient is dense."
                 )
             own = self.step_ids()
             if missing := ids[~torch.isin(ids, own)].shape[0]:
@@ -371,7 +372,7 @@ def _named_rows(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, 
 
 
 def _with_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The ascending ids of the nonzero rows of a gradient `[N, ...]`, and these rows."""
+    """The ascending ids of a gradient's stored or, if it is dense, nonzero rows; and the rows."""
     if isinstance(gradient, SparseRows):
         content = gradient.content
         if content.dense is None and content.fill == 0:
