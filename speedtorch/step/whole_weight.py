@@ -333,8 +333,8 @@ class WholeWeight(ClaimedRows):
             if self._padding is not None and bool((ids == self._padding).any()):
                 raise NotImplementedError(
                     f"{self.name}: the row of padding_idx={self._padding} is never trained, but the"
-                    " assigned gradient contains this row. Remove the row if the gradient is sparse,"
-                    " or set it to zero if the gradient is dense."
+                    " assigned gradient contains this row. Remove the row from a sparse gradient"
+                    " or set it to zero in a dense gradient."
                 )
             own = self.step_ids()
             if missing := ids[~torch.isin(ids, own)].shape[0]:
