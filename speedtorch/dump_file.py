@@ -189,7 +189,7 @@ def open_dump(path: str) -> Iterator[Dump]:
             dump = Dump(file)
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}: expected operator calls that SPEEDTORCH_LOG=dump has written"
-                f" ({DUMP_FORMAT!r}), but the file does not fit: {error}"
+                f"{path}: expected a file that SPEEDTORCH_LOG=dump has written (format"
+                f" {DUMP_FORMAT!r}). This file has other contents: {error}"
             ) from error
         yield dump

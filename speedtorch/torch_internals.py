@@ -563,9 +563,11 @@ FOUND_INF = "found_inf"
 
 
 def free_failed_backward(device: torch.device) -> None:
-    """Makes torch free the state of a failed backward pass, which the CPU keeps until the next one.
+    """Runs a tiny backward pass, so that torch frees the graph of a backward pass that failed.
 
-    On a GPU, the thread of its backward passes may free the state later.
+    Otherwise torch keeps this graph until the next backward pass. A GPU has its own thread for
+    backward passes, which may free the graph after this call returns. Within a backward pass this
+    function does nothing.
     """
     if current_backward() == -1:
         with torch.enable_grad(), torch.inference_mode(False):

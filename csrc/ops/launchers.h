@@ -300,9 +300,9 @@ struct RequestedIds {
   int64_t ranks;
   int64_t share;
   int64_t none;            // the id that stands for padding
-  const int64_t* differs;  // [1]: nonzero if ranks look up different tables; null: they do not
+  const int64_t* differs;  // [1]: nonzero if ranks look up different tables; null for equal tables
   int64_t* ids;            // [ranks * share]
-  int64_t* fault;          // [1]: the largest
+  int64_t* fault;          // [1]: the largest ShardFault of all ranks
 
   constexpr int64_t id_at(int64_t i) const {
     const int64_t row = blocks[i + i / share];  // skips the faults of earlier ranks

@@ -156,8 +156,8 @@ void free_lock(PyObject* self) {
   free_with(self, reinterpret_cast<PyObject*>(reinterpret_cast<RowLock*>(self)->merged_into));
 }
 
-// Several locks that a thread acquires together. A thread that waits for one of them owns none of
-// the others by this call, which excludes deadlock.
+// Several locks that a thread acquires together. While py_enter_all() waits for one of them, it has
+// acquired none of the others. So two threads that enter the same locks never wait for each other.
 struct RowLocks {
   PyObject object;
   PyObject* locks;  // a tuple of RowLock

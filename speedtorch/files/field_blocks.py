@@ -44,7 +44,8 @@ def byte_rows(field: Tensor) -> Tensor:
     rows = field.detach() if field.dim() else field.detach().view(1)
     if not rows[0].is_contiguous():
         raise ValueError(
-            f"rows of shape {tuple(rows.shape[1:])} must be contiguous. Pass field.contiguous()."
+            f"each row, of shape {tuple(rows.shape[1:])}, must be contiguous. Pass"
+            " field.contiguous()."
         )
     return rows.as_strided((len(rows), rows[0].numel()), (rows.stride(0), 1)).view(torch.uint8)
 

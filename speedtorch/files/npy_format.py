@@ -144,7 +144,10 @@ def read_npy_header(start: bytes, file_bytes: int) -> StoredArray:
         raise ValueError(f"the .npy header is invalid: {error}") from error
     if dtype.str not in NPY_DTYPES or dtype.hasobject or dtype.names:
         known = ", ".join(NPY_DTYPES)
-        raise ValueError(f"dtype {dtype} is not supported. Supported dtypes: {known}.")
+        raise ValueError(
+            f"dtype {dtype} is not supported. Supported dtypes: {known}. Convert the array to one"
+            " of them with array.astype(dtype), and save again."
+        )
     if fortran and len(shape) > 1:
         raise ValueError("the array is in Fortran order. Save np.ascontiguousarray(array) instead.")
     if not are_sizes(list(shape)):

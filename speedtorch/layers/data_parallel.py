@@ -220,7 +220,7 @@ class Averaging:
         if parameter not in self._nodes:
             return
         earlier = [result for node, result in self._nodes[parameter] if node is not current_node()]
-        if not earlier:  # the current node has the reducer's hook
+        if not earlier:  # no move has replaced the node that DistributedDataParallel has hooked
             return
         # The parameter's hooks have run for this gradient, and must not run again.
         kinds: list[Any] = [hooks for hooks in gradient_hooks(parameter) if hooks]

@@ -93,11 +93,12 @@ def check_steps_apart(
             return
         except _CannotStepError as error:
             errors.append(error.args[0])
+    kind = type(optimizer).__name__
     raise ValueError(
-        f"optimizer: {type(optimizer).__name__} must step each parameter separately. This cannot be"
-        f" checked on {device}, because a step of small parameter copies fails ({errors[0]}). Move"
-        " the parameters to a device where it can step them, or step it without a StateSwapper or"
-        " Swapper."
+        f"optimizer: {kind} must step each parameter separately. Whether {kind} does so cannot be"
+        f" checked on {device}, because a step of small parameter copies fails there ({errors[0]})."
+        f" Move the parameters to a device on which {kind} can step them, or use {kind} without a"
+        " StateSwapper or Swapper."
     ) from errors[0]
 
 

@@ -1,4 +1,7 @@
-"""Decides whether a loop of prefetch plans batches ahead or returns them without a plan."""
+"""Pace: decides whether a loop over prefetch() plans batches ahead, or yields them without a plan.
+
+A batch that is planned ahead has its unique rows computed, and loaded, before its step begins.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Pace(Protocol):
 
     @property
     def checks(self) -> bool:
-        """Whether the loop must check the ids of batches without a plan."""
+        """Whether the loop checks the ids of batches that it yields without a plan."""
 
     def begin(self) -> None:
         """Called when a loop begins."""
@@ -55,16 +58,20 @@ class Constant(NamedTuple):
 
 
 AHEAD, AT_ONCE = Constant(is_ahead=True), Constant(is_ahead=False)
+"""AHEAD plans all batches ahead. AT_ONCE plans none: each lookup plans its own ids at once."""
 
 
 class MeasuredPace:
-    """Chooses the faster way on a GPU by the host's time from step to step.
+    """Chooses the faster way on a GPU: to plan batches ahead, or not to plan.
 
     Planning ahead hides transfers over the link behind the GPU's other work, but costs host time. A
-    loop that plans tries the other way only if the GPU is idle when the loop yields the next batch.
-    A loop that does not plan tries planning only if the GPU is busy at this time. (Before the host
-    plans the next batch, the GPU is always busy with the end of the step, even if the GPU waits for
-    the host.) After a failed trial, the wait until the next trial doubles.
+    loop that plans tries the other way only if the GPU is idle in most steps, at the time when the
+    loop yields a batch. A loop that does not plan tries planning only if the GPU is busy then. A
+    trial succeeds if the host's median time per step falls. After a failed trial, the wait until
+    the next trial doubles.
+
+    The loop queries the GPU after it has planned the next batch. Before, the GPU would always be
+    busy with the last kernels of the step, even if the host is slower than the GPU.
 
     Args:
         device: The GPU.

@@ -133,7 +133,10 @@ def _attach(optimizer: Optimizer, module: nn.Module) -> list[AttachedState]:
             if (before := state_of(rows)) is not None:
                 if before.optimizer() is optimizer:
                     continue
-                raise ValueError(f"{rows.name} is attached to another optimizer. Detach it first.")
+                raise ValueError(
+                    f"{rows.name} is attached to another optimizer. Call"
+                    " speedtorch.detach(optimizer) with that optimizer first."
+                )
             probe = probes.of(rows, sparse=of_module[id(rows)])
             loaded = dict(optimizer.state.get(rows.weight, {}))
             found.append((rows, probe, loaded, rows.table.was_read))

@@ -22,7 +22,11 @@ from speedtorch.torch_internals import current_stream
 
 __all__ = ["JointBatch"]
 
+# The counts of plan_batch(): the status of the plan (first the number of ids out of range), then
+# the numbers of named, kept, incoming and outgoing rows.
 _STATUS_FIELDS, _COMPARED = 8, 4
+
+_NO_PADDING = _NO_CAPACITY = -1
 
 
 def _to_device(values: Sequence[Any], device: torch.device) -> Tensor:
@@ -44,7 +48,7 @@ def _ascending(sizes: tuple[int, ...], place: tuple[torch.device, int]) -> Tenso
 
 @lru_cache(maxsize=64)
 def _ranges(rows: tuple[int, ...], place: tuple[torch.device, int]) -> Tensor:
-    """The first row number and the number of rows of each table."""
+    """The first row number and the count of rows of each table, `[tables, 2]`."""
     return _to_device(list(zip([0, *accumulate(rows)], rows, strict=False)), place[0])
 
 
@@ -52,8 +56,8 @@ class JointBatch:
     """The unique rows of a batch in several tables, in ascending order, table after table.
 
     split_by_table() returns one batch per table. `following()` is the joint batch that was planned
-    after this one. If count() returns True, `bounds` is the range of each table in the list of all
-    rows. The lists of incoming, kept and outgoing rows relative to `after` are then also valid.
+    after this one, or None. `bounds` and the lists of incoming, kept and outgoing rows relative to
+    `after` are valid only after count() has returned True.
 
     Args:
         parts: The unplanned ids of each table.
@@ -65,8 +69,10 @@ class JointBatch:
             returns False.
     """
 
-    numbers: Tensor
-    """The ascending numbers of the rows, followed by unused entries."""
+    row_numbers: Tensor
+    """The numbers of the unique rows, ascending, `[ids]`. Entries after the last row are unused."""
+    bounds: list[int]
+    """`tables + 1` ints: table k has the entries `bounds[k]` to `bounds[k + 1]` of the rows."""
     _status: Tensor
 
     def __init__(
@@ -79,20 +85,20 @@ class JointBatch:
         place = _device_and_stream(device)
         offsets, ranges = _ascending(sizes, place), _ranges(rows, place)
         ids = torch.cat([part.ids for part in parts if part.ids is not None])
-        numbers, _ = table_ids(ids, offsets, ranges, 1)
-        held = numbers[:0] if after is None else after.numbers
+        id_numbers, _ = table_ids(ids, offsets, ranges, 1)
+        held = id_numbers[:0] if after is None else after.row_numbers
         held_status = held if after is None else after._status
-        made = plan_batch(numbers, sum(rows), -1, -1, held, held_status)
-        counts, plan = made[4], [*made[:4], made[4][:8]]
+        made = plan_batch(id_numbers, sum(rows), _NO_PADDING, _NO_CAPACITY, held, held_status)
+        counts, plan = made[4], [*made[:4], made[4][:_STATUS_FIELDS]]
         self._lists = made[5:11]
         *split, status, bounds = _ops.split_plan(plan, offsets, ranges, sum(rows))
         lengths = [sizes, sizes, sizes, tuple(size + 1 for size in sizes)]
         by_table = [tensor.split(size) for tensor, size in zip(split, lengths, strict=True)]
         for part, *of_table in zip(parts, *by_table, status.unbind(), strict=True):
             part.planned_as(of_table)
-        self.numbers, self._status = plan[0], plan[4]
-        self._numbers = HostCopy(torch.cat([counts, bounds]))
-        self.bounds: list[int] = []
+        self.row_numbers, self._status = plan[0], plan[4]
+        self._counts = HostCopy(torch.cat([counts, bounds]))
+        self.bounds = []
         self._compared: list[int] = []
         self._planned: torch.cuda.Event | None = None
         self._device = device
@@ -114,13 +120,13 @@ class JointBatch:
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors that this batch keeps on the device of the rows."""
-        yield from (self.numbers, self._status, *self._lists)
+        yield from (self.row_numbers, self._status, *self._lists)
         for part in self.parts:
             yield from part.tensors()
 
     def count(self) -> bool:
         """Waits for the counts and returns whether all ids are in range."""
-        counts = self._numbers.read()
+        counts = self._counts.read()
         self._compared = counts[_STATUS_FIELDS : _STATUS_FIELDS + _COMPARED]
         self.bounds = counts[_STATUS_FIELDS + _COMPARED :]
         return counts[0] == 0
@@ -128,8 +134,8 @@ class JointBatch:
     def split_by_table(self) -> list[PlannedBatch]:
         """Creates one batch per table; this object keeps only weak references to the batches."""
         made = [
-            PlannedBatch(part, part.rows, self._device, joint=self, number=number)
-            for number, part in enumerate(self.parts)
+            PlannedBatch(part, part.rows, self._device, joint=self, number=table)
+            for table, part in enumerate(self.parts)
         ]
         self._batches = [weakref.ref(batch) for batch in made]
         return made
@@ -145,17 +151,17 @@ class JointBatch:
 
     @property
     def incoming(self) -> tuple[Tensor, Tensor]:
-        """Ascending numbers and positions of the rows that the batch before did not hold."""
+        """Ascending numbers and positions of the rows that batch `after` does not have."""
         return self._listed(0, 2)
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:
-        """New and old positions of the rows that the batch before held as well."""
+        """Positions in this batch and in batch `after` of the rows that both have."""
         return self._listed(2, 1)
 
     @property
     def outgoing(self) -> tuple[Tensor, Tensor]:
-        """Ascending numbers and old positions of the rows that this batch does not name."""
+        """Ascending numbers and positions of the rows that only batch `after` has."""
         return self._listed(4, 3)
 
     def _listed(self, first: int, counted: int) -> tuple[Tensor, Tensor]:

@@ -24,10 +24,13 @@ __all__ = ["ClaimedRows"]
 class ClaimedRows:
     """Claims a module's table for training, and writes the step's rows back to the table.
 
-    The constructor claims the table of a trainable parameter, also from an earlier module, which
-    raises RuntimeError at its next use. claim() takes the table from no living module.
+    Only one object at a time has the claim of a table. If the parameter requires a gradient, the
+    constructor claims the table. An earlier module then loses the claim and raises RuntimeError at
+    its next use. A parameter that requires a gradient later needs claim(), which raises
+    RuntimeError if another living module has the claim.
 
-    The arguments are those of TrainedRows, with a view of the parameter instead of the parameter.
+    This class implements RowHolder of speedtorch/table/host_table.py. The arguments are those of
+    TrainedRows, with a view of the parameter instead of the parameter.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class ClaimedRows:
         self.exchange = Exchange(name, store, view, padding, capacity)
         self.steps = self.exchange.steps
         self.lock = self.exchange.lock
-        """The lock of a thread that uses the rows; see HeldRows."""
+        """The lock that a thread acquires while it uses the rows; HeldRows has its rules."""
         self._weight: Callable[[], RowWeight | None] = lambda: None
         self.untraceable = (
             f"{name}: torch.export, torch.jit and ONNX cannot export a lookup, because its table is"
@@ -139,14 +142,17 @@ class ClaimedRows:
 
     def _refuse_replaced(self) -> None:
         raise RuntimeError(
-            f"{self.name}: a later module was created to train the rows of the same HostTable, and"
-            " each would miss the changes of the other. Use the later module in both places."
+            f"{self.name}: another module has claimed the rows of the same HostTable for training."
+            " Each module would miss the changes of the other. Use only the other module."
         )
 
     @serialized
     def write_back(self) -> None:
-        """As RowHolder.write_back; waits until the CPU can read the rows."""
-        if self.exchange.held.is_inherited:  # the parent of this forked child writes the rows
+        """Writes the step's rows to the table and waits until the CPU can read them.
+
+        Does nothing in a forked child that shares the table's memory: its parent writes the rows.
+        """
+        if self.exchange.held.is_inherited:
             return
         with as_plain():
             self.exchange.held.write_back()
@@ -154,17 +160,17 @@ class ClaimedRows:
             self.exchange.memory.raise_faults()
 
     def flush(self) -> None:
-        """Writes the rows to the table and waits until the CPU can read them."""
+        """As write_back(); raises RuntimeError if another module has claimed the table."""
         self._check_claim()
         self.write_back()
 
     @property
     def is_captured(self) -> bool:
-        """See RowHolder."""
+        """Whether a captured CUDA graph uses the rows."""
         return self.exchange.memory.is_captured
 
     def refuse_if_captured(self, what: str) -> None:
-        """See RowHolder."""
+        """Raises RuntimeError if a captured CUDA graph uses the rows; `what` names the call."""
         self.exchange.memory.refuse_if_captured(what)
 
     @serialized

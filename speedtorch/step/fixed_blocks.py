@@ -163,11 +163,12 @@ class FixedBlocks:
         return Counted(rows, self.ids, self._every, self._none, are_none=True)
 
     def begin(self, batch: FixedSizeBatch, *, are_prefetched: bool | None) -> None:
-        """Replaces the rows of the blocks with those of a batch.
+        """Replaces the rows of the blocks with the rows of a batch.
 
-        `are_prefetched`: True if the new rows were prefetched; the next send() then writes the old
-        rows back. False writes old rows back and loads new rows now. None is for a CUDA graph that
-        prefetches: the last replay's rows are used if they match, else all rows are loaded.
+        `are_prefetched`: True if send() has prefetched the incoming rows. False makes this call
+        load them and write the outgoing rows back; otherwise the next send() writes these back.
+        None is for a CUDA graph that prefetches. Each replay compares its incoming rows with the
+        rows that the previous replay prefetched. If they differ, it loads all its incoming rows.
         """
         self.begun += 1
         if self.has_outgoing:

@@ -427,7 +427,10 @@ class HeldRows:
         return self.process != os.getpid()
 
     def drop_inherited(self) -> bool:
-        """Drops rows of the parent process of a fork; returns whether there were any."""
+        """Empties the step in a forked child that has made no lookup and shares the table's memory.
+
+        The parent process keeps its step and writes the rows. Returns whether a step was emptied.
+        """
         if is_inherited := self.is_inherited:
             self.store.free_cache()
             self.announced.forget()

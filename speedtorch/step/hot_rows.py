@@ -241,7 +241,8 @@ class HotRows:
             loaded = [field.new_empty((count, *field.shape[1:])) for field in self.fields]
             places = torch.arange(count, device=self.device)
             exchange_rows(fields, self.fields, old_ids, old_slots, loaded, new_ids, places)
-            # From here on these rows are current in the table, and their slots are empty.
+            # The table has the evicted rows now. The map drops their slots before new rows are
+            # stored there, so that after an exception the map names no overwritten slot.
             self._row_slots[old_ids] = -1
             self._ids[old_slots] = -1
             for field, rows_of_field in zip(self.fields, loaded, strict=True):

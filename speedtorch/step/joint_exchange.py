@@ -154,7 +154,7 @@ class JointExchange:
             for table in self._tables:
                 table.held.write_back(changes=False)
             rows = self._memory(batch.bounds[-1])
-            numbers = batch.numbers[: batch.bounds[-1]]
+            numbers = batch.row_numbers[: batch.bounds[-1]]
             self._exchange(None, Block(rows, numbers))
         # Own version counters: a write to one table's rows must not count as a change of others.
         held = [end - first for first, end in pairwise(batch.bounds)]

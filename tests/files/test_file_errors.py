@@ -243,7 +243,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: read("folder"), ValueError, "is not a regular file"),
     (lambda: read("pipe"), ValueError, "is not a regular file"),
     (lambda: system_calls.map_new_file("no/a", 4), FileNotFoundError, "the folder does not exist"),
-    (lambda: written(4, 3, 2), ValueError, r"rows of shape \(2, 3\) must be contiguous"),
+    (lambda: written(4, 3, 2), ValueError, r"each row, of shape \(2, 3\), must be contiguous"),
     (lambda: replaced("no/a"), FileNotFoundError, "the folder does not exist; create it first"),
     (lambda: replaced("a", "folder"), IsADirectoryError, "is a folder; name a file"),
     (lambda: replaced("pipe"), ValueError, KIND),

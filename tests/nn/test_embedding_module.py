@@ -272,10 +272,22 @@ def test_one_table_is_trained_by_one_module() -> None:
     second = speedtorch.Embedding.from_pretrained(table, freeze=False)
     assert bool((second(ids) == 0).all())  # what the first one changed is there
     for use in (lambda: first(ids), first.flush, first.state_dict):
-        with pytest.raises(RuntimeError, match="a later module was created to train the rows"):
+        with pytest.raises(RuntimeError, match="another module has claimed the rows of the same"):
             use()
     second = speedtorch.Embedding.from_pretrained(table, freeze=False)  # a cell that runs again
     second(ids)
+
+
+@pytest.mark.parametrize("is_first_trained", [True, False])
+def test_a_module_created_frozen_trains_no_rows_of_another(is_first_trained: bool) -> None:
+    table = speedtorch.HostTable(5, 3)
+    made = [
+        speedtorch.Embedding.from_pretrained(table, freeze=frozen)
+        for frozen in (not is_first_trained, is_first_trained)
+    ]
+    made[is_first_trained].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="another module has claimed the rows of the same"):
+        made[is_first_trained](torch.tensor([1]))
 
 
 class FewArguments(speedtorch.Embedding):

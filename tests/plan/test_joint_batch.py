@@ -64,7 +64,7 @@ def test_rows_arrive_stay_and_leave_after_those_of_the_batch_before(device: str)
     second = joint(some_ids(2), device, after=first)
     assert first.following() is second
     assert first.count() and second.count()
-    before, now = (each.numbers[: each.bounds[-1]].tolist() for each in (first, second))
+    before, now = (each.row_numbers[: each.bounds[-1]].tolist() for each in (first, second))
     stay = sorted(set(before) & set(now))
     assert second.incoming[0].tolist() == sorted(set(now) - set(before))
     assert [now[place] for place in second.incoming[1]] == second.incoming[0].tolist()

@@ -341,7 +341,7 @@ def test_other_files_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (tmp_path / name).write_bytes(data)
     for name in (*contents, "saved"):
         assert main(["replay", str(tmp_path / name)]) == 1
-        expected = f"speedtorch: {tmp_path / name}: expected operator calls that SPEEDTORCH_LOG"
+        expected = f"speedtorch: {tmp_path / name}: expected a file that SPEEDTORCH_LOG"
         assert expected in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert "No such file or directory" in capsys.readouterr().err
@@ -397,7 +397,7 @@ def test_damaged_files_are_errors_before_an_operator_runs(
     assert main(["replay", str(dump)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"speedtorch: {dump}: expected operator calls that ")
+    assert printed.err.startswith(f"speedtorch: {dump}: expected a file that ")
     assert expected in printed.err
 
 
@@ -410,7 +410,7 @@ def test_any_byte_may_be_wrong(dump: Path) -> None:
         with suppress(ValueError), open_dump(str(dump)) as opened:
             assert len([*opened]) <= 1
         dump.write_bytes(whole[:at])
-        with pytest.raises(ValueError, match="expected operator calls"), open_dump(str(dump)):
+        with pytest.raises(ValueError, match="expected a file that"), open_dump(str(dump)):
             pass
 
 

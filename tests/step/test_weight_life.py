@@ -116,7 +116,7 @@ def test_a_weight_of_a_module_that_is_gone_yields_to_another_module(device: str)
     other.weight.requires_grad_(True)
     assert other(ids)[:, 0].tolist() == [-1, 0, -1, 0]
     for use in (lambda: weight[ids], lambda: weight.data.sum()):
-        with pytest.raises(RuntimeError, match="a later module was created to train the rows"):
+        with pytest.raises(RuntimeError, match="another module has claimed the rows of the same"):
             use()
     assert weight.shape == (ROWS, WIDTH)
 

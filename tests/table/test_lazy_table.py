@@ -112,7 +112,7 @@ def test_a_module_that_is_gone_leaves_its_table_to_others() -> None:
     gc.collect()
     second.weight.requires_grad_(True)
     second(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="a later module was created to train the rows"):
+    with pytest.raises(RuntimeError, match="another module has claimed the rows of the same"):
         parameter.data.sum()
     assert loss.item() == 0  # kept by its graph all the time
 
