@@ -1,8 +1,12 @@
 """Generations: numbered checkpoint folders, each complete on the disk or absent.
 
-A checkpoint is written under a hidden name, synced, and then renamed, which is atomic also at a
-power loss. A reader opens the highest number. If that is removed meanwhile, opened files remain
-readable, and the reader otherwise searches again.
+A checkpoint is written under a hidden name, synced, and then renamed. The rename is atomic, also at
+a power loss. A reader opens the checkpoint with the highest number. A save may remove this
+checkpoint meanwhile. Files that the reader has opened remain readable; if it has opened none, it
+lists the checkpoints again.
+
+An incremental checkpoint (delta) has only the rows that differ from an earlier checkpoint, which is
+its base.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ def path_of(folder: str, number: int) -> str:
 def generations_of(folder: str) -> list[int]:
     """The numbers of a folder's checkpoints, ascending; empty if the folder is missing.
 
-    Ignores all other entries: files, broken links, folders with other names or contents. Raises
-    NotADirectoryError if `folder` is a file.
+    Ignores files, broken links, folders with other names, and folders in which `manifest.json` is a
+    folder. Raises NotADirectoryError if `folder` is a file.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         text = "is a file; pass the folder of the checkpoints"
@@ -93,10 +97,10 @@ class Generation:
         return f"{self.folder.removesuffix('partial')}ranks"
 
     def switch(self, folder: str) -> None:
-        """Renames the folder to the first free number after all others."""
+        """Renames the hidden folder to its final name, with a number above all checkpoints."""
         # Other processes may have saved meanwhile. A lower number would be removed as too old.
         self.number = max(generations_of(folder), default=0) + 1
-        # A file may have the name.
+        # A file, or a checkpoint that another process has just saved, may have the name.
         while not rename_folder(self.folder, path_of(folder, self.number), errno.ENOTDIR):
             self.number = max([self.number, *generations_of(folder)]) + 1
 

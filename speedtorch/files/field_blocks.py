@@ -23,9 +23,12 @@ from speedtorch.files.threads import MOST_THREADS, threads
 
 __all__ = ["SelectedRows", "byte_rows", "have_same_bytes", "write_blocks"]
 
-# Whole chunks. Large blocks need the GIL rarely; a training thread may hold the GIL for 5 ms.
+# A block has whole chunks, because each chunk has a digest. Blocks are large, because a thread
+# needs the GIL for each block, and a training thread may hold the GIL for 5 ms.
 _BLOCK_BYTES = 4 * CHUNK_BYTES
-_BLOCKS = 8  # in memory: several threads must prepare as many bytes as one thread writes
+# Blocks in memory at one time. The calling thread writes blocks faster than one thread prepares
+# them, so several threads prepare the following blocks.
+_BLOCKS = 8
 
 _COMPARED_BYTES = 1 << 20  # bytes that a thread compares at once
 
@@ -104,7 +107,7 @@ class SelectedRows:
 
 
 def _gather(rows: Tensor, begin: int, to: _Bytes) -> None:
-    """Fills `to` with the bytes of rows from `begin` on, in one thread: others use other cores."""
+    """Fills `to` with the bytes of `rows` from byte `begin` on; uses only the calling thread."""
     row_bytes, at = rows.shape[1], 0
     while at < len(to):
         row, column = divmod(begin + at, row_bytes)
@@ -131,8 +134,9 @@ def write_blocks(
 ) -> None:
     """Writes a header, and then the bytes of fields that are contiguous within a row.
 
-    The digests of all chunks are appended to `digests`. `on_bytes` is called with each number of
-    written bytes.
+    The digests of all chunks are appended to `digests`. `on_bytes` is called after each write with
+    the number of bytes written. If `write` raises, an unknown part of the bytes has been written,
+    and `digests` may have digests of bytes that were not. The caller must discard both.
     """
     nbytes = len(header) + sum(field.nbytes for field in fields)
     if not nbytes:
@@ -161,7 +165,7 @@ def write_blocks(
 
 
 def _long_rows_apart(fields: Iterable[Tensor | SelectedRows]) -> Iterator[Tensor | SelectedRows]:
-    """Splits SelectedRows with long rows into single rows in place, which need no large copies."""
+    """Replaces SelectedRows with long rows by a view of each row, to copy rows without a gather."""
     for field in fields:
         if isinstance(field, SelectedRows) and field.nbytes > len(field.ids) * _BLOCK_BYTES // 16:
             yield from (field.field[row : row + 1] for row in field.ids.tolist())

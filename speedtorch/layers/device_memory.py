@@ -70,7 +70,7 @@ class DeviceMemory:
         return 0
 
     def neighbours(self, storages: _Storages) -> list[OffloadedStorage]:
-        """Other storages that lose their memory together with these."""
+        """Other storages that lose their memory when the memory of these is freed."""
         return []
 
     @property
@@ -114,11 +114,12 @@ class KeptAddresses(DeviceMemory):
             kept.unmap()
 
     def allocate(self, storages: _Storages) -> Iterator[_Storages]:
-        """Maps memory for their ranges, in less than a millisecond."""
+        """Maps memory for the storages' ranges, in less than a millisecond."""
         self._move([storage for storage in storages if storage.untyped.nbytes() == 0])
         for kept in self._ranges_of(storages):
             kept.map()
-        # Frozen storages are copied first: their fingerprints overlap with the other copies.
+        # Frozen storages are copied first. StorageOffloader hashes their bytes on the GPU (see
+        # fingerprint()) while the other storages are copied.
         for is_frozen in (True, False):
             if mapped := [storage for storage in storages if storage.is_frozen == is_frozen]:
                 yield mapped
@@ -134,7 +135,11 @@ class KeptAddresses(DeviceMemory):
         return sys.maxsize if self._range_at(address) is None else address
 
     def neighbours(self, storages: _Storages) -> list[OffloadedStorage]:
-        """Storages in the ranges that other objects own, but no longer the training state."""
+        """Living storages in mapped ranges that are not among `storages`.
+
+        Other objects own them, and the training state no longer contains them. The caller offloads
+        them too, because unmapping a range frees the memory of all its storages.
+        """
         known = {storage_id(storage.untyped) for storage in storages}
         for empty in [kept for kept in self._ranges if kept.nbytes == 0]:
             del self._ranges[empty]  # torch has freed all its allocations there
@@ -165,6 +170,7 @@ class KeptAddresses(DeviceMemory):
         new = [storage for storage in storages if self._range_at(storage.address) is None]
         if not new:
             return
+        # Torch's allocator rounds sizes up, and its segments must fit. Addresses cost no memory.
         nbytes = 4 * sum(aligned(storage.nbytes, ALIGNMENT) for storage in new) + _SPARE_ADDRESSES
         kept = AddressRange(nbytes, self._device)
         self._ranges[kept] = [storage_reference(storage.untyped) for storage in new]

@@ -1,4 +1,7 @@
-"""Side streams of a GPU, which work beside the current stream. The CPU does the work at once."""
+"""Side streams of a GPU, whose work overlaps with the current stream.
+
+For a CPU device no stream exists: the context managers do nothing, and the work runs at once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def end_of_current(device: torch.device) -> torch.cuda.Event | None:
 
 @cache
 def _stream(device: int, purpose: str, beside: int | None) -> torch.cuda.Stream:
-    # Not from torch's pool: callers also get those, and torch caches memory for each stream.
+    # Torch would return the same stream of its pool to callers too. Their work would then delay
+    # this work, and both would share the freed memory that torch caches for a stream.
     made = _ops.make_stream(device)
     return torch.cuda.ExternalStream(made, device)  # type: ignore[no-untyped-call]
 
@@ -50,7 +54,8 @@ class _StreamContext:
         self._current = current_stream(self._device)
         self._side.continue_on(stream)
         if self._ends is None:
-            # Queued work may write what this stream reads, or still read memory that this reuses.
+            # Work that is queued there may write tensors that the side stream reads, or may still
+            # read memory that the side stream reuses.
             stream.wait_stream(self._current)
         for end in self._ends or ():
             if end is not None:
@@ -78,10 +83,11 @@ class SideStream:
     """A stream beside the current one, for one purpose, and the end of its last work.
 
     Each stream of the caller has its own side stream. Memory that is allocated on a side stream
-    must be used on these two streams only. Torch may reuse this memory for the side stream as soon
-    as it is freed, and after_current() then waits for its last use on the caller's stream. after()
-    has no such wait: its user orders memory with the events. `is_timed` enables timing for the
-    event `end`.
+    must be used only on the side stream and on the caller's stream. After such memory was freed,
+    torch may reuse it on the side stream although the caller's stream has not finished with it.
+    after_current() excludes this, because the side stream waits for the caller's stream. after()
+    waits for its events only, so one of them must follow the last use of the memory. `is_timed`
+    enables timing for the event `end`.
     """
 
     def __init__(self, purpose: str, *, is_timed: bool = False) -> None:
@@ -140,7 +146,10 @@ class SideStream:
         self.end = None
 
     def join(self) -> None:
-        """Makes the current stream wait for the side stream's last work, at the first call only."""
+        """Makes the current stream, but not the host, wait for the side stream's last work.
+
+        A second call without new work does nothing.
+        """
         if self.end is not None:
             # The current stream reads the results next, and may free their memory afterwards.
             current_stream(self.end.device).wait_event(self.end)
@@ -160,7 +169,8 @@ class MemoryStream:
 
     The object's owner calls follow() before each use. If the caller's stream has changed, the new
     stream waits for the last one, whose kernels may still write the object's memory. The tensors
-    also record the new stream, because torch can reuse freed memory on its own stream at once.
+    also record the new stream. Otherwise torch could reuse their freed memory on the stream that
+    allocated it while the new stream still uses it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,7 @@
-"""StepState: replaces the state of all rows with the step's rows while an optimizer steps."""
+"""StepState: makes `optimizer.state` contain only the step's rows while an optimizer steps.
+
+Outside of the optimizer's own step function, `optimizer.state` has views of all rows (RowWeight).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ __all__ = ["StepState", "listed"]
 
 
 class StepState:
-    """The per-row state of one table. The optimizer's own step function sees the step's rows."""
+    """The state of one optimizer for the rows of one table.
+
+    This class implements most of OptimizerState in speedtorch/step/parameter_view.py.
+    """
 
     def __init__(self, optimizer: Optimizer, rows: TrainedRows, probe: OptimizerProbe) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -34,7 +40,7 @@ class StepState:
         self._entries_before: dict[str, Any] = {}
         """The optimizer's entries from before its own step function."""
         self._is_replaced = False
-        """Whether the optimizer's entries certainly are the state of the step's rows."""
+        """Whether begin_step() has put the step's rows into `optimizer.state`, until end_step()."""
         self._entries: dict[str, Any] = {}
         self._settings = settings_of(optimizer, rows.weight)
 
@@ -56,11 +62,11 @@ class StepState:
         return self._entries
 
     def _keep(self, entries: Mapping[str, Any]) -> None:
-        """Keeps the scalar entries. The state of all rows would keep the rows and this alive."""
+        """Keeps the scalar entries. Views of all rows would keep the rows and this object alive."""
         self._entries = {n: value for n, value in entries.items() if n not in self.names}
 
     def rows(self) -> list[Tensor]:
-        """See OptimizerState."""
+        """The state of the step's rows, one tensor for each name in `names`."""
         if self._is_replaced:  # within the own step function, or interrupted there
             optimizer, rows = self.optimizer(), self._rows_reference()
             if optimizer is not None and rows is not None:
@@ -70,7 +76,7 @@ class StepState:
         return list(self._held)
 
     def hold(self, rows: Sequence[Tensor]) -> None:
-        """See OptimizerState."""
+        """Replaces the state of the step's rows with the state of other rows."""
         self._held = list(rows)
 
     def _take_step(self, entries: Mapping[str, Any]) -> None:
@@ -92,7 +98,7 @@ class StepState:
         )
 
     def follow_table(self) -> None:
-        """See OptimizerState."""
+        """Replaces the views of all rows in `optimizer.state`, after the table was resized."""
         rows, entries = self.table_rows, self.entries()
         entries.update({n: self._of_all(rows, n) for n in self.names if n in entries})
 
@@ -127,12 +133,15 @@ class StepState:
         return RowWeight.of(rows, rows, field=name)
 
     def first_rows(self) -> Mapping[str, Tensor]:
-        """See OptimizerState."""
+        """Returns the initial state of a new row, by name.
+
+        Before that, loads a state of all rows that user code has assigned to `optimizer.state`.
+        """
         self._take_given()
         return self.probe.row_state
 
     def _take_given(self) -> None:
-        """Loads a state of all rows that user code has assigned to an entry."""
+        """Loads into the table a state of all rows that user code has assigned to an entry."""
         rows = self.table_rows
         entries = self.entries()
         for name in self.names:

@@ -1,6 +1,6 @@
 """SharedMemoryBarrier: the ranks of one machine exchange numbers in shared memory.
 
-A rank waits for the other ranks only, and not for its GPU.
+exchange() waits for the other ranks, and not for the GPU.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ _ALIVE = 0.5
 class SharedMemoryBarrier:
     """Shared memory with up to WORDS numbers from each rank to each rank.
 
-    Each word contains a number and the index of its exchange() call, modulo 4. A rank writes whole
-    rows of numbers, alternately to one row for even calls and one for odd calls. So no rank
-    overwrites a number that another rank may still read, or reads a number of an earlier call. An
-    aligned word is written and read whole. Each rank locks one byte of the file, and so the lock
-    shows whether its process lives. The file is closed when the barrier is deleted.
+    A word of 8 bytes contains a number, and in its two lowest bits the index modulo 4 of the
+    exchange() call. A reader waits until a word has the index of the reader's own call. The CPU
+    reads and writes an aligned word atomically.
+
+    Each rank writes two rows of the memory: one in even calls and one in odd calls. A row has WORDS
+    words for each rank, and each call writes all of them. A rank begins call n + 2 after all ranks
+    have written in call n + 1, and these have read the numbers of call n before. So no rank
+    overwrites a number that another rank may still read.
+
+    Each rank locks one byte of the file. The lock shows whether the rank's process lives. The file
+    is closed when the barrier is deleted.
     """
 
     def __init__(self, file: BinaryIO, rank: int, size: int) -> None:
@@ -78,17 +84,23 @@ class SharedMemoryBarrier:
         return None
 
     def exchange(self, sent: Sequence[Sequence[int]], seconds: float) -> list[list[int]] | None:
-        """Sends numbers to each rank and waits for as many from each rank, this one included.
+        """Sends `sent[rank]` to each rank, and returns the list that each rank sends to this one.
 
-        Each rank sends the same count to all ranks: at most WORDS, from 0 to 2 ** 61 - 1. Zeros
-        follow the numbers of a rank that sends fewer. Returns None if a rank writes nothing for
-        `seconds`, has called abort(), or its process has ended.
+        All lists of `sent` have one length, at most WORDS. The numbers are 0 to 2 ** 61 - 1. The
+        returned lists have the same length: zeros follow the numbers of a rank that sends fewer,
+        and the further numbers of a rank that sends more are dropped.
+
+        Returns None if a rank does not write within `seconds`, has called abort(), or its process
+        has ended. The ranks may then be at different calls, so the caller must call abort(), and
+        exchange() must not be called again.
         """
         words, size = self._words, self._size
         even, odd = (words[place] & 3 for place in self._own)
         call = (even + 1 + (odd == (even + 1) % 4)) % 4  # one more than at this rank's last call
         own = self._own[call % 2]
-        for rank in reversed(range(size)):  # the row's first word is last: `even`, `odd` read it
+        # The words for rank 0 are last. `even` and `odd` read the first of them, so a call that
+        # Ctrl-C interrupts before counts as not made.
+        for rank in reversed(range(size)):
             row = array("q", [call]) * WORDS
             for place, number in enumerate(sent[rank]):
                 row[place] = number << 2 | call

@@ -64,21 +64,21 @@ class RowShard(Tensor):
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError(f"torch.save would write only the rows of one rank. {_REMEDY}")
 
-    # safetensors and accelerate compare storages when they save or load a state_dict(), and skip
-    # tensors that raise NotImplementedError. This tensor has a data_ptr() of 0, which torch's
-    # async_save needs. safetensors would write no values for it, so is_contiguous(), which
-    # safetensors calls before it writes a tensor, raises.
+    # safetensors and accelerate read storages to find tensors that share memory. They catch the
+    # NotImplementedError of untyped_storage() and leave this tensor out of that comparison, so the
+    # user sees no error yet. torch's async_save needs a data_ptr() of 0, with which safetensors
+    # would write no values. So is_contiguous(), which safetensors calls next, raises for the user.
 
     def untyped_storage(self) -> NoReturn:
-        """Raises NotImplementedError: the caller would save one rank's rows as all rows."""
+        """Raises NotImplementedError, because a caller would save one rank's rows as all rows."""
         raise NotImplementedError(f"this tensor has only the rows of one rank to save. {_REMEDY}")
 
     def storage(self) -> NoReturn:
-        """See untyped_storage."""
+        """Raises NotImplementedError, like untyped_storage()."""
         self.untyped_storage()
 
     def is_contiguous(self, *_: object, **__: object) -> NoReturn:
-        """See untyped_storage."""
+        """Raises NotImplementedError, like untyped_storage()."""
         self.untyped_storage()
 
     def __deepcopy__(self, _: object) -> RowShard:
