@@ -1,8 +1,8 @@
 """Measures once per machine the time to copy a row, for the choice of path in cost_model.py.
 
-Each pair of machine and GPU has one file of results, which is read when torch first uses a GPU.
-Only then do paths matter, and only then is the GPU known. The first large HostTable measures the
-times if that file is missing. Until then the library uses the times of an H200.
+Each pair of machine and GPU has one file of results. The file is read when torch first uses a GPU,
+because before that the GPU is unknown and no path is chosen. If the file is missing, the first
+large HostTable measures the times. Until then the library uses the times of an H200.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 
 
 def settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The group's constructor options, which decide the state; without counters in the group."""
+    """The options in a parameter's group that are constructor arguments and determine the state.
+
+    Entries that the optimizer itself has added to the group, such as counters, are left out.
+    """
     group = group_of(optimizer, parameter)
     names = [name for name in optimizer.defaults if name in group]
     return {n: group[n] for n in names if isinstance(group[n], int | float | str | tuple)}

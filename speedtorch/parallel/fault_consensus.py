@@ -1,8 +1,9 @@
 """FaultConsensus: all ranks begin a step of rows with a capacity, or none does.
 
-Only the owner of the rows finds that a step has too many rows. On the CPU all ranks raise at once.
-On a GPU no rank waits: with a fault on one rank no row changes on any rank. All ranks raise at the
-next lookup, which reads the result of the last all-reduce of fault codes.
+Only the rank that owns the rows finds that a step has too many rows (a fault). On the CPU all ranks
+raise at once. On a GPU the ranks all-reduce their fault codes without a wait of the host. If one
+rank has a fault, no row changes on any rank. The next lookup reads the all-reduced code, and all
+ranks raise there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["FaultConsensus"]
 
 
 class FaultConsensus:
-    """The fault codes of all ranks at their last lookups.
+    """The fault codes of all ranks at their last lookups. Implements FaultAllReduce.
 
     Args:
         memory: The memory of the rows that this rank owns, which calls agree().
@@ -56,13 +57,16 @@ class FaultConsensus:
         return (codes[:, 0] != call.code).any().long().view(1)
 
     def check(self) -> None:
-        """As FaultAllReduce.check."""
+        """Raises DisagreementError on all ranks if they made different calls since the last lookup.
+
+        Waits for the GPU that gathers the ranks' call codes.
+        """
         while self._calls:
             self._ranks.compare_codes(self._memory.held.name, self._calls[0], 1)
             del self._calls[0]
 
     def raise_if_calls_differ(self) -> None:
-        """As check(), at a lookup: all ranks raise, and the memory can then start a new step."""
+        """As check(), at a lookup. After the error, the memory can start a new step."""
         try:
             self.check()
         except DisagreementError:
@@ -82,7 +86,10 @@ class FaultConsensus:
             self._expected = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
 
     def agree(self, fault: Tensor) -> Tensor | int:
-        """As FaultAllReduce.agree."""
+        """Returns the largest fault code of all ranks, or 0; all ranks call this.
+
+        On a GPU the result is a tensor `[1]`. read_fault() reads it later.
+        """
         if self._expected is not None:
             fault = torch.maximum(fault, self._expected)
         largest = self._ranks.all_reduce_max_(fault)

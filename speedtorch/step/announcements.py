@@ -28,7 +28,7 @@ class Announced(NamedTuple):
 
 
 class Announcements:
-    """Announced ids that wait for a lookup; ids that are given up load no row.
+    """Announced ids that wait for a lookup. Ids that are given up wait no longer and load no row.
 
     announce() plans ids and moves no row. Then these rules hold:
 
@@ -36,8 +36,10 @@ class Announcements:
        of every later announce(). Earlier announced ids are given up.
     2. A lookup of other ids loads only its own rows. The announced ids wait.
     3. An announce() after zero_grad() or an error begins a new batch, whose rows do not share the
-       capacity with the batch before. The batch before still waits; rule 1 decides.
-    4. An empty lookup loads rows only of the latest batch, unless that batch may be given up.
+       capacity with the batch before. The batch before still waits, until a lookup of the new
+       batch gives it up by rule 1.
+    4. An empty tensor may belong to any batch. An empty lookup therefore loads rows only of the
+       latest batch, and none after a zero_grad() or an error that followed announce().
     5. A step of the rows' optimizer and load_state_dict() give up all waiting ids.
 
     zero_grad() gives nothing up by itself, so it may run between announce() and the lookups.
@@ -54,7 +56,7 @@ class Announcements:
         """How often a batch has ended, or may have been given up."""
 
     def planned(self, parts: Sequence[Tensor], plan: Plan) -> Announced:
-        """Plans these ids with the waiting ids of their batch, for add(); changes nothing.
+        """Plans these ids together with the waiting ids of their batch; add() stores the result.
 
         Raises IndexError or RuntimeError if the rows are on the CPU and the ids are out of range or
         exceed the capacity.
@@ -75,7 +77,7 @@ class Announcements:
         self._is_over = self.latest is not None
 
     def note_end(self) -> None:
-        """Called when a batch may have been given up."""
+        """Counts a batch that may have been given up, and makes announce() begin a new batch."""
         self.batches_over += 1
         self._is_over = self.latest is not None
 
@@ -122,7 +124,7 @@ class Announcements:
 
     @property
     def certain(self) -> Announced | None:
-        """The waiting batch, or None if it may have been given up."""
+        """The latest waiting batch, or None if the next announce() begins a new batch."""
         return None if self._is_over else self.latest
 
 

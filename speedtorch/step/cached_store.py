@@ -93,8 +93,11 @@ class CachedStore(RowStore):
                 hot.before_exchange(host_fields)
 
     def write_back(self) -> None:
-        """Writes cached rows to the table, which may then change; an exchange reloads them."""
-        if (hot := self._hot) is not None and not hot.needs_reload:  # else the table may be closed
+        """Writes cached rows to the table. The next exchange reloads them, so the table may change.
+
+        Does nothing if the rows were written back before; the table may be closed then.
+        """
+        if (hot := self._hot) is not None and not hot.needs_reload:
             host_fields = self.fields(hot.names)
             with self._writing():
                 hot.write_back(host_fields)
@@ -121,7 +124,7 @@ class CachedStore(RowStore):
         return self._hot.report()
 
     def free_cache(self) -> None:
-        """Frees the cache; its rows must be in the table."""
+        """Frees the cache. The caller has written its rows to the table, or discards them."""
         if self._hot is not None and self._hot.device.type == "cuda":
             torch.cuda.synchronize(self._hot.device)  # other streams may read it
         self._hot = self._made_for = None
@@ -129,8 +132,9 @@ class CachedStore(RowStore):
     def _ready(self, names: Iterable[str], device: torch.device, *, evicts: bool) -> HotRows:
         """The cache for these fields on a device, after an update of its rows if `evicts`.
 
-        If no row leaves, nothing was trained, and other code may still write to the table's memory:
-        torch.distributed.checkpoint makes a step with rate 0 before it loads into this memory.
+        `evicts`: whether the exchange writes rows back. An exchange that only loads rows does not
+        update the cache, because other code may be about to write to the table's memory.
+        torch.distributed.checkpoint steps with a learning rate of 0 and then loads into the memory.
         """
         made_for = (tuple(names), self._table.version, device)
         captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()

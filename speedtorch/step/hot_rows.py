@@ -258,7 +258,7 @@ class HotRows:
     # ---- empty slots
 
     def write_back(self, fields: Sequence[Tensor]) -> None:
-        """Writes rows of slots to the table, which may then change; an exchange reloads them."""
+        """Writes cached rows to the table, to be loaded again by the next exchange."""
         has_row = self._slots_with_rows()
         (slots,) = torch.where(has_row)
         ids, order = self._ids[slots].sort()

@@ -21,7 +21,10 @@ class PendingBackwards:
         """The number of the step, and weak references to its PendingBackward by thread."""
 
     def made(self, step: int) -> PendingBackward:
-        """The object that a graph keeps alive for a lookup of this thread in the step."""
+        """Returns the object that the autograd graph of a lookup must keep alive.
+
+        All lookups of one thread in one step share the object.
+        """
         number, by_thread = self._now
         if number != step:
             number, by_thread = self._now = step, {}

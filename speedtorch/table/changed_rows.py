@@ -1,7 +1,8 @@
 """ChangedRows: which rows of a table were written since a version of the table.
 
-Versions are numbers from 1 on. Each row stores the version of its last write. The device with the
-row's id stores the number, so recording waits for nothing and also works in a CUDA graph.
+Versions are numbers from 1 on. For each row, the version of its last write is recorded. The record
+is on the device that has the ids of the write. So the host does not wait to record a write, and a
+CUDA graph can contain the recording.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class ChangedRows:
         self._rows, self._memory_version = rows, memory_version
         self._seen = memory_version()
         self._now = self._all_at = 0
-        """The last version, and the last version at which a write named no rows (all count)."""
+        """The last version, and the version of the last write to unknown rows.
+
+        Such a write counts as a write to all rows.
+        """
         self._records: dict[torch.device, _DeviceRecord] = {}
 
     @property
@@ -48,7 +52,7 @@ class ChangedRows:
         return self._now
 
     def follow(self, memory_version: Callable[[], int]) -> None:
-        """Continues with other memory after the rows were copied there. See ChangedRows."""
+        """Continues after the rows were copied to other memory, with the version of that memory."""
         self._detect_writes()
         self._memory_version, self._seen = memory_version, memory_version()
 
@@ -85,7 +89,7 @@ class ChangedRows:
     def moving(self) -> Iterator[None]:
         """A context for copies of rows that change no values: records nothing.
 
-        If the block raises, all rows count as written, because `_seen` keeps the old one.
+        If the block raises, all rows count as written, because `_seen` keeps the old version.
         """
         self._detect_writes()
         yield
@@ -94,7 +98,8 @@ class ChangedRows:
     def since(self, version: int) -> Tensor:
         """Returns ascending ids of rows written since a version, int64 `[n]` on the CPU.
 
-        After any other write to the table, returns all ids. The caller has waited for the GPU.
+        Returns all ids if a write since then was to unknown rows. The caller has waited for the
+        GPU.
         """
         self._detect_writes()
         if self._all_at >= version:
@@ -108,7 +113,7 @@ class ChangedRows:
         return every
 
     def _detect_writes(self) -> None:
-        """Counts all rows as written if `_version` shows a write in place, which names no rows."""
+        """Counts all rows as written if `_version` changed outside of writing() and moving()."""
         if (memory_version := self._memory_version()) != self._seen:
             self._all_at, self._seen = self._now, memory_version
 

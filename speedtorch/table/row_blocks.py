@@ -28,8 +28,9 @@ __all__ = ["Share", "draw_rows", "fill_rows", "rows_of_a_block"]
 _BLOCK_ELEMENTS = 1 << 20
 # From 32,768 elements on, torch splits work between threads, which would change the rounding.
 _CHUNK_ELEMENTS = 32_767
-# Known to draw all elements in the same way. trunc_normal_ cannot be recorded, because it redraws
-# values out of range. Recording any other function loads torch's tracing code once, for a second.
+# Functions that draw all elements in the same way and need no recording. trunc_normal_ could not be
+# recorded, because it redraws values out of range. The first recording of any other function takes
+# a second, because torch loads its tracing code.
 _KNOWN = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
 
 
@@ -140,11 +141,14 @@ class _Step(NamedTuple):
 
 
 class _NotElementwiseError(Exception):
-    """Raised if the recorded function does more than change each element alone."""
+    """The recorded function does not change each element independently of the others."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records in-place elementwise calls without running them. Other calls clear and raise."""
+    """Records in-place elementwise calls without running them.
+
+    Any other call clears `steps` and raises _NotElementwiseError.
+    """
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,7 +184,7 @@ def _draw_elements(
 
     def work(rows: Tensor, block: int) -> None:
         """Draws one block with its own generator."""
-        # torch's CPU generator uses 32 bits of its seed, so consecutive blocks get distinct seeds.
+        # torch's CPU generator uses only 32 bits of its seed. Consecutive seeds differ in them.
         generator = torch.Generator().manual_seed((first_seed + block) & 0xFFFFFFFF)
         chunks = _chunks(rows)
         buffer = torch.empty(chunks[0].numel(), dtype=dtype, device="cpu")

@@ -19,7 +19,7 @@ __all__ = ["WholeFields", "state_dict_views"]
 
 _returns_views: ContextVar[bool] = ContextVar("returns views", default=False)
 
-_BLOCK_BYTES = 64 << 20  # rows that are converted at once on their copy from a GPU
+_BLOCK_BYTES = 64 << 20  # bytes of rows that are converted together on the copy from a GPU
 
 
 class WholeFields:
@@ -125,7 +125,10 @@ class WholeFields:
 
 @contextmanager
 def state_dict_views() -> Iterator[None]:
-    """A context in which saved() returns views in this thread, for callers that read at once."""
+    """A context in which saved(), in this thread, returns views of the table instead of copies.
+
+    The caller must read the views before the table changes.
+    """
     token = _returns_views.set(True)
     try:
         yield
