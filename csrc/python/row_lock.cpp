@@ -157,7 +157,7 @@ void free_lock(PyObject* self) {
 }
 
 // Several locks that a thread acquires together. While py_enter_all() waits for one of them, it has
-// acquired none of the others. So two threads that enter the same locks never wait for each other.
+// acquired none of the others. So threads that own no other lock never wait for each other.
 struct RowLocks {
   PyObject object;
   PyObject* locks;  // a tuple of RowLock

@@ -22,7 +22,8 @@ class RowShard(Tensor):
     """A tensor with the shape of all rows of a field, and memory only for this rank's rows.
 
     torch.distributed.checkpoint saves the rows of all ranks from such tensors, one chunk for each
-    block, and can load them with another number of ranks. Other operations raise.
+    block, and can load them with another number of ranks. Other operations raise, except
+    copy.deepcopy() and new_empty() with the same shape.
     """
 
     field: Tensor
