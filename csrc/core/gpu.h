@@ -1,6 +1,6 @@
 // The current stream, and the record of bad ids. Every op on a GPU runs on the current stream and
-// first throws an error that the record has. Checking ids on the GPU needs no synchronization: an op
-// with a bad id moves nothing and writes to the record.
+// first throws an error that the record has. Checking ids on the GPU needs no synchronization: an
+// op with a bad id moves nothing and writes to the record.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
