@@ -96,17 +96,21 @@ std::vector<Tensor> new_lists(const char* op, const std::vector<int64_t>& length
   call_torch(
       op, [] { return "making views of a tensor"; },
       [&] {
-        constexpr int64_t kStride = 1;
         int64_t begin = 0;
         for (const int64_t length : lengths) {
-          AtenTensorHandle made = nullptr;
-          STABLE_TORCH_ERROR_CODE_CHECK(
-              aoti_torch__reinterpret_tensor(all.get(), 1, &length, &kStride, begin, &made));
-          lists.emplace_back(made);
+          lists.push_back(view_of_list(all, begin, length));
           begin += aligned(length);
         }
       });
   return lists;
+}
+
+Tensor view_of_list(const Tensor& list, int64_t begin, int64_t length) {
+  constexpr int64_t kStride = 1;
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(list.get(), 1, &length, &kStride, begin, &made));
+  return Tensor(made);
 }
 
 Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like) {

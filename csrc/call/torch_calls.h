@@ -18,6 +18,8 @@ Tensor new_tensor(const char* op, const std::vector<int64_t>& shape, ScalarType 
 // costs the host less than a small GPU tensor. Results of an op in a graph must not share memory.
 std::vector<Tensor> new_lists(const char* op, const std::vector<int64_t>& lengths, const Tensor& on,
                               bool shares_memory);
+// Returns entries of a contiguous list, without the dispatcher that torch::stable::narrow() uses.
+Tensor view_of_list(const Tensor& list, int64_t begin, int64_t length);
 // Returns a pinned CPU tensor of that shape with the dtype of `like`.
 Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tensor& like);
 

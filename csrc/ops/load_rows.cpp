@@ -21,15 +21,6 @@ namespace {
 // Indices into the result of count_batch.
 constexpr size_t kStatus = 4, kLoaded = 6;
 
-// Returns the first entries of a contiguous list, without the dispatcher that narrow() uses.
-Tensor first(const Tensor& list, int64_t count) {
-  constexpr int64_t kStride = 1;
-  AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(list.get(), 1, &count, &kStride, 0, &made));
-  return Tensor(made);
-}
-
 // Returns the rows of the ids `load`, field by field, in the form of `leaving`. The first rows of
 // `leaving` are written to the ids `evict`. With `evicts` false, these rows are only the newest
 // copies and are not written.
@@ -69,8 +60,8 @@ Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64
     check_same_device(kOp, "index", index, "like", like);
     Tensors made = plan_batch(index, rows, padding, -1, std::nullopt, std::nullopt);
     const auto& status = *reinterpret_cast<const PlanStatus*>(data_of(made[kStatus]));
-    made.insert(made.end() - 1, {first(made[0], status.distinct),
-                                 first(made[0], status.distinct + (padding >= 0))});
+    made.insert(made.end() - 1, {view_of_list(made[0], 0, status.distinct),
+                                 view_of_list(made[0], 0, status.distinct + (padding >= 0))});
     return made;
   }
   const CurrentStream stream(kOp, like);
@@ -90,8 +81,8 @@ Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64
                    .bad_count = status.bad_count,
                    .count = status.count});
   }
-  made.push_back(first(made[0], status.distinct));
-  made.push_back(first(made[0], status.distinct + (padding >= 0)));
+  made.push_back(view_of_list(made[0], 0, status.distinct));
+  made.push_back(view_of_list(made[0], 0, status.distinct + (padding >= 0)));
   if (moved) made.push_back(moved->second);
   return made;
 }

@@ -23,7 +23,7 @@ __all__ = ["ModuleGroups", "host_copy"]
 
 
 class ModuleGroups:
-    """Moves the groups together; after an error all are where they were.
+    """Moves the three groups of a module; OffloadedModule describes the errors.
 
     `created_state_bytes`: bytes of optimizer state that steps created on the device, as counted by
     the last other_bytes().

@@ -427,7 +427,7 @@ class RowModule(nn.Module):
 
     @property
     def capacity(self) -> int | None:
-        """The maximum of unique rows in a step: `capacity=`, at most the table's rows (or 1)."""
+        """The maximum of unique rows in a step; less than `capacity=` if the table is smaller."""
         return self.trained_rows.exchange.memory.capacity
 
     @property

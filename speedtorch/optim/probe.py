@@ -316,8 +316,8 @@ class _Probe:
     def check_separate(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError unless rows stepped together, apart and in another order agree.
 
-        One copy steps all batches, as the user's optimizer does. Fresh copies of it also step the
-        rows of each batch in two parts and in another order.
+        One copy of the optimizer steps all batches one after another. Fresh copies of this copy
+        step the rows of each batch in two parts, and in another order.
         """
         first, names = self._random_rows() / 10, list(learnt.row_state)
         table = {"": first.clone(), **_snapshots(self._start(learnt))}

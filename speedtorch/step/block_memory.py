@@ -23,7 +23,7 @@ class BlockMemory(RowMemory):
 
     Args:
         held: The rows of the current step.
-        capacity: The most rows of a step. In a table with fewer rows it is the number of rows.
+        capacity: The most rows of a step. A table with fewer rows has fewer rows in its blocks.
     """
 
     capacity: int
@@ -46,7 +46,10 @@ class BlockMemory(RowMemory):
         return torch.empty(0, dtype=torch.int64, device=self.held.device), self._no_rows()
 
     def _rows_of_blocks(self) -> int:
-        """The capacity, at most the table's rows; 1 without rows, for positions of invalid ids."""
+        """The smaller of the capacity and the table's rows, at least 1.
+
+        A lookup of an invalid id in a table without rows reads row 0 of the block.
+        """
         return min(self._most, max(1, self.held.store.whole_rows))
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:

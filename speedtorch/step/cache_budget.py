@@ -108,7 +108,8 @@ class CacheBudget:
         """The budget of deep copies of owners; adds the share of `owner` to its bytes."""
         made: CacheBudget = memo.setdefault(id(self), CacheBudget(0))
         rows = self._members[owner][0]
-        made.nbytes += self._shares({}).get(rows, rows.cache_bytes or 0)  # the latter in a graph
+        # Rows that a CUDA graph uses have no share, because their cache keeps its size.
+        made.nbytes += self._shares({}).get(rows, rows.cache_bytes or 0)
         return made
 
     def _open(self, changed: Mapping[CachedRows, Need]) -> tuple[dict[CachedRows, Need], int]:

@@ -159,7 +159,7 @@ class TrainedRows(WholeWeight):
             return found.positions, _rows_of_step(self.weight, [rows], [found.positions], self)
 
     def _check_max_norm(self, max_norm: float | None) -> None:
-        """Raises NotImplementedError if these rows do not support max_norm here."""
+        """Raises NotImplementedError for 16-bit rows, and for padded rows in a graph's capture."""
         if max_norm is None:
             return
         if self.rounding is not None:
@@ -167,12 +167,11 @@ class TrainedRows(WholeWeight):
                 f"{self.name}: rows stored in 16 bits are rounded after steps, but max_norm would"
                 " change them at lookups. Use only one of the two."
             )
-        on_gpu = self._padding is not None and self.exchange.held.device.type == "cuda"
-        if on_gpu and torch.cuda.is_current_stream_capturing():
+        if self._padding is not None and self.exchange.held.captures():
             raise NotImplementedError(
                 f"{self.name}: a CUDA graph cannot capture a lookup with max_norm and padding_idx,"
-                " because it also writes the padding row to the table. Use only one of the two, or"
-                " train without a graph."
+                " because such a lookup also writes the padding row to the table. Use only one of"
+                " the two, or train without a graph."
             )
 
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
@@ -355,7 +354,7 @@ def rows_of_ids(gradient: Tensor, bags: Bags | None) -> tuple[Tensor, Tensor | N
 
 
 def _renormalize(rows: Tensor, positions: Tensor, max_norm: float, norm_type: float) -> None:
-    """torch.embedding_renorm_, which raises on a GPU if there are no positions."""
+    """Calls torch.embedding_renorm_, except without positions, for which it raises on a GPU."""
     if positions.numel():
         torch.embedding_renorm_(rows, positions, max_norm, norm_type)
 

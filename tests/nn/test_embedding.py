@@ -101,6 +101,20 @@ def test_max_norm_needs_no_ids(
     assert_same_bytes(rows_of(bag), before)
 
 
+def test_no_graph_captures_max_norm_of_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = speedtorch.Embedding(ROWS, WIDTH, max_norm=0.5, padding_idx=3, capacity=4)
+    before = rows_of(padded).clone()
+    monkeypatch.setattr(type(padded.trained_rows.exchange.held), "captures", lambda _: True)
+    for trains in (True, False):
+        with (
+            torch.set_grad_enabled(trains),
+            pytest.raises(NotImplementedError, match="max_norm and padding_idx, because such a"),
+        ):
+            padded(IDS)
+    monkeypatch.undo()
+    assert_same_bytes(rows_of(padded), before)
+
+
 def test_a_step_holds_every_row_once(device: str) -> None:
     _, ours = pair(device)
     assert ours.weight.shape == (ROWS, WIDTH) and held(ours) == 0

@@ -28,11 +28,7 @@ Run = Callable[[int, Path], set[str]]
 
 
 def device() -> str:
-    """Where programs of one process train.
-
-    A process whose forks train never asks: torch would initialize CUDA, and a backward in a fork
-    would then end it.
-    """
+    """Where programs of one process train."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
