@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import traceback
 from collections.abc import Callable
@@ -108,9 +107,6 @@ class OtherProcesses:
 
 
 def _run_there(function: Run, seed: int, folder: Path) -> None:
-    if torch.distributed.get_world_size() == 1:
-        # Its forks could not use a GPU that it has woken.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     features = function(seed, folder)
     if torch.distributed.get_rank() == 0:
         (folder / "features.json").write_text(json.dumps(sorted(features)))
