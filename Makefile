@@ -11,6 +11,8 @@
 #   N        how many runs make flaky makes
 #   SEED     of the first of these (0), or of the one program that make stress runs, as a fault prints it
 #   STAGES   of make gpu that run; empty: it writes the report of the records it has
+#   GPU_JOBS how many of these run beside each other
+#   GPU_MINUTES after which none of them begins or goes on
 #   RECORDS  the folder with records and logs of these stages
 #   PLATFORM the tag of make wheel's wheel, which auditwheel checks
 
@@ -25,6 +27,8 @@ JOBS ?= 1
 N ?= 10
 SEED ?=
 STAGES ?= all
+GPU_JOBS ?= 1
+GPU_MINUTES ?= inf
 RECORDS ?= build/gpu
 # The lowest that holds for a library built on Debian 12; docs/releasing.md says why.
 PLATFORM ?= manylinux_2_34_$(shell uname -m)
@@ -142,7 +146,7 @@ $(GPU_TOOLS): setup
 	$(PY) tests/sanitized.py $@ $(PATIENT) $(TESTS_OF_KERNELS) $(ARGS)
 
 gpu: setup ## on GPUs: tests, sanitizers, a share of make soak, small benchmarks, and a report
-	$(PY) -m benchmarks.gpu_report --stages '$(STAGES)' --folder '$(RECORDS)'
+	$(PY) -m benchmarks.gpu_report --stages '$(STAGES)' --folder '$(RECORDS)' --jobs $(GPU_JOBS) --minutes $(GPU_MINUTES)
 
 # Lists of missing lines come first, the figures last.
 coverage: setup ## lines and branches of the package, and lines of csrc's host code, that tests run

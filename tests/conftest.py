@@ -57,8 +57,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means: a process for each core, as far as host and GPU memory go."""
-    machine, cores = speedtorch.info(), len(os.sched_getaffinity(0))
+    """What `-n auto` means: a process for each core, as far as host and GPU memory go.
+
+    PYTEST_XDIST_AUTO_NUM_WORKERS sets another number of cores, for runs beside each other.
+    """
+    machine, given = speedtorch.info(), os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
+    cores = int(given or len(os.sched_getaffinity(0)))
     host_bytes = machine.host.available_bytes or machine.host.memory_bytes
     free = [gpu.free_bytes or gpu.memory_bytes for gpu in machine.gpus]  # all use the first
     count = process_count(cores, host_bytes, free[0] if free else None)

@@ -14,8 +14,9 @@ import os
 import random
 import subprocess
 import sys
+import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -113,7 +114,8 @@ def folder_of(root: Path, arguments: tuple[str, ...]) -> Path:
     git = ["git", "-C", str(root)]
     state = [[*git, "rev-parse", "HEAD"], [*git, "diff", "HEAD"]]
     told = [subprocess.run(each, capture_output=True).stdout for each in state]
-    digest = hashlib.sha256(b"".join([*told, json.dumps(arguments).encode()]))
+    commit = os.environ.get("SPEEDTORCH_COMMIT", "")  # of a copy that git does not know
+    digest = hashlib.sha256(b"".join([*told, json.dumps([commit, *arguments]).encode()]))
     return root / "build" / "flaky" / digest.hexdigest()[:12]
 
 
@@ -131,6 +133,13 @@ def run(seed: int, path: Path, root: Path, *arguments: str) -> None:
             ended.touch()
         elif len(outcomes(path)) == before:
             raise SystemExit(f"flaky: seed {seed}: pytest ended with status {code}")
+
+
+def summary(found: Outcomes, seconds: float) -> str:
+    """The counts of a run, in the form of pytest's last line."""
+    counts = Counter(each["outcome"] for each in found.values())
+    parts = [f"{counts[name]} {name}" for name in ("failed", "passed", "skipped") if counts[name]]
+    return f"{', '.join(parts) or 'no tests ran'} in {seconds:.2f}s"
 
 
 def report(runs: dict[int, Outcomes]) -> list[str]:
@@ -158,8 +167,13 @@ def main(runs: int, first: int, *arguments: str, root: Path = ROOT) -> int:
     folder = folder_of(root, arguments)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {seed: folder / f"{seed}.jsonl" for seed in range(first, first + runs)}
-    for seed, path in paths.items():
-        run(seed, path, root, *arguments)
+    begin = time.monotonic()
+    try:
+        for seed, path in paths.items():
+            run(seed, path, root, *arguments)
+    finally:  # also if a time limit ends this process
+        for seed, path in paths.items():
+            print(f"seed {seed}: {summary(outcomes(path), time.monotonic() - begin)}", flush=True)
     found = {seed: outcomes(path) for seed, path in paths.items()}
     lines = report(found)
     print("\n".join(lines))

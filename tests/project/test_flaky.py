@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import flaky
 import pytest
@@ -106,6 +108,43 @@ def test_an_interrupted_run_continues_and_other_arguments_begin_anew(suite: Path
     assert again[:2] == whole[:2]
     tests = [[json.loads(line)["test"] for line in lines] for lines in (whole, again)]
     assert sorted(tests[0]) == sorted(tests[1])
+
+
+def test_the_counts_of_a_run_have_the_form_of_pytests() -> None:
+    told = {"a": "passed", "b": "skipped", "c": "failed", "d": "passed"}
+    found = {test: {"test": test, "outcome": outcome} for test, outcome in told.items()}
+    assert flaky.summary(found, 3.456) == "1 failed, 2 passed, 1 skipped in 3.46s"
+    assert flaky.summary({}, 0) == "no tests ran in 0.00s"
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_says_how_far_it_went(
+    suite: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = flaky.run
+
+    def interrupted(seed: int, *arguments: Any) -> None:
+        if seed == 1:
+            raise KeyboardInterrupt
+        run(seed, *arguments)
+
+    monkeypatch.setattr(flaky, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        flaky.main(2, 0, "-q", root=suite)
+    counts = [line.partition(" in ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert re.fullmatch(r"seed 0: (\d failed, )?\d passed, 3 skipped", counts[-2])
+    assert counts[-1] == "seed 1: no tests ran"
+
+
+def test_outcomes_belong_to_the_commit_and_the_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = [("-n", "auto", "tests/nn"), ("-n", "auto", "tests/table")]
+    found = set()
+    for commit in ("abc", "def"):  # as of a copy without git
+        monkeypatch.setenv("SPEEDTORCH_COMMIT", commit)
+        found |= {flaky.folder_of(tmp_path, half) for half in halves}
+    assert len(found) == 4
 
 
 @pytest.fixture

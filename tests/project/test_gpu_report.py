@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,30 @@ class Report:
 
     def make(self, *names: str, **commands: str) -> int:
         """Runs the named stages; `commands` has the shell line of every stage."""
+        return self.make_beside(1, float("inf"), names, commands)
+
+    def make_beside(
+        self, jobs: int, minutes: float, names: Sequence[str], commands: dict[str, str]
+    ) -> int:
+        """Runs so many stages beside each other."""
         stages = [
-            Stage(name, ("sh", "-c", line), 0.01 if name == "slow" else 1, name != "rows")
+            Stage(
+                name,
+                ("sh", "-c", line),
+                0.01 if name == "slow" else 1,
+                runs_tests=name != "rows",
+                alone=name == "rows",
+            )
             for name, line in commands.items()
         ]
         return gpu_report.main(
-            names, self.records, stages=stages, page=self.page, contributing=self.contributing
+            names,
+            self.records,
+            jobs=jobs,
+            minutes=minutes,
+            stages=stages,
+            page=self.page,
+            contributing=self.contributing,
         )
 
     def record(self, name: str) -> dict[str, Any]:
@@ -101,6 +121,61 @@ def test_a_stage_without_tests_or_without_end_is_not_green(
     assert not report.page.exists()
 
 
+PASSED = "echo '1 passed in 0.10s'"
+
+
+def test_stages_beside_each_other_see_another_gpu_first(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "7")
+    report.move_to(2)
+    tell = 'echo "rows $CUDA_VISIBLE_DEVICES, $PYTEST_XDIST_AUTO_NUM_WORKERS"'
+    meet = "touch {0}; until test -e {1}; do sleep 0.05; done; sleep 0.2; touch {0}-ended"
+    both = (("memcheck", "racecheck"), ("racecheck", "memcheck"))
+    commands = {"rows": f"cd {tmp_path}; test -e memcheck-ended && test -e racecheck-ended"}
+    for pair in both:
+        commands[pair[0]] = f"cd {tmp_path}; {meet.format(*pair)}; {tell}; {PASSED}"
+    assert report.make_beside(3, 1, [*commands], commands) == 0  # rows begins when all have ended
+    found = [report.record(f"{name}-2") for name in ("memcheck", "racecheck", "rows")]
+    assert [record["visible"] for record in found] == ["0,1", "1,0", "0,1"]
+    assert [record["rows"] for record in found[:2]] == [["rows 0,1, 7"], ["rows 1,0, 7"]]
+    assert {record["gpus"] for record in found} == {2}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-3")
+    named = dict.fromkeys(("initcheck", "synccheck", "soak"), f"{tell}; {PASSED}")
+    report.make_beside(1, 1, [*named], {**commands, **named})
+    visible = [report.record(f"{name}-2")["visible"] for name in named]
+    assert visible == ["5,GPU-3", "GPU-3,5", "5,GPU-3"]
+
+
+def test_stages_beside_each_other_share_the_cores(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    commands = dict.fromkeys("abcd", f"echo rows $PYTEST_XDIST_AUTO_NUM_WORKERS; {PASSED}")
+    for jobs, names, share in ((1, "a", 32), (3, "bc", 16), (40, "d", 32)):
+        report.make_beside(jobs, 1, names, commands)
+        assert [report.record(f"{name}-1")["rows"] for name in names] == [
+            [f"rows {share}"] for _ in names
+        ]
+
+
+def test_the_second_run_of_a_half_waits_for_the_first(report: Report, tmp_path: Path) -> None:
+    commands = {
+        "suite-step-1": f"sleep 0.3; touch {tmp_path}/first; {PASSED}",
+        "suite-step-2": f"test -e {tmp_path}/first && {PASSED}",
+    }
+    assert report.make_beside(2, 1, [*commands], commands) == 0
+
+
+def test_stages_end_with_the_minutes_of_the_call(report: Report) -> None:
+    commands = {"suite-step-1": "sleep 30", "suite-step-2": PASSED}
+    assert report.make_beside(2, 0.01, [*commands], commands) == 1
+    assert report.record("suite-step-1-1")["code"] == 124
+    assert not (report.records / "abc" / "suite-step-2-1.json").exists()
+
+
 def test_records_of_another_commit_are_not_in_the_report(report: Report) -> None:
     green = "echo '3 passed in 0.10s'"
     report.make("suite", suite=green, rows="true")
@@ -136,16 +211,15 @@ def folders_of(kind: str) -> list[str]:
     return sorted(folder for command in commands for folder in re.findall(r"tests/(\w+)", command))
 
 
-def test_the_stages_of_the_suite_run_each_folder_once() -> None:
+def test_the_stages_of_the_suite_run_each_folder_twice() -> None:
     every = sorted({file.parent.name for file in (ROOT / "tests").rglob("test_*.py")})
-    assert folders_of("suite") == every
-    assert folders_of("flaky") == sorted(2 * every)
+    assert folders_of("suite") == sorted(2 * every)
 
 
 def test_a_second_run_in_random_order_continues_the_first() -> None:
     commands = {stage.name: stage.command for stage in STAGES}
     for part in ("step", "rest"):
-        first, second = (commands[f"flaky-{part}-{runs}"] for runs in (1, 2))
+        first, second = (commands[f"suite-{part}-{runs}"] for runs in (1, 2))
         assert [a for a, b in zip(first, second, strict=True) if a != b] == ["N=1"]
 
 

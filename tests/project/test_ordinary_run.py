@@ -6,6 +6,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import conftest
 import pytest
 from conftest import PLACES, left_to_nightly
 from ordinary_run import dealt, process_count, soaked
@@ -125,3 +126,12 @@ def test_a_process_for_each_core_as_far_as_memory_goes(
     cores: int, host: int, gpu: int | None, count: int
 ) -> None:
     assert process_count(cores, host * GIB, None if gpu is None else gpu * GIB) == count
+
+
+def test_runs_beside_each_other_have_a_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "process_count", lambda cores, *_: cores)
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "3")
+    assert conftest.pytest_xdist_auto_num_workers() == 3
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS")
+    monkeypatch.setattr(conftest.os, "sched_getaffinity", lambda _: {0, 1, 5, 7})
+    assert conftest.pytest_xdist_auto_num_workers() == 4
