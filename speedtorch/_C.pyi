@@ -1,3 +1,18 @@
+class NumbersHandle:
+    """Names a copy of numbers from a GPU to the CPU, and frees the copy's memory with the object.
+
+    An op queues the copy under number(). A forked child frees nothing.
+    """
+
+    def number(self) -> int:
+        """The name of the copy for ops."""
+
+    def read(self) -> list[int]:
+        """Waits for the copy and returns the numbers. RuntimeError if no copy was queued."""
+
+    def is_complete(self) -> bool:
+        """Whether read() would not wait. RuntimeError if no copy was queued."""
+
 class RowLock:
     """A reentrant lock that serves threads in the order of their requests."""
 

@@ -95,6 +95,11 @@ def op_arguments(
             ops.plan_batch.default,
             (index, ROWS, -1, -1, load, load_plan[4]),
         ),
+        "plan_parts": (ops.plan_parts.default, ([index, up.int()], ROWS, 2, -1)),
+        "plan_parts, after others": (
+            ops.plan_parts.default,
+            ([index, load.view(1, -1)], ROWS, -1, -1, up, up_plan[4]),
+        ),
         "load_rows": (ops.load_rows.default, (host, leaving, up, load)),
         "load_batch": (ops.load_batch.default, (host, leaving, up, index, ROWS, 2)),
         "count_batch": (ops.count_batch.default, (index, up, ROWS, 2)),
@@ -139,7 +144,11 @@ NOT_IN_GRAPHS = {
 }
 
 # Of ops with results of which some entries are left as they come: those that are all written.
-WRITTEN = {"plan_batch, after others": slice(5), "diff_ids": slice(6, 7), "merge_rows": slice(3)}
+WRITTEN = {
+    **{f"plan_{of}, after others": slice(5) for of in ("batch", "parts")},
+    "diff_ids": slice(6, 7),
+    "merge_rows": slice(3),
+}
 
 
 def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:

@@ -7,7 +7,11 @@
 #include <bit>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include "core/process.h"
 
 namespace speedtorch {
 
@@ -86,6 +90,19 @@ void release_buffer(PinnedBuffer* buffer) {
   free.buffers.push_back(buffer);
 }
 
+using Copy = std::shared_ptr<const HostNumbers>;
+
+struct Copies {
+  const pid_t owner = process_id();
+  std::mutex mutex;
+  std::unordered_map<int64_t, Copy> by_handle;
+};
+
+Copies& copies() {
+  static auto* all = new Copies;  // never destroyed, like the pinned buffers
+  return *all;
+}
+
 }  // namespace
 
 #ifdef SPEEDTORCH_CUDA
@@ -119,6 +136,40 @@ const int64_t* HostNumbers::wait(const char* op) const {
     buffer_->is_complete = true;
   }
   return buffer_->memory;
+}
+
+int64_t new_handle() {
+  static std::atomic<int64_t> next{0};
+  return next++;
+}
+
+void queue_numbers(const char* op, const Tensor& numbers, int64_t handle) {
+  const CurrentStream stream(op, numbers);
+  auto made = std::make_shared<const HostNumbers>(op, numbers, stream);
+  Copies& started = copies();
+  const std::scoped_lock lock(started.mutex);
+  if (!started.by_handle.emplace(handle, std::move(made)).second) {
+    throw_value_error(op, "handle ", handle, " already names another copy");
+  }
+}
+
+Copy numbers_of(const char* op, int64_t handle) {
+  Copies& all = copies();
+  const std::scoped_lock lock(all.mutex);
+  const auto found = all.by_handle.find(handle);
+  if (found == all.by_handle.end()) throw_value_error(op, "no copy was queued under this handle");
+  return found->second;
+}
+
+void drop_numbers(int64_t handle) {
+  Copy dropped;  // freed after the lock
+  Copies& all = copies();
+  if (all.owner != process_id()) return;
+  const std::scoped_lock lock(all.mutex);
+  const auto found = all.by_handle.find(handle);
+  if (found == all.by_handle.end()) return;
+  dropped = std::move(found->second);
+  all.by_handle.erase(found);
 }
 
 }  // namespace speedtorch

@@ -1,10 +1,11 @@
 // An asynchronous copy of a few numbers from a GPU to the CPU; only a reader waits. load_batch
-// waits within its call. numbers_to_host passes the numbers to Python by a handle.
+// waits within its call. numbers_to_host and plan_parts pass the numbers to Python by a handle.
 //
 // Pinned memory and events are kept for later copies, because a new pair takes longer than a copy.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "core/gpu.h"
 #include "core/tensor_checks.h"
@@ -32,5 +33,19 @@ class HostNumbers {
   PinnedBuffer* buffer_;
   int64_t count_;
 };
+
+// Copies that Python reads by handles; see python/numbers_handle.cpp.
+
+// Returns a handle that names no copy yet.
+int64_t new_handle();
+// Queues a copy under a handle, so that the owner of the handle drops the copy even if the caller
+// fails afterwards.
+void queue_numbers(const char* op, const Tensor& numbers, int64_t handle);
+// Returns the copy, which a thread may read even if another thread drops the handle. Throws
+// std::invalid_argument if the handle names no copy.
+std::shared_ptr<const HostNumbers> numbers_of(const char* op, int64_t handle);
+// Does nothing without such a copy. Does nothing in a forked child either, because another thread
+// of the parent may have held the mutex.
+void drop_numbers(int64_t handle);
 
 }  // namespace speedtorch

@@ -1,4 +1,4 @@
-// Functions of other op files that load_rows.cpp calls to begin a step.
+// Functions of op files that the ops of a step's begin share.
 #pragma once
 
 #include <optional>
@@ -14,6 +14,8 @@ void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
               const Tensors& arriving, const Tensor& load, bool evicts);
 // Copies between CPU tensors of one shape and dtype; `to` is contiguous.
 void copy_ids(const Tensor& index, const Tensor& to);
+// Index of the status in the results of plan_batch.
+constexpr size_t kPlanStatus = 4;
 // The op plan_batch.
 Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t capacity,
                    const std::optional<Tensor>& held, const std::optional<Tensor>& held_status);

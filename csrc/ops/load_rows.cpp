@@ -18,8 +18,8 @@
 namespace speedtorch {
 namespace {
 
-// Indices into the result of count_batch.
-constexpr size_t kStatus = 4, kLoaded = 6;
+// Index of the unique ids with the padding in the results of count_batch.
+constexpr size_t kLoaded = 6;
 
 // Returns the rows of the ids `load`, field by field, in the form of `leaving`. The first rows of
 // `leaving` are written to the ids `evict`. With `evicts` false, these rows are only the newest
@@ -59,7 +59,7 @@ Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64
   if (like.is_cpu()) {
     check_same_device(kOp, "index", index, "like", like);
     Tensors made = plan_batch(index, rows, padding, -1, std::nullopt, std::nullopt);
-    const auto& status = *reinterpret_cast<const PlanStatus*>(data_of(made[kStatus]));
+    const auto& status = *reinterpret_cast<const PlanStatus*>(data_of(made[kPlanStatus]));
     made.insert(made.end() - 1, {view_of_list(made[0], 0, status.distinct),
                                  view_of_list(made[0], 0, status.distinct + (padding >= 0))});
     return made;
@@ -71,7 +71,7 @@ Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64
   const Tensor& ids = moved ? moved->first : index;
   check_same_device(kOp, "index", ids, "like", like);
   Tensors made = plan_batch(ids, rows, padding, -1, std::nullopt, std::nullopt);
-  const HostNumbers numbers(kOp, made[kStatus], stream);
+  const HostNumbers numbers(kOp, made[kPlanStatus], stream);
   const auto& status = *reinterpret_cast<const PlanStatus*>(numbers.wait(kOp));
   if (status.bad_count > 0) {
     throw_bad_ids({.op = kOp,

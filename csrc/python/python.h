@@ -15,6 +15,7 @@
 #pragma weak Py_IncRef
 #pragma weak _Py_IncRef
 #pragma weak _Py_NoneStruct
+#pragma weak PyBool_FromLong
 #pragma weak PyErr_CheckSignals
 #pragma weak PyErr_Clear
 #pragma weak PyErr_NoMemory
@@ -23,6 +24,9 @@
 #pragma weak PyEval_SaveThread
 #pragma weak PyExc_RuntimeError
 #pragma weak PyExc_TypeError
+#pragma weak PyList_New
+#pragma weak PyList_SetItem
+#pragma weak PyLong_FromLongLong
 #pragma weak PyModule_AddObjectRef
 #pragma weak PyModule_Create2
 #pragma weak PyObject_CallNoArgs

@@ -8,6 +8,8 @@
 
 #include "python/row_lock.h"
 
+#include "python/classes.h"
+
 namespace speedtorch {
 namespace {
 
@@ -97,11 +99,6 @@ bool is_ending() {
   return is_ending;
 }
 
-PyObject* none() {
-  Py_IncRef(&_Py_NoneStruct);
-  return &_Py_NoneStruct;
-}
-
 PyObject* py_enter(PyObject* self, PyObject*) {
   RowLock& lock = state_of(self);
   const unsigned long thread = PyThread_get_thread_ident();
@@ -144,16 +141,9 @@ PyObject* merge(PyObject* self, PyObject* other) {
   return none();
 }
 
-// Frees an object of a class in this file and releases its reference to `referred`.
-void free_with(PyObject* self, PyObject* referred) {
-  PyTypeObject* const type = Py_TYPE(self);
-  Py_DecRef(referred);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DecRef(reinterpret_cast<PyObject*>(type));
-}
-
 void free_lock(PyObject* self) {
-  free_with(self, reinterpret_cast<PyObject*>(reinterpret_cast<RowLock*>(self)->merged_into));
+  Py_DecRef(reinterpret_cast<PyObject*>(reinterpret_cast<RowLock*>(self)->merged_into));
+  free_object(self);
 }
 
 // Several locks that a thread acquires together. While py_enter_all() waits for one of them, it has
@@ -225,23 +215,9 @@ PyObject* py_exit_all(PyObject* self, PyObject*) {
   return none();
 }
 
-void free_locks(PyObject* self) { free_with(self, locks_of(self)); }
-
-PyObject* make_class(const char* name, int size, newfunc make, destructor free,
-                     PyMethodDef* methods, const char* doc) {
-  PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
-                         {Py_tp_dealloc, reinterpret_cast<void*>(free)},
-                         {Py_tp_methods, methods},
-                         {Py_tp_doc, const_cast<char*>(doc)},
-                         {0, nullptr}};
-  PyType_Spec spec = {name, size, 0, Py_TPFLAGS_DEFAULT, slots};
-  return PyType_FromSpec(&spec);
-}
-
-bool add(PyObject* module, const char* name, PyObject* made) {
-  const bool is_added = made != nullptr && PyModule_AddObjectRef(module, name, made) == 0;
-  Py_DecRef(made);
-  return is_added;
+void free_locks(PyObject* self) {
+  Py_DecRef(locks_of(self));
+  free_object(self);
 }
 
 }  // namespace

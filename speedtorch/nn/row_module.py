@@ -550,7 +550,8 @@ class RowModule(nn.Module):
                 return lambda: None
             if not self.trained_rows.parameter.requires_grad:
                 return lambda: None
-            self.trained_rows.claim()
+            if self.trained_rows.table.claim.holder is not self.trained_rows:
+                self.trained_rows.claim()
             steps = self.lookups.steps
             return partial(steps.announce, steps.plan_announced(ids))
 
@@ -691,8 +692,8 @@ class RowModule(nn.Module):
                 f" Call emb.to({dtype}), or build the module with dtype={requested}. For mixed"
                 " precision use torch.autocast."
             )
-        weight, held = self.trained_rows._weight(), self._parameters.get("weight")
-        if weight is None or id(held) != id(weight):
+        weight: Tensor | None = self._parameters.get("weight")
+        if weight is None or self.trained_rows.weight_reference() is not weight:
             raise RuntimeError(
                 f"{name}: its weight was replaced by another parameter. Write to emb.table instead,"
                 " or use from_pretrained() or load_state_dict(). With fully_shard(), pass"

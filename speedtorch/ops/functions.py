@@ -174,6 +174,15 @@ For ids on the CPU the last tensor is a copy of the ids.
 """
 
 
+plan_parts: Callable[..., list[Tensor]] = _ops.plan_parts
+"""Plans the ids of several lookups as one batch: `(parts, rows, padding, handle, held, status)`.
+
+Concatenates `parts`, ids of any shapes on one device, and returns the results of plan_batch without
+a capacity. For ids on a GPU, the number() `handle` of a NumbersHandle then names a copy of the
+plan's status (-1: no copy).
+"""
+
+
 def pinned_gather(
     table: Tensor, index: Tensor, *, out: Tensor | None = None, plan: Sequence[Tensor] | None = None
 ) -> Tensor:
@@ -367,20 +376,8 @@ Returns int64 `[chunks]`. Runs in the calling thread, without the GIL.
 numbers_to_host: Callable[..., None] = _ops.numbers_to_host
 """Queues a copy of int64 numbers on a GPU to the CPU: `(numbers, handle)`.
 
-The caller chooses the handle, reads the copy with the handle, and drops the handle.
+The handle is the number() of a NumbersHandle, which reads the copy.
 """
-
-
-read_numbers: Callable[[int], list[int]] = _ops.read_numbers
-"""Waits for a copy and returns its numbers."""
-
-
-numbers_have_come: Callable[[int], bool] = _ops.numbers_have_come
-"""Whether a copy is complete."""
-
-
-drop_numbers: Callable[[int], None] = _ops.drop_numbers
-"""Frees the memory of a copy, if the handle has one."""
 
 
 round_rows: Callable[..., None] = _ops.round_rows
@@ -753,10 +750,10 @@ _OF_THE_PROCESS = (
 
 # These ops plan and move the rows of a step, which no graph contains.
 _OF_STEPS = (
-    *("split_plan", "plan_batch", "plan_fault", "spoil_plan", "diff_ids"),
+    *("split_plan", "plan_batch", "plan_parts", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
     *("exchange_cached", "hold_rows", "clear_rows", "round_rows", "numbers_to_host"),
-    *("count_batch", "read_numbers", "numbers_have_come", "drop_numbers"),
+    "count_batch",
 )
 
 

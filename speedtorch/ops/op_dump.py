@@ -21,7 +21,7 @@ __all__ = ["digests_of", "is_operator", "recorded", "wait_for_gpu", "write_by"]
 
 _MAX_BYTES = 64 << 20  # per call: the inputs of large tables would fill the host's memory
 # The numbers of fully written results of ops that leave entries of other results unwritten.
-_WHOLE_RESULTS = {"plan_batch": 5, "merge_rows": 3, "diff_ids": 0}
+_WHOLE_RESULTS = {"plan_batch": 5, "plan_parts": 5, "merge_rows": 3, "diff_ids": 0}
 _process = os.getpid()  # calls of a forked child are not recorded
 _path = Path(f"speedtorch-dump-{_process}.safetensors").absolute()
 _calls: deque[dict[str, Any]] = deque(maxlen=DUMPED_CALLS)

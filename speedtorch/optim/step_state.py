@@ -37,8 +37,8 @@ class StepState:
         """Whether a step has run or stepped state was loaded; `optimizer.state` has it then."""
         self._held: list[Tensor] = []
         """The state of the step's rows."""
-        self._entries_before: dict[str, Any] = {}
-        """The optimizer's entries from before its own step function."""
+        self._views: dict[str, Any] = {}
+        """The optimizer's state of all rows, from before its own step function."""
         self._is_replaced = False
         """Whether begin_step() has put the step's rows into `optimizer.state`, until end_step()."""
         self._entries: dict[str, Any] = {}
@@ -127,10 +127,8 @@ class StepState:
 
         The returned view keeps the rows alive, so this object must not refer to the view.
         """
-        before = self._entries_before.get(name)
-        if isinstance(before, RowWeight):
-            return before
-        return RowWeight.of(rows, rows, field=name)
+        before = self._views.get(name)
+        return RowWeight.of(rows, rows, field=name) if before is None else before
 
     def first_rows(self) -> Mapping[str, Tensor]:
         """Returns the initial state of a new row, by name.
@@ -187,12 +185,13 @@ class StepState:
         if optimizer is None or not (self._has_stepped or rows.parameter.grad is not None):
             return
         if self.names:
-            entries = optimizer.state.get(weight, {})
+            if (entries := optimizer.state.get(weight)) is None:
+                entries = optimizer.state[weight] = {}
             of_step = dict(zip(self.names, self._held, strict=True))
             if not entries.keys() >= self.probe.scalar_state.keys():
                 of_step = self._missing(entries) | of_step
-            self._entries_before = dict(entries)
-            optimizer.state.setdefault(weight, {}).update(of_step)
+            self._views = {n: v for n in self.names if type(v := entries.get(n)) is RowWeight}
+            entries.update(of_step)
             self._is_replaced = True
         self._has_stepped = True
 
@@ -205,9 +204,11 @@ class StepState:
             entries = optimizer.state.get(weight)
         if entries is not None and not entries.keys().isdisjoint(self.names):
             self._take_step(entries)
-            entries.update({name: self._of_all(rows, name) for name in self.names})
+            if len(self._views) != len(self.names):
+                self._views = {name: self._of_all(rows, name) for name in self.names}
+            entries.update(self._views)
             self._keep(entries)
-            self._is_replaced, self._entries_before = False, {}
+            self._is_replaced, self._views = False, {}
 
     def begin_replay(self) -> None:
         """Marks the state as stepped, before a CUDA graph steps the rows."""

@@ -323,7 +323,8 @@ class _ReceivedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Sends gradients to the rows' owners; a collective call of all ranks."""
-        check_once(gradient)
+        if torch.is_grad_enabled():
+            check_once(gradient)
         return ctx.table.send_gradients(gradient, ctx.requested, ctx.lookup), None, None, None
 
 
@@ -340,5 +341,6 @@ class _SpreadRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Sums the gradients of each received row's ids."""
-        check_once(gradient)
+        if torch.is_grad_enabled():
+            check_once(gradient)
         return ctx.request.summed(gradient, ctx.bags), None, None

@@ -74,7 +74,8 @@ class FixedSizeBatch:
         self.capacity = capacity
         self.parts = BatchIds(parts, rows, device, name)
         self._has_padding = padding is not None
-        self.parts.plan_by(plan_batch, -1 if padding is None else padding, capacity)
+        number = -1 if padding is None else padding
+        self.parts.plan_by(plan_batch, self.parts.ids, number, capacity)
         self.following: Callable[[], FixedSizeBatch | None] = lambda: None
         self._is_counted = False
         if after is not None:

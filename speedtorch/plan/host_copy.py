@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 from torch import Tensor
 
-from speedtorch.ops.functions import drop_numbers, numbers_have_come, numbers_to_host, read_numbers
+from speedtorch._C import NumbersHandle
+from speedtorch.ops.functions import numbers_to_host
 
-__all__ = ["HostCopy"]
+__all__ = ["HostCopy", "NumbersHandle"]
 
 _SOON = 1e-3  # seconds
 
-_handles = itertools.count()
-
 
 class HostCopy:
-    """A copy of int64 `numbers` `[n]` to the CPU, queued on the current stream of their device."""
+    """A copy of int64 `numbers` `[n]` to the CPU, queued on the current stream of their device.
 
-    _handle: int | None = None
-    """Identifies the copy from a GPU."""
-    _read: list[int] | None = None
+    With a `handle` an op has already queued the copy of numbers on a GPU.
+    """
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor, handle: NumbersHandle | None = None) -> None:
+        self._numbers: Tensor | NumbersHandle = numbers
         if numbers.is_cpu:
-            self._numbers = numbers
-        else:
-            self._handle = next(_handles)  # set first, because Ctrl-C may follow the copy
-            numbers_to_host(numbers, self._handle)
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            drop_numbers(self._handle)
+            return
+        self._numbers = handle or NumbersHandle()  # set first, because Ctrl-C may follow the copy
+        if handle is None:
+            numbers_to_host(numbers, self._numbers.number())
 
     def is_complete(self, seconds: float) -> bool:
         """Waits for the copy for at most `seconds` and returns whether the copy is complete."""
+        if isinstance(self._numbers, Tensor):
+            return True
         begin = time.monotonic()
-        while self._handle is not None and not numbers_have_come(self._handle):
+        while not self._numbers.is_complete():
             if (waited := time.monotonic() - begin) > seconds:
                 return False
             if waited > _SOON:
@@ -46,8 +42,5 @@ class HostCopy:
 
     def read(self) -> list[int]:
         """Waits for the copy and returns the numbers."""
-        if self._handle is None:
-            return self._numbers.tolist()
-        if self._read is None:
-            self._read = read_numbers(self._handle)
-        return self._read
+        numbers = self._numbers
+        return numbers.tolist() if isinstance(numbers, Tensor) else numbers.read()

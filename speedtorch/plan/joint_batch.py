@@ -84,7 +84,7 @@ class JointBatch:
         sizes = tuple(part.count for part in parts)
         place = _device_and_stream(device)
         offsets, ranges = _ascending(sizes, place), _ranges(rows, place)
-        ids = torch.cat([part.ids for part in parts if part.ids is not None])
+        ids = torch.cat([part.ids for part in parts])
         id_numbers, _ = table_ids(ids, offsets, ranges, 1)
         held = id_numbers[:0] if after is None else after.row_numbers
         held_status = held if after is None else after._status

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import _ops, not_ids, plan_batch, sum_rows
-from speedtorch.plan.host_copy import HostCopy
+from speedtorch.ops.functions import _ops, not_ids, plan_parts
+from speedtorch.plan.host_copy import HostCopy, NumbersHandle
 from speedtorch.torch_internals import version_of
 
 __all__ = [
@@ -80,10 +80,12 @@ class SeenIds:
             self._unread, self._state = ids, _state_of(ids)
 
     @classmethod
-    def of_copy(cls, copied: Tensor, shape: torch.Size) -> SeenIds:
-        """Ids of this shape on the CPU, with a copy that no code writes to."""
+    def of_copy(cls, copied: Tensor, shape: torch.Size, begin: int) -> SeenIds:
+        """Ids of this shape on the CPU; a copy, which no code writes to, has them from `begin`."""
         seen = cls.__new__(cls)
-        seen.shape, seen.values = shape, copied if len(shape) == 1 else _view(copied, shape)
+        seen.shape, seen.values = shape, copied
+        if copied.shape != shape:
+            seen.values = _view(copied, shape, begin)
         seen._is_copy, seen._unread = True, None
         return seen
 
@@ -172,9 +174,9 @@ def _state_of(ids: Tensor) -> tuple[Hashable, ...]:
 class BatchIds:
     """The ids of a batch, of any shape, on the CPU or a GPU, with one part per lookup.
 
-    `ids` `[count]` concatenates all parts until they are planned, either with `plan_by()` or
-    together with the ids of other tables. `plan` is the result of `plan_batch` on the device of the
-    rows. With `are_uploaded` the op that plans a single part also accepts CPU ids for GPU rows.
+    Ids are planned either with `plan_by()` or together with the ids of other tables. `plan` is the
+    result of `plan_batch` on the device of the rows. With `are_uploaded` the op that plans a single
+    part also accepts CPU ids for GPU rows.
     """
 
     plan: Sequence[Tensor]
@@ -192,52 +194,67 @@ class BatchIds:
         self.rows = rows
         self._planned: torch.cuda.Event | None = None
         self._seen: list[SeenIds] = []
+        self.number = len(parts) or 1
+        """The number of parts."""
         self._begins = [0]
-        self._uncopied: torch.Size | None = None
-        """The shape of the only part, if the plan makes the copy for `_seen`."""
-        if len(parts) == 1 and parts[0].is_cpu and (device.type == "cpu" or are_uploaded):
-            self._uncopied = parts[0].shape
-            self._begins.append(parts[0].numel())
-            self.ids: Tensor | None = _flat(parts[0].detach())
-            return
-        flat = []
-        for part in parts or [torch.empty(0, dtype=torch.int64)]:
-            seen = SeenIds(part, device, unread=part.is_cuda)
-            ids = _flat(seen.values)
-            if ids.device != device:  # a copy to a GPU does not wait
-                ids = ids.to(device, non_blocking=device.type == "cuda")
-            self._seen.append(seen)
-            self._begins.append(self._begins[-1] + ids.shape[0])
-            flat.append(ids)
-        self.ids = flat[0] if len(flat) == 1 else torch.cat(flat)
+        self.unplanned: list[Tensor] = []
+        """The ids of each part on the device of the rows, until they are planned."""
+        self._uncopied: list[torch.Size] = []
+        """The shapes of the parts, if the plan makes the copy for `_seen`."""
+        parts = parts or [torch.empty(0, dtype=torch.int64)]
+        dtype = parts[0].dtype
+        is_copied = device.type == "cpu" or (are_uploaded and self.number == 1)
+        for part in parts:
+            self._begins.append(self._begins[-1] + part.numel())
+            is_copied = is_copied and part.is_cpu and part.dtype == dtype
+        for part in parts:
+            if is_copied:
+                self._uncopied.append(part.shape)
+                ids = part.detach()
+            else:
+                seen = SeenIds(part, device, unread=part.is_cuda)
+                self._seen.append(seen)
+                ids = seen.values
+                if ids.device != device:  # a copy to a GPU does not wait
+                    ids = ids.to(device, non_blocking=device.type == "cuda")
+            self.unplanned.append(ids)
 
-    def plan_by(self, plan: Callable[..., list[Tensor]], *args: object) -> list[Tensor]:
-        """Plans the ids with plan_batch, or an op that returns more, and returns the results.
+    @property
+    def ids(self) -> Tensor:
+        """The unplanned ids of all parts, concatenated `[count]`."""
+        flat = [*map(_flat, self.unplanned)]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
 
-        The plan comes first, and for CPU ids their copy last. The number of unique ids is still on
-        the device, so their list has as many entries as the batch has ids, padded with -1.
+    def plan_by(
+        self, plan: Callable[..., list[Tensor]], ids: Tensor | list[Tensor], *args: object
+    ) -> list[Tensor]:
+        """Plans `ids`, which are `ids` or `unplanned`, and returns the results of the op `plan`.
+
+        The results begin with those of plan_batch, and end for CPU ids with their copy. The number
+        of unique ids is still on the device, so their list has as many entries as the batch has
+        ids, padded with -1.
 
         Raises IndexError if the rows are on the CPU and an id is out of range.
         """
         try:
-            made = plan(self.ids, self.rows, *args)
+            made = plan(ids, self.rows, *args)
         except IndexError as error:  # "<op>: id 5 at position 1 of <argument> is ..."
             text = str(error).partition(": ")[2].replace(" of index", "", 1)
             raise IndexError(f"{self.name}: {text}") from None
-        if self._uncopied is not None:
-            self._seen.append(SeenIds.of_copy(made[-1], self._uncopied))
-        self.plan, self.ids = made[:5], None
+        self._take(made[:5], made[-1])
         return made
 
     def planned_as(self, plan: Sequence[Tensor]) -> None:
         """Stores the plan of these ids, which were planned together with other tables' ids."""
-        if self._uncopied is not None and self.ids is not None:
-            self._seen.append(SeenIds.of_copy(self.ids.clone(), self._uncopied))
-        self.plan, self.ids = plan, None
+        self._take(plan, self.ids.clone() if self._uncopied else None)
 
-    def __len__(self) -> int:
-        """The number of parts."""
-        return len(self._begins) - 1
+    def _take(self, plan: Sequence[Tensor], copied: Tensor | None) -> None:
+        """Stores the plan, and the copy of the ids if there is none yet."""
+        if self._uncopied and copied is not None:
+            for begin, shape in zip(self._begins, self._uncopied, strict=False):
+                self._seen.append(SeenIds.of_copy(copied, shape, begin))
+            self._uncopied = []
+        self.plan, self.unplanned = plan, []
 
     @property
     def count(self) -> int:
@@ -369,8 +386,10 @@ class PlannedBatch:
                 held = after, _view(after, (0,))  # without a status all are valid
             elif after is not None:
                 held = after.parts.plan[0], after.parts.plan[4]
-            made = self.parts.plan_by(plan_batch, -1 if padding is None else padding, -1, *held)
-            self._uncounted, self._changes = HostCopy(made[4]), made[5:11]
+            handle, number = NumbersHandle(), -1 if padding is None else padding
+            unplanned = self.parts.unplanned
+            made = self.parts.plan_by(plan_parts, unplanned, number, handle.number(), *held)
+            self._uncounted, self._changes = HostCopy(made[4], handle), made[5:11]
         if isinstance(after, PlannedBatch):
             after.following = weakref.ref(self)
 
@@ -442,11 +461,10 @@ class PlannedBatch:
         The gradient of the padding is zero.
         """
         parts, plan, begin = self.parts, self.parts.plan, self.parts.begin(part)
-        if self._padding is None:
-            return sum_rows(rows, plan, parts.rows, begin=begin, distinct=self.held, source=source)
-        summed: Tensor = _ops.sum_rows(
-            rows, list(plan), parts.rows, begin, self.held + 1, source, _view(plan[4], (1,), 3)
-        )
+        distinct, named = self.held, None
+        if self._padding is not None:
+            distinct, named = distinct + 1, _view(plan[4], (1,), _DISTINCT)
+        summed: Tensor = _ops.sum_rows(rows, list(plan), parts.rows, begin, distinct, source, named)
         return summed
 
 
@@ -477,7 +495,7 @@ class LoadedBatch(PlannedBatch):
         self.following: Callable[[], PlannedBatch | None] = lambda: None
         self.joint = None
         self.parts = parts = BatchIds([ids], rows, device, name, are_uploaded=True)
-        made = parts.plan_by(load, -1 if padding is None else padding)
+        made = parts.plan_by(load, parts.ids, -1 if padding is None else padding)
         self.ids, self.loaded, *self.loaded_rows = made[5:-1] if ids.is_cpu else made[5:]
         self.held = self.ids.shape[0]
         self._changes, self._is_counted = [], True

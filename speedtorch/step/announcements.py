@@ -149,7 +149,7 @@ def check_all_looked_up(
     looked_up = [
         (batch.parts.values(part), number in now.planned)
         for number, batch in enumerate(now.batches)
-        for part in range(len(batch.parts))
+        for part in range(batch.parts.number)
         if (number, part) not in unseen
     ]
     if any(values is None and not is_planned for values, is_planned in looked_up):
@@ -167,7 +167,7 @@ def check_all_looked_up(
         if parts.shape(part).numel():
             raise RuntimeError(
                 f"{name}: a step must look up all or none of the tensors of ids that announce() or"
-                f" prefetch(ids=) announced for it. Of {len(parts)} announced tensors, number"
+                f" prefetch(ids=) announced for it. Of {parts.number} announced tensors, number"
                 f" {part} (counted from 0), of shape {list(parts.shape(part))}, was not looked up."
                 " The optimizer would change its rows without a gradient. Announce only tensors"
                 " that the step looks up (ids=lambda batch: batch[0] if a loader returns (ids,"

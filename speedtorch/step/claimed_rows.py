@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.parameter_view import OptimizerState, ParameterView
@@ -55,6 +56,8 @@ class ClaimedRows:
         self.lock = self.exchange.lock
         """The lock that a thread acquires while it uses the rows; HeldRows has its rules."""
         self._weight: Callable[[], RowWeight | None] = lambda: None
+        self.weight_reference: Callable[[], Tensor | None] = self._weight
+        """Compares faster than `weight`; for other uses torch must repair what it returns."""
         self.untraceable = (
             f"{name}: torch.export, torch.jit and ONNX cannot export a lookup, because its table is"
             " in host memory. Export the layers after the lookup, with the rows emb(ids) as input,"
@@ -104,6 +107,7 @@ class ClaimedRows:
         """Attaches a weight of the same shape to these rows."""
         vars(weight).update(_rows=self, _lookups=lookups, _count=self.table.whole_rows)
         self._weight = TensorWeakRef(weight)
+        self.weight_reference = self._weight.ref
         return weight
 
     def weight_on(self, device: torch.device) -> RowWeight:

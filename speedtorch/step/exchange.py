@@ -209,7 +209,7 @@ class Exchange:
         if expected is None:
             held.take(memory.begun_alone(ids))
         else:
-            seen = {(0, 0)} if is_part and len(expected.parts) == 1 else set()
+            seen = {(0, 0)} if is_part and expected.parts.number == 1 else set()
             expected.count()  # bad ids raise here, before anything changes
             held.take(memory.begun(expected, seen, is_planned=True, prefetches=batch is not None))
         held.complete(looks_up=True)
@@ -320,5 +320,6 @@ class Exchange:
     def before_optimizer(self, call: OptimizerCall) -> None:
         """Called with `lock` held, before an optimizer steps the rows."""
         self.held.complete()
-        self.note_gradient_access()
+        if self.held.now.before is not None:
+            self.note_gradient_access()
         self.stepping.before(call)

@@ -88,9 +88,8 @@ class JointExchange:
                 batch = JointBatch(apart, self._device, after)
             except IndexError:
                 for table_ids in apart:
-                    table_ids.plan_by(
-                        plan_batch, -1, -1
-                    )  # raises an error that names ids and table
+                    # raises an error that names ids and table
+                    table_ids.plan_by(plan_batch, table_ids.ids, -1, -1)
                 raise
         batch.planned_until(self._planning.end)
         return batch

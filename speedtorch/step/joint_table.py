@@ -68,7 +68,7 @@ class JointTable:
         now, before = self.held.now, None
         if not starts:
             before = now._replace(rows=nothing, gradient=self.held.view.parameter.grad)
-        seen = {(0, 0)} if len(batch.parts) == 1 else set()
+        seen = {(0, 0)} if batch.parts.number == 1 else set()
         return now.after(batch, batch.ids, rows, seen, is_planned=True, copy=copy, before=before)
 
     def take(self, step: Step) -> None:

@@ -87,9 +87,9 @@ class ParameterView:
         """The weight's gradient that was returned last, the rows' gradient at that time, and the
         values whose memory both share."""
         self._set_gradient = set_gradient
-        self._divisor = 1
+        self.divisor = 1
         """Divisor of the gradient sum, applied once before a step or a read."""
-        self._is_sum = False
+        self.is_sum = False
         """Whether the gradient is a sum that is not divided yet."""
 
     def attach(self, state: OptimizerState | None, fields: Fields) -> None:
@@ -219,25 +219,25 @@ class ParameterView:
 
     def summand(self, added: Tensor) -> Tensor:
         """Converts the gradient of a lookup to the summand for the parameter's gradient."""
-        if self._divisor == 1:
+        if self.divisor == 1:
             return added
-        if not self._is_sum and not self.has_gradient():
-            self._is_sum = True
-        return added if self._is_sum else _divided(added, self._divisor)
+        if not self.is_sum and not self.has_gradient():
+            self.is_sum = True
+        return added if self.is_sum else _divided(added, self.divisor)
 
     def divide(self) -> None:
         """Divides the gradient if it is a sum that is not divided yet."""
-        if not self._is_sum:
+        if not self.is_sum:
             return
         with as_plain():  # a read of the weight's gradient would divide it, too
             # Zeros of zero_grad() must remain the same tensor.
             if self.has_gradient() and (gradient := self.parameter.grad) is not None:
-                self.parameter.grad = _divided(gradient, self._divisor)
-                self._is_sum = False
+                self.parameter.grad = _divided(gradient, self.divisor)
+                self.is_sum = False
 
     def divide_by(self, count: int) -> None:
         """Sets the number by which each gradient sum is divided, once."""
-        self._divisor = count
+        self.divisor = count
 
     def has_gradient(self) -> bool:
         """Whether there is a gradient other than zeros of zero_grad().

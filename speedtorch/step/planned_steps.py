@@ -151,6 +151,8 @@ class PlannedSteps:
         now = held.now
         if now.stepped or now.before is not None or not self._checks_lookups:
             return
+        if len(now.seen) == now.planned_parts:
+            return
         if (unseen := now.unseen()) and held.view.has_gradient():
             check_all_looked_up(held.name, now, unseen, held.padding)
 

@@ -88,6 +88,7 @@ class RowStore:
     Attributes:
         rows, row_shape: The number of rows, and the shape of a row of the weight.
         held_dtype: As given.
+        stored: The dtypes of the fields that are stored in 16 bits, by name.
         can_wait: Whether load_batch() accepts `evicts=False`.
     """
 
@@ -99,6 +100,7 @@ class RowStore:
         self.row_shape = table.row_shape
         self.held_dtype = held_dtype
         self._rounding = rounding
+        self.stored: Mapping[str, torch.dtype] = {} if rounding is None else rounding.stored
         self._table = table
         self._reached: tuple[Iterable[str], int, list[Tensor]] | None = None
         """Names, table version and tensors of the last exchange, while they are valid."""
@@ -192,11 +194,6 @@ class RowStore:
         field = table.rows_of("weight")
         with table.recording_changes(ids):
             pinned_scatter(field, ids, rows.to(field.dtype))
-
-    @property
-    def stored(self) -> Mapping[str, torch.dtype]:
-        """The dtypes of the fields that are stored in 16 bits."""
-        return {} if self._rounding is None else self._rounding.stored
 
     def round(self, names: Iterable[str], ids: Tensor, rows: Sequence[Tensor]) -> None:
         """Rounds rows that a step has changed in place, to the dtypes of the table."""

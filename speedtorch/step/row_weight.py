@@ -342,7 +342,7 @@ def _own_gradient(access: str, weight: RowWeight, *value: Any) -> Any:
 def _gradient(access: str, weight: RowWeight, *value: Any) -> Any:
     """Returns or sets the gradient of the weight."""
     rows = weight._rows
-    if rows._weight() is not weight:
+    if rows.weight_reference() is not weight:
         if access == "__get__":
             return None
         raise _refused(weight, "a gradient of a view of", "a view has none", "emb.weight.grad")

@@ -172,7 +172,7 @@ class Step(NamedTuple):
             KnownParts(),
             (batch,),
             planned=(0,) if is_planned else (),
-            planned_parts=len(batch.parts) if is_planned else 0,
+            planned_parts=batch.parts.number if is_planned else 0,
             since=self.number + 1 if self.stepped else self.since,
             before=before,
             copy=copy,
@@ -219,7 +219,7 @@ class Step(NamedTuple):
             return beside
         return beside._replace(
             planned=(*self.planned, len(self.batches)),
-            planned_parts=self.planned_parts + len(batch.parts),
+            planned_parts=self.planned_parts + batch.parts.number,
         )
 
     def without_prefetch(self) -> Step:
@@ -231,12 +231,10 @@ class Step(NamedTuple):
 
     def unseen(self) -> list[tuple[int, int]]:
         """Planned parts whose ids no lookup has named, directly or by a part with equal ids."""
-        if len(self.seen) == self.planned_parts:
-            return []
         unseen = [
             (number, part)
             for number in self.planned
-            for part in range(len(self.batches[number].parts))
+            for part in range(self.batches[number].parts.number)
             if (number, part) not in self.seen
         ]
         return [key for key in unseen if not any(self._are_same(key, seen) for seen in self.seen)]

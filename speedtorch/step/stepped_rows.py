@@ -66,7 +66,9 @@ class SteppedRows:
         self._as_in_table = as_in_table
         parameter = view.parameter
         gradient = parameter.grad
-        if held.now.stepped or view.only_shows_zeros or held.now.unseen():
+        now = held.now
+        lacks_lookups = len(now.seen) != now.planned_parts and now.unseen()
+        if now.stepped or view.only_shows_zeros or lacks_lookups:
             # Zeros of zero_grad(set_to_none=False) would change rows without a lookup since then.
             view.drop_zeros()
             gradient = parameter.grad
@@ -107,7 +109,8 @@ class SteppedRows:
                 if stepped:
                     is_changed = not self._as_in_table or self._differs_from(self._as_in_table)
                     held.memory.after_step()
-                    self._round()
+                    if held.store.stored:
+                        self._round()
                     copy = Copy.DIRTY if is_changed else Copy.STALE
                     held.take(now._replace(copy=copy, stepped=True))
             elif not call.paused:
@@ -115,7 +118,7 @@ class SteppedRows:
                 written = is_changed = written or (has_gradient and number == now.number)
                 if left and number == now.number:
                     held.memory.after_failed_step()
-        if written and not stepped:
+        if written and not stepped and held.store.stored:
             self._round()
         if is_changed and held.now.copy is not Copy.DIRTY:
             held.take(held.now._replace(copy=Copy.DIRTY))
@@ -126,14 +129,13 @@ class SteppedRows:
         return stepped
 
     def _round(self) -> None:
-        """Rounds the rows to the stored dtypes, so that rows on the device equal stored rows.
+        """Rounds the rows to the 16-bit dtypes of the table, so that they equal stored rows.
 
         Rounding a row twice does not change it.
         """
         held = self._held
         store, now = held.store, held.now
-        if store.stored:
-            held.view.change(now, lambda rows: store.round(held.fields, now.ids, rows))
+        held.view.change(now, lambda rows: store.round(held.fields, now.ids, rows))
 
     def _differs_from(self, before: Rows) -> bool:
         """Whether a step changed the rows `before` it; called if every learning rate was 0.
@@ -169,7 +171,8 @@ class SteppedRows:
         The other thread runs step() on the same rows, or has a lookup without its backward, whose
         rows this step would change before their gradient is complete. The caller holds `lock`.
         """
-        self.await_step()
+        if self.call is not None:
+            self.await_step()
         held = self._held
         if (thread := held.backwards.other_thread(held.now.number)) is not None:
             raise RuntimeError(

@@ -289,7 +289,8 @@ class _RowsOfStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         """Adds the gradient of the rows to the parameter's gradient."""
-        check_once(gradient)
+        if torch.is_grad_enabled():
+            check_once(gradient)
         with ctx.owner.lock:  # else another thread could see no pending gradient before the sum
             ctx.pending = None
             ctx.owner.add_gradient(gradient, ctx.ids, ctx.number, lambda: ctx.places[0])
@@ -318,7 +319,8 @@ class _SummedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         """Sums the gradient by row and adds the sums to the parameter's gradient."""
-        check_once(gradient)
+        if torch.is_grad_enabled():
+            check_once(gradient)
         owner, batch, part = ctx.owner, ctx.batch, ctx.part
         with owner.lock:  # else another thread could see no pending gradient before the sum
             ctx.pending = None
@@ -360,8 +362,8 @@ def _renormalize(rows: Tensor, positions: Tensor, max_norm: float, norm_type: fl
 
 
 def check_once(gradient: Tensor) -> None:
-    """Raises NotImplementedError in a backward with create_graph=True."""
-    if torch.is_grad_enabled() and gradient.requires_grad:
+    """Called with gradients enabled: NotImplementedError in a backward with create_graph=True."""
+    if gradient.requires_grad:
         raise NotImplementedError(
             "an Embedding does not support gradients of gradients. Use torch.nn.Embedding."
         )

@@ -175,7 +175,8 @@ class WholeWeight(ClaimedRows):
             with torch.no_grad():
                 return self.add_gradient(gradient, ids, number, places)
         with as_plain():
-            self.exchange.stepping.await_step()
+            if self.exchange.stepping.call is not None:
+                self.exchange.stepping.await_step()
             if number != self.exchange.held.now.number:
                 if (named := places()).numel() == 0:
                     return
@@ -184,20 +185,22 @@ class WholeWeight(ClaimedRows):
                 if len(ids) == 0:
                     return
                 self.exchange.rejoin(ids)
-            step = self.exchange.held.now
-            self.parameter_view.show(step)
-            if self.parameter_view.shown is not None:
-                self.parameter_view.collect()
+            step, view = self.exchange.held.now, self.parameter_view
+            if view.rows is not step.rows:
+                view.show(step)
+            if view.shown is not None:
+                view.collect()
             added, held = gradient, step.rows[0].shape[0]
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
             elif gradient.is_sparse:
                 added = of_rows(gradient, sparse_indices(gradient), held)
-            added = self.parameter_view.summand(added)
-            expects_more = self.exchange.held.expects_gradient()
+            if view.divisor != 1:
+                added = view.summand(added)
+            expects_more = self.exchange.held.backwards.are_expected(step.number)
             summed = self._sums.add(self.parameter.grad, added, expects_more=expects_more)
             self.parameter.grad = summed
-            self.parameter_view.note_gradient()
+            view.note_gradient()
 
     def check_held(self, number: int) -> None:
         """Raises RuntimeError if the rows of step `number` were written back and cannot rejoin."""
@@ -217,10 +220,13 @@ class WholeWeight(ClaimedRows):
         """The gradient of the step's rows for the optimizer. The caller holds `lock`."""
         if self.exchange.stepping.call is not None:
             self.exchange.stepping.await_step()
-        self.parameter_view.show(self.exchange.held.now)
-        if self.parameter_view.shown is not None:
-            self.parameter_view.collect()
-        self.parameter_view.divide()
+        view, now = self.parameter_view, self.exchange.held.now
+        if view.rows is not now.rows:
+            view.show(now)
+        if view.shown is not None:
+            view.collect()
+        if view.is_sum:
+            view.divide()
         return self.parameter.grad
 
     def weight_gradient(self) -> Tensor | None:
@@ -237,7 +243,7 @@ class WholeWeight(ClaimedRows):
                 return None
             if view.zeros is not None:
                 view.set_was_read()
-            if (shown := view.shown_of(gradient)) is not None:
+            if view.shown is not None and (shown := view.shown_of(gradient)) is not None:
                 return shown
             if gradient.is_sparse and self.table.shard_spec is None:
                 ids, shape = self.step_ids(), (self.table.whole_rows, *gradient.shape[1:])
@@ -298,8 +304,9 @@ class WholeWeight(ClaimedRows):
         with self.lock:
             if self.exchange.stepping.call is not None:
                 self.exchange.stepping.await_step()
-            view = self.parameter_view
-            view.show(self.exchange.held.now)
+            view, now = self.parameter_view, self.exchange.held.now
+            if view.rows is not now.rows:
+                view.show(now)
             if value is None:
                 self.parameter.grad = None
                 view.note_none()

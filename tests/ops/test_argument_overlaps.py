@@ -36,8 +36,9 @@ def attempt(op: Any, arguments: tuple[Any, ...]) -> tuple[Exception | None, list
         speedtorch.synchronize()
     except (ValueError, IndexError) as error:
         return error, []
-    if op in (ops.plan_batch.default, ops.diff_ids.default) and len(result) > 6:
-        *plan, counts = result[:5] if op == ops.plan_batch.default else result[-1:]
+    plans = (ops.plan_batch.default, ops.plan_parts.default)
+    if op in (*plans, ops.diff_ids.default) and len(result) > 6:
+        *plan, counts = result[:5] if op in plans else result[-1:]
         _, kept, loaded, evicted = counts[-4:].tolist()
         sizes = (loaded, loaded, kept, kept, evicted, evicted)
         lists = result[5:11] if plan else result[:-1]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,23 +10,15 @@ from conftest import NEEDS_GPU
 from cuda_calls import Driver
 from torch import Tensor
 
-from speedtorch.ops.functions import (
-    count_batch,
-    drop_numbers,
-    numbers_have_come,
-    numbers_to_host,
-    read_numbers,
-)
+from speedtorch._C import NumbersHandle
+from speedtorch.ops.functions import count_batch, numbers_to_host, plan_batch, plan_parts
 
-_handles = itertools.count(-1, -1)  # the package's own ascend
-UNKNOWN = 1 << 40
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 
 @pytest.fixture
-def handle() -> Iterator[int]:
-    made = next(_handles)
-    yield made
-    drop_numbers(made)
+def handle() -> NumbersHandle:
+    return NumbersHandle()
 
 
 def ascending(count: int) -> Tensor:
@@ -41,45 +31,47 @@ def ascending(count: int) -> Tensor:
 
 @NEEDS_GPU
 @pytest.mark.parametrize("count", [0, 1, 12, 16, 17, 1000])
-def test_the_numbers_are_those_of_the_stream(count: int, handle: int) -> None:
-    numbers_to_host(ascending(count), handle)  # which frees the numbers before they are copied
+def test_the_numbers_are_those_of_the_stream(count: int, handle: NumbersHandle) -> None:
+    numbers_to_host(
+        ascending(count), handle.number()
+    )  # which frees the numbers before they are copied
     torch.full((max(count, 1),), -1, device="cuda")
-    assert read_numbers(handle) == read_numbers(handle) == [*range(count)]
-    assert numbers_have_come(handle)
+    assert handle.read() == handle.read() == [*range(count)]
+    assert handle.is_complete()
 
 
 @NEEDS_GPU
-def test_nothing_waits_before_numbers_are_read(handle: int) -> None:
+def test_nothing_waits_before_numbers_are_read(handle: NumbersHandle) -> None:
     torch.cuda._sleep(200_000_000)
-    numbers_to_host(torch.ones(2, dtype=torch.int64, device="cuda"), handle)
-    assert not numbers_have_come(handle)
-    assert read_numbers(handle) == [1, 1]
+    numbers_to_host(torch.ones(2, dtype=torch.int64, device="cuda"), handle.number())
+    assert not handle.is_complete()
+    assert handle.read() == [1, 1]
 
 
 @NEEDS_GPU
 def test_memory_of_dropped_numbers_is_used_again_behind_their_copy() -> None:
-    ahead, following = next(_handles), next(_handles)
     with Driver() as driver:
-        numbers_to_host(ascending(5000), ahead)
-        drop_numbers(ahead)
-        numbers_to_host(torch.full((5000,), 7, device="cuda"), following)
-        read_numbers(following)
-        drop_numbers(following)
+        dropped = NumbersHandle()
+        numbers_to_host(ascending(5000), dropped.number())
+        del dropped
+        handle = NumbersHandle()
+        numbers_to_host(torch.full((5000,), 7, device="cuda"), handle.number())
+        handle.read()
+        del handle
         allocated = len(driver.named("host_alloc"))
         for _ in range(3):
-            numbers_to_host(torch.full((5000,), 8, device="cuda"), following)
-            assert read_numbers(following) == [8] * 5000
-            drop_numbers(following)
+            handle = NumbersHandle()
+            numbers_to_host(torch.full((5000,), 8, device="cuda"), handle.number())
+            assert handle.read() == [8] * 5000
+            del handle
         assert len(driver.named("host_alloc")) == allocated
 
 
 @NEEDS_GPU
-def test_threads_read_and_drop_one_copy(handle: int) -> None:
-    numbers_to_host(ascending(3), handle)
+def test_threads_read_one_copy(handle: NumbersHandle) -> None:
+    numbers_to_host(ascending(3), handle.number())
     found: list[list[int]] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(read_numbers(handle))) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(handle.read())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -106,17 +98,17 @@ CALLS = ["host_alloc", "event_create", "copy_to_host", "event_record", "event_sy
 
 @NEEDS_GPU
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_fails_is_raised_and_the_next_works(name: str, handle: int) -> None:
+def test_a_call_that_fails_is_raised_and_the_next_works(name: str, handle: NumbersHandle) -> None:
     count = 1 << (14 + CALLS.index(name))  # so many that no memory is kept for them
     numbers = torch.arange(count, device="cuda")
     with Failing(name) as driver:
         with pytest.raises(RuntimeError, match="(numbers_to_host|read_numbers) failed"):
-            numbers_to_host(numbers, handle)
-            read_numbers(handle)
+            numbers_to_host(numbers, handle.number())
+            handle.read()
         assert driver.failed
-    drop_numbers(handle)
-    numbers_to_host(numbers, handle)
-    assert read_numbers(handle) == [*range(count)]
+    other = NumbersHandle()
+    numbers_to_host(numbers, other.number())
+    assert other.read() == [*range(count)]
 
 
 @NEEDS_GPU
@@ -140,21 +132,58 @@ def test_a_batch_whose_count_fails_is_counted_again(name: str) -> None:
 )
 def test_other_arguments_raise(numbers: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"numbers_to_host: {message}"):
-        numbers_to_host(numbers, UNKNOWN)
+        numbers_to_host(numbers, NumbersHandle().number())
 
 
 @NEEDS_GPU
-def test_a_handle_names_one_copy(handle: int) -> None:
+def test_a_handle_names_one_copy(handle: NumbersHandle) -> None:
     numbers = torch.zeros(1, dtype=torch.int64, device="cuda")
-    numbers_to_host(numbers, handle)
+    numbers_to_host(numbers, handle.number())
     with pytest.raises(ValueError, match="already names another copy"):
-        numbers_to_host(numbers, handle)
+        numbers_to_host(numbers, handle.number())
     with pytest.raises(ValueError, match="numbers must be int64 on a GPU, got Float"):
-        numbers_to_host(numbers.float(), UNKNOWN)
+        numbers_to_host(numbers.float(), NumbersHandle().number())
 
 
-def test_a_handle_of_no_copy_raises() -> None:
-    for query in (read_numbers, numbers_have_come):
-        with pytest.raises(ValueError, match=f"handle {UNKNOWN} names no copy"):
-            query(UNKNOWN)
-    drop_numbers(UNKNOWN)
+def test_a_handle_of_no_copy_raises(handle: NumbersHandle) -> None:
+    for query in (handle.read, handle.is_complete):
+        with pytest.raises(RuntimeError, match="no copy was queued under this handle"):
+            query()
+
+
+def test_handles_differ() -> None:
+    assert len({NumbersHandle().number() for _ in range(10)}) == 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.int64,) * 3, (torch.int32,) * 3, (torch.int32, torch.int64)]
+)
+def test_parts_are_planned_as_one_batch(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    shapes = [(4, 3), (0,), (7,)]
+    draw = torch.Generator().manual_seed(1)
+    parts = [
+        torch.randint(20, shape, generator=draw).to(device, dtype)
+        for shape, dtype in zip(shapes, (*dtypes, dtypes[0]), strict=False)
+    ]
+    parts[0] = parts[0].t()  # not contiguous
+    handle = NumbersHandle()
+    made = plan_parts(parts, 20, 3, handle.number())
+    expected = plan_batch(torch.cat([part.reshape(-1) for part in parts]), 20, 3, -1)
+    for mine, theirs in zip(made, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    if device == "cuda":
+        assert handle.read() == made[4].tolist()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], "parts"),
+        ([torch.tensor([1]), torch.tensor([1.0])], r"parts\[1\] must be int32 or int64"),
+        ([torch.tensor([1]), torch.tensor([30])], "id 30 at position 1"),
+    ],
+)
+def test_bad_parts_raise(parts: list[Tensor], message: str) -> None:
+    with pytest.raises((ValueError, IndexError), match=message):
+        plan_parts(parts, 20, -1, -1)
