@@ -37,8 +37,8 @@ Tensor joined(const Tensors& parts) {
   return all;
 }
 
-// Returns the results of plan_batch. For ids on a GPU, `handle` then names a copy of the status (-1:
-// no copy).
+// Returns the results of plan_batch. For ids on a GPU, `handle` then names a copy of the status
+// (-1: no copy).
 Tensors plan_parts(const Tensors& parts, int64_t rows, int64_t padding, int64_t handle,
                    const std::optional<Tensor>& held, const std::optional<Tensor>& held_status) {
   const Arguments all(kOp, {read("parts", parts)});

@@ -74,9 +74,8 @@ PyObject* read(PyObject* self, PyObject*) {
 }
 
 PyObject* is_complete(PyObject* self, PyObject*) {
-  return with_errors([&] {
-    return PyBool_FromLong(numbers_of("is_complete", handle_of(self))->is_complete());
-  });
+  return with_errors(
+      [&] { return PyBool_FromLong(numbers_of("is_complete", handle_of(self))->is_complete()); });
 }
 
 void free_handle(PyObject* self) {
