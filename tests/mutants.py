@@ -273,8 +273,7 @@ MUTANTS = [
     Mutant(
         "a gradient that follows a zero_grad counts as its zeros",
         "step/whole_weight.py",
-        "            self.parameter.grad = summed\n"
-        "            self.parameter_view.note_gradient()\n",
+        "            self.parameter.grad = summed\n            view.note_gradient()\n",
         "            self.parameter.grad = summed\n",
         "tests/step/test_embedding_steps.py"
         "::test_a_gradient_of_zeros_that_follows_a_zero_grad_is_stepped",

@@ -495,7 +495,7 @@ class LoadedBatch(PlannedBatch):
         self.following: Callable[[], PlannedBatch | None] = lambda: None
         self.joint = None
         self.parts = parts = BatchIds([ids], rows, device, name, are_uploaded=True)
-        made = parts.plan_by(load, parts.ids, -1 if padding is None else padding)
+        made = parts.plan_by(load, parts.unplanned[0], -1 if padding is None else padding)
         self.ids, self.loaded, *self.loaded_rows = made[5:-1] if ids.is_cpu else made[5:]
         self.held = self.ids.shape[0]
         self._changes, self._is_counted = [], True
