@@ -153,8 +153,13 @@ def test_each_field_of_an_object_is_written_from_one_file() -> None:
         assert len(fields) == len(set(fields)), name
 
 
-@pytest.mark.parametrize("file", sorted((PACKAGE / "layers").glob("*.py")), ids=lambda f: f.stem)
-def test_no_class_of_layers_has_more_than_25_methods(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ClassDef):
-            assert sum(isinstance(part, ast.FunctionDef) for part in node.body) <= 25, node.name
+PUBLIC = {"HostTable", "RowModule"}
+"""Classes whose methods are users' API: RowModule is the base of Embedding and EmbeddingBag."""
+
+
+def test_no_internal_class_has_more_than_25_methods() -> None:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name not in PUBLIC:
+                methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+                assert len(methods) <= 25, f"{file}: {node.name}"
