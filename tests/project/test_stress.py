@@ -138,6 +138,16 @@ def test_a_save_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path:
             run_killed_training(seed, folder)
 
 
+def test_figures_of_a_copy_without_git_have_the_given_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPEEDTORCH_COMMIT", "abc1234")
+    progress = Progress(tmp_path / "progress.json", "cpu")
+    progress.add({"cache"}, 2.0)
+    progress.save()
+    assert progress.read()["cpu"]["cache"].commit == "abc1234"
+
+
 def test_features_of_a_fault_begin_anew(tmp_path: Path) -> None:
     progress = Progress(tmp_path / "progress.json", "cpu")
     progress.add({"cache", "sleep"}, 2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,9 +15,10 @@ __all__ = ["Figures", "Progress", "commit"]
 
 
 def commit() -> str:
-    """The commit of the sources, or "" outside of a checkout."""
+    """SPEEDTORCH_COMMIT, or the commit of the checkout; "" if neither is known."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    known = os.environ.get("SPEEDTORCH_COMMIT")  # of a copy without git
+    return known or subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 @dataclass
