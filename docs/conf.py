@@ -21,6 +21,7 @@ myst_heading_anchors = 3
 default_role = "literal"  # the role of single backticks in docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 # Docstrings have Google style, as in torch.
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
