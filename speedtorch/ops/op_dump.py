@@ -22,6 +22,9 @@ __all__ = ["digests_of", "is_operator", "recorded", "wait_for_gpu", "write_by"]
 _MAX_BYTES = 64 << 20  # per call: the inputs of large tables would fill the host's memory
 # The numbers of fully written results of ops that leave entries of other results unwritten.
 _WHOLE_RESULTS = {"plan_batch": 5, "plan_parts": 5, "merge_rows": 3, "diff_ids": 0}
+# The places of arguments that name an object of this process, which a replay has not.
+_HANDLES = {"plan_parts": 3}
+_NO_HANDLE = -1
 _process = os.getpid()  # calls of a forked child are not recorded
 _path = Path(f"speedtorch-dump-{_process}.safetensors").absolute()
 _calls: deque[dict[str, Any]] = deque(maxlen=DUMPED_CALLS)
@@ -125,7 +128,10 @@ def recorded(op: Any) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or os.getpid() != _process or _is_recording():
             return op(*arguments)
         name = [op._schema.name.partition("::")[2], op._overloadname]
-        made = {"op": name, "grad": torch.is_grad_enabled(), "inputs": _copied(arguments)}
+        inputs = _copied(arguments)
+        if (place := _HANDLES.get(name[0])) is not None:
+            inputs[place] = _NO_HANDLE
+        made = {"op": name, "grad": torch.is_grad_enabled(), "inputs": inputs}
         _calls.append(made)
         try:
             results = op(*arguments)

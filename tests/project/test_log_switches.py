@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from torch import nn
 from warm_python import run_warm
 
@@ -220,6 +221,24 @@ def test_every_operator_is_replayed_with_the_same_results(
     write_parts(path, content, data)
     assert main(["replay", str(path)]) == 1
     assert capsys.readouterr().out.splitlines()[4].endswith("us, results; recorded: other results")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_plan_is_replayed_without_the_handle_of_its_process(device: str, tmp_path: Path) -> None:
+    program = f"""
+import torch, speedtorch
+emb = speedtorch.Embedding(9, 2, device="{device}")
+for ids in (torch.tensor([2, 3]), torch.tensor([3, 4])):
+    emb.announce(ids)
+    emb(ids).sum().backward()
+    torch.optim.SGD(emb.parameters(), lr=0.1).step()
+"""
+    path = dump_of(program, tmp_path)
+    calls = parts_of(path)[0]["calls"]
+    plans = [value_of(call, "inputs") for call in calls if "plan_parts" in str(call)]
+    assert len(plans) == 2 and all(inputs[-1] == -1 for inputs in plans)
+    assert main(["replay", str(path)]) == 0
 
 
 @pytest.mark.slow
