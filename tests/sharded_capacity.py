@@ -302,6 +302,17 @@ def check_rows_that_were_not_announced() -> None:
     assert torch.equal((training.rows() != training.before).any(1), own)
 
 
+def check_lookups_in_another_order() -> None:
+    """A later announced lookup before an earlier one raises on all ranks; the order then trains."""
+    training = Training()
+    first, second = owned(0, 1, 2), owned(1, 1, 2)
+    training.module.announce(first, second)
+    message = "must look ids up in the order of announce"
+    raises(RuntimeError, message, lambda: training.module(second))
+    training.learn(first, second)
+    training.check_changed(*torch.cat([first, second]).tolist())
+
+
 def check_dropped_lookups() -> None:
     """Ranks begin the same steps, even if a collective keeps the tensors of one rank."""
     kept, all_to_all = [], dist.all_to_all_single

@@ -111,6 +111,12 @@ def check_saved(name: str, collected_bytes: int) -> None:
     for other, of_other in ((whole, of_whole), (again, of_again)):
         other.load_state_dict(weights)
         of_other.load_state_dict(state)
+    own_rows = model.state_dict()["rows.weight"]
+    blocks = [(range(0), range(0)), *own_rows.blocks]  # as of another number of ranks
+    others = RowShard(len(own_rows), own_rows.field, blocks)
+    state_of_others = {**again.state_dict(), "rows.weight": others}
+    message = "these rows are another shard.*distributed.checkpoint"
+    raises(ValueError, message, lambda: again.load_state_dict(state_of_others))
     for own, theirs, resumed in zip(*map(tables_of, (model, whole, again)), strict=True):
         assert own.fields == theirs.fields == resumed.fields
         for field in own.fields:

@@ -31,8 +31,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from warm_python import run_warm
 
 import speedtorch
-from speedtorch.checkpoints import generation_writer
+from speedtorch.checkpoints import generation_writer, load
 from speedtorch.checkpoints.generations import generations_of, new_generation
+from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.files import safetensors_format, system_calls
 
 ROWS = 300
@@ -693,6 +694,24 @@ def test_a_generation_that_is_removed_while_it_is_looked_for_gives_way_to_the_ne
     check(tmp_path, (1,))
 
 
+def test_a_generation_that_is_replaced_during_every_try_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_TRIES", 3)
+    speedtorch.save(tmp_path, **values(0))
+    real, tries = SavedGeneration.opened, []
+
+    def save_between(folder: str, number: int) -> Any:
+        tries.append(number)
+        speedtorch.save(tmp_path, keep=1, **values(number))
+        return real(folder, number)
+
+    monkeypatch.setattr(SavedGeneration, "opened", save_between)
+    with pytest.raises(RuntimeError, match=r"during each of 3 tries.*Pass generation="):
+        speedtorch.load(tmp_path)
+    assert tries == [1, 2, 3]
+
+
 def test_a_reader_beside_a_writer_sees_whole_runs(tmp_path: Path) -> None:
     speedtorch.save(tmp_path, **values(0))
     ended = threading.Event()
@@ -843,6 +862,10 @@ UNFIT: dict[str, tuple[Any, Any]] = {
     "another model": (Trained(columns=5).parts, "(size mismatch|exp_avg)"),
     "a model of other names": (lambda: {**Trained().parts(), "model": nn.Linear(4, 1)}, "missing"),
     "a number for a model": (lambda: {**Trained().parts(), "model": 3}, "loads a dict, but a int"),
+    "a number for a tensor": (
+        lambda: {**Trained().parts(), "model": {**Trained().model.state_dict(), "out.bias": 3}},
+        "out.bias was saved as a int, but the module has a tensor",
+    ),
     "a number for an optimizer": (lambda: {**Trained().parts(), "optimizer": 3}, "loads a dict"),
     "no groups": (lambda: with_optimizer(lambda s: s.pop("param_groups")), "no 'param_groups'"),
     "a group less": (lambda: with_optimizer(lambda s: s["param_groups"].clear()), "groups of"),

@@ -19,7 +19,7 @@ from reference import as_bytes
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.checkpoints import deltas
+from speedtorch.checkpoints import change_tracking, deltas, generation_writer
 from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.files.safetensors_format import DTYPES
 from speedtorch.step.trained_rows import TrainedRows
@@ -514,15 +514,76 @@ def test_a_base_that_no_save_has_written_is_an_error(
     table = speedtorch.HostTable(ROWS, 1, memory="plain")
     table.track_changes()
     speedtorch.save(tmp_path, rows=table["weight"])
-    saved = speedtorch.save(tmp_path, base=1, rows=table["weight"])
+    rewrite_base(speedtorch.save(tmp_path, base=1, rows=table["weight"]), **change)
+    with pytest.raises(ValueError, match=f"manifest.json: is damaged.*{message}"):
+        speedtorch.load(tmp_path, generation=2)
+
+
+def rewrite_base(saved: speedtorch.types.Saved, **change: Any) -> None:
+    """Changes what a manifest says of its base."""
     path = Path(saved.path) / "manifest.json"
     content = json.loads(path.read_text())
     content["base"].update(change)
     text = json.dumps(content).encode()
     path.write_bytes(text)
     path.with_suffix(".crc32").write_text(f"{zlib.crc32(text):08x}\n")
-    with pytest.raises(ValueError, match=f"manifest.json: is damaged.*{message}"):
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ("rows", r"rows \(1, 1\) with ids \(1, 1\) do not fit a tensor of \(200, 1\)"),
+        ("two", r"rows \(1, 1\) with ids \(2,\) do not fit a tensor of \(200, 1\)"),
+        ("above", "its ids of changed rows must be within the 200 rows"),
+        ("below", "its ids of changed rows must be within the 200 rows"),
+    ],
+)
+def test_ids_that_are_not_of_the_changed_rows_are_an_error(
+    ids: str, message: str, tmp_path: Path
+) -> None:
+    values = {"two": [0, 1], "above": [ROWS], "below": [-1]}
+    others = {name: torch.tensor(each) for name, each in values.items()}
+    table = speedtorch.HostTable(ROWS, 1, memory="plain")
+    table.track_changes()
+    speedtorch.save(tmp_path, rows=table["weight"], **others)
+    table.scatter(torch.tensor([3]), torch.ones(1, 1), "weight")
+    saved = speedtorch.save(tmp_path, base=1, rows=table["weight"], **others)
+    rewrite_base(saved, rows={"rows": ids})
+    with pytest.raises(ValueError, match=message):
         speedtorch.load(tmp_path, generation=2)
+
+
+def test_a_base_that_is_removed_during_the_save_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = speedtorch.HostTable(ROWS, 1, memory="plain")
+    table.track_changes()
+    speedtorch.save(tmp_path, rows=table["weight"])
+    write = generation_writer.write_safetensors
+
+    def write_without_base(*arguments: Any) -> None:
+        write(*arguments)
+        shutil.rmtree(tmp_path / "generation-00000001")
+
+    monkeypatch.setattr(generation_writer, "write_safetensors", write_without_base)
+    with pytest.raises(RuntimeError, match=r"generation 1, was removed during the save.*base="):
+        speedtorch.save(tmp_path, base=1, rows=table["weight"])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_table_forgets_the_oldest_checkpoints_that_have_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(change_tracking, "_MOST_KNOWN", 2)
+    table = speedtorch.HostTable(ROWS, 1, memory="plain")
+    table.track_changes()
+    rows = table["weight"]
+    for number in range(3):
+        table.scatter(torch.tensor([number]), torch.ones(1, 1), "weight")
+        speedtorch.save(tmp_path, keep=9, rows=rows)
+    sizes = [size(speedtorch.save(tmp_path, keep=9, base=base, rows=rows)) for base in (1, 3)]
+    assert sizes[0] > 4 * ROWS > sizes[1]
+    assert torch.equal(speedtorch.load(tmp_path)["rows"], rows)
 
 
 def test_a_table_that_cannot_be_used_is_no_matter(tmp_path: Path) -> None:

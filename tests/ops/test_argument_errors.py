@@ -55,6 +55,13 @@ def test_tables_that_are_no_rows(fault: str) -> None:
     )
 
 
+def test_more_ids_than_one_call_supports() -> None:
+    table, index = random_rows(8, (6,)), torch.tensor(3).expand(2**31)  # of one number
+    message = "index has 2147483648 ids, at most 2147483647 are allowed in one call"
+    refused(lambda: speedtorch.pinned_gather(table, index), f"pinned_gather: {message}")
+    refused(lambda: speedtorch.plan_rows(index, 8), f"plan_rows: {message}")
+
+
 @pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=str)
 def test_ids_of_another_dtype(place: Place, dtype: torch.dtype) -> None:
     table, index = place.table(random_rows(8, (6,))), place.ids(IDS)

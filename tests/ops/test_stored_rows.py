@@ -113,6 +113,36 @@ def test_tables_of_one_exchange_are_stored_alike() -> None:
         exchange_rows(hosts, [side], none, none, [side.clone()], none, none, 2)
 
 
+@pytest.mark.parametrize(
+    ("cache", "hot", "message"),
+    [
+        (torch.zeros(2, 2), None, r"cache\[0\] must store rows with the dtype"),
+        (
+            torch.zeros(2, 2, dtype=F16),
+            None,
+            r"cache\[0\] must store rows with the dtype",
+        ),
+        (torch.zeros(0, 2, dtype=BF16), None, "cache must have at least one slot"),
+        (None, torch.zeros(4, 2), "hot must be a contiguous int32"),
+        (None, torch.zeros(2, 4, dtype=torch.int32).t(), "hot must be a contiguous int32"),
+        (None, torch.zeros(3, 2, dtype=torch.int32), r"hot has shape \[3, 2\], expected \[4, 2\]"),
+    ],
+    ids=["float32", "float16", "empty", "hot dtype", "hot strided", "hot rows"],
+)
+def test_a_cache_that_does_not_fit_is_an_error(
+    cache: Tensor | None, hot: Tensor | None, message: str
+) -> None:
+    host, sides = torch.zeros(4, 2, dtype=BF16), [torch.ones(3, 2) for _ in range(2)]
+    ids, places = torch.tensor([1]), torch.tensor([0])
+    if cache is None:
+        cache = torch.zeros(2, 2, dtype=BF16)
+    if hot is None:
+        hot = torch.full((4, 2), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        exchange_cached([host], [cache], hot, sides[:1], ids, places, sides[1:], ids, places)
+    assert not host.any() and bool((sides[1] == 1).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.float16], ids=str)
 def test_no_other_dtypes_are_converted(dtype: torch.dtype) -> None:
     host, side = torch.zeros(4, 2, dtype=BF16), torch.zeros(3, 2, dtype=dtype)

@@ -488,7 +488,8 @@ def test_an_embedding_that_a_step_does_not_use_is_left_alone() -> None:
         assert_same_bytes(modules[0].state_dict()["weight"], expected["weight"])
 
 
-def test_a_closure_trains_as_in_torch() -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_trains_as_in_torch(by_name: bool) -> None:
     made = pair()
     for model, adam in made:
         for _ in range(2):
@@ -499,7 +500,10 @@ def test_a_closure_trains_as_in_torch() -> None:
                 loss.backward()
                 return float(loss.detach())
 
-            adam.step(closure)
+            if by_name:
+                adam.step(closure=closure)
+            else:
+                adam.step(closure)
     assert_same_bytes(
         made[1][0].state_dict()["words.weight"], made[0][0].state_dict()["words.weight"]
     )

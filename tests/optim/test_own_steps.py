@@ -484,3 +484,24 @@ def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows() -
     gc.collect()
     kept = [line for line, gone in enumerate(made, 1) if any(reference() for reference in gone)]
     assert not kept
+
+
+def test_an_optimizer_with_equal_settings_is_not_probed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = pair(optim.SGD, lr=0.1, weight_decay=0.25)
+    probes, probe = list[float](), step_hooks.probe_optimizer
+
+    def counted(optimizer: Any, *arguments: Any) -> Any:
+        probes.append(optimizer.param_groups[0]["weight_decay"])
+        return probe(optimizer, *arguments)
+
+    monkeypatch.setattr(step_hooks, "probe_optimizer", counted)
+    for decay in ("0.25", "0.25", "0.0", "0.0"):  # another float object each time
+        for module, optimizer in made:
+            optimizer.param_groups[0]["weight_decay"] = float(decay)
+            module(torch.arange(ROWS)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert probes == [0.25, 0.0]
+    assert_same(made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from rank_backends import BACKENDS
 from rank_processes import in_processes
 from sharded_rules import (
@@ -27,6 +28,10 @@ from sharded_rules import (
     check_sparse_padding,
     check_twice_differentiated,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+import speedtorch
+from speedtorch.table.row_shard import RowShard
 
 
 @BACKENDS
@@ -97,3 +102,21 @@ def test_rows_of_ranks_are_not_resized() -> None:
 
 def test_ranks_have_the_capacity_of_the_whole_table() -> None:
     in_processes(2, check_capacity_above_the_rows)
+
+
+def test_sharding_without_a_process_group_is_an_error() -> None:
+    module = speedtorch.Embedding(4, 2)
+    with pytest.raises(RuntimeError, match=r"not initialised.*init_process_group\(\) first"):
+        speedtorch.shard(module)
+    assert module(torch.tensor([3])).shape == (1, 2)
+    assert module.table["weight"].shape == (4, 2)
+
+
+def test_a_shard_returns_its_blocks_and_no_others() -> None:
+    rows = torch.arange(4.0).view(4, 1)
+    shard = RowShard(10, rows, [(range(2, 3), range(1)), (range(6, 9), range(1, 4))])
+    places = [MetadataIndex("w", [row, 0]) for row in (2, 6, 3)]
+    assert torch.equal(shard.__get_tensor_shard__(places[0]), rows[:1])
+    assert torch.equal(shard.__get_tensor_shard__(places[1]), rows[1:])
+    with pytest.raises(ValueError, match="w: no block of this rank begins at row 3"):
+        shard.__get_tensor_shard__(places[2])

@@ -18,11 +18,13 @@ from sharded_capacity import (
     check_bytes,
     check_dropped_lookups,
     check_late_faults,
+    check_lookups_in_another_order,
     check_more_than_a_share,
     check_padding,
     check_random_batches,
     check_rows_that_were_not_announced,
     check_too_many_rows,
+    raised_late,
 )
 from sharded_training import FITS, FIXED, WAYS, WAYS_OF, check_collections, check_training
 
@@ -52,6 +54,9 @@ def check_faults(backend: str) -> None:
         check_padding()
         check_a_bad_id()
     check_rows_that_were_not_announced()
+    check_lookups_in_another_order()
+    with raised_late():
+        check_lookups_in_another_order()
     check_late_faults()
     check_a_rank_without_rows()
 
