@@ -289,7 +289,11 @@ _NO_GRAD = "torch.no_grad() or weight.data"
 
 def _name_of(func: Any, args: Sequence[Any]) -> str:
     name: str = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
+    if name not in ("__get__", "__set__", "__delete__"):
+        return name
+    of: Any = func.__self__
+    named: Any = of.fget if isinstance(of, property) else of
+    return str(named.__name__)
 
 
 def _is_write(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -596,8 +600,9 @@ def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
     if name == "requires_grad" and access == "__set__":
         _require_gradient(weight, args[1])
         return None
-    if "storage" in name or "interface" in name:
-        raise _refused(weight, f"{name} of", "it has no memory on a device", 'emb.table["weight"]')
+    if name == "__cuda_array_interface__":  # AttributeError, as libraries call hasattr()
+        reason = "it has no memory on a device"
+        raise AttributeError(str(_refused(weight, f"{name} of", reason, 'emb.table["weight"]')))
     with as_plain():
         return func(*args)
 

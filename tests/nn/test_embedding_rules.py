@@ -408,3 +408,13 @@ def test_a_generator_for_first_values_is_refused_at_once() -> None:
     embedding = speedtorch.Embedding(4, 2)
     with pytest.raises(TypeError, match="generator: each block of rows has its own. Pass seed="):
         embedding.init_(nn.init.normal_, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3)], ids=["weight", "rows"])
+def test_the_weight_has_no_array_interface(part: slice) -> None:
+    weight = speedtorch.Embedding(4, 2, device="cpu").weight
+    rows: Any = weight if part == slice(None) else weight[part]
+    assert not hasattr(rows, "__cuda_array_interface__")
+    message = "__cuda_array_interface__ (of its weight is not supported|on non-CUDA tensor)"
+    with pytest.raises(AttributeError, match=message):
+        rows.__cuda_array_interface__  # noqa: B018
