@@ -166,8 +166,10 @@ def check_compiler() -> None:
 
 
 def outdated(target: Path, record: Path, command: str, inputs: list[Path]) -> bool:
-    """True if the target is missing, older than an input or was made by another command."""
+    """True if a file is missing, an input is newer, or another command made the target."""
     if not target.is_file() or not record.is_file() or record.read_text() != command:
+        return True
+    if not all(path.is_file() for path in inputs):
         return True
     return target.stat().st_mtime < max(path.stat().st_mtime for path in inputs)
 
@@ -175,6 +177,12 @@ def outdated(target: Path, record: Path, command: str, inputs: list[Path]) -> bo
 def headers() -> list[Path]:
     """The headers that any source may include."""
     return sorted([*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cuh")])
+
+
+def read_by(made: Path) -> list[Path]:
+    """The files below the root that nvcc has read, from the rule for make that it wrote."""
+    rule = made.read_text().partition(": ")[2] if made.is_file() else ""
+    return [ROOT / name for name in rule.replace("\\\n", " ").split()]
 
 
 def compile_cuda(cuda: Toolkit) -> list[str]:
@@ -196,11 +204,12 @@ def compile_cuda(cuda: Toolkit) -> list[str]:
 
     def compile_one(source: Path) -> str:
         target = folder / f"{source.stem}.o"
-        record = folder / f"{source.stem}.command"
+        record, rule = (folder / f"{source.stem}.{kind}" for kind in ("command", "d"))
         names = [str(path.relative_to(ROOT)) for path in (source, target)]
         command = [cuda.nvcc, *flags, "-c", names[0], "-o", names[1]]
+        command += ["-MMD", "-MF", str(rule.relative_to(ROOT))]
         text = f"{cuda.version}\n{shlex.join(command)}\n"
-        if outdated(target, record, text, [source, *headers()]):
+        if outdated(target, record, text, read_by(rule) or [rule]):
             record.unlink(missing_ok=True)
             print(shlex.join([*command, threads]), flush=True)
             if subprocess.run([*command, threads], cwd=ROOT).returncode:

@@ -25,11 +25,12 @@ def no_choice_of_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """setup.py beside two CUDA files and a header."""
+    """setup.py beside two CUDA files and a header, which one of them includes."""
     (tmp_path / "tree" / "csrc").mkdir(parents=True)
     shutil.copy(ROOT / "setup.py", tmp_path / "tree")
     for name in ("gather.cu", "scatter.cu", "rows.h"):
         (tmp_path / "tree" / "csrc" / name).touch()
+    (tmp_path / "tree" / "csrc" / "gather.cu").write_text("csrc/rows.h")
     return tmp_path / "tree"
 
 
@@ -100,7 +101,10 @@ def test_a_build_with_an_old_torch_is_refused(tree: Path) -> None:
 
 @pytest.fixture
 def toolkit(tmp_path: Path) -> Path:
-    """A folder that looks like a CUDA toolkit; its nvcc notes each file that it compiles."""
+    """A folder that looks like a CUDA toolkit; its nvcc notes each file that it compiles.
+
+    A file that it compiles contains the names of its headers.
+    """
     home = tmp_path / "toolkit"
     for folder in ("bin", "include", "lib"):
         (home / folder).mkdir(parents=True)
@@ -115,7 +119,8 @@ def toolkit(tmp_path: Path) -> Path:
         "*--list-gpu-arch*) echo compute_80; echo compute_90 ;;\n"
         "*--version*) echo 'Cuda compilation tools, release 13.9, V13.9.1' ;;\n"
         "*broken.cu*) exit 1 ;;\n"
-        '*) while [ "$1" != -c ]; do shift; done; echo "$2" >> "$here/log"; touch "$4" ;;\n'
+        '*) while [ "$1" != -c ]; do shift; done; echo "$2" >> "$here/log"; touch "$4"\n'
+        '   printf "%s : %s \\\\\n %s\n" "$4" "$2" "$(cat "$2")" > "$7" ;;\n'
         "esac\n"
     )
     nvcc.chmod(0o755)
@@ -181,10 +186,22 @@ def test_a_changed_cuda_file_is_compiled_again_alone(tree: Path, toolkit: Path) 
     assert compiled(tree, toolkit) == ["csrc/scatter.cu"]
 
 
-def test_a_changed_header_compiles_every_cuda_file_again(tree: Path, toolkit: Path) -> None:
+def test_a_changed_header_compiles_the_files_that_include_it(tree: Path, toolkit: Path) -> None:
     compiled(tree, toolkit)
     later(tree / "csrc" / "rows.h")
-    assert compiled(tree, toolkit) == BOTH
+    assert compiled(tree, toolkit) == ["csrc/gather.cu"]
+
+
+def test_a_missing_header_compiles_the_files_that_included_it(tree: Path, toolkit: Path) -> None:
+    compiled(tree, toolkit)
+    (tree / "csrc" / "rows.h").unlink()
+    assert compiled(tree, toolkit) == ["csrc/gather.cu"]
+
+
+def test_a_file_without_a_list_of_its_headers_is_compiled_again(tree: Path, toolkit: Path) -> None:
+    compiled(tree, toolkit)
+    (tree / "build" / "cuda" / "scatter.d").unlink()
+    assert compiled(tree, toolkit) == ["csrc/scatter.cu"]
 
 
 def test_other_architectures_compile_every_cuda_file_again(
