@@ -273,12 +273,18 @@ def is_plain_tensor(tensor: object) -> bool:
 
 
 def untracked(function: _Method) -> _Method:
-    """Runs a function without tracking its accesses to tensors as uses by the program."""
+    """Runs a function without tracking its accesses to tensors as uses by the program.
+
+    Tensors created within are ordinary tensors without a graph, also in inference mode.
+    """
 
     @wraps(function)
     def untracked_function(*args: Any, **kwargs: Any) -> Any:
         """Calls the function while the tensors behave as plain tensors."""
-        with as_plain():
-            return function(*args, **kwargs)
+        with as_plain(), torch.no_grad():
+            if not torch.is_inference_mode_enabled():
+                return function(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():  # leaving the mode enables gradients
+                return function(*args, **kwargs)
 
     return untracked_function  # type: ignore[return-value]

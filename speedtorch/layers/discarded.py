@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.module_hook import ModuleHook
 from speedtorch.layers.offloaded_storage import OffloadedStorage
-from speedtorch.torch_internals import as_plain, version_of
+from speedtorch.torch_internals import version_of
 
 __all__ = ["BLANK", "Discarded"]
 
@@ -81,17 +82,17 @@ class Discarded:
             else:
                 self._hooks.enter_context(user.register_step_pre_hook(hook))
 
+    @untracked
     def _check(self, *_: object) -> None:
         """Checks the tensors before a forward or an optimizer step."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # values cannot be read during a capture
-        with as_plain(), torch.no_grad():
-            flags = {
-                name: blank.is_not_loaded(tensor)
-                for name, blank in self._blank.items()
-                if (tensor := blank.ref()) is not None and tensor.device == self._device
-            }
-            found = torch.stack(list(flags.values())).tolist() if flags else []
+        flags = {
+            name: blank.is_not_loaded(tensor)
+            for name, blank in self._blank.items()
+            if (tensor := blank.ref()) is not None and tensor.device == self._device
+        }
+        found = torch.stack(list(flags.values())).tolist() if flags else []
         if lost := [name for name, is_lost in zip(flags, found, strict=True) if is_lost]:
             more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
             raise RuntimeError(

@@ -1,8 +1,9 @@
 """StorageOffloader: moves the values of storages to host memory and back to the device.
 
 A storage loses its memory and receives memory again, at new or at the same addresses (see
-device_memory.py), but remains the same object. All its views therefore have the same values again:
-tied weights, non-contiguous tensors, and flat buffers of DistributedDataParallel and FSDP.
+DeviceMemory), but remains the same object. All its views therefore have the same values again: tied
+weights, non-contiguous tensors, and flat buffers of DistributedDataParallel and FSDP.
+
 Meanwhile, known tensors are in mapped host memory but still report their device, whose kernels
 access it over the link (PCIe or NVLink-C2C). They can be read, saved and loaded. Tensor objects
 remain the same for autograd and its hooks.
@@ -15,16 +16,16 @@ in offload() loads all storages. The next call completes a load that an exceptio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from speedtorch.layers.device_memory import DeviceMemory, KeptAddresses
 from speedtorch.layers.discarded import BLANK
 from speedtorch.layers.host_buffer import copy_spans
 from speedtorch.layers.offloaded_storage import (
+    DeviceMemory,
     OffloadedStorage,
     bytes_at,
     planned_loads,
@@ -97,7 +98,7 @@ class StorageOffloader:
 
     def __init__(self, device: torch.device, *, keep_addresses: bool) -> None:
         self._device = device
-        self.memory = (KeptAddresses if keep_addresses else DeviceMemory)(device)
+        self.memory = DeviceMemory(device, keep_addresses=keep_addresses)
         self._host = self._host_bytes(0)
         self._copies = SharedSideStream("training state")
         self._storages: list[OffloadedStorage] = []
@@ -149,20 +150,18 @@ class StorageOffloader:
             self.release()
             self._host = self._host_bytes(end)
         kept = [storage for storage in storages if storage.is_kept]
-        groups = [
-            group
+        # Dropped before the bytes are overwritten, in case of an exception; load() makes others.
+        copies, self._host_copies = self._host_copies, {}
+        compared = [
+            (group, copy)
             for group in _groups(storage for storage in kept if storage.is_frozen)
-            if (copy := self._host_copies.get(group[0].begin)) is not None and copy.matches(group)
+            if (copy := copies.get(group[0].begin)) is not None and copy.matches(group)
         ]
-        # Fingerprints of bytes about to be overwritten are dropped first, in case of an exception.
-        self._drop_copies_except({group[0].begin for group in groups})
-        compared = {id(storage) for group in groups for storage in group}
-        written = [storage for storage in kept if id(storage) not in compared]
+        known = {id(storage) for group, _ in compared for storage in group}
+        written = [storage for storage in kept if id(storage) not in known]
         # These copies overlap the fingerprints of the rest.
         self._copy(written, Memory.HOST)
-        same = self._unchanged(groups)
-        changed = [storage for group in groups if group[0].begin not in same for storage in group]
-        self._drop_copies_except(same)
+        changed = self._changed(compared)
         self._copy(changed, Memory.HOST)
         self._host_views = {storage.begin: self._views_of(storage) for storage in kept}
         views = [
@@ -250,18 +249,16 @@ class StorageOffloader:
         owners = [(storage.members[0].ref, storage.nbytes) for storage in group]
         return _HostCopy(owners, fingerprint(values))
 
-    def _drop_copies_except(self, begins: Collection[int]) -> None:
-        """Drops all fingerprints except those at these host offsets."""
-        self._host_copies = {at: copy for at, copy in self._host_copies.items() if at in begins}
-
-    def _unchanged(self, groups: Sequence[Sequence[OffloadedStorage]]) -> set[int]:
-        """Host offsets of groups whose bytes equal the host's bytes, by fingerprint."""
-        if not groups:
-            return set()
-        before = torch.stack([self._host_copies[group[0].begin].fingerprint for group in groups])
-        now = torch.stack([self._fingerprinted(group).fingerprint for group in groups])
-        same = (before == now).tolist()
-        return {group[0].begin for group, is_same in zip(groups, same, strict=True) if is_same}
+    def _changed(
+        self, compared: Sequence[tuple[Sequence[OffloadedStorage], _HostCopy]]
+    ) -> list[OffloadedStorage]:
+        """The storages of groups whose bytes differ from their host copy, by fingerprint."""
+        if not compared:
+            return []
+        before = torch.stack([copy.fingerprint for _, copy in compared])
+        now = torch.stack([self._fingerprinted(group).fingerprint for group, _ in compared])
+        same = zip(compared, (before == now).tolist(), strict=True)
+        return [storage for (group, _), is_same in same if not is_same for storage in group]
 
     def _copy(self, storages: Sequence[OffloadedStorage], to: Memory) -> None:
         """Starts copies of storages between device and host on a side stream.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.discarded import Discarded
 from speedtorch.layers.module_tensors import is_offloaded
 from speedtorch.layers.offloaded_module import exact_device
@@ -24,7 +25,7 @@ from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, stat
 from speedtorch.layers.storage_offloader import StorageOffloader
 from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
-from speedtorch.torch_internals import as_plain, fully_sharded, storage_id
+from speedtorch.torch_internals import fully_sharded, storage_id
 
 __all__ = ["SleepReport", "TrainingState"]
 
@@ -39,11 +40,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _without_collections(method: _Method) -> _Method:
-    """Runs a method without autograd and without garbage collection.
+    """Runs a method untracked, and without garbage collection.
 
     Thousands of new objects would trigger collections, which scan all objects. Collection is
     enabled again wherever Ctrl-C interrupts: the nested `finally` blocks cover each other's lines.
     """
+    plain = untracked(method)
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -52,8 +54,7 @@ def _without_collections(method: _Method) -> _Method:
         try:
             try:
                 gc.disable()
-                with as_plain(), torch.no_grad(), torch.inference_mode(False):
-                    return method(*args, **kwargs)
+                return plain(*args, **kwargs)
             finally:
                 if collects:
                     gc.enable()

@@ -17,9 +17,8 @@ from rank_backends import NEEDS_GPUS
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.layers import TrainingState, device_memory, training_state
-from speedtorch.layers.device_memory import KeptAddresses
-from speedtorch.layers.offloaded_storage import OffloadedStorage, bytes_at
+from speedtorch.layers import TrainingState, offloaded_storage, training_state
+from speedtorch.layers.offloaded_storage import DeviceMemory, OffloadedStorage, bytes_at
 from speedtorch.nn.graphed import graphed
 from speedtorch.torch_internals import storage_of, storage_reference
 
@@ -311,7 +310,7 @@ class PretendedRange:
 @pytest.fixture
 def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a state of the CPU keep its addresses in pretended ranges."""
-    fill = device_memory._fill
+    fill = offloaded_storage._fill
 
     def filled(storages: Sequence[OffloadedStorage], device: torch.device) -> None:
         try:
@@ -321,13 +320,13 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
                 of.has += [(storage_reference(e.untyped), e.untyped.data_ptr()) for e in storages]
                 of.overwrite(0xEF)
 
-    def range_at(memory: KeptAddresses, address: int) -> PretendedRange | None:
+    def range_at(memory: DeviceMemory, address: int) -> PretendedRange | None:
         every: Any = memory._ranges
         return next((r for r in every if address in [e.data_ptr() for e in r.storages]), None)
 
-    monkeypatch.setattr(device_memory, "AddressRange", PretendedRange)
-    monkeypatch.setattr(device_memory, "_fill", filled)
-    monkeypatch.setattr(KeptAddresses, "_range_at", range_at)
+    monkeypatch.setattr(offloaded_storage, "AddressRange", PretendedRange)
+    monkeypatch.setattr(offloaded_storage, "_fill", filled)
+    monkeypatch.setattr(DeviceMemory, "_range_at", range_at)
     monkeypatch.setattr(training_state, "_check_can_keep", lambda device: None)
 
 

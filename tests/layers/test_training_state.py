@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import speedtorch
-from speedtorch.layers import TrainingState, device_memory, storage_offloader
+from speedtorch.layers import TrainingState, offloaded_storage, storage_offloader
 from speedtorch.layers.state_tensors import PARTS, StatePart
 from speedtorch.layers.storage_offloader import fingerprint
 from speedtorch.nn.graphed import graphed
@@ -386,7 +386,7 @@ def test_values_that_an_interrupted_sleep_overwrote_are_copied_again(
     state.wake()
     freeze(1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(storage_offloader.StorageOffloader, "_unchanged", interrupt)
+        patch.setattr(storage_offloader.StorageOffloader, "_changed", interrupt)
         state.sleep()
     freeze(0)
     state.sleep()
@@ -397,7 +397,7 @@ def test_values_that_an_interrupted_sleep_overwrote_are_copied_again(
 def test_only_changed_groups_are_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ParameterList(torch.zeros(256, 256, device=device) for _ in range(40))
     state, nbytes = TrainingState(model), 1 << 18
-    monkeypatch.setattr(device_memory, "_CHUNK", 3 * nbytes)
+    monkeypatch.setattr(offloaded_storage, "_CHUNK", 3 * nbytes)
     monkeypatch.setattr(storage_offloader, "_GROUP", 5 * nbytes)
     for param in model[:30]:
         param.requires_grad_(False)
