@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speedtorch.layers import flat_buffer, host_buffer, module_changes, residency
+from speedtorch.layers import flat_buffer, host_buffer, module_groups
 from speedtorch.memory import side_stream
 from speedtorch.memory.side_stream import MemoryStream, SideStream
 from speedtorch.step.held_rows import HeldRows
@@ -106,7 +106,7 @@ class RecordedStreams:
         self.host_clock = Clock()
         self.on: dict[str, str] = {}
         self._of_thread = threading.local()
-        for module in (side_stream, flat_buffer, residency, module_changes):
+        for module in (side_stream, flat_buffer, module_groups):
             patch.setattr(module, "current_stream", lambda _: self.current)
         patch.setattr(side_stream, "_stream", self._side)
         patch.setattr(torch.cuda, "Event", lambda **_: RecordedEvent(self))
@@ -129,7 +129,7 @@ class RecordedStreams:
         patch = self._patch.setattr
         patch(SideStream, "after", lambda side, _, *ends: after(side, DEVICE, *ends))
         patch(SideStream, "after_current", lambda side, _: after_current(side, DEVICE))
-        for module in (host_buffer, residency):
+        for module in (host_buffer, module_groups):
             self._patch.setattr(module, "end_of_current", lambda _: end_of_current(DEVICE))
 
     def pretend_rows_follow(self) -> None:

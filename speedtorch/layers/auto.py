@@ -16,22 +16,21 @@ the outer module, in the forward and in the backward.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from speedtorch.layers.access_predictor import AccessPredictor
 from speedtorch.layers.access_tracker import on_device
-from speedtorch.layers.device_modules import Use
 from speedtorch.layers.module_hook import ModuleHook
 from speedtorch.layers.module_steps import ModuleSteps
 from speedtorch.layers.offloaded_module import OffloadedModule
-from speedtorch.layers.partial_step import PartialStep
-from speedtorch.layers.residency import Residency
+from speedtorch.layers.residency import Residency, Use
 from speedtorch.torch_internals import (
     call_after_backward,
     current_backward,
@@ -39,7 +38,61 @@ from speedtorch.torch_internals import (
     running_calls,
 )
 
-__all__ = ["AutoOffload"]
+__all__ = ["AccessPredictor", "AutoOffload"]
+
+Call = TypeVar("Call", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
+
+HORIZON = 256  # the most calls predicted ahead
+
+
+class AccessPredictor(Generic[Call, Key]):
+    """Predicts that two successive calls are followed by the call that last followed them.
+
+    A predicted call costs a few operations. Any other call rebuilds up to `HORIZON` predictions.
+    `keys` returns the objects that a call uses.
+    """
+
+    def __init__(self, keys: Callable[[Call], Iterable[Key]]) -> None:
+        self._keys = keys
+        self._next: dict[tuple[Call | None, Call], Call] = {}
+        self._before: Call | None = None
+        self._last: Call | None = None
+        self._calls = 0
+        self.expected: deque[Call] = deque()
+        """The next calls."""
+        self._end: tuple[Call | None, Call] | None = None
+        """The last two expected calls."""
+        self._uses: dict[Key, deque[int]] = {}
+        """The numbers of the expected calls that use each key."""
+
+    def note(self, call: Call) -> None:
+        """Records a call, and extends the expected calls."""
+        if self._last is not None:
+            self._next[self._before, self._last] = call
+        self._before, self._last = self._last, call
+        self._calls += 1
+        if self.expected and self.expected[0] == call:
+            self.expected.popleft()
+            for key in self._keys(call):
+                self._uses[key].popleft()
+        else:
+            self.expected.clear()
+            self._uses.clear()
+            self._end = self._before, call
+        while len(self.expected) < HORIZON and self._end is not None:
+            if (found := self._next.get(self._end)) is None:
+                return
+            # Uses first: an error before the append then leaves extra uses, never missing ones.
+            for key in self._keys(found):
+                self._uses.setdefault(key, deque()).append(self._calls + len(self.expected) + 1)
+            self.expected.append(found)
+            self._end = self._end[1], found
+
+    def next_use(self, key: Key) -> float:
+        """Number of calls until a key is used next; inf if no expected call uses the key."""
+        uses = self._uses.get(key)
+        return uses[0] - self._calls if uses else inf
 
 
 class _ModuleCall(NamedTuple):
@@ -76,8 +129,6 @@ class AutoOffload:
         self._steps = steps
         """One object per optimizer, which steps a module once its gradients are complete."""
         self._ahead = min(ahead, len(modules) - 1)
-        self._partial_steps: list[PartialStep] = []
-        """The steps of the current backward, one per optimizer."""
         self._forward: dict[OffloadedModule, list[_RunningForward]] = {}
         """Forwards in progress, by module."""
         self._backward: dict[OffloadedModule, Use] = {}
@@ -181,7 +232,7 @@ class AutoOffload:
         graph = current_backward()
         if graph != -1 and graph not in self._graphs:
             for steps in self._steps if not self._graphs else ():
-                steps.note_begun_backward()
+                steps.begin_backward()
             self._graphs.append(graph)
             call_after_backward(self._end_backward)
 
@@ -192,7 +243,6 @@ class AutoOffload:
             for offloaded in list(self._forward):
                 self._end_calls(offloaded, thread, under_way[offloaded.module])
         if current_backward() == -1 and (self._graphs or self._backward):
-            self._partial_steps.clear()
             while self._backward:
                 offloaded, use = self._backward.popitem()
                 # The failed backward has not checked the module for changes.
@@ -234,19 +284,14 @@ class AutoOffload:
             offloaded.forget_results()
         for offloaded in self._modules:
             self._step(offloaded)
-        # The settings that the steps changed, such as a counter. Without a step there are none.
-        changed = [partial_step.settle() for partial_step in self._partial_steps]
-        self._partial_steps.clear()
-        for steps, changes in zip(self._steps, changed or [[] for _ in self._steps], strict=True):
-            steps.note_ended_backward(changes)
+        for steps in self._steps:
+            steps.end_backward()
 
     def _step(self, offloaded: OffloadedModule) -> None:
         if not self._steps or not offloaded.tensors.has_gradients:
             return
-        if not self._partial_steps:
-            self._partial_steps = [PartialStep(steps.optimizer) for steps in self._steps]
-        for steps, part in zip(self._steps, self._partial_steps, strict=True):
-            steps.step_module(offloaded, part)
+        for steps in self._steps:
+            steps.step_module(offloaded)
         for param in offloaded.module.parameters():
             param.grad = None
 

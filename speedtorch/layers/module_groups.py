@@ -1,4 +1,4 @@
-"""ModuleGroups: the three tensor groups of an offloaded module.
+"""ModuleGroups: the three tensor groups of an offloaded module, and ModuleChanges, their changes.
 
 The groups are parameters and buffers, gradients, and optimizer state. A forward therefore loads no
 state, and gradients are not loaded after the program dropped them.
@@ -14,12 +14,132 @@ from torch import Tensor, nn
 
 from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.flat_buffer import Memory
-from speedtorch.layers.module_changes import ModuleChanges
 from speedtorch.layers.module_tensors import ModuleTensors
 from speedtorch.layers.state_tensors import within_frozen, wrappers_in
 from speedtorch.layers.tensor_group import Members, TensorGroup
+from speedtorch.memory.side_stream import end_of_current
+from speedtorch.torch_internals import as_plain, current_stream, version_of
 
-__all__ = ["ModuleGroups", "host_copy"]
+__all__ = ["ModuleChanges", "ModuleGroups", "host_copy"]
+
+
+class ModuleChanges:
+    """Uses and steps of a module, which may change its tensors without a new version.
+
+    `was_stepped`: whether the module was stepped the last time it was on the device.
+    """
+
+    def __init__(self, device: torch.device, tensors: ModuleTensors) -> None:
+        self._device, self._tensors = device, tensors
+        self._uses = 0
+        self.was_stepped = False
+        # All tensors may have changed before. Threads set these flags without reading them.
+        self._is_touched = self._is_used = self._is_state_new = True
+        self._stepped: set[str] = set()
+        """Names of parameters that a step may have changed."""
+        self._copied_versions: list[int] = []
+        self._streams: set[torch.cuda.Stream] = set()
+        """Streams that have run the module or used its tensors since they were joined."""
+        self._last_use: tuple[torch.cuda.Event, torch.cuda.Stream | None, int] | None = None
+        """End event and stream of a use that has ended, and the count of changes at its end."""
+
+    def members(self) -> tuple[Members, Members, Members]:
+        """The current members of the three groups: parameters and buffers, gradients, state."""
+        found = self._tensors.current
+        # Torch's batch norm changes its statistics without a new version.
+        buffers = found.buffers if self._is_used else ()
+        is_touched = self._is_touched or self._tensors.wrapper_versions() != self._copied_versions
+        written = found.own.keys() if is_touched else self._stepped.union(buffers)
+        state = found.state.keys() if self._is_state_new else ()
+        return (
+            Members(found.own, written),
+            # Some changes of gradients do not change their version.
+            Members(found.gradients, found.gradients.keys()),
+            Members(found.state, state),
+        )
+
+    @property
+    def count(self) -> int:
+        """A count that grows with each use, step, and new version of the module's tensors.
+
+        Outside a use, track() also counts changes of gradients and optimizer state. Moves of the
+        module count too.
+        """
+        own = self._tensors.known.values()
+        with as_plain():
+            return self._uses + sum(map(version_of, own)) + sum(self._tensors.wrapper_versions())
+
+    def touch(self) -> None:
+        """Notes that any tensor of the module may have changed without a new version."""
+        self._is_touched = self._is_state_new = True
+        self._uses += 1
+
+    def note_use(self) -> None:
+        """Notes that the module runs forward or backward, or that a tensor of it is used."""
+        self._is_used = True
+        self._uses += 1
+        if self._device.type == "cuda":
+            self._streams.add(current_stream(self._device))
+
+    @untracked
+    def note_step(self, *_: object) -> None:
+        """Notes that an optimizer has stepped the module."""
+        self._is_used = self._is_state_new = self.was_stepped = True
+        self._uses += 1
+        named = self._tensors.parameters.items()
+        self._stepped |= {n for n, p in named if p.requires_grad or p.grad is not None}
+
+    def note_load(self) -> None:
+        """Notes that the next load copies all tensors, so host and device are equal."""
+        self.was_stepped = False
+        self.note_copied_state()
+        self.note_copied()
+
+    def note_copied(self) -> None:
+        """Notes that parameters and buffers have not changed since they were copied."""
+        self._is_touched = self._is_used = False
+        self._stepped = set()
+        self._copied_versions = self._tensors.wrapper_versions()
+
+    def note_copied_state(self) -> None:
+        """Notes that the optimizer state has not changed since it was copied."""
+        self._is_state_new = False
+
+    def begin_use(self) -> None:
+        """Makes the current stream wait for earlier uses, because later work is not tracked."""
+        (end, stream, _), self._last_use = self._last_use or (None, None, 0), None
+        if end is not None and stream is not self._stream():
+            # The last use, and the copy to the device before it, were on another stream.
+            current_stream(self._device).wait_event(end)
+        self.join_streams()
+
+    def end_use(self) -> None:
+        """Records the end of a use, which the current stream has joined."""
+        if (end := end_of_current(self._device)) is not None:
+            self._last_use = end, self._stream(), self.count
+
+    def boundary(self) -> torch.cuda.Event | None:
+        """The end event of the last use, behind which the module's memory is copied and reused.
+
+        None: the module is in use, or was used since then. Copies then wait for the current stream,
+        which waits for all streams that have used the module.
+        """
+        end, _, count = self._last_use or (None, None, 0)
+        if end is not None and count == self.count:
+            return end
+        self.join_streams()
+        return None
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        return current_stream(self._device) if self._device.type == "cuda" else None
+
+    def join_streams(self) -> None:
+        """Makes the current stream wait for all streams that have used the module."""
+        for stream in self._streams:
+            if stream is not (current := current_stream(self._device)):
+                # The module ran on that stream: its memory must not be reused before.
+                current.wait_stream(stream)
+        self._streams.clear()
 
 
 class ModuleGroups:
@@ -86,16 +206,13 @@ class ModuleGroups:
             raise
 
     @untracked
-    def write_back(
-        self, after: torch.cuda.Event | None = None, *, only_state: bool = False
-    ) -> None:
+    def write_back(self, *, only_state: bool = False) -> None:
         """Starts copying changes on the device to the host, or only those of the optimizer state.
 
         The module remains on the device. evict() then waits for these copies, and makes no others
-        unless the module changes meanwhile. Only evict() copies gradients. The copies wait for
-        `after`, the end of the module's last use; None: for all work queued on the current stream.
+        unless the module changes meanwhile. Only evict() copies gradients.
         """
-        self._changes.join_streams(after)
+        after = self._changes.boundary()
         (own, members), _, (of_state, state) = self._parts()
         if not only_state:
             own.write_back(members, after)
@@ -111,38 +228,29 @@ class ModuleGroups:
             group.buffer.write_back_stream.finish()
 
     @untracked
-    def evict(self, after: torch.cuda.Event | None, *, search: bool) -> int:
-        """Moves all groups to the host; see OffloadedModule.evict()."""
-        self._changes.join_streams(after)
-        freed, parts = 0, self._parts()[::-1]
+    def evict(self, *, search: bool = True, only_state: bool = False) -> int:
+        """Moves all groups to the host, or only the state; see OffloadedModule.evict()."""
+        after, freed, parts = self._changes.boundary(), 0, self._parts()[::-1]
+        if only_state:
+            del parts[1:]
         # All copies are queued before the host waits for the first.
         copied = [group.begin_write_back(members) for group, members in parts]
         for (group, members), names in zip(parts, copied, strict=True):
             # Autograd graphs hold views only of parameters and buffers.
             is_searched = search or group is not self.own
             freed += group.evict(members, after, search=is_searched, copied=names)
-        self._tensors.follow_inner()
-        self._changes.note_copied_state()
-        self.created_state_bytes = 0
-        self._changes.note_copied()
-        return freed
-
-    @untracked
-    def evict_state(self, after: torch.cuda.Event | None) -> int:
-        """Moves only the optimizer state to the host; see OffloadedModule.evict_state()."""
-        self._changes.join_streams(after)
-        *_, (state, members) = self._parts()
-        freed = state.evict(members, after)
+        if not only_state:
+            self._tensors.follow_inner()
+            self._changes.note_copied()
         self._changes.note_copied_state()
         self.created_state_bytes = 0
         return freed
 
     @untracked
-    def free_gradients(self, after: torch.cuda.Event | None = None) -> None:
+    def free_gradients(self) -> None:
         """Frees the device memory of gradients if the program has dropped them all."""
         if self.gradients.buffer.device_bytes and not self._tensors.current.gradients:
-            self._changes.join_streams(after)
-            self.gradients.evict(Members({}, ()), after)
+            self.gradients.evict(Members({}, ()), self._changes.boundary())
 
     @property
     @untracked

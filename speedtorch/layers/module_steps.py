@@ -11,28 +11,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from speedtorch.layers.module_groups import host_copy
 from speedtorch.layers.module_tensors import is_offloaded
 from speedtorch.layers.offloaded_module import OffloadedModule
-from speedtorch.layers.optimizer_trials import check_steps_apart, needs_arguments
-from speedtorch.layers.partial_step import ChangedSetting, PartialStep
 from speedtorch.layers.residency import Residency
+from speedtorch.layers.split_steps import (
+    ChangedSetting,
+    PartialStep,
+    check_steps_apart,
+    needs_arguments,
+)
 from speedtorch.torch_internals import (
     SET_BY_GRAD_SCALER,
     STEP_HOOKS,
     WeakTensorKeyDictionary,
     not_compiled,
     stepping_grad_scaler,
-    tree_leaves,
     version_of,
 )
 
 __all__ = [
     "ModuleSteps",
     "check_scaler_waits",
-    "check_steps_separately",
     "replace_method",
     "replace_step",
 ]
@@ -53,6 +55,8 @@ class ModuleSteps:
         self._are_in_backward = False
         self._outside_gradients: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         """Gradients outside modules, which a backward leaves to optimizer.step(), with versions."""
+        self._backward_step: PartialStep | None = None
+        """The step of modules in the current backward, once one has been stepped."""
         self._changes: Sequence[ChangedSetting] = ()
         """Changes of optimizer settings by steps in the backward, which step() completes."""
         self._returned = WeakTensorKeyDictionary()
@@ -72,13 +76,22 @@ class ModuleSteps:
         self._outside_gradients.clear()
         self._changes = ()
 
-    def note_begun_backward(self) -> None:
-        """Notes that a backward begins, which changes gradients."""
+    def begin_backward(self) -> None:
+        """Begins the step of a backward, which changes gradients."""
         self._outside_gradients.clear()
+        self._backward_step = None
 
-    def note_ended_backward(self, changes: Sequence[ChangedSetting]) -> None:
-        """Notes the end of a backward, and the changes of optimizer settings by its steps."""
-        self._changes = changes
+    def step_module(self, offloaded: OffloadedModule) -> None:
+        """Steps one module in the backward, without the hooks of the optimizer's step."""
+        if self._backward_step is None:
+            self._backward_step = PartialStep(self.optimizer)
+        with self._residency.using([offloaded], state=True):
+            self._step(offloaded, self._backward_step, list(offloaded.module.parameters()))
+
+    def end_backward(self) -> None:
+        """Completes the step of a backward, and notes gradients that step() must find unchanged."""
+        step, self._backward_step = self._backward_step, None
+        self._changes = [] if step is None else step.settle()
         self._outside_gradients = {
             id(param): (weakref.ref(param.grad), version_of(param.grad))
             for group in self.optimizer.param_groups
@@ -121,11 +134,6 @@ class ModuleSteps:
                 self._step(offloaded, step, parts[offloaded])
         self._changes = ()
         return outside
-
-    def step_module(self, offloaded: OffloadedModule, step: PartialStep) -> None:
-        """Steps one module, without the hooks of the optimizer's step."""
-        with self._residency.using([offloaded], state=True):
-            self._step(offloaded, step, list(offloaded.module.parameters()))
 
     def _check_outside_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises RuntimeError if gradients have changed since a backward that stepped modules."""
@@ -208,23 +216,6 @@ def check_scaler_waits() -> None:
         )
 
 
-def check_steps_separately(optimizer: Optimizer) -> None:
-    """Raises TypeError if the optimizer steps all parameters at once, or wraps another one."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            f"optimizer: {name} steps all parameters at once. Use an optimizer that steps each"
-            " parameter separately, such as AdamW."
-        )
-    for value in tree_leaves(vars(optimizer)):
-        if isinstance(value, Optimizer):
-            inner = type(value).__name__
-            raise TypeError(
-                f"optimizer: {name} wraps a {inner}, and would step all its parameters in each"
-                f" partial step. Pass the {inner} instead."
-            )
-
-
 def _call_closure(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
     """Calls the closure of a step, and returns arguments with a closure that returns its loss."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -246,7 +237,7 @@ def replace_step(
     """Makes an optimizer's step() call `parts`, then step the rest; returns a function to undo it.
 
     `parts` steps some parameters and returns the remaining ones. An optimizer whose step() needs
-    arguments is checked at its first step with these arguments, on `device`. `counted` returns
+    arguments is checked at its first step with these arguments, on `device`. `changes` returns
     changes of earlier partial steps, which this step completes.
 
     Step hooks are called once, before and after the whole step. Our pre-hook runs last and our

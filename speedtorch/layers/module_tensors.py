@@ -100,7 +100,8 @@ class TensorIndex:
         for name, param in named_parameters:
             if param.is_leaf and param.grad is not None:
                 if param.grad.is_conj() or param.grad.is_neg():  # torch creates such gradients
-                    param.grad = param.grad.resolve_conj().resolve_neg()
+                    with torch.enable_grad():
+                        param.grad = param.grad.resolve_conj().resolve_neg()
                 self._gradients[f"the gradient of {name}"] = param
                 self._gradient_refs.append(weakref.ref(param.grad))
             elif param.is_leaf:
@@ -251,9 +252,8 @@ class ModuleTensors:
 
     def follow_inner(self) -> None:
         """Updates the device of wrapper tensors to the device of their inner tensors."""
-        with torch.inference_mode(False):
-            for wrapper in self.current.wrappers:
-                follow_inner(wrapper)
+        for wrapper in self.current.wrappers:
+            follow_inner(wrapper)
 
     def disown(self) -> None:
         """Removes the module as owner of its tensors."""

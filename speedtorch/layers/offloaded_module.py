@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from speedtorch.layers.access_tracker import AccessTracker, untracked
 from speedtorch.layers.data_parallel import Averaging
 from speedtorch.layers.flat_buffer import Memory
-from speedtorch.layers.module_changes import ModuleChanges
-from speedtorch.layers.module_groups import ModuleGroups, host_copy
+from speedtorch.layers.module_groups import ModuleChanges, ModuleGroups, host_copy
 from speedtorch.layers.module_hook import ModuleHook, weak_call
 from speedtorch.layers.module_tensors import ModuleTensors
 from speedtorch.layers.tensor_group import TensorGroup
@@ -165,10 +164,8 @@ class OffloadedModule:
 
         The tensors remain on the host until load(), which copies later changes again.
         """
-        try:
-            self._move(TensorGroup.prefetch, state=state)
-        finally:
-            self.track()
+        self._move(TensorGroup.prefetch, state=state)
+        self.track()
 
     def load(self, *, state: bool = True) -> None:
         """Loads the module to the device, unless it is loaded already.
@@ -177,8 +174,6 @@ class OffloadedModule:
         the optimizer state.
         """
         self._move(TensorGroup.load, state=state)
-        for group in self.groups.all if state else self.groups.all[:2]:
-            group.buffer.load_stream.join()
 
     def _move(self, call: Callable[..., None], *, state: bool) -> None:
         self._tracker.stop()
@@ -189,41 +184,38 @@ class OffloadedModule:
             self.track()
             raise
 
-    def evict(self, after: torch.cuda.Event | None = None, *, search: bool = True) -> int:
+    def evict(self, *, search: bool = True) -> int:
         """Copies changes to the host, frees the device memory, and returns the freed bytes.
 
         The result is 0 if the module was on the host. Views keep their memory; see held_by().
-        `after` is the same as in groups.write_back(). `search` is the same as in TensorGroup.evict,
-        for parameters and buffers.
+        `search` is the same as in TensorGroup.evict, for parameters and buffers.
         """
         self._tracker.stop()
         self.averaging.note()
-        freed = self.groups.evict(after, search=search)
+        freed = self.groups.evict(search=search)
         self.has_views = False
         self.has_graph = self.has_graph and any(g.buffer.is_held for g in self.groups.all)
         self.track()
         return freed
 
-    def evict_state(self, after: torch.cuda.Event | None = None) -> int:
+    def evict_state(self) -> int:
         """Evicts only the optimizer state, and returns the freed bytes.
 
         The module can then be used, but not stepped.
         """
         self._tracker.stop()
-        return self.groups.evict_state(after)
+        return self.groups.evict(only_state=True)
 
     def begin_use(self) -> None:
-        """Stops tracking the module's tensors, and joins the streams of earlier uses."""
+        """Orders the current stream behind earlier uses, and stops tracking the tensors."""
+        self.changes.begin_use()
         self._tracker.stop()
-        self.changes.join_streams()
 
     def end_use(self) -> None:
-        """Joins the streams of the use, and tracks uses of the tensors again.
-
-        An event that the current stream records next is behind all work on the module.
-        """
+        """Joins the streams of the use, tracks the tensors again, and notes the end of the use."""
         self.changes.join_streams()
         self.track()
+        self.changes.end_use()
 
     @untracked
     def track(self) -> None:
@@ -285,7 +277,7 @@ class OffloadedModule:
             self._watched.add(module)
             # always_call: a failed forward may have changed buffers.
             self._hooks.append(module.register_forward_hook(self._forward_hook, always_call=True))
-            self.changes.note_buffers()
+            self.changes.note_use()
         self.averaging.forget_replaced()
 
     def _before_forward(self, module: nn.Module, args: object) -> None:

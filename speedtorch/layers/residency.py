@@ -3,27 +3,167 @@
 from __future__ import annotations
 
 import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtorch.layers.device_modules import DeviceModules, Need, Use
+from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.offloaded_module import AutoLoader, OffloadedModule
 from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.byte_count import text_of
-from speedtorch.memory.side_stream import end_of_current
-from speedtorch.torch_internals import current_stream
 
-__all__ = ["Evictable", "Residency"]
+__all__ = ["Evictable", "Residency", "Use"]
 
-_LastUse: TypeAlias = tuple[torch.cuda.Event | None, torch.cuda.Stream | None, int]
-"""End event, stream, and count of the module's changes at the end of a use."""
+
+@dataclass(eq=False)
+class Use:
+    """Modules that remain on the device while a caller holds this object; `state`: for a step."""
+
+    modules: tuple[OffloadedModule, ...]
+    state: bool
+    trained: set[OffloadedModule]
+    """Modules for which a backward is expected to create gradients."""
+    stepped: set[OffloadedModule]
+    """Modules that are stepped during this use."""
+
+
+class Need(NamedTuple):
+    """Whether uses of a module need optimizer state for a step, and gradients of a backward."""
+
+    state: bool
+    gradients: bool
+
+
+class DeviceModules:
+    """Counts the device memory of modules, and the memory that their uses will need.
+
+    `first_state` returns, per optimizer, the bytes of state that a first step creates for a
+    parameter. `by_last_use` has the modules that may have device memory, least recently used first.
+    """
+
+    def __init__(
+        self, budget: int | None, first_state: Mapping[Optimizer, Callable[[Tensor], int]]
+    ) -> None:
+        self._budget, self._first_state = budget, first_state
+        self.by_last_use: OrderedDict[OffloadedModule, None] = OrderedDict()
+        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
+        """Current uses; their callers hold the references."""
+        self._extra_bytes: dict[OffloadedModule, int] = {}
+        """Bytes allocated for a module on the device since its load, and expected in its uses."""
+        self._last_needs = weakref.WeakKeyDictionary[OffloadedModule, Need]()
+        """Needs of each module's last ended use, which the next use is expected to have."""
+
+    @property
+    def loaded(self) -> list[OffloadedModule]:
+        """Modules with device memory, least recently used first."""
+        return [module for module in self.by_last_use if self.bytes_of(module)]
+
+    def begin_use(
+        self, modules: Iterable[OffloadedModule], *, state: bool = False, gradients: bool = False
+    ) -> Use:
+        """Prevents eviction of modules until end_use(), or until the returned Use is dropped."""
+        modules = tuple(modules)
+        use = Use(modules, state, set(modules if gradients else ()), set(modules if state else ()))
+        for other in self._uses if state else ():
+            other.stepped.update(module for module in use.modules if module in other.modules)
+        self._uses.add(use)
+        return use
+
+    def end_use(self, use: Use) -> None:
+        """Ends a use, and expects the same needs in the next use of its modules."""
+        self._uses.discard(use)
+        for module in () if use.state else use.modules:
+            self._last_needs[module] = Need(module in use.stepped, module in use.trained)
+
+    def uses_of(self, module: OffloadedModule) -> list[Use]:
+        """Current uses of a module."""
+        return [use for use in self._uses if module in use.modules]
+
+    def needs(self) -> dict[OffloadedModule, Need]:
+        """Needs of the modules in use."""
+        found: dict[OffloadedModule, Need] = {}
+        for use in self._uses:
+            for module in use.modules:
+                state, gradients = found.get(module, (False, False))
+                found[module] = Need(state or use.state, gradients or module in use.trained)
+        return found
+
+    def expected_bytes(self) -> int:
+        """Bytes that modules in use will need beyond the counted ones, as in their last uses."""
+        count = 0
+        for module, need in self.needs().items():
+            last = self._last_needs.get(module, need)
+            if last.gradients and not need.gradients:
+                count += module.tensors.missing_gradients()
+            if last.state and not need.state:
+                count += module.groups.missing_bytes(state=True)
+        return count
+
+    def check_budget_for_step(self, modules: Iterable[OffloadedModule]) -> None:
+        """Raises RuntimeError if the budget is too small to step one of the modules."""
+        if self._budget is None:
+            return
+        needs = self.needs()
+        for module in modules:
+            used = [other for other in self.by_last_use if other in needs and other is not module]
+            needed = module.groups.needed_bytes + self._first_state_bytes(module)
+            needed += sum(self.bytes_of(other) for other in used)
+            if needed > self._budget:
+                raise RuntimeError(
+                    f"budget: {text_of(self._budget)} is {text_of(needed - self._budget)} too small"
+                    f" to step module {module.name!r} with its gradients and optimizer state. Other"
+                    f" modules in use: {', '.join(other.name for other in used) or 'none'}. No"
+                    " module has been stepped. Increase the budget."
+                )
+
+    def count_extra_bytes(self, module: OffloadedModule, need: Need | None) -> None:
+        """Counts the bytes allocated in a module on the device, and those that `need` may add."""
+        count = module.groups.other_bytes()
+        if need is not None and self._budget is not None:
+            if need.gradients:
+                count += module.tensors.missing_gradients()
+            if need.state:
+                count += self._first_state_bytes(module)
+        self._extra_bytes[module] = count
+
+    def note_eviction(self, module: OffloadedModule) -> int:
+        """Returns the extra bytes that an evicted module no longer has."""
+        count = self._extra_bytes.pop(module, 0)
+        if not module.groups.device_bytes:
+            self.by_last_use.pop(module, None)
+        return count
+
+    @untracked
+    def _first_state_bytes(self, module: OffloadedModule) -> int:
+        """Bytes of state that a first step of a module creates."""
+        return sum(
+            self._first_state[optimizer](param)
+            for optimizer in module.tensors.optimizers
+            for param in module.tensors.parameters.values()
+            if param.requires_grad and param not in optimizer.state
+        )
+
+    def bytes_of(self, module: OffloadedModule) -> int:
+        """Bytes of a module's device memory, with the tensors that were assigned to it there."""
+        return module.groups.device_bytes + self._extra_bytes.get(module, 0)
+
+    def used_bytes(self) -> int:
+        """Bytes of device memory of all modules."""
+        return sum(map(self.bytes_of, self.by_last_use))
+
+    def clear(self) -> None:
+        """Forgets all modules, after their eviction."""
+        for by_module in (self.by_last_use, self._extra_bytes, self._last_needs):
+            by_module.clear()
 
 
 class Evictable(NamedTuple):
@@ -72,12 +212,11 @@ class Residency:
 
     def __init__(
         self,
-        device: torch.device,
         budget: int | None,
         traffic: TransferStats,
         first_state: Mapping[Optimizer, Callable[[Tensor], int]],
     ) -> None:
-        self._device, self._budget, self._traffic = device, budget, traffic
+        self._budget, self._traffic = budget, traffic
         self.modules = DeviceModules(budget, first_state)
         self._requested: dict[OffloadedModule, bool] = {}
         """Modules to prefetch, and whether with their state."""
@@ -85,8 +224,6 @@ class Residency:
         """Prefetched modules that were not used yet."""
         self._writing: list[Evictable] = []
         """Modules and state in write-back before their eviction, oldest first."""
-        self._last_uses: dict[OffloadedModule, _LastUse] = {}
-        """Last uses of modules that are not in use."""
         self._auto_loader: AutoLoader | None = None
         self._positions: dict[OffloadedModule, int] = {}
         """Modules that loaded_in_order() uses next, with their positions."""
@@ -130,8 +267,6 @@ class Residency:
                 self.modules.by_last_use[module] = None
                 self.modules.by_last_use.move_to_end(module)
                 module.end_use()
-                end = end_of_current(self._device)
-                self._last_uses[module] = end, self._stream(), module.changes.count
         self._make_room(None, 0, waits=False)
         self.advance()
 
@@ -171,11 +306,6 @@ class Residency:
     def _load_for_use(self, module: OffloadedModule, *, state: bool) -> None:
         if self._auto_loader is not None:
             self._auto_loader.end_failed()
-        # From here on the program may queue work on the module that is not tracked.
-        end, stream, _ = self._last_uses.pop(module, (None, None, 0))
-        if end is not None and stream is not self._stream():
-            # The last use, and the copy to the device before it, were on another stream.
-            current_stream(self._device).wait_event(end)
         module.begin_use()
         if module.groups.has_new_tensors and len(self.modules.uses_of(module)) == 1:
             self.evict(Evictable(module))
@@ -188,9 +318,6 @@ class Residency:
             self.modules.count_extra_bytes(module, self.modules.needs().get(module))
         self._load(module, state=state, waits=True)
         self._prefetched.discard(module)
-
-    def _stream(self) -> torch.cuda.Stream | None:
-        return current_stream(self._device) if self._device.type == "cuda" else None
 
     def advance(self) -> None:
         """Prefetches requested modules as far as they fit without waiting."""
@@ -291,8 +418,7 @@ class Residency:
             if over <= 0:
                 return
             if victim not in self._writing:
-                end = self.end_of_use(victim.module)
-                victim.module.groups.write_back(end, only_state=victim.only_state)
+                victim.module.groups.write_back(only_state=victim.only_state)
                 self._writing.append(victim)
                 over -= nbytes
 
@@ -353,12 +479,12 @@ class Residency:
 
         search: whether to search for views of the module. False: only if there may be some.
         """
-        begin, module, end = time.perf_counter(), victim.module, self.end_of_use(victim.module)
+        begin, module = time.perf_counter(), victim.module
         was_written_back = module.groups.is_written_back(only_state=victim.only_state)
         before = self._traffic.copied[Memory.HOST]
         try:
             if victim.only_state:
-                freed, need = module.evict_state(end), self.modules.needs().get(module)
+                freed, need = module.evict_state(), self.modules.needs().get(module)
                 self.modules.count_extra_bytes(module, need)  # without state that a step created
                 if need is None:
                     module.track()
@@ -367,22 +493,15 @@ class Residency:
                 # views is slow, and with an AutoLoader a graph that needs the module is usual.
                 may_be_kept = module.returned_views or module.has_views or not module.has_graph
                 search = search or self._auto_loader is None or may_be_kept
-                freed = module.evict(end, search=search)
+                freed = module.evict(search=search)
                 self._prefetched.discard(module)
-                freed += self.modules.forget_extra_bytes(module)
+                freed += self.modules.note_eviction(module)
         except BaseException:
-            self._last_uses.pop(module, None)  # it may be on the device, and no longer tracked
+            module.changes.touch()  # it may be on the device, and no longer tracked
             raise
         if not was_written_back or self._traffic.copied[Memory.HOST] > before:
             self.seconds_waited += time.perf_counter() - begin
-        if not self.modules.bytes_of(module):
-            self.modules.by_last_use.pop(module, None)
         return freed
-
-    def end_of_use(self, module: OffloadedModule) -> torch.cuda.Event | None:
-        """End event of a module's last use; None: in use, or used since then outside any use."""
-        end, _, changes = self._last_uses.get(module, (None, None, 0))
-        return end if end is not None and changes == module.changes.count else None
 
     def set_auto_loader(self, auto_loader: AutoLoader | None) -> None:
         """Sets the AutoLoader that loads modules and knows their order of use; None removes it."""
@@ -397,12 +516,12 @@ class Residency:
     def clear(self) -> None:
         """Forgets all modules, after their eviction."""
         queues: tuple[Any, ...] = self.modules, self._requested, self._prefetched, self._writing
-        for collection in (*queues, self._last_uses, self._positions):
+        for collection in (*queues, self._positions):
             collection.clear()
 
     def _update_extra_bytes(self) -> None:
         """Updates the bytes allocated for modules on the device, and frees dropped gradients."""
         needs = self.modules.needs()
         for module in self.modules.by_last_use:
-            module.groups.free_gradients(self.end_of_use(module))
+            module.groups.free_gradients()
             self.modules.count_extra_bytes(module, needs.get(module))

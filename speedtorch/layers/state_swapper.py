@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.module_steps import (
     check_scaler_waits,
-    check_steps_separately,
     replace_method,
     replace_step,
 )
@@ -28,20 +28,22 @@ from speedtorch.layers.offloaded_parameters import (
     move_to_host,
     offloaded_bytes,
 )
-from speedtorch.layers.optimizer_trials import FirstState, check_when_given
-from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.split_steps import (
+    FirstState,
+    PartialStep,
+    check_can_be_split,
+    check_when_given,
+    swapped_optimizers,
+)
 from speedtorch.layers.state_tensors import is_cpu_step, plain_tensors
 from speedtorch.layers.tensor_group import Members, TensorGroup
 from speedtorch.layers.transfer_stats import StateReport, TransferStats
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
 from speedtorch.step.trained_rows import rows_of_parameter
-from speedtorch.torch_internals import as_plain, tree_leaves
+from speedtorch.torch_internals import tree_leaves
 
-__all__ = ["StateSwapper", "check_can_be_split"]
-
-_swapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have a StateSwapper."""
+__all__ = ["StateSwapper"]
 
 _IN_TRANSFER = 3
 """Buckets in transfer: the stepped one, which is copied back to the host, and the next two."""
@@ -86,6 +88,7 @@ class _Bucket:
         """Bytes of parameters and gradients that are copied with the state."""
         return sum(map(offloaded_bytes, self.parameters)) if self._copies_parameters else 0
 
+    @untracked
     def prefetch(self, members: Members) -> Members:
         """Starts the copies to the device, and returns the argument for load()."""
         if self._copies_parameters:
@@ -95,21 +98,30 @@ class _Bucket:
         self.state.prefetch(members)
         return members if is_old else Members(members.tensors, ())
 
+    @untracked
     def load(self, members: Members) -> None:
         """Moves state and parameters to the device; the current stream waits for the copies."""
         self.state.load(members)
-        self.state.buffer.load_stream.join()
         self.offloaded.load()
         for param in self.parameters if self._copies_parameters else ():
             for value in tree_leaves(self._optimizer.state.get(param)):
                 follow_inner(value)  # load_state_dict() may have made it a host tensor
 
+    @untracked
+    def write_back(self, members: Members | None) -> None:
+        """Starts copies to the host after a step; None: state remains on the device."""
+        self.offloaded.write_back()
+        if members is not None:
+            self.state.write_back(members)
+
+    @untracked
     def evict(self, members: Members | None) -> None:
         """Finishes copies to the host and frees device memory; None: state remains there."""
         if members is not None:
             self.state.evict(members, search=False)
         self.offloaded.offload()
 
+    @untracked
     def members(self, shared: Mapping[int, int]) -> Members:
         """State tensors by name that can be moved.
 
@@ -220,7 +232,7 @@ class StateSwapper:
         self._first = {opt: FirstState(opt) for opt in self._optimizers}
         self._undo: list[Callable[[], None]] = []
         try:
-            _swapped.update(self._optimizers)
+            swapped_optimizers.update(self._optimizers)
             for opt in self._optimizers:
                 self._undo.append(replace_step(opt, partial(self._step_buckets, opt), self.device))
                 load = partial(_load_on_host, opt)
@@ -235,6 +247,7 @@ class StateSwapper:
         names = ", ".join(type(opt).__name__ for opt in self._optimizers)
         return f"{type(self).__name__}({names}; budget={text_of(self.budget)})"
 
+    @untracked
     def evict(self) -> int:
         """Moves all state to the host until the next step, and returns the freed device bytes.
 
@@ -249,12 +262,12 @@ class StateSwapper:
         if not self._undo:  # it is closed
             return 0
         freed = 0
-        with as_plain(), torch.no_grad():
-            for optimizer in self._optimizers:
-                self._arranged(optimizer)
-                freed += _evicted(optimizer, self._buckets[optimizer])
+        for optimizer in self._optimizers:
+            self._arranged(optimizer)
+            freed += _evicted(optimizer, self._buckets[optimizer])
         return freed
 
+    @untracked
     def close(self) -> None:
         """Moves all state to the device of its parameters, and restores the optimizers' methods.
 
@@ -265,20 +278,18 @@ class StateSwapper:
         for undo in self._undo:
             undo()
         self._undo = []
-        _swapped.difference_update(self._optimizers)
-        with as_plain(), torch.no_grad():
-            for optimizer in [opt for opt, buckets in self._buckets.items() if buckets]:
-                shared = self._arranged(optimizer, checks=False)
-                for bucket in self._buckets[optimizer]:
-                    members = bucket.members(shared)
-                    if self.device is not None and bucket.parameter_device.type == "cpu":
-                        bucket.state.evict(members, search=False)
-                        for param in bucket.parameters:
-                            move_to_host(optimizer.state.get(param))
-                    else:
-                        bucket.state.load(members)
-                        bucket.state.buffer.load_stream.join()
-                self._buckets[optimizer] = []
+        swapped_optimizers.difference_update(self._optimizers)
+        for optimizer in [opt for opt, buckets in self._buckets.items() if buckets]:
+            shared = self._arranged(optimizer, checks=False)
+            for bucket in self._buckets[optimizer]:
+                members = bucket.members(shared)
+                if self.device is not None and bucket.parameter_device.type == "cpu":
+                    bucket.state.evict(members, search=False)
+                    for param in bucket.parameters:
+                        move_to_host(optimizer.state.get(param))
+                else:
+                    bucket.state.load(members)
+            self._buckets[optimizer] = []
 
     def report(self) -> StateReport:
         """Reports where state is and what has been copied so far; waits for queued copies."""
@@ -292,48 +303,16 @@ class StateSwapper:
         )
 
     def _step_buckets(self, optimizer: Optimizer, step: PartialStep) -> tuple[()]:
-        """Steps all buckets, and returns no remaining parameters."""
-        with as_plain(), torch.no_grad():
-            shared = self._arranged(optimizer)
-            buckets = [bucket for bucket in self._buckets[optimizer] if bucket.has_gradients]
-            if self.device is not None:
-                check_scaler_waits()
-                check_offloaded(param for bucket in buckets for param in bucket.parameters)
-            resident = self._resident(optimizer, buckets)
-            for owner, owned in self._buckets.items():
-                loaded = [bucket for bucket in owned if bucket.state.buffer.device_bytes]
-                evicted = [bucket for bucket in loaded if bucket not in resident]
-                _evicted(owner, evicted)  # they no longer fit into the budget
-                for bucket in evicted:
-                    bucket.offloaded.offload()
+        """Steps all buckets, prefetches the next two, and returns no remaining parameters."""
+        buckets, resident, shared = self._begin_step(optimizer)
         try:
-            self._step_in_order(step, buckets, resident, shared)
-        finally:
-            with as_plain(), torch.no_grad():
-                for bucket in buckets:
-                    bucket.offloaded.offload()
-        return ()
-
-    def _step_in_order(
-        self,
-        step: PartialStep,
-        buckets: Sequence[_Bucket],
-        resident: Collection[_Bucket],
-        shared: Mapping[int, int],
-    ) -> None:
-        """Steps buckets in order, and prefetches the next two."""
-        with as_plain(), torch.no_grad():
             prefetched = deque(bucket.prefetch(bucket.members(shared)) for bucket in buckets[:2])
-        stepped: list[tuple[_Bucket, Members | None]] = []
-        for number, bucket in enumerate(buckets):
-            with as_plain(), torch.no_grad():
+            stepped: list[tuple[_Bucket, Members | None]] = []
+            for number, bucket in enumerate(buckets):
                 bucket.load(prefetched.popleft())
-            step.step(bucket.parameters)
-            with as_plain(), torch.no_grad():
-                bucket.offloaded.write_back()
+                step.step(bucket.parameters)
                 members = bucket.members(shared)
-                if bucket not in resident:
-                    bucket.state.write_back(members)
+                bucket.write_back(None if bucket in resident else members)
                 # Searched before the host waits in evict(): afterwards the link is idle.
                 following = [(ahead, ahead.members(shared)) for ahead in buckets[number + 2 :][:1]]
                 for former, moved in stepped:
@@ -341,9 +320,34 @@ class StateSwapper:
                 prefetched.extend(ahead.prefetch(needed) for ahead, needed in following)
                 # write_back() has queued all changes of the step: nothing is copied again.
                 stepped = [(bucket, None if bucket in resident else Members(members.tensors, ()))]
-        with as_plain(), torch.no_grad():
             for bucket, moved in stepped:
                 bucket.evict(moved)
+        finally:
+            for bucket in buckets:
+                bucket.evict(None)
+        return ()
+
+    @untracked
+    def _begin_step(
+        self, optimizer: Optimizer
+    ) -> tuple[list[_Bucket], Collection[_Bucket], Mapping[int, int]]:
+        """Returns the buckets to step, those that remain on the device, and _arranged().
+
+        Resident buckets of earlier steps that no longer fit are evicted.
+        """
+        shared = self._arranged(optimizer)
+        buckets = [bucket for bucket in self._buckets[optimizer] if bucket.has_gradients]
+        if self.device is not None:
+            check_scaler_waits()
+            check_offloaded(param for bucket in buckets for param in bucket.parameters)
+        resident = self._resident(optimizer, buckets)
+        for owner, owned in self._buckets.items():
+            loaded = [bucket for bucket in owned if bucket.state.buffer.device_bytes]
+            evicted = [bucket for bucket in loaded if bucket not in resident]
+            _evicted(owner, evicted)
+            for bucket in evicted:
+                bucket.evict(None)
+        return buckets, resident, shared
 
     def _resident(self, optimizer: Optimizer, stepped: Iterable[_Bucket]) -> set[_Bucket]:
         """The first buckets whose state fits into the budget beside the buckets in transfer."""
@@ -365,19 +369,19 @@ class StateSwapper:
                 resident.add(bucket)
         return resident
 
+    @untracked
     def _evict_mixed(self, optimizer: Optimizer) -> None:
         """Evicts buckets with several dtypes before state_dict().
 
         torch.save raises for a storage with several dtypes. On the host each tensor has its own.
         """
-        with as_plain(), torch.no_grad():
-            mixed = [
-                bucket
-                for bucket in self._buckets[optimizer]
-                if (flat := bucket.state.buffer).device_bytes
-                and len({place.dtype for place in flat.places.values()}) > 1
-            ]
-            _evicted(optimizer, mixed)
+        mixed = [
+            bucket
+            for bucket in self._buckets[optimizer]
+            if (flat := bucket.state.buffer).device_bytes
+            and len({place.dtype for place in flat.places.values()}) > 1
+        ]
+        _evicted(optimizer, mixed)
 
     def _arranged(self, optimizer: Optimizer, *, checks: bool = True) -> Counter[int]:
         """Groups new parameters into buckets, and counts the parameters that keep each tensor.
@@ -493,16 +497,6 @@ def _times_kept(optimizer: Optimizer) -> Counter[int]:
     """Counts the parameters whose state has each tensor, by id."""
     states = optimizer.state.values()
     return Counter([id(tensor) for kept in states for _, tensor in plain_tensors("", kept)])
-
-
-def check_can_be_split(optimizer: Optimizer) -> None:
-    """Calls check_steps_separately(); raises ValueError if the optimizer has a StateSwapper."""
-    if optimizer in _swapped:
-        raise ValueError(
-            f"optimizer: {type(optimizer).__name__} already has a StateSwapper. Call its close()"
-            " first."
-        )
-    check_steps_separately(optimizer)
 
 
 def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:

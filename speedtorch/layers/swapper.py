@@ -14,9 +14,8 @@ from speedtorch.layers.auto import AutoOffload
 from speedtorch.layers.module_hook import weak_call
 from speedtorch.layers.module_steps import ModuleSteps
 from speedtorch.layers.offloaded_module import OffloadedModule, exact_device
-from speedtorch.layers.optimizer_trials import FirstState, check_when_given
 from speedtorch.layers.residency import Evictable, Residency
-from speedtorch.layers.state_swapper import check_can_be_split
+from speedtorch.layers.split_steps import FirstState, check_can_be_split, check_when_given
 from speedtorch.layers.transfer_stats import Freed, SwapReport, TransferStats
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
@@ -95,7 +94,7 @@ class Swapper:
         self._traffic = TransferStats()
         self._offloaded: dict[nn.Module, OffloadedModule] = {}
         first_state = {optimizer: FirstState(optimizer).nbytes for optimizer in stepped}
-        self._residency = Residency(self.device, self.budget, self._traffic, first_state)
+        self._residency = Residency(self.budget, self._traffic, first_state)
         self._steps: list[ModuleSteps] = []
         self._auto: AutoOffload | None = None
         try:
@@ -193,7 +192,7 @@ class Swapper:
         Gradients are written back only by an eviction of their module.
         """
         for offloaded in self._residency.modules.loaded:
-            offloaded.groups.write_back(self._residency.end_of_use(offloaded))
+            offloaded.groups.write_back()
         for offloaded in self._residency.modules.loaded:
             offloaded.groups.wait()
 

@@ -18,13 +18,13 @@ frees the old memory last. Each tensor is complete at any time, and another call
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.flat_buffer import FlatBuffer, Memory, check_packable
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import set_versions, version_of
@@ -48,24 +48,14 @@ class Members(NamedTuple):
     written: Collection[str]
 
 
-@contextmanager
-def _no_inference() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _plain_tensors() -> AbstractContextManager[None]:
-    """Tensors created within are ordinary tensors without a graph, also in inference mode."""
-    return _no_inference() if torch.is_inference_mode_enabled() else torch.no_grad()
-
-
 class TensorGroup:
     """Tensors in host memory, or on the device; in host memory at first.
 
-    The caller passes the current tensors to each move, by names that do not change. The device
-    "cpu" is another part of host memory.
+    The caller passes the current tensors to each move, by names that do not change, and is
+    `untracked`. The device "cpu" is another part of host memory.
     """
 
+    @untracked
     def __init__(self, device: torch.device, traffic: TransferStats | None = None) -> None:
         self.memory: Memory | None = Memory.HOST
         """Where the tensors are; None after an interrupted move, until another completes it."""
@@ -79,8 +69,7 @@ class TensorGroup:
         self._host_versions: dict[str, int] = {}
         self._device_versions: dict[str, int] = {}
         """The last version of each tensor on the device; `_host_versions`: on the host."""
-        with _plain_tensors():
-            self.buffer = FlatBuffer({}, device, traffic=traffic)
+        self.buffer = FlatBuffer({}, device, traffic=traffic)
         """The current buffer; replaced if a joining tensor does not fit."""
 
     def has_place(self, name: str, tensor: Tensor) -> bool:
@@ -114,8 +103,7 @@ class TensorGroup:
         """
         if self.buffer.is_filled or self.buffer.memory_at(tensors) is not Memory.HOST:
             return False
-        with _plain_tensors():
-            self.buffer.copy_to(Memory.DEVICE, tensors, ())
+        self.buffer.copy_to(Memory.DEVICE, tensors, ())
         return True
 
     def prefetch(self, members: Members, *, begun: bool = False) -> None:
@@ -128,11 +116,10 @@ class TensorGroup:
             self._filled(members, begun=begun)
 
     def load(self, members: Members, *, begun: bool = False) -> None:
-        """Loads all tensors to the device on a side stream.
+        """Loads all tensors to the device on a side stream, which the current stream joins.
 
-        The current stream must join `buffer.load_stream` before it uses them. Tensors assigned on
-        the device keep their memory. Raises torch.OutOfMemoryError, and for new tensors on the host
-        the errors of evict(). After an error all tensors are where they were.
+        Tensors assigned on the device keep their memory. Raises torch.OutOfMemoryError, and for new
+        tensors on the host the errors of evict(). After an error all tensors are where they were.
         """
         copied: Collection[str] = ()
         if begun or not self.buffer.is_filled:
@@ -140,9 +127,9 @@ class TensorGroup:
         else:
             where = self._packed(members)
         if where:
-            with _plain_tensors():
-                self._move(members, where, Memory.DEVICE, copied)
+            self._move(members, where, Memory.DEVICE, copied)
         self.memory = Memory.DEVICE
+        self.buffer.load_stream.join()
 
     def _filled(self, members: Members, *, begun: bool) -> dict[str, Memory | None]:
         """Like _packed(), and starts a copy of the whole host buffer to the device buffer."""
@@ -150,11 +137,10 @@ class TensorGroup:
         try:
             if not begun:
                 self.begin_load(tensors)
-            with _plain_tensors():
-                if where := self._packed(members, search=False):
-                    if not self.buffer.is_filled:
-                        self.buffer.copy_to(Memory.DEVICE, tensors, ())
-                    self._record_versions(self._changed(tensors), tensors, where)
+            if where := self._packed(members, search=False):
+                if not self.buffer.is_filled:
+                    self.buffer.copy_to(Memory.DEVICE, tensors, ())
+                self._record_versions(self._changed(tensors), tensors, where)
         except BaseException:
             self.buffer.empty()  # no tensor is in the device buffer
             raise
@@ -224,8 +210,7 @@ class TensorGroup:
         if not written or self.buffer.memory_at(members.tensors) is not Memory.DEVICE:
             return ()
         written = members.tensors.keys() & written
-        with _plain_tensors():
-            self.buffer.copy_to(Memory.HOST, written, (), after)
+        self.buffer.copy_to(Memory.HOST, written, (), after)
         return written
 
     def write_back(self, members: Members, after: torch.cuda.Event | None = None) -> None:
@@ -237,14 +222,13 @@ class TensorGroup:
         buffer, tensors = self.buffer, members.tensors
         if not buffer.device_bytes:
             return
-        with _plain_tensors():
-            copied = self.begin_write_back(members, after)
-            where = buffer.where(tensors)
-            loaded = {n: value for n, value in tensors.items() if where[n] is Memory.DEVICE}
-            new = self._changed(loaded)
-            settled = [name for name, memory in where.items() if memory is Memory.HOST]
-            changed = new.union(loaded.keys() & members.written).difference(copied)
-            buffer.copy_to(Memory.HOST, changed, settled, after)
+        copied = self.begin_write_back(members, after)
+        where = buffer.where(tensors)
+        loaded = {n: value for n, value in tensors.items() if where[n] is Memory.DEVICE}
+        new = self._changed(loaded)
+        settled = [name for name, memory in where.items() if memory is Memory.HOST]
+        changed = new.union(loaded.keys() & members.written).difference(copied)
+        buffer.copy_to(Memory.HOST, changed, settled, after)
         self._record_versions(new, loaded, where)
 
     def evict(
@@ -276,18 +260,17 @@ class TensorGroup:
         if not tensors and not former.device_bytes:
             self.memory = Memory.HOST
             return 0
-        with _plain_tensors():
-            where = former.where(tensors)
-            if None in where.values():
-                if not former.fits(tensors, where) or self._is_replaced(tensors, where):
-                    self.buffer = FlatBuffer(tensors, former.device, traffic=former.traffic)
-                    # Graphs may have saved the former memory of each tensor.
-                    self._placed = {name: weakref.ref(value) for name, value in tensors.items()}
-                    self._replaced_addresses.clear()
-                elif not tensors.keys() <= former.places.keys():
-                    self._grow(members, where)
-                where = self.buffer.where(tensors)
-            self._move(members, where, Memory.HOST, copied)
+        where = former.where(tensors)
+        if None in where.values():
+            if not former.fits(tensors, where) or self._is_replaced(tensors, where):
+                self.buffer = FlatBuffer(tensors, former.device, traffic=former.traffic)
+                # Graphs may have saved the former memory of each tensor.
+                self._placed = {name: weakref.ref(value) for name, value in tensors.items()}
+                self._replaced_addresses.clear()
+            elif not tensors.keys() <= former.places.keys():
+                self._grow(members, where)
+            where = self.buffer.where(tensors)
+        self._move(members, where, Memory.HOST, copied)
         self.memory = Memory.HOST
         # All tensors are on the host: they need no buffer's device memory.
         buffers = dict.fromkeys((former, self.buffer))

@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedtorch.layers.access_predictor import HORIZON, AccessPredictor
+from speedtorch.layers.auto import HORIZON, AccessPredictor
 
 
 def keys(call: str) -> Iterator[str]:

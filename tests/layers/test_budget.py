@@ -13,9 +13,8 @@ from conftest import NEEDS_GPU
 from offloaded_models import assert_equal, tensors_of
 from torch import Tensor, nn, optim
 
-from speedtorch.layers import Swapper
-from speedtorch.layers.optimizer_trials import FirstState
-from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers import Swapper, module_groups
+from speedtorch.layers.split_steps import FirstState, PartialStep
 
 WIDTH = 64
 MODULE_BYTES = 2 * 4 * WIDTH * (WIDTH + 1)  # bytes of the weights of a module
@@ -223,19 +222,21 @@ def test_a_module_in_use_that_no_backward_reaches_needs_no_room_for_gradients() 
 def test_a_module_whose_eviction_failed_waits_for_all_queued_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    end = object()
+    monkeypatch.setattr(module_groups, "end_of_current", lambda _: end)
     model = layers(2)
     swapper = Swapper(model, device="cpu")
     with swapper.use(model[0]):
         pass
     offloaded = swapper._offloaded[model[0]]
-    assert offloaded in swapper._residency._last_uses
+    assert offloaded.changes.boundary() is end
     with monkeypatch.context() as patch:
         patch.setattr(
             type(offloaded.groups.own), "evict", lambda *_, **__: (_ for _ in ()).throw(MemoryError)
         )
         with pytest.raises(MemoryError):
             swapper.evict(model[0])
-    assert offloaded.groups.device_bytes and offloaded not in swapper._residency._last_uses
+    assert offloaded.groups.device_bytes and offloaded.changes.boundary() is None
 
 
 @pytest.mark.parametrize(("optimizer", "kept"), zip(OPTIMIZERS, range(4), strict=True))

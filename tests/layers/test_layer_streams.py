@@ -22,9 +22,9 @@ from speedtorch.layers import (
 )
 from speedtorch.layers.flat_buffer import FlatBuffer, Memory
 from speedtorch.layers.host_buffer import Stage
+from speedtorch.layers.module_groups import ModuleChanges
 from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.layers.offloaded_parameters import OffloadedParameters
-from speedtorch.layers.residency import Residency
 from speedtorch.layers.storage_offloader import StorageOffloader
 from speedtorch.layers.transfer_stats import TransferStats
 
@@ -249,7 +249,7 @@ def test_a_loaded_layer_is_used_on_another_stream_after_its_last_use(
 ) -> None:
     streams.pretend_on_cpu()
     timeline = Timeline(streams, monkeypatch)
-    monkeypatch.setattr(Residency, "_stream", lambda _: streams.current)
+    monkeypatch.setattr(ModuleChanges, "_stream", lambda _: streams.current)
     model = nn.Sequential(*(NumberedLayer(float(number), timeline) for number in range(1, 4)))
     swapper = Swapper(model, budget="1MiB", device="cpu")
     with swapper.auto(), torch.no_grad():

@@ -17,7 +17,7 @@ from conftest import NEEDS_GPU
 from interrupts import EVERY, PACKAGE, Lines
 from torch import Tensor, nn, optim
 
-from speedtorch.layers import Swapper, flat_buffer, residency
+from speedtorch.layers import Swapper, flat_buffer, module_groups
 
 WIDTH = 16
 NBYTES = 4 * WIDTH * WIDTH
@@ -55,7 +55,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> Marks:
         found.waits.append((stream._purpose, found.work if after is None else after.number))
         return nullcontext()
 
-    monkeypatch.setattr(residency, "end_of_current", lambda _: Mark(found.work))
+    monkeypatch.setattr(module_groups, "end_of_current", lambda _: Mark(found.work))
     monkeypatch.setattr(flat_buffer.FlatBuffer, "_beside", beside)
     return found
 
@@ -318,14 +318,7 @@ def test_a_compiled_function_of_a_weight_is_an_access(marks: Marks) -> None:
 
 @EVERY
 def test_an_error_at_a_line_of_a_use_loses_no_module(every: int) -> None:
-    names = (
-        "residency",
-        "device_modules",
-        "offloaded_module",
-        "module_changes",
-        "module_groups",
-        "module_tensors",
-    )
+    names = ("residency", "offloaded_module", "module_groups", "module_tensors")
     files = [each for each in PACKAGE if each.endswith(tuple(f"layers/{n}.py" for n in names))]
     with Lines(files) as lines:
         use(Training(), 0)

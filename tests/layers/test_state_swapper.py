@@ -23,7 +23,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 from speedtorch.layers import StateSwapper, Swapper, state_swapper
 from speedtorch.layers.offloaded_parameters import OffloadedParameters
-from speedtorch.layers.partial_step import PartialStep
+from speedtorch.layers.split_steps import PartialStep
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     **COMMON_OPTIMIZERS,

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from speedtorch.layers import Memory, Swapper, flat_buffer, host_buffer, module_steps, residency
+from speedtorch.layers import (
+    Memory,
+    Swapper,
+    flat_buffer,
+    host_buffer,
+    module_groups,
+    module_steps,
+)
 
 BLOCKS, ELEMENTS = 16, 2048
 BLOCK_BYTES = 4 * ELEMENTS
@@ -119,7 +126,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     monkeypatch.setattr(flat_buffer, "SharedSideStream", side_stream(found))
     monkeypatch.setattr(flat_buffer, "copy_spans", copy_spans)
     monkeypatch.setattr(flat_buffer.FlatBuffer, "store", store)
-    monkeypatch.setattr(residency, "end_of_current", lambda _: Event(found, found.compute))
+    monkeypatch.setattr(module_groups, "end_of_current", lambda _: Event(found, found.compute))
     monkeypatch.setattr(module_steps.ModuleSteps, "_step", stepped)
     return found
 

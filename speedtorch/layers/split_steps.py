@@ -1,8 +1,9 @@
-"""Trials with copies of an optimizer: whether it can step in parts, and the size of its state.
+"""Optimizer steps that are split into several groups of parameters, and trials of such steps.
 
 StateSwapper and Swapper step parameters in several parts. An optimizer that computes one number
 from all parameters (D-Adaptation, Prodigy, a norm of all gradients), or counts calls in place,
-would then train with other results and without an error.
+would then train with other results and without an error. Trials with copies of the optimizer find
+this, and the size of its state.
 """
 
 from __future__ import annotations
@@ -10,25 +11,34 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
-from speedtorch.layers.partial_step import PartialStep
 from speedtorch.layers.state_tensors import plain_tensors
 from speedtorch.optim.optimizer_copy import OptimizerCopy, copy_with
 from speedtorch.optim.probe import agree, kept_random, raise_if_no_memory
 from speedtorch.step.gradient_sums import sparse_of_all
-from speedtorch.torch_internals import as_plain, step_without_hooks
+from speedtorch.torch_internals import STEP_HOOKS, as_plain, step_without_hooks, tree_leaves
 
-__all__ = ["FirstState", "check_steps_apart", "check_when_given", "needs_arguments"]
+__all__ = [
+    "ChangedSetting",
+    "FirstState",
+    "PartialStep",
+    "check_can_be_split",
+    "check_steps_apart",
+    "check_when_given",
+    "needs_arguments",
+    "swapped_optimizers",
+]
 
 # The most small parameters in total, and with equal numbers of dimensions in one group.
 _MOST, _MOST_ALIKE = 24, 2
@@ -40,6 +50,125 @@ _GRADIENT_SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1.0, 1e4, 1.0, 0.1, 1.0)
 _SETTINGS = {"lr": 0.01}
 # Torch's capturable steps raise for CPU tensors. The parameters may move to a GPU after the trial.
 _ON_CPU = {**_SETTINGS, "capturable": False}
+
+_ABSENT = object()
+
+
+class ChangedSetting(NamedTuple):
+    """A setting changed by a step, such as a counter; `before` is _ABSENT for a new setting."""
+
+    place: int
+    """0: an attribute of the optimizer; otherwise the group's index plus 1."""
+    name: str
+    before: object
+    after: object
+
+
+class PartialStep:
+    """One step of an optimizer in parts, without its hooks.
+
+    A shallow copy of the optimizer steps each part. The copy has the same state and group settings,
+    but only the part's parameters. The optimizer's own groups remain correct after an error.
+
+    Each part makes the same changes to settings, such as a counter in a group. `settle()` copies
+    these changes to the optimizer once. In-place changes of other objects (a tensor, a list, state
+    without a parameter) happen once per part.
+
+    `args` and `kwargs` are passed to the step of each part. `changes` are the changes of an earlier
+    step of other parameters: this step completes that one, and counts once with it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        changes: Sequence[ChangedSetting] = (),
+    ) -> None:
+        self.optimizer, self._args, self._kwargs = optimizer, args, kwargs or {}
+        self._earlier_changes = changes
+        self._last: Optimizer | None = None
+        self._places = {
+            id(param): (number, place)
+            for number, group in enumerate(optimizer.param_groups)
+            for place, param in enumerate(group["params"])
+        }
+
+    def shallow_copy(self, parameters: Collection[Tensor]) -> Optimizer:
+        """Returns a shallow copy of the optimizer with only these parameters."""
+        optimizer = self.optimizer
+        selected: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        found = (self._places.get(id(param)) for param in parameters)
+        for number, place in sorted(filter(None, found)):
+            selected[number].append(optimizer.param_groups[number]["params"][place])
+        copied: Optimizer = object.__new__(type(optimizer))
+        copied.__dict__.update(optimizer.__dict__)
+        # A base class's step() that the optimizer's step() calls would run the hooks.
+        copied.__dict__.update({name: OrderedDict() for name in STEP_HOOKS})
+        copied.param_groups = [
+            {**group, "params": of_group}
+            for group, of_group in zip(optimizer.param_groups, selected, strict=True)
+        ]
+        settings = _settings_of(copied)
+        for place, name, before, after in self._earlier_changes:
+            if settings[place].get(name) is not after:  # other code has changed the setting
+                continue
+            settings[place][name] = before
+            if before is _ABSENT:
+                del settings[place][name]
+        self._last = copied
+        return copied
+
+    def step(self, parameters: Collection[Tensor]) -> None:
+        """Steps only these parameters."""
+        step: Any = step_without_hooks(type(self.optimizer))
+        step(self.shallow_copy(parameters), *self._args, **self._kwargs)
+
+    def settle(self) -> list[ChangedSetting]:
+        """Copies the settings that the last part changed to the optimizer, and returns them."""
+        if self._last is None:
+            return []
+        changes: list[ChangedSetting] = []
+        places = zip(_settings_of(self.optimizer), _settings_of(self._last), strict=True)
+        for place, (settings, changed) in enumerate(places):
+            kept = ("params",) if place else ("param_groups", *STEP_HOOKS)
+            for name, value in changed.items():
+                before = settings.get(name, _ABSENT)
+                if name not in kept and before is not value:
+                    settings[name] = value
+                    changes.append(ChangedSetting(place, name, before, value))
+        return changes
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The attributes of an optimizer, followed by its groups."""
+    return [vars(optimizer), *optimizer.param_groups]
+
+
+swapped_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have a StateSwapper."""
+
+
+def check_can_be_split(optimizer: Optimizer) -> None:
+    """Raises TypeError if the optimizer steps all parameters at once, or wraps another one.
+
+    Raises ValueError if the optimizer has a StateSwapper.
+    """
+    name = type(optimizer).__name__
+    if optimizer in swapped_optimizers:
+        raise ValueError(f"optimizer: {name} already has a StateSwapper. Call its close() first.")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            f"optimizer: {name} steps all parameters at once. Use an optimizer that steps each"
+            " parameter separately, such as AdamW."
+        )
+    for value in tree_leaves(vars(optimizer)):
+        if isinstance(value, Optimizer):
+            inner = type(value).__name__
+            raise TypeError(
+                f"optimizer: {name} wraps a {inner}, and would step all its parameters in each"
+                f" partial step. Pass the {inner} instead."
+            )
 
 
 def needs_arguments(optimizer: Optimizer) -> bool:
