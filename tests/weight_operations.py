@@ -41,10 +41,10 @@ NAMES = {
 @cache
 def by_hand(
     *families: str, writes: bool = True, supported: tuple[bool, ...] = ()
-) -> list[Operation]:
+) -> tuple[Operation, ...]:
     """The operations of some families; their names are their sources."""
-    lines = [line for family in families for line in family.strip().splitlines()]
-    return [operation(source, writes, supported) for line in lines for source in line.split("  ")]
+    sources = "  ".join(line for each in families for line in each.strip().splitlines())
+    return tuple(operation(source, writes, supported) for source in sources.split("  "))
 
 
 def operation(source: str, writes: bool, supported: tuple[bool, ...]) -> Operation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -304,24 +305,29 @@ def in_runs(operations: Sequence[Operation]) -> Iterator[Sequence[Operation]]:
     yield from ([each] for each in operations if each.writes)
 
 
+def faults_of_some(
+    way: Way, some: Sequence[Operation], untouched: Any, device: str
+) -> Iterator[str]:
+    """Wrong results of operations that run one after the other; of halves if any is wrong."""
+    if len(some) == 1:
+        yield from faults_of_one(way, some[0], untouched, device)
+        return
+    with suppress(Exception):
+        (wanted, _), (found, end) = (run(way, some, where) for where in (None, device))
+        pairs = list(zip(some, found, wanted, strict=True))
+        differs = any(difference(end[name], untouched[name], near=way.near) for name in end)
+        if not differs and not any(fault(way, *pair) for pair in pairs):
+            return
+    half = len(some) // 2
+    yield from faults_of_some(way, some[:half], untouched, device)
+    yield from faults_of_some(way, some[half:], untouched, device)
+
+
 def faults(way: Way, operations: Sequence[Operation], device: str) -> Iterator[str]:
     """Wrong results of operations; those that only read run one after the other."""
     _, untouched = run(way, [], None)
-    alone: list[Operation] = []
     for some in in_runs(operations):
-        if len(some) == 1:
-            alone += some
-            continue
-        try:
-            (wanted, _), (found, end) = (run(way, some, where) for where in (None, device))
-            pairs = list(zip(some, found, wanted, strict=True))
-        except Exception:
-            alone += some
-            continue
-        differs = any(difference(end[name], untouched[name], near=way.near) for name in end)
-        alone += some if differs else [pair[0] for pair in pairs if fault(way, *pair)]
-    for each in alone:
-        yield from faults_of_one(way, each, untouched, device)
+        yield from faults_of_some(way, some, untouched, device)
 
 
 OF_DEVICES = re.compile(
@@ -365,7 +371,7 @@ def ways_of(state: State, **settings: Any) -> list[Way]:
 
 
 def dealt(
-    state: State, operations: list[Operation], all_of_them: bool, count: int, **settings: Any
+    state: State, operations: Sequence[Operation], all_of_them: bool, count: int, **settings: Any
 ) -> Any:
     """Some operations without gradients and some with them.
 
@@ -395,7 +401,7 @@ def test_operations_by_hand(device: str, all_of_them: bool, state: State) -> Non
     writes += by_hand(hand.WRITES_WITHOUT_GRADIENTS, supported=(False,))
     writes += by_hand(hand.BACKWARDS_THAT_RAISE, hand.WRITES_THAT_RAISE, supported=neither)
     if "stored" in state.settings:  # torch ignores that the array, a copy of all rows, is read-only
-        writes = [each for each in writes if "from_numpy" not in each.name]
+        writes = tuple(each for each in writes if "from_numpy" not in each.name)
     reads = by_hand(hand.READS, writes=False, supported=both)
     reads += by_hand(hand.READS_WITHOUT_GRADIENTS, writes=False, supported=(False,))
     reads += by_hand(hand.READS_THAT_RAISE, writes=False, supported=neither)
