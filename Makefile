@@ -36,6 +36,8 @@ SPEEDTORCH_CUDA ?= auto
 export SPEEDTORCH_CUDA
 # Threads that wait for work must not spin: they slow down whoever else has a core.
 export OMP_WAIT_POLICY ?= passive
+# Without bytecode each process of a test run would compile all test files again.
+unexport PYTHONDONTWRITEBYTECODE
 # torch looks for ninja in PATH.
 export PATH := $(if $(VENV),$(abspath $(VENV))/bin:)$(PATH)
 

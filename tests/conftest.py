@@ -39,6 +39,8 @@ from speedtorch import memory_stats
 from speedtorch.files import field_blocks, table_files
 from speedtorch.optim import probe
 
+gc.disable()  # until all tests are collected: what importing them makes is no garbage
+
 # Large tables of tests are no reason to measure the machine.
 os.environ["SPEEDTORCH_CALIBRATE"] = "0"
 
@@ -120,6 +122,12 @@ def left_to_nightly(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for grid in grids.values():
         taken = set(dealt([case for _, case in grid]))
         yield from (item for number, (item, _) in enumerate(grid) if number not in taken)
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage from now on."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
