@@ -23,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,7 @@ class Result:
 
 
 Edit = tuple[str, int, int, int, str]  # kind, line, first byte, byte after the last, new text
+Found = tuple[str, int, str, str]  # kind, line, text before, text after
 
 
 class _Edits(ast.NodeVisitor):
@@ -235,7 +237,12 @@ def _called(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _python_faults(path: Path) -> Iterator[tuple[str, int, str, str]]:
+@cache
+def _python_faults(path: Path) -> tuple[Found, ...]:
+    return tuple(_python_changes(path))
+
+
+def _python_changes(path: Path) -> Iterator[Found]:
     source = path.read_text()
     edits = _Edits(source)
     for kind, line, start, stop, text in edits.found:
@@ -245,7 +252,7 @@ def _python_faults(path: Path) -> Iterator[tuple[str, int, str, str]]:
             yield kind, line, old.decode(), new.decode()
 
 
-def _cpp_faults(path: Path) -> Iterator[tuple[str, int, str, str]]:
+def _cpp_faults(path: Path) -> Iterator[Found]:
     """Changes of a C++ file; lines with text, templates and macros are left out."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         code = line.partition("//")[0].rstrip()
@@ -265,7 +272,7 @@ def _draws(
     seed: int,
     group: str,
     files: list[Path],
-    faults_of: Callable[[Path], Iterator[tuple[str, int, str, str]]],
+    faults_of: Callable[[Path], Iterable[Found]],
 ) -> Iterator[Fault]:
     """Distinct faults of some files: first a kind is drawn, then a fault of the kind."""
     kinds = defaultdict(list)
