@@ -120,7 +120,7 @@ def classes_of_2019() -> Iterator[Tensor]:
     data.gadgetInit()
     rows.beforeForwardPass(ids)
     state.beforeForwardPass(ids)
-    (model["rows"](torch.arange(4)) * torch.as_tensor(data.getData(ids))).sum().backward()
+    (model["rows"](torch.arange(4)) * torch.as_tensor(data.getData(ids)).cpu()).sum().backward()
     optimizer.step()
     rows.afterOptimizerStep(ids)
     state.afterOptimizerStep(ids)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import stress.__main__ as command
 import torch
+from rank_processes import in_processes
 from stress.histories import History, check_histories, run_shared_table
 from stress.jobs import run_jobs
 from stress.kills import run_killed_training
@@ -116,26 +117,41 @@ def test_reads_before_earlier_ones_are_found(tmp_path: Path) -> None:
         check_histories(tmp_path, rows, rows)
 
 
+def changed_runs(
+    name: str, change: Callable[..., Any], run: Callable[..., Any], seeds: int, folder: Path
+) -> None:
+    """Runs programs with another method of HostTable."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(HostTable, name, change)
+        for seed in range(seeds):
+            own = folder / str(seed)
+            own.mkdir()
+            run(seed, own)
+
+
+def read_without_lock(table: HostTable, read: Callable[[], Any]) -> Any:
+    return read()
+
+
+def first_row_alone(table: HostTable, since: object) -> torch.Tensor:
+    return torch.arange(1)
+
+
+# Forks of this process could not train on the CPU once a test has run a backward on a GPU.
 @pytest.mark.slow
-def test_a_torn_row_is_found_in_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_torn_row_is_found_in_a_run(tmp_path: Path) -> None:
     """Readers that take no lock read blocks that are half written."""
-    monkeypatch.setattr(HostTable, "read_consistently", lambda self, read: read())
+    arguments = ("read_consistently", read_without_lock, run_shared_table, 50, tmp_path)
     with pytest.raises(AssertionError, match=r"reader-\d: (rows|version)"):
-        for seed in range(50):
-            folder = tmp_path / str(seed)
-            folder.mkdir()
-            run_shared_table(seed, folder)
+        in_processes(1, changed_runs, *arguments)
 
 
 @pytest.mark.slow
-def test_a_save_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_save_that_is_lost_is_found(tmp_path: Path) -> None:
     """Rows that a save leaves out are missing in the life that loads them."""
-    monkeypatch.setattr(HostTable, "changed", lambda self, since: torch.arange(1))
+    arguments = ("changed", first_row_alone, run_killed_training, 20, tmp_path)
     with pytest.raises(AssertionError, match="life [1-9]"):
-        for seed in range(20):
-            folder = tmp_path / str(seed)
-            folder.mkdir()
-            run_killed_training(seed, folder)
+        in_processes(1, changed_runs, *arguments)
 
 
 def test_figures_of_a_copy_without_git_have_the_given_commit(
@@ -260,6 +276,7 @@ def test_processes_run_in_parallel(
     own = tmp_path / "of a run"
     (tmp_path / "job.py").write_text(JOB.replace("END", repr(killed)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     progress = Progress(own / "progress.json", "cpu")
     code = run_jobs(2, progress, [warm_python(), "-m", "job", "--hours", "0.0001"])
     assert code == (9 if killed else 0)
@@ -287,8 +304,8 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 command = [sys.executable, "-m", "job", "--hours", "1"]
 run_jobs(2, Progress(Path({str(path)!r}), "cpu"), command)
 """
-    known = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    process = subprocess.Popen([warm_python(), "-c", parent], env=known)
+    known = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen([warm_python(), "-c", parent], env=os.environ | known)
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("*.later"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)

@@ -150,6 +150,7 @@ def test_an_interrupt_at_any_line_leaves_no_lock_and_no_descriptor() -> None:
         other.begin_state("weight", torch.zeros(4))
 
     work(None)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     files = source_files("memory/shared_memory.py")
     for _ in every_interrupt(lambda: None, work, files=files):
