@@ -17,8 +17,8 @@ enum class Path : int64_t {
   kDirect = 0,    // one launch, in the order of the ids
   kDistinct = 1,  // each distinct row once, in the order of the ids
   kOrdered = 2,   // each distinct row once, in address order
-  kStaged = 3,    // on the CPU, through
-  kOnCpu = 4
+  kStaged = 3,    // on the CPU, through pinned staging memory
+  kOnCpu = 4      // on the CPU; no tensor is on a GPU
 };
 
 enum class Direction : int64_t { kIn = 0, kOut = 1 };  // to the GPU, from the GPU

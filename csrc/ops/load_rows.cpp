@@ -18,7 +18,8 @@
 namespace speedtorch {
 namespace {
 
-// Index of the unique ids with the padding in the results of count_batch.
+// Index of the ids to load in the results of count_batch: the unique ids, then the padding's id if
+// there is one.
 constexpr size_t kLoaded = 6;
 
 // Returns the rows of the ids `load`, field by field, in the form of `leaving`. The first rows of

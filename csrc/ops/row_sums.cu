@@ -123,7 +123,7 @@ struct LongRun {
 template <typename Sum>
 struct PartSums {
   unsigned long long* long_count;
-  LongRun* long_runs;  // unordered; at most one per window
+  LongRun* long_runs;  // in any order; at most one long run begins in a window
   // [2 * windows, columns]. Two rows per window suffice: the first parts of two long runs begin at
   // least one window apart, and so do two later parts.
   Sum* sums;

@@ -98,8 +98,8 @@ class CapturedState:
     def before_replay(self) -> None:
         """Copies new optimizer state to the graph's tensors, after rows were written back.
 
-        Raises RuntimeError if shapes do not fit or the graph's tensors have new addresses; nothing
-        has changed then.
+        Raises RuntimeError if shapes do not fit, or if a TrainingState has moved the graph's
+        tensors. An optimizer whose shapes do not fit has not changed then.
         """
         for number, (optimizer, own) in enumerate(zip(self._optimizers, self._own, strict=True)):
             if not own.is_current(optimizer):
