@@ -92,18 +92,16 @@ class ModuleChanges:
     def note_load(self) -> None:
         """Notes that the next load copies all tensors, so host and device are equal."""
         self.was_stepped = False
-        self.note_copied_state()
-        self.note_copied()
+        self.note_copied(own=True, state=True)
 
-    def note_copied(self) -> None:
-        """Notes that parameters and buffers have not changed since they were copied."""
-        self._is_touched = self._is_used = False
-        self._stepped = set()
-        self._copied_versions = self._tensors.wrapper_versions()
-
-    def note_copied_state(self) -> None:
-        """Notes that the optimizer state has not changed since it was copied."""
-        self._is_state_new = False
+    def note_copied(self, *, own: bool, state: bool) -> None:
+        """Notes that parameters and buffers, or the state, have not changed since their copy."""
+        if own:
+            self._is_touched = self._is_used = False
+            self._stepped = set()
+            self._copied_versions = self._tensors.wrapper_versions()
+        if state:
+            self._is_state_new = False
 
     def begin_use(self) -> None:
         """Makes the current stream wait for earlier uses, because later work is not tracked."""
@@ -216,11 +214,11 @@ class ModuleGroups:
         (own, members), _, (of_state, state) = self._parts()
         if not only_state:
             own.write_back(members, after)
-            if own.memory is Memory.DEVICE:
-                self._changes.note_copied()
         of_state.write_back(state, after)
-        if of_state.memory is Memory.DEVICE:
-            self._changes.note_copied_state()
+        self._changes.note_copied(
+            own=not only_state and own.memory is Memory.DEVICE,
+            state=of_state.memory is Memory.DEVICE,
+        )
 
     def wait(self) -> None:
         """Waits for the copies that write_back() has started."""
@@ -241,8 +239,7 @@ class ModuleGroups:
             freed += group.evict(members, after, search=is_searched, copied=names)
         if not only_state:
             self._tensors.follow_inner()
-            self._changes.note_copied()
-        self._changes.note_copied_state()
+        self._changes.note_copied(own=not only_state, state=True)
         self.created_state_bytes = 0
         return freed
 

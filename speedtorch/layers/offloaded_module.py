@@ -109,8 +109,7 @@ class OffloadedModule:
         averaging: lets DistributedDataParallel average the gradients.
         open_results: number of results with a graph that no backward has reached.
         has_graph: whether a known autograd graph may need the module's memory.
-        returned_views: whether the module has returned views of its own tensors.
-        has_views: whether the program may hold views that it made since the last eviction.
+        has_views: whether the program may hold views that it has got since the last eviction.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class OffloadedModule:
         self.groups = ModuleGroups((own, gradients, state), self.tensors, self.changes)
         self.averaging = Averaging(name, module, self.device)
         self.open_results = 0
-        self.returned_views = self.has_views = self.has_graph = False
+        self.has_views = self.has_graph = False
         self._auto_loader: AutoLoader | None = None
         self._before_gradients = before_gradients
         self._forward_starts: list[int] = []
@@ -319,7 +318,7 @@ class OffloadedModule:
                 output = content
         results = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
         if any(map(self.groups.is_view, results)):
-            self.returned_views = True
+            self.has_views = True
         nodes = _nodes_since(begun, results)
         loader = self._auto_loader
         is_nested = bool(nodes) and loader is not None and loader.is_nested(self)

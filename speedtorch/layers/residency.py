@@ -491,7 +491,7 @@ class Residency:
             else:
                 # Tensors saved by autograd lose their memory; other views keep it. The search for
                 # views is slow, and with an AutoLoader a graph that needs the module is usual.
-                may_be_kept = module.returned_views or module.has_views or not module.has_graph
+                may_be_kept = module.has_views or not module.has_graph
                 search = search or self._auto_loader is None or may_be_kept
                 freed = module.evict(search=search)
                 self._prefetched.discard(module)
