@@ -281,10 +281,13 @@ def untracked(function: _Method) -> _Method:
     @wraps(function)
     def untracked_function(*args: Any, **kwargs: Any) -> Any:
         """Calls the function while the tensors behave as plain tensors."""
-        with as_plain(), torch.no_grad():
-            if not torch.is_inference_mode_enabled():
+        with as_plain():
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():  # the former enables gradients
+                    return function(*args, **kwargs)
+            if not torch.is_grad_enabled():  # entering no_grad() takes microseconds
                 return function(*args, **kwargs)
-            with torch.inference_mode(False), torch.no_grad():  # leaving the mode enables gradients
+            with torch.no_grad():
                 return function(*args, **kwargs)
 
     return untracked_function  # type: ignore[return-value]
