@@ -98,6 +98,11 @@ class PlainTable:
         """A batch may have been given up."""
         self.is_new = bool(self.waiting)
 
+    def give_up_unless_used(self) -> None:
+        """The step's lookups and a batch may have been given up."""
+        self.left = True
+        self.end_batch()
+
     def give_up(self) -> None:
         """Nothing that was announced waits."""
         self.waiting, self.before, self.is_new, self.left = [], [], False, True

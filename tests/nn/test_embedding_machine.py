@@ -504,8 +504,7 @@ class Programs(RuleBasedStateMachine):
             self.ours.optimizer.zero_grad(set_to_none=to_none)
             for world in self.worlds:
                 for table in world.tables:
-                    table.left = True
-                    table.end_batch()
+                    table.give_up_unless_used()
         else:
             self.clear_gradients(to_none=to_none)
 
@@ -534,6 +533,9 @@ class Programs(RuleBasedStateMachine):
             return
         if write == "gradients" and self.kind.optimizer != "SparseAdam":
             nn.utils.clip_grad_norm_(self.ours.model.parameters(), 1e9)
+            for table in (table for world in self.worlds for table in world.tables):
+                if table.gradient is None and table.zeros is None:
+                    table.give_up_unless_used()  # zero_grad, too, reads a gradient of None
         if write == "rows":
             with torch.no_grad(), suppress(RuntimeError):  # or it is refused
                 self.ours.model[number].weight.mul_(1.0)
