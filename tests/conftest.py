@@ -284,8 +284,9 @@ probe._probed = _known_probe
 
 @pytest.fixture(autouse=True)
 def optimizers_are_tried_once(request: pytest.FixtureRequest) -> None:
-    """Each with its settings, and not at each attach, which takes as long as most tests."""
-    _tries_anew[0] = request.path.parent.name in ("optim", "legacy")
+    """Each with its settings, but anew in tests of the probe; others would take longer for it."""
+    name = request.path.name
+    _tries_anew[0] = name == "test_attach_changes.py" or name.startswith("test_optimizer_state")
 
 
 @pytest.fixture(autouse=True)
