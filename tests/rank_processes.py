@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing import forkserver
 from typing import Any
@@ -159,6 +160,20 @@ def in_processes(
         atexit.register(ranks.end)
         kept[:] = [ranks]
     kept[0].call(function, arguments)
+
+
+def in_groups_at_once(
+    size: int, function: Callable[..., Any], *calls: tuple[Any, ...], timeout: float
+) -> None:
+    """Calls function(*arguments) for each of `calls`, in a group of ranks each: ranks wait long."""
+    warm_context()  # changes the environment meanwhile
+    with ThreadPoolExecutor(len(calls)) as threads:
+        groups = [
+            threads.submit(in_processes, size, function, *arguments, timeout=timeout)
+            for arguments in calls
+        ]
+        for group in groups:
+            group.result()
 
 
 def _once(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], *how: Any) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-from rank_processes import in_processes, warm_context
+from rank_processes import in_groups_at_once, in_processes
 from sharded_disagreements import (
     check_flagged_errors,
     check_join,
@@ -104,11 +102,6 @@ def test_an_all_reduced_error_of_one_rank_skips_a_batch() -> None:
     [(2, True), (2, False), pytest.param(3, True, marks=pytest.mark.nightly)],
 )
 def test_an_error_of_one_rank_raises_on_the_waiting_ranks(ranks: int, on_machine: bool) -> None:
-    """Before its lookup, after it or in backward; three groups of ranks wait at once."""
-
-    def wait(where: str) -> None:
-        in_processes(ranks, check_own_errors, where, on_machine, 2.0, timeout=2.0)
-
-    warm_context()  # changes the environment meanwhile
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(wait, ["before", "after", "within"]))
+    """Before its lookup, after it or in backward."""
+    calls = [(where, on_machine, 2.0) for where in ("before", "after", "within")]
+    in_groups_at_once(ranks, check_own_errors, *calls, timeout=2.0)

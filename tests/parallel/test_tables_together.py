@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_processes import in_processes
+from rank_processes import in_groups_at_once, in_processes
 from sharded_together import (
     check_a_group_that_is_too_large,
     check_an_error_of_one_rank,
@@ -46,9 +46,9 @@ def test_a_group_that_is_too_large_raises_on_all_ranks(on_machine: bool) -> None
     in_processes(2, check_a_group_that_is_too_large, on_machine)
 
 
-@MACHINES
-def test_an_error_of_one_rank_loads_no_rows_of_other_tables(on_machine: bool) -> None:
-    in_processes(2, check_an_error_of_one_rank, on_machine, timeout=2.0)
+def test_an_error_of_one_rank_loads_no_rows_of_other_tables() -> None:
+    """On one machine, and between two."""
+    in_groups_at_once(2, check_an_error_of_one_rank, (True,), (False,), timeout=2.0)
 
 
 @pytest.mark.dealt("on_machine")
