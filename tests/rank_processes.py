@@ -55,6 +55,11 @@ def warm_context() -> Any:
 def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> None:
     """Makes this process one of the ranks."""
     faulthandler.register(signal.SIGUSR1)
+    if backend == "gloo":
+        # A fork's first backward starts a thread for each GPU. Two threads would race for the
+        # pool of threads that torch makes anew in a fork; without a GPU the driver ends a fork.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
